@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from harness.checkpoint.integrity import is_checkpoint, listed_files, require_listed_weights
 from harness.errors import UserError
 from harness.hf.locate import ADAPTERS, model_directory
+from harness.hf.template_process import TemplateProcess
 from harness.verb_parser import VerbParser
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -
         if not tokenizer.chat_template:
             raise UserError("--chat: the tokenizer has no chat template")
         message = [{"role": "user", "content": prompt}]
-        text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        template = TemplateProcess(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
+        (text,), _ = template.write(message, None, "--chat", add_generation_prompt=True)
         found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
     found = tokenizer(prompt)["input_ids"]

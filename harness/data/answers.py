@@ -21,6 +21,7 @@ from harness.data.files.rows import ASSISTANT, with_unique_names
 from harness.data.marks import MarkedMessages, Placed, holds_marks, mark
 from harness.data.templates import Template
 from harness.errors import UserError
+from harness.hf.template_process import Rejected
 
 Span: TypeAlias = tuple[int, int]
 """First character and the one after the last."""
@@ -123,7 +124,7 @@ class _Conversation:
         """Return the whole, and the spans of the messages `learnt`."""
         try:
             text = self.text(self.messages)
-        except UserError as error:
+        except Rejected as error:
             raise _Untold(str(error).removeprefix(self.place)) from error
         if self.tools and text == self.tried(self.messages, tools=False):
             raise _Untold(": the chat template does not write `tools`: remove them, or use a template that has them")
@@ -145,7 +146,7 @@ class _Conversation:
         """Return messages as the template writes them; None if it rejects them."""
         try:
             return self.template.write(messages, self.tools if tools else None, self.place, prompt=prompt)
-        except UserError:
+        except Rejected:
             return None
 
     @cached_property

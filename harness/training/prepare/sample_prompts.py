@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.data.inputs.early_checks import read_prompts
+from harness.data.templates import Template
 from harness.data.tokenizer import ByteTokenizer, Tokenizer, encode
 from harness.errors import UserError
 from harness.hf.skeleton import position_limit
@@ -51,7 +53,7 @@ def sample_prompts(plan: RunPlan, trainable: TrainableModel) -> SamplePrompts | 
     if plan.data.evaluation is None:
         raise UserError("--sample_prompts needs evaluations: set --eval_steps, or give evaluation data")
     prompts = read_prompts(Path(args.sample_prompts))
-    ids = [_ids(tokenizer, prompt) for prompt in prompts]
+    ids = _ids(tokenizer, prompts, args.sample_prompts)
     limit = position_limit(causal.source.config)
     for number, row in enumerate(ids, 1):
         if not row or max(row) >= causal.vocab_size or (limit is not None and len(row) >= limit):
@@ -64,16 +66,17 @@ def sample_prompts(plan: RunPlan, trainable: TrainableModel) -> SamplePrompts | 
     )
 
 
-def _ids(tokenizer: Tokenizer, prompt: Any) -> list[int]:
-    """Return the tokens of a text, or of messages in the tokenizer's chat template."""
-    if isinstance(prompt, str):
-        return [int(token) for token in encode(tokenizer, [prompt])[0]]
+def _ids(tokenizer: Tokenizer, prompts: Sequence[Any], file: str) -> list[list[int]]:
+    """Return the tokens of each prompt: a text, or messages in the tokenizer's chat template."""
     templated: Any = tokenizer.as_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer
-    if not templated.chat_template:
+    if not all(isinstance(prompt, str) for prompt in prompts) and not templated.chat_template:
         raise UserError("--sample_prompts has messages, but the tokenizer has no chat template: give prompts as text")
-    try:
-        text: str = templated.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template may raise anything
-        raise UserError(f"--sample_prompts: the chat template refuses {json.dumps(prompt)[:80]}: {error}") from error
-    found: list[int] = templated(text, add_special_tokens=False)["input_ids"]
+    template = Template(templated) if templated.chat_template else None
+    found: list[list[int]] = []
+    for number, prompt in enumerate(prompts, 1):
+        if isinstance(prompt, str) or template is None:
+            found.append([int(token) for token in encode(tokenizer, [prompt])[0]])
+        else:
+            text = template.write(prompt, None, f"{file}: prompt {number}", prompt=True)
+            found.append(templated(text, add_special_tokens=False)["input_ids"])
     return found

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from harness.data import templates
 from harness.data.answers import find_answers
 from harness.data.templates import Template
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
+from harness.hf import template_process
 
 TEMPLATES = {
     file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("chat_templates/*.jinja")
@@ -239,11 +239,15 @@ def test_arguments_of_calls_come_as_the_template_takes_them() -> None:
         pytest.param("{{ messages[0].content.ljust(10**11) }}", id="filled"),
         pytest.param("{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}", id="loops"),
         pytest.param("{{ 10 ** (10 ** (8 + messages | length)) }}", id="power"),
+        pytest.param("{{ '{:>10000000000}'.format('x') }}", id="format"),
+        pytest.param("{% if add_generation_prompt %}{{ 'x' * 10**10 }}{% endif %}", id="prompt"),
+        pytest.param("{% if messages[0].content == 'c' %}{{ 'x' * 10**10 }}{% endif %}", id="later"),
     ],
 )
 def test_a_template_that_runs_on_is_ended(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "_MOST_SECONDS", 1)
+    monkeypatch.setattr(template_process, "MOST_SECONDS", 1)
     with pytest.raises(
         UserError, match=r"^a\.jsonl:7: the chat template (takes more than 1 GiB|does not end within 1 s)"
     ):
-        learnt(endless + TEMPLATES["chatml"], two("a", "b", "c", "d"))
+        for first in ("a", "c"):
+            learnt(endless + TEMPLATES["chatml"], two(first, "b", "c", "d"))
