@@ -155,6 +155,10 @@ class Slow(TrainerCallback):
         self.once("preprocess")
         return logits
 
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        self.once("loss")
+        return nn.functional.mse_loss(outputs, labels)
+
 
 def train_with_slow_code(folder: str) -> list[str]:
     slow = Slow()
@@ -171,7 +175,7 @@ def train_with_slow_code(folder: str) -> list[str]:
         arguments,
         slow,
         slow,
-        loss_fn=nn.functional.mse_loss,
+        loss_fn=slow.loss,
         data_collator=slow.collate,
         callbacks=[slow],
         compute_metrics=slow.compute,
@@ -184,6 +188,16 @@ def train_with_slow_code(folder: str) -> list[str]:
 
 def test_code_of_the_user_may_take_longer_than_a_step(tmp_path: Path) -> None:
     found = run_ranks(2, train_with_slow_code, str(tmp_path))
-    of_all = ["collator", "item", "on_evaluate", "on_log", "on_save", "on_step_begin", "on_step_end", "preprocess"]
+    of_all = [
+        "collator",
+        "item",
+        "loss",
+        "on_evaluate",
+        "on_log",
+        "on_save",
+        "on_step_begin",
+        "on_step_end",
+        "preprocess",
+    ]
     assert found == [sorted([*of_all, "compute_metrics", "predict"]), sorted([*of_all, "predict"])]
     assert not list(tmp_path.glob("hang-*.txt"))

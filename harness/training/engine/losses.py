@@ -24,6 +24,7 @@ from harness.data.batches.collate import IGNORED
 from harness.errors import UserError
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.values import Value
+from harness.resilience.process.activity import inside
 
 AUX_LOSS = "aux_loss"
 """The name of the router loss, as transformers has it."""
@@ -157,7 +158,7 @@ class MeanLoss(Loss):
         if n == 0:
             return weight * 0.0
         kept = tuple(label[:n] for label in labels)
-        return _scalar(self.loss_fn(_head(outputs, n), kept[0] if len(kept) == 1 else kept)).float() * n * weight
+        return _called(self.loss_fn, _head(outputs, n), kept[0] if len(kept) == 1 else kept) * n * weight
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class LogitsLoss(Loss):
         if not self.per_label:
             return MeanLoss(self.loss_fn)(outputs, targets)
         weight, _, _, labels = targets
-        return _scalar(self.loss_fn(outputs, labels, num_items_in_batch=1 / weight)).float()
+        return _called(self.loss_fn, outputs, labels, num_items_in_batch=1 / weight)
 
 
 def logits_loss(
@@ -221,9 +222,12 @@ def _smoothed(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor, smooth
     return total / num_items_in_batch
 
 
-def _scalar(loss: object) -> Tensor:
+def _called(loss_fn: LossFunction, *values: object, **named: object) -> Tensor:
+    """Return what the user's own loss returns, in float32. It may take long: it is no hang within a step."""
+    with inside("loss_fn"):
+        loss: object = loss_fn(*values, **named)
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss.reshape(())
+        return loss.reshape(()).float()
     kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise UserError(f"loss_fn returned {kind}: it must return one number in a tensor")
 
