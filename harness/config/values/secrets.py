@@ -15,17 +15,31 @@ from harness.config.values.json_object import JsonObject
 HIDDEN = "***"
 SHORTEST = 8  # of a secret that is searched for in texts: a shorter one may be an ordinary word
 _NAME = (
-    r"(?:[\w.-]*[_.-])?(?:api[_-]?keys?|secrets?(?:[_-]?key)?|pass(?:word|wd|phrase)s?|credentials?|private[_-]?key"
-    r"|(?:secret[_-]?)?access[_-]?key(?:[_-]?id)?|(?:auth|access|api|hub|hf|bearer|refresh|session)[_-]?token)"
+    r"(?:[\w.-]*[_.-])?(?:api[_-]?keys?|secrets?(?:[_-]?key)?|pass(?:word|wd|phrase)s?|pwd|credentials?|authorization"
+    r"|(?:private|account|client|comet|encryption|license|service|signing|ssh|wandb)[_-]?key"
+    r"|(?:secret[_-]?)?access[_-]?key(?:[_-]?id)?|(?:auth|access|api|hub|hf|bearer|refresh|session)[_-]?tokens?)"
 )
 _KEY = re.compile(rf"{_NAME}|token", re.IGNORECASE)
-_VARIABLE = re.compile(rf"{_NAME}|\w*_(?:TOKEN|KEY|SECRET|PAT)", re.IGNORECASE)
+_VARIABLE = re.compile(rf"{_NAME}|\w*_(?:TOKEN|KEY|SECRET|PAT|DSN)|\w+PASSWORD", re.IGNORECASE)
 _IN_TEXT = re.compile(
     rf"""(?P<name>(?<![\w.-])\\?["']?{_NAME}\\?["']?\s*[:=]\s*|--{_NAME}\s+)"""
     r"""(?:(?P<quote>\\?["']).*?(?P=quote)|[^\s"'\\,}}]+)""",
     re.IGNORECASE,
 )
-_IN_URL = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)")
+_MASKED = [
+    # the password of a URL, also of one that became a path and lost a slash; a long name alone is a token
+    re.compile(r"(?P<kept>:/{1,2}[^/\s:@]*:)[^/\s@]+(?=@)"),
+    re.compile(r"(?P<kept>:/{1,2})[^/\s:@]{16,}(?=@)"),
+    # parameters of signed URLs and of connections to databases
+    re.compile(rf"(?P<kept>[?&;](?:{_NAME}|[\w-]*(?:sig|signature|token|key))=)[^&;\s\"']+", re.IGNORECASE),
+    re.compile(r"(?P<kept>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{8,}"),
+    # forms of HuggingFace, GitHub, GitLab, OpenAI, Slack and AWS
+    re.compile(
+        r"(?P<kept>\b)(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
+        r"|sk-[\w-]{20,}|xox[abprs]-[\w-]{10,}|AKIA[A-Z0-9]{16}\b)"
+    ),
+]
+_PASSWORD_OF_URL = re.compile(r"://[^/\s:@]*:([^/\s@]+)@")
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,8 @@ class Secrets:
     @classmethod
     def known(cls, *configs: Mapping[str, object]) -> Self:
         """Return the secrets of this process's environment and of configs, by the names of variables and keys."""
-        found = {value for name, value in os.environ.items() if _VARIABLE.fullmatch(name)}
+        found = {value for name, value in os.environ.items() if _VARIABLE.fullmatch(name) and name != "PWD"}
+        found |= {password for value in os.environ.values() for password in _PASSWORD_OF_URL.findall(value)}
         return cls(frozenset(value for value in found.union(*map(_values, configs)) if len(value) >= SHORTEST))
 
     def without(self, content: Mapping[str, object]) -> JsonObject:
@@ -52,7 +67,9 @@ class Secrets:
         """Return a text with each secret in it as `***`."""
         for value in sorted(self.values, key=len, reverse=True):
             text = text.replace(value, HIDDEN)
-        return _IN_URL.sub(rf"\1{HIDDEN}", text)
+        for pattern in _MASKED:
+            text = pattern.sub(rf"\g<kept>{HIDDEN}", text)
+        return text
 
     def _clean(self, value: object) -> object:
         if isinstance(value, str):
@@ -74,12 +91,13 @@ def masked_by_name(text: str) -> str:
     return _IN_TEXT.sub(rf"\g<name>{HIDDEN}", text)
 
 
-def _values(config: object) -> Iterator[str]:
+def _values(config: object, *, within: bool = False) -> Iterator[str]:
+    """Yield each text below a key that names a secret; `within`: whether this is below one."""
     if isinstance(config, Mapping):
         for name, value in config.items():
-            if isinstance(value, str) and is_secret(name, value):
-                yield value
-            yield from _values(value)
+            yield from _values(value, within=within or is_secret(name, value))
     elif isinstance(config, list | tuple):
         for value in config:
-            yield from _values(value)
+            yield from _values(value, within=within)
+    elif isinstance(config, str):
+        yield from [config] if within else _PASSWORD_OF_URL.findall(config)

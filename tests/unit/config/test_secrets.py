@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,8 @@ OF_CONFIG, OF_ENVIRONMENT = "comet-key-4711", "hf_abcdefghij"
 def environment(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", OF_ENVIRONMENT)
     monkeypatch.setenv("SHORT_TOKEN", "run")
+    monkeypatch.setenv("DATABASE_URL", "postgres://me:of-a-url-4711@host/x")
+    monkeypatch.setenv("PGPASSWORD", "of-postgres-4711")
 
 
 def test_run_json_holds_no_secret_of_the_config_and_none_of_the_environment(tmp_path):
@@ -56,6 +59,32 @@ def test_metrics_and_the_words_of_a_run_hold_no_secret(tmp_path):
     console.fail(f"401 for {OF_ENVIRONMENT}")
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "note": "with ***", "loss": 2.5}
     assert (out.getvalue(), error.getvalue()) == ("logged in by ***, run 1\n", "error: 401 for ***\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("of-a-url-4711, of-postgres-4711 in $PWD", "***, *** in $PWD"),
+        ("https:/me:pass%40word@host/x does not exist", "https:/me:***@host/x does not exist"),
+        ("https://0123456789abcdef@host/1", "https://***@host/1"),
+        ("ssh://git@host/a, hf://datasets/a@main/b", "ssh://git@host/a, hf://datasets/a@main/b"),
+        ("https://b/x?X-Amz-Signature=abc&part=2&sig=d", "https://b/x?X-Amz-Signature=***&part=2&sig=***"),
+        ("Server=x;Password=abc;Port=5", "Server=x;Password=***;Port=5"),
+        ("Bearer abcdefgh.1", "Bearer ***"),
+        (f"as hf_{'a1' * 17} and ghp_{'b2' * 18}", "as *** and ***"),
+        ("unknown flag --wandb_api_key: use another", "unknown flag --wandb_api_key: use another"),
+    ],
+)
+def test_a_text_is_shown_without_what_looks_like_a_secret(text, shown):
+    folder = str(Path.cwd())
+    assert Secrets.known().masked(text.replace("$PWD", folder)) == shown.replace("$PWD", folder)
+
+
+def test_whatever_lies_below_a_secret_name_is_hidden_wherever_it_stands():
+    config = {"credentials": {"for": ["of-a-list-4711"]}, "url": "ftp://me:of-this-url@host", "pwd": "of-pwd-4711"}
+    content = {**config, "headers": {"Authorization": "Basic abc"}, "note": "of-a-list-4711 of-this-url of-pwd-4711"}
+    shown = Secrets.known(config).without(content)
+    assert shown == {"url": "ftp://me:***@host", "headers": {}, "note": "*** *** ***"}
 
 
 @pytest.mark.parametrize(
