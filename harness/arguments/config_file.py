@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 from harness.arguments.flags import ALIASES, require_one_name
 from harness.arguments.other_programs import advice, is_section
+from harness.config.values.json_file import regular_bytes
 from harness.config.values.typed import takes
 from harness.errors import UserError, UserErrors
 
 if TYPE_CHECKING:
     import yaml
 
-MOST_CHARACTERS, MOST_NODES = 2**23, 2**18  # a run.json has some ten thousand
+MOST_BYTES, MOST_NODES = 2**20, 2**18  # a run.json has some ten thousand bytes; a megabyte of YAML takes seconds
 ARGUMENTS = "arguments"  # of run.json
 
 _PAIR = re.compile(r"(?<!\\)((?:\\\\)*)(\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})")
@@ -46,15 +47,12 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
     if path.suffix == ".toml":
         _refuse_toml(path, known)
     try:
-        with path.open(encoding="utf-8") as opened:
-            text = opened.read(MOST_CHARACTERS + 1)
-        if len(text) > MOST_CHARACTERS:
-            raise UserError(f"--config {file}: is longer than {MOST_CHARACTERS:,} characters: give a file of flags")
+        text = regular_bytes(path, MOST_BYTES).decode()
         if path.suffix == ".json":
             # YAML takes all of JSON but its tabs and its characters in two escapes
             text = _PAIR.sub(lambda pair: pair[1] + json.loads(f'"{pair[2]}"'), text.replace("\t", " "))
         root = yaml.compose(text, Loader=_loader())
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"--config {file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except yaml.MarkedYAMLError as error:
         line = 0 if error.problem_mark is None else error.problem_mark.line + 1
@@ -91,7 +89,7 @@ def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
 def _refuse_toml(path: Path, known: Mapping[str, Field[object]]) -> NoReturn:
     """Raise UserErrors for a TOML file, such as torchtitan's: what each of its keys is here."""
     try:
-        root = tomllib.loads(path.read_text(encoding="utf-8"))
+        root = tomllib.loads(regular_bytes(path, MOST_BYTES).decode())
     except (OSError, ValueError):
         root = {}
     lines = [f"--config {path}: TOML is not read: give flags in YAML or JSON, as `max_steps: 100`"]

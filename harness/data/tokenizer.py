@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.config.model.hub import TEXTS, Wanted, fetch
+from harness.config.values.json_file import require_regular_files
 from harness.errors import UserError
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ def load_tokenizer(name: str | None = None, model_dir: str | os.PathLike[str] | 
     if name == BYTES:
         return ByteTokenizer()
     directory = tokenizer_directory(name)
+    require_regular_files(Path(directory))
     return ByteTokenizer() if _is_marked(directory) else _from_directory(directory)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness.config.model.hub import MODEL, fetch
 from harness.config.model.shape import require_countable
-from harness.config.values.json_file import read_json
+from harness.config.values.json_file import read_json, require_regular_files
 from harness.errors import UserError
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
@@ -49,6 +49,7 @@ def model_directory(name: str) -> Path:
         raise UserError(f"{config}: is not valid JSON: {error}") from error
     if not isinstance(content, dict) or not ("model_type" in content or "architectures" in content):
         raise UserError(f"{config}: has no model_type: save the model with save_pretrained")
+    require_regular_files(directory)
     require_countable(content, str(config))
     return directory
 

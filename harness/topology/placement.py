@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from harness.config.values.json_file import regular_bytes
 from harness.errors import UserError
 from harness.topology.layout import Layout
 
@@ -49,8 +50,8 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     Raises UserError, with the line, for what is not such a line, a host named twice, or no host at all.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = regular_bytes(Path(path)).decode().splitlines()
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot read hostfile {path}: {error}") from None
     hosts: dict[str, Host] = {}
     for number, text in enumerate(map(str.strip, lines), start=1):

@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from harness.errors import UserError
 
 MOST_BYTES = 1 << 28
 MOST_DEPTH = 64
@@ -27,6 +30,15 @@ def regular_bytes(path: Path, most: int | None = None) -> bytes:
     if most is not None and len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
     return content
+
+
+def require_regular_files(folder: Path) -> None:
+    """Raise UserError if a folder holds a pipe, a socket or a device: whoever reads it could wait for ever."""
+    for path in sorted(folder.iterdir()):
+        with suppress(OSError):  # a link to nowhere
+            mode = path.stat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise UserError(f"{path}: is a {_kind(mode)}, not a file: remove it")
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
@@ -69,5 +81,8 @@ def _integer(digits: str) -> int:
 
 def _require_regular(mode: int) -> None:
     if not stat.S_ISREG(mode):
-        kinds = {stat.S_IFDIR: "directory", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
-        raise ValueError(f"it is a {kinds.get(stat.S_IFMT(mode), 'device')}, not a file")
+        raise ValueError(f"it is a {_kind(mode)}, not a file")
+
+
+def _kind(mode: int) -> str:
+    return {stat.S_IFDIR: "directory", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}.get(stat.S_IFMT(mode), "device")

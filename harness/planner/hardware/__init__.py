@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 
@@ -125,7 +126,7 @@ def read_device(name: str) -> tuple[JsonObject, str]:
     is_packaged = name.lower() in names()
     path = packaged if is_packaged else Path(name)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError):
         known = ", ".join(names())
         raise UserError(f"--hardware {name}: unknown: use one of {known}, or the path of a file like those") from None

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.values.json_file import MOST_DEPTH, parse_json, read_json
+from harness.config.values.json_file import MOST_DEPTH, parse_json, read_json, require_regular_files
+from harness.errors import UserError
 
 
 def test_what_is_sound_is_read(tmp_path: Path) -> None:
@@ -46,3 +47,16 @@ def test_only_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more than 99 bytes"):
         read_json(tmp_path / "large", 99)
     assert read_json(tmp_path / "large", 102) == []
+
+
+def test_a_folder_with_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    require_regular_files(tmp_path)
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"tokenizer\.json: is a pipe, not a file: remove it$"):
+        require_regular_files(tmp_path)
+    (tmp_path / "a").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="/a: is a device"):
+        require_regular_files(tmp_path)

@@ -4,6 +4,7 @@ refused with its line."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -241,5 +242,9 @@ def test_a_file_that_would_never_end_is_refused_at_once(tmp_path: Path) -> None:
     for name, words in told.items():
         with pytest.raises(UserError, match=f"{words}: write the values out"):
             parse([TrainingArguments], ["--config", str(tmp_path / name)], prog="t", description="", epilog="")
-    with pytest.raises(UserError, match="is longer than 8,388,608 characters: give a file of flags"):
-        parse([TrainingArguments], ["--config", "/dev/zero"], prog="t", description="", epilog="")
+    (tmp_path / "long.yaml").write_text("a" * 2**21)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    told = {"long.yaml": "it has more than 1,048,576 bytes", "pipe.yaml": "it is a pipe", "/dev/zero": "it is a device"}
+    for name, words in told.items():
+        with pytest.raises(UserError, match=f"cannot be read: {words}"):
+            parse([TrainingArguments], ["--config", str(tmp_path / name)], prog="t", description="", epilog="")
