@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from harness.config.values.secrets import Secrets
-from harness.errors import UserError
+from harness.errors import UserError, reason
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -120,7 +120,7 @@ def quiet(log: Path, rank: int) -> Iterator[Console]:
         log.parent.mkdir(parents=True, exist_ok=True)
         log_file = _LossyFile(log, "a")
     except OSError as problem:
-        raise UserError(f"{log}: cannot be written: {problem.strerror}") from problem
+        raise UserError(f"{log}: cannot be written: {reason(problem)}") from problem
     with _duplicate(sys.stdout) as out, _duplicate(sys.stderr) as error, _lines_to(log_file) as file:
         console = Console(out=out, error=error, speaks=rank == 0, log=log)
         saved = os.dup(1), os.dup(2)

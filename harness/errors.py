@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -23,6 +26,20 @@ def refuse_all(problems: Sequence[str]) -> None:
     """Raise UserErrors for what is wrong, UserError for one thing alone; nothing for none."""
     if problems:
         raise (UserErrors if len(problems) > 1 else UserError)("\n".join(problems))
+
+
+def reason(error: OSError, folder: Path | None = None) -> str:
+    """Return why something could not be written, to a folder or where the error says."""
+    where = folder or (Path(os.fsdecode(error.filename)).parent if error.filename else None)
+    if error.errno == errno.ENOSPC and where is not None and lacks_inodes(where):
+        return "no inodes are free, so no file can be created"
+    return error.strerror or str(error)
+
+
+def lacks_inodes(folder: Path) -> bool:
+    """Whether no file can be created where a folder is or would be, however many bytes are free."""
+    found = os.statvfs(next(path for path in (folder, *folder.absolute().parents) if path.is_dir()))
+    return found.f_files > 0 and found.f_ffree == 0  # some file systems count none at all
 
 
 def printable(text: str) -> str:

@@ -6,13 +6,14 @@ Importing this needs no torch.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from harness.errors import lacks_inodes, reason
 
 UNFINISHED = "unfinished-"  # how the names of files and folders begin that nobody should read yet
 FOLDER = UNFINISHED + "files-"  # and those of the folders in which files wait to replace others
@@ -37,6 +38,8 @@ def replaced_files(directory: Path) -> Iterator[Path]:
             sync_file(path)
             path.replace(directory / path.name)
         sync_folder(directory)
+    except OSError as error:  # said now, as inodes are free again when the folder is removed
+        raise OSError(error.errno, reason(error, folder), error.filename) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -65,21 +68,7 @@ def sync_folder(folder: Path) -> None:
 def room(folder: Path) -> str:
     """Say what is free where a folder is or would be: bytes, and inodes where none are left."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    if _lacks_inodes(there):
+    if lacks_inodes(there):
         return f"no inodes are free in {there}, so no file can be created: remove files"
     disk = shutil.disk_usage(there)
     return f"{disk.free:,} are free in {there}" if disk.total else f"{there} does not say how many are free"
-
-
-def reason(error: OSError, folder: Path) -> str:
-    """Return why something could not be written to a folder."""
-    if error.errno == errno.ENOSPC:
-        there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-        if _lacks_inodes(there):
-            return "no inodes are free, so no file can be created"
-    return error.strerror or str(error)
-
-
-def _lacks_inodes(folder: Path) -> bool:
-    found = os.statvfs(folder)
-    return found.f_files > 0 and found.f_ffree == 0  # some file systems count none at all

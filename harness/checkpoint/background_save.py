@@ -36,7 +36,7 @@ from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.checkpoint.tensors.tensor_writer import OpenFiles
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles, plan_tensors
 from harness.checkpoint.training_state import EngineState, describe, write_residue
-from harness.errors import UserError
+from harness.errors import UserError, lacks_inodes
 from harness.topology.agreement import all_or_none, values_of_all
 
 ALIGNMENT = 64
@@ -253,8 +253,10 @@ class BackgroundSave:
         except UserError as error:
             text = str(error)
             if self._first:
+                # bytes are counted when the files of this checkpoint are gone, but inodes are free again then
+                full = room(self._folder) if lacks_inodes(self._folder) else ""
                 shutil.rmtree(self._folder, ignore_errors=True)
-                text += f" ({_room(self._plans, self._folder)})"
+                text += f" ({full or _room(self._plans, self._folder)})"
             raise NotSaved(values_of_all(text)[0]) from error
 
 

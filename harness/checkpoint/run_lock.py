@@ -12,9 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from harness.checkpoint.atomic import reason
 from harness.config.values.json_file import regular_bytes
-from harness.errors import UserError
+from harness.errors import UserError, reason
 
 LOCK = "run.lock"
 WAIT_S = 5.0  # for a predecessor that is just ending

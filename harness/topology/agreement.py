@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from harness.errors import UserError
+from harness.errors import UserError, reason
 from harness.topology.layout import Layout
 
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -95,7 +95,7 @@ def all_or_none(action: Callable[[], T]) -> T:
     except (UserError, OSError) as error:
         problem = str(error)
         if isinstance(error, OSError) and error.filename:
-            problem = f"{error.filename}: {error.strerror}"
+            problem = f"{error.filename}: {reason(error)}"
     if found := next(filter(None, values_of_all(problem)), None):
         raise UserError(found)
     return value

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from harness.config.values.json_object import JsonObject
-from harness.errors import UserError
+from harness.errors import UserError, reason
 from harness.hf.weights.tensor_files import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -112,7 +112,7 @@ def create(path: Path, header: bytes, regions: Sequence[FileRegion]) -> None:
             reserve(file.fileno(), size)  # a full disk is better found out here than by each rank
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise UserError(f"{path}: {size:,} bytes cannot be written: {error.strerror}") from error
+        raise UserError(f"{path}: {size:,} bytes cannot be written: {reason(error, path.parent)}") from error
 
 
 def reserve(descriptor: int, size: int) -> None:

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
 
 from harness.data.tokenizer import ByteTokenizer, Tokenizer
-from harness.errors import UserError
+from harness.errors import UserError, reason
 from harness.topology.env import LaunchEnv
 from harness.topology.placement import host_id
 
@@ -64,7 +64,7 @@ def cache_error(error: OSError, cache_dir: str | os.PathLike[str] | None) -> Use
     from datasets.config import HF_DATASETS_CACHE
 
     place = cache_dir or HF_DATASETS_CACHE
-    return UserError(f"cannot keep prepared data in {place} ({error.strerror or error}): set HF_DATASETS_CACHE")
+    return UserError(f"cannot keep prepared data in {place} ({reason(error)}): set HF_DATASETS_CACHE")
 
 
 def once_per_host(

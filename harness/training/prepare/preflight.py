@@ -16,7 +16,7 @@ from harness.config.model.families import require_trainable_family
 from harness.data.files.sources import TOKENS, source_groups, validation_group
 from harness.data.inputs.early_checks import read_prompts, refuse_buffer, require_streamable
 from harness.data.tokenizer import BYTES, tokenizer_directory
-from harness.errors import UserError
+from harness.errors import UserError, reason
 from harness.hf.locate import model_directory
 from harness.topology.env import LaunchEnv
 
@@ -94,4 +94,4 @@ def require_writable(directory: Path) -> None:
         os.close(descriptor)
         Path(name).unlink()
     except OSError as error:
-        raise UserError(f"--output_dir {directory}: cannot be written: {error.strerror or error}") from error
+        raise UserError(f"--output_dir {directory}: cannot be written: {reason(error, directory)}") from error

@@ -26,7 +26,7 @@ from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets, masked_by_name
 from harness.data.files.sources import TOKENS, find_files, find_tokens, source_groups
 from harness.data.preview import composition
-from harness.errors import UserError
+from harness.errors import UserError, reason
 from harness.resilience.process.wall_clock import CLOCK
 from harness.training.callbacks import StepRecord
 from harness.training.run import Run
@@ -156,7 +156,7 @@ class MetricsFile:
         try:
             action()
         except OSError as error:
-            warnings.warn(f"{self._path}: cannot be written: {error.strerror}; training continues", stacklevel=3)
+            warnings.warn(f"{self._path}: cannot be written: {reason(error)}; training continues", stacklevel=3)
 
 
 def write_run(output_dir: Path, content: JsonObject) -> None:
@@ -217,4 +217,4 @@ def write_object(path: Path, content: Mapping[str, object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n")
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise UserError(f"{path}: cannot be written: {reason(error, path.parent)}") from error

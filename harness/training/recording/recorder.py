@@ -13,10 +13,9 @@ from statistics import mean
 from types import TracebackType
 
 from harness.arguments.themes.reporting import monitor_sections
-from harness.checkpoint.atomic import reason
 from harness.checkpoint.directories import EVALUATIONS, METRICS, set_aside
 from harness.config.values.json_object import JsonObject
-from harness.errors import UserError
+from harness.errors import UserError, reason
 from harness.parallel.collectives.of_group import shares_memory
 from harness.report import certificate
 from harness.resilience.process import signals

@@ -23,7 +23,7 @@ from harness.checkpoint.exporting.weights import (
     gather_zero3,
 )
 from harness.checkpoint.tensors.local_shard import saved_tensors
-from harness.errors import UserError
+from harness.errors import UserError, reason
 from harness.hf.causal import CausalModel
 from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.hf.weights.conversion import untie
@@ -56,7 +56,7 @@ def write_model(run: Run, directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"the model cannot be written to {directory}: {error.strerror or error}") from error
+        raise UserError(f"the model cannot be written to {directory}: {reason(error, directory)}") from error
     if run.adaptation is None:
         _write_weights(run, directory)
     else:

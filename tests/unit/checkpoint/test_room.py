@@ -10,18 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.atomic import reason, room
+from harness.checkpoint.atomic import room
+from harness.errors import reason
 
 FILL = """
 import sys
 from pathlib import Path
-from harness.checkpoint.atomic import reason, room
+from harness.checkpoint.atomic import replace_text, room
+from harness.errors import reason
 folder = Path(sys.argv[1])
 try:
     for number in range(100):
         (folder / str(number)).touch()
 except OSError as error:
     print(reason(error, folder / "deep"), room(folder / "deep"), sep="; ")
+(folder / "0").unlink()  # a folder can be made, but no file in it
+try:
+    replace_text(folder / "other", "")
+except OSError as error:
+    print(reason(error))
 """
 
 
@@ -41,4 +48,5 @@ def test_a_disk_without_inodes_is_not_said_to_have_room(tmp_path: Path) -> None:
     assert done.stdout == (
         "no inodes are free, so no file can be created; "
         f"no inodes are free in {tmp_path}, so no file can be created: remove files\n"
+        "no inodes are free, so no file can be created\n"
     ), done.stderr
