@@ -131,28 +131,27 @@ def _attention_width(config: PretrainedConfig, index: int) -> int:
     return heads * size if heads else 0
 
 
-def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> frozenset[str]:
-    """Names of the parameters that `from_pretrained(dtype=dtype)` leaves in float32, as the class of the model says."""
-    return _kept(model, (name for name, _ in model.named_parameters()), dtype)
+def dtypes_in_16_bits(model: PreTrainedModel, dtype: torch.dtype) -> tuple[frozenset[str], dict[str, torch.dtype]]:
+    """Return the names of the parameters that `from_pretrained(dtype=dtype)` leaves in float32, and the dtypes that it
+    gives floating buffers, by their names.
 
-
-def buffer_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of a model's floating buffers after `from_pretrained(dtype=dtype)`, by their names.
-
-    They are those that its constructor gives them where `dtype` is the default, but for saved ones that the class of
-    the model keeps in float32.
+    They are those that the model's constructor gives them where `dtype` is the default, but for parameters and saved
+    buffers that the class of the model keeps in float32.
     """
-    names = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
-    if dtype == torch.float32 or not names:
-        return {}
+    if dtype == torch.float32:
+        return frozenset(), {}
+    parameters = [name for name, _ in model.named_parameters()]
+    in_fp32 = _kept(model, parameters, dtype)
     try:
         built = build_skeleton(model.config, dtype)
     except UserError:  # a class of a user's own, which transformers does not make of a config
-        return {}
-    made = {name: buffer.dtype for name, buffer in built.named_buffers()}
-    found = {name: made[plain_name(name)] for name in names if plain_name(name) in made}
-    kept = _kept(model, found.keys() & model.state_dict().keys(), dtype)
-    return found | dict.fromkeys(kept, torch.float32)
+        return in_fp32, {}
+    made = {name: tensor.dtype for name, tensor in (*built.named_parameters(), *built.named_buffers())}
+    in_fp32 |= {name for name in parameters if made.get(plain_name(name)) == torch.float32}
+    names = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+    buffers = {name: made[plain_name(name)] for name in names if plain_name(name) in made}
+    kept = _kept(model, buffers.keys() & model.state_dict().keys(), dtype)
+    return in_fp32, buffers | dict.fromkeys(kept, torch.float32)
 
 
 def _kept(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> frozenset[str]:
@@ -267,8 +266,7 @@ def assemble(
     if adaptation is not None:
         inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
         weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
-    in_fp32 = kept_in_fp32(model, dtype)
-    buffers = buffer_dtypes(model, dtype)  # before `_examine` takes the layers, with their buffers, out
+    in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes the layers, with their buffers, out
     noise = embedding_noise(model, noise_alpha)
     outer, router = _examine(source, model, device, router_loss)
     outer.draws |= noise is not None

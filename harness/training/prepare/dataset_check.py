@@ -19,7 +19,11 @@ from harness.training.engine.context import EngineContext
 
 USUAL_LENGTH = 1024
 TOKENS, SHIFTED, OTHERS = "tokens", "shifted", "others"
-ENOUGH = 4  # labels that are the next tokens: fewer may be so by chance
+ENOUGH, MOST = 4, 0.75
+"""How many labels, and which part of them, are the next tokens where they are shifted: fewer may be so by chance.
+
+The last label before padding often is an end of the text that the inputs lack.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,8 @@ def meaning_of(batch: MicroBatch) -> str:
     valid = labels[:, :-1] != IGNORED
     if torch.equal(labels[:, :-1][valid], ids[:, :-1][valid]):
         return TOKENS
-    return SHIFTED if valid.sum() >= ENOUGH and torch.equal(labels[:, :-1][valid], ids[:, 1:][valid]) else OTHERS
+    shifted = int((labels[:, :-1][valid] == ids[:, 1:][valid]).sum())
+    return SHIFTED if shifted >= max(ENOUGH, MOST * int(valid.sum())) else OTHERS
 
 
 def sample_length(batch: MicroBatch | None) -> int:

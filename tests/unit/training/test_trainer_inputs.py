@@ -53,7 +53,8 @@ def test_labels_that_are_shifted_already_are_not_shifted_again(
 ) -> None:
     learnt = [{"input_ids": ids, "labels": [-100] * 3 + ids[3:]} for ids in IDS]
     masked = [{"input_ids": ids, "labels": [-100] * 3 + [*ids[4:], -100]} for ids in IDS]
-    for data, evaluation in ((NEXT, None), (masked, None), (learnt, NEXT)):
+    closed = [{"input_ids": [*ids, 0, 0], "labels": [*ids[1:], 7, -100, -100]} for ids in IDS]  # padded at the right
+    for data, evaluation in ((NEXT, None), (masked, None), (learnt, NEXT), (closed, None)):
         assert "are shifted already: label i is token i + 1" in refused(
             lambda: make("tiny-llama", data, evaluation, loss_fn=None)  # noqa: B023
         )

@@ -1,4 +1,4 @@
-"""In 16 bits a layer's buffers have the dtypes that `from_pretrained` gives them."""
+"""In 16 bits a layer's parameters and buffers have the dtypes that `from_pretrained` gives them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 from harness.parallel.comm import TensorParallel
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "gemma4_text", "deepseek_v3", "falcon_h1", "ernie4_5_moe", "llama"])
-def test_buffers_have_the_dtypes_of_from_pretrained(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family", ["kimi_linear", "gemma4_text", "deepseek_v3", "falcon_h1", "ernie4_5_moe", "hunyuan_v1_moe", "llama"]
+)
+def test_tensors_have_the_dtypes_of_from_pretrained(family: str, tmp_path: Path) -> None:
     config = tiny_config(family)
     tiny_model(config).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    expected = {name: buffer for name, buffer in loaded.named_buffers() if buffer.is_floating_point()}
+    expected: dict[str, torch.Tensor] = dict(loaded.named_parameters())
+    expected |= {name: buffer for name, buffer in loaded.named_buffers() if buffer.is_floating_point()}
     causal = assemble(
         ModelSource(name=family, config=loaded.config, weights=tmp_path),
         tensor=TensorParallel(),
@@ -29,7 +32,8 @@ def test_buffers_have_the_dtypes_of_from_pretrained(family: str, tmp_path: Path)
         finish=lambda _: None,
         keep_fp32=True,
     )
-    found = {name: buffer for spec in causal.layers for name, buffer in spec.build().named_buffers()}
+    built = [spec.build() for spec in causal.layers]
+    found = {name: each for layer in built for name, each in (*layer.named_parameters(), *layer.named_buffers())}
     held = found.keys() & expected.keys()
     assert {name: found[name].dtype for name in held} == {name: expected[name].dtype for name in held}
     for name in held:
