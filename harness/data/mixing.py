@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import count
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from harness.data.batches.collate import MapDataset
-from harness.data.batches.order import Indices, OwnOrder, sample_order
+from harness.data.batches.order import Indices, OwnOrder, SeveralSources, sample_order
 from harness.data.blocks import Blocks
 from harness.data.samples import Samples
 from harness.parallel.generators import seed_of
@@ -73,12 +71,8 @@ def _slots(shares: Sequence[float]) -> list[int]:
 Source = Blocks | Samples
 
 
-class Joined:
-    """The samples of several sources, one source behind the other; of text the labels are its ids.
-
-    Attributes:
-        names: of the sources, for the user; empty where they have none.
-    """
+class Joined(SeveralSources):
+    """The samples of several sources, one source behind the other; of text the labels are its ids."""
 
     def __init__(self, sources: Sequence[Source], names: Sequence[str] = ()) -> None:
         self.sources = list(sources)
@@ -108,6 +102,10 @@ class Joined:
             here, source = numbers == number, self.sources[number]
             found[here] = source.lengths(asked[here] - self._ends[number] + len(source))
         return found
+
+    def sources_of(self, rows: Sequence[int]) -> list[int]:
+        """Return the number of the source of each of these samples."""
+        return [bisect_right(self._ends, row) for row in rows]
 
     def padded_to(self, length: int) -> Joined:
         """Return the same samples at another length; only those that are not longer may be read."""
@@ -164,9 +162,4 @@ def parts_of(data: MapDataset) -> dict[str, MapDataset]:
     """Return the sources of a data set by their file names; nothing if there is only one source."""
     if not isinstance(data, Joined) or len(data.names) < 2:
         return {}
-    parts: dict[str, MapDataset] = {}
-    for name, source in zip(data.names, data.sources, strict=True):
-        short = Path(name).stem or "source"
-        free = (f"{short}{number}" for number in count(2))
-        parts[short if short not in parts else next(each for each in free if each not in parts)] = Joined([source])
-    return parts
+    return {name: Joined([source]) for name, source in zip(data.short_names, data.sources, strict=True)}

@@ -70,12 +70,29 @@ def _lines(run: RunFiles, key: str, color: str, is_named: bool) -> Iterator[Line
     if any(value is not None for _, value in values):
         x, y = zip(*values, strict=True)
         yield Line(name=run.name if is_named else "training", color=color, x=x, y=y)
+    for number, name in enumerate(_sources_of(run) if key == "loss" else (), start=1):
+        points = [(row["step"], _number(_of_sources(row).get(name))) for row in run.steps]
+        x, y = zip(*thinned([point for point in points if point[1] is not None]), strict=True)
+        label, own = (f"{run.name}, {name}", color) if is_named else (name, of_run(number))
+        yield Line(name=label, color=own, x=x, y=y)
     for number, (name, title) in enumerate(_evaluations(run, key).items()):
         points = [(row["step"], value) for row in run.evaluations if (value := _number(row.get(name))) is not None]
         if points:
             x, y = zip(*points, strict=True)
             label, own = (f"{run.name}, {title}", color) if is_named else (title, of_run(number))
             yield Line(name=label, color=own, x=x, y=y, is_points=True)
+
+
+def _of_sources(row: JsonObject) -> JsonObject:
+    """Return the losses of a step by the names of the data's sources."""
+    found = row.get("source_losses")
+    return found if isinstance(found, dict) else {}
+
+
+def _sources_of(run: RunFiles) -> list[str]:
+    """Return the names of the sources that have a loss in some step."""
+    named = ((name, value) for row in run.steps for name, value in _of_sources(row).items())
+    return list(dict.fromkeys(name for name, value in named if _number(value) is not None))
 
 
 def _evaluations(run: RunFiles, key: str) -> dict[str, str]:

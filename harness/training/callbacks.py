@@ -29,6 +29,8 @@ class StepRecord:
     Attributes:
         loss: mean over the valid labels of the global batch; the router loss included, where there is one.
         aux_loss: the router loss before its coefficient, mean over the micro-batches; None where there is none.
+        source_losses: where the data has several sources, the mean over the valid labels of each that has some, by its
+            name; without the router loss.
         grad_norm: global norm before clipping; None where an overflow left none.
         learning_rate: the rate this step used.
         tokens_per_second: of the whole run, all ranks together (samples for a model without tokens).
@@ -47,15 +49,17 @@ class StepRecord:
     consumed_samples: int
     epoch: float
     aux_loss: float | None = None
+    source_losses: Mapping[str, float] = field(default_factory=dict)
     device_memory_gib: float | None = None
     host_memory_gib: float | None = None
     skipped: bool = False
 
     def as_dict(self) -> JsonObject:
-        """Return the record as it is written: router loss and memory only where there is one, `skipped` only where it
-        is true."""
+        """Return the record as it is written: router loss, losses of sources and memory only where there are some,
+        `skipped` only where it is true."""
         names = ("aux_loss", "device_memory_gib", "host_memory_gib")
-        optional = {"skipped": self.skipped, **{name: getattr(self, name) is not None for name in names}}
+        optional = {name: getattr(self, name) is not None for name in names}
+        optional |= {"skipped": self.skipped, "source_losses": bool(self.source_losses)}
         return {name: value for name, value in asdict(self).items() if optional.get(name, True)}
 
 

@@ -239,7 +239,7 @@ class Trainer(ScriptMethods):
         learning_rate = run.engine.learning_rate  # read before the update, which moves the schedule on
         # only the first stage needs inputs and only the last labels: stages between get an empty list
         micro_batches = stream.next_step(read=run.engine.reads_data)
-        outcome = run.engine.train_step(micro_batches, state.consumed_samples, stream.length)
+        outcome = run.engine.train_step(micro_batches, state.consumed_samples, stream.length, stream.sources)
         seconds = time.perf_counter() - start_time  # the step has waited for the device: its loss is a number
         self.nonfinite.judge(state.global_step + 1, outcome, run.engine)
         state.global_step += 1
@@ -257,6 +257,7 @@ class Trainer(ScriptMethods):
             consumed_samples=state.consumed_samples,
             epoch=state.epoch,
             aux_loss=outcome.parts.get(AUX_LOSS),
+            source_losses=run.engine.source_losses(outcome),
             device_memory_gib=device_gib,
             host_memory_gib=host_gib,
             skipped=not outcome.applied,

@@ -1,4 +1,5 @@
-"""Samples of text at evaluations are those of transformers' greedy generation, after training on an IterableDataset."""
+"""Samples of text at evaluations are those of transformers' greedy generation, after training on an IterableDataset;
+the losses of the sources of a mixture are those of transformers, too."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,16 @@ from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer
+from harness.data.batches.collate import IGNORED
+from harness.data.blocks import make_blocks
+from harness.data.files.documents import as_documents
+from harness.data.mixing import Mixture
+from harness.data.on_disk.cache import Preparation
+from harness.data.samples import make_samples
 from harness.data.tokenizer import ByteTokenizer
+from harness.training.callbacks import StepRecord
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, arguments_of, rows, tiny_model
+from tests.distributed.training import BATCH, Job, arguments_of, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 
@@ -29,7 +38,17 @@ class Texts(IterableDataset):  # type: ignore[type-arg]  # torch's has no subscr
         yield from ({"text": f"{number} times {number} is {number * number}. "} for number in itertools.count())
 
 
-def trained(jobs: list[Job], folder: str, prompts: str) -> None:
+def mixture(folder: str) -> Mixture:
+    """Text, of which each token is learnt, and conversations, of which a few are."""
+    texts = as_documents([{"text": "Sphinx of black quartz, judge my vow. " * 40}], "text")
+    turns = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": str(n * n)}] for n in range(9)]
+    chats = as_documents([{"messages": each} for each in turns], "chats")
+    form: Any = {"tokenizer": ByteTokenizer(), "block_size": 48, "how": Preparation(folder)}
+    return Mixture([make_blocks(texts, **form), make_samples(chats, **form)], [1, 1], ["a/text.txt", "chat.jsonl"])
+
+
+def trained(jobs: list[Job], folder: str, prompts: str) -> list[list[StepRecord]]:
+    records = []
     for job in jobs:
         settings = arguments_of(
             job, f"{folder}/{job.layout}", max_steps=2, eval_steps=2, sample_prompts=prompts, sample_tokens=6,
@@ -39,6 +58,21 @@ def trained(jobs: list[Job], folder: str, prompts: str) -> None:
         trainer.train()
         trainer.save_model()
         trainer.close()
+        mixed = Trainer(job.model, arguments_of(job, f"{folder}/{job.layout}-mixed", max_steps=2), mixture(folder))
+        records.append([mixed.training_step() for _ in range(2)])
+        mixed.close()
+    return records
+
+
+def by_source(model: str, folder: str) -> dict[str, float]:
+    """The mean loss of the labels of each source in the first step, by transformers."""
+    plain, data = AutoModelForCausalLM.from_pretrained(model), mixture(folder)
+    losses: dict[str, list[torch.Tensor]] = {"text": [], "chat": []}
+    for row in data.order(0, BATCH, 42).tolist():
+        ids, labels = data[row]["input_ids"][None], data[row]["labels"]
+        found = torch.nn.functional.cross_entropy(plain(ids).logits[0, :-1], labels[1:], reduction="none")
+        losses["text" if row < len(data.sources[0]) else "chat"].append(found[labels[1:] != IGNORED])
+    return {name: torch.cat(found).mean().item() for name, found in losses.items()}
 
 
 def test_samples_are_those_of_transformers_in_every_layout(tmp_path: Path) -> None:
@@ -50,7 +84,11 @@ def test_samples_are_those_of_transformers_in_every_layout(tmp_path: Path) -> No
         Job(model, layout, {"pipeline": {"stages": 2, "schedule": schedule}} if schedule else {})
         for layout, schedule in schedules.items()
     ]
-    run_ranks(4, trained, jobs, str(tmp_path), str(prompts))
+    records = run_ranks(4, trained, jobs, str(tmp_path), str(prompts))[0]
+    wanted = by_source(model, str(tmp_path))
+    for first, second in records:
+        assert first.source_losses == pytest.approx(wanted, rel=2e-6)
+        assert second.source_losses == pytest.approx(records[0][1].source_losses, rel=2e-6)
     layouts = list(schedules)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / layouts[0])
     expected = []

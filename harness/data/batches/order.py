@@ -17,7 +17,10 @@ every machine computes the same.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import count
 from math import isqrt
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +49,30 @@ class OwnOrder(ABC):
     @abstractmethod
     def order(self, consumed: int, count: int, seed: int) -> Indices:
         """Return the `count` samples that follow the first `consumed` of the run."""
+
+
+class SeveralSources(ABC):
+    """A data set whose samples come from one or several sources.
+
+    Attributes:
+        names: of the sources, for the user; empty where they have none.
+    """
+
+    names: Sequence[str]
+
+    @abstractmethod
+    def sources_of(self, rows: Sequence[int]) -> list[int]:
+        """Return the number of the source of each of these samples."""
+
+    @property
+    def short_names(self) -> list[str]:
+        """The names of files alone, each once."""
+        taken: list[str] = []
+        for name in self.names:
+            short = Path(name).stem or "source"
+            free = (f"{short}{number}" for number in count(2))
+            taken.append(short if short not in taken else next(each for each in free if each not in taken))
+        return taken
 
 
 def sample_order(n: int, seed: int, epoch: int, places: npt.ArrayLike | None = None) -> Indices:

@@ -24,7 +24,7 @@ from harness.data.batches.collate import (
     collate,
     hidden_tokens,
 )
-from harness.data.batches.order import Indices, OwnOrder, batch_indices
+from harness.data.batches.order import Indices, OwnOrder, SeveralSources, batch_indices
 from harness.data.batches.padding import at_length, padding_of
 from harness.data.batches.read_ahead import ReadAhead
 from harness.errors import UserError
@@ -66,6 +66,8 @@ class BatchStream:
         before: what had been consumed before the last step.
         length: that the last step's samples were padded to, the same on every rank; None where they were not, or
             each micro-batch was to its own longest.
+        sources: where the data has several, the number of the one that each sample of the last step comes from, a list
+            a micro-batch of this rank.
         skipped: places in the order of samples, each the first and past the last, that no batch is made of.
     """
 
@@ -91,6 +93,7 @@ class BatchStream:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.consumed = self.before = consumed
+        self.sources: list[list[int]] = []
         self.skipped: list[list[int]] = []
         self.collator = data_collator
         self.one_length = one_length  # all micro-batches of a step are padded alike
@@ -121,6 +124,8 @@ class BatchStream:
             self.consumed = plan.consumed + self.global_batch
             micro_batches, masked = (self._ahead or self._read)(plan) if read else ([], 0)
         self.length, self._tokens, self._masked = plan.length, plan.tokens, masked
+        if isinstance(self.dataset, SeveralSources) and len(self.dataset.names) > 1 and read:
+            self.sources = [self.dataset.sources_of(rows) for rows in plan.rows]
         return micro_batches
 
     def first_pass(self) -> list[list[int]]:

@@ -126,7 +126,7 @@ def script_datasets(
             files = [[file for path in group.paths for file in find_files(path)] for group in groups]
             rows = [FileRows(each, group.kind, say) for each, group in zip(files, groups, strict=True)]
             sources = [_streamed(each, tokenizer, form) for each in rows]
-            return Streamed(sources, weights, args.shuffle_buffer_size), evaluation
+            return Streamed(sources, weights, args.shuffle_buffer_size, names), evaluation
         _require_enough(documents, form, config)
         return joined([lay_out(each) for each in documents], weights, names), evaluation
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from harness.config.values.json_object import JsonObject
-from harness.data.batches.order import Indices, OwnOrder, sample_order
+from harness.data.batches.order import Indices, OwnOrder, SeveralSources, sample_order
 from harness.data.blocks import positions_of
 from harness.data.chat import ConversationEncoder, Encoded
 from harness.data.files.rows import TEXT
@@ -245,18 +245,25 @@ class StreamedSource:
         return sample
 
 
-class Streamed(OwnOrder):
+class Streamed(OwnOrder, SeveralSources):
     """One or several streams as one data set without end, by shares where there are several.
 
     Args:
         weights: of the streams, if there are several.
+        names: of the streams, if they have some.
         buffer: samples that are read at once and shuffled; below 2 they stay in the order of the streams.
     """
 
     endless = True
 
-    def __init__(self, sources: Sequence[StreamedSource], weights: Sequence[float] = (), buffer: int = 0) -> None:
-        self.sources, self._buffer = list(sources), max(buffer, 1)
+    def __init__(
+        self,
+        sources: Sequence[StreamedSource],
+        weights: Sequence[float] = (),
+        buffer: int = 0,
+        names: Sequence[str] = (),
+    ) -> None:
+        self.sources, self._buffer, self.names = list(sources), max(buffer, 1), names
         self._shares = Shares(weights or [1.0])
         self.key = fingerprint(*(source.key for source in sources), *self._shares.shares, self._buffer)
         self._number = -1  # of the buffer in memory
@@ -289,6 +296,10 @@ class Streamed(OwnOrder):
             drawn = sample_order(self._buffer, seed_of("buffer", seed), number, inside[numbers == number])
             places[numbers == number] = number * self._buffer + drawn
         return places
+
+    def sources_of(self, rows: Sequence[int]) -> list[int]:
+        """Return the number of the source of each of these samples."""
+        return [int(self._shares.places(row, 1)[0][0]) for row in rows]
 
     def position(self, consumed: int) -> JsonObject:
         """Return where each source can go on after so many samples, as JSON."""

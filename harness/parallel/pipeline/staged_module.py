@@ -302,14 +302,11 @@ class StagedModule(GivenStages):
         self.finite = FiniteWatch()
         self._keys = keys
         self._unpack: defaultdict[int, Unpacker] = defaultdict(Unpacker)
-        self._reported: dict[str, Tensor | None] = dict.fromkeys(getattr(loss_fn, "reports", ()))
 
     def forward(self, forward_input: Value) -> Value:
         """Return the output of the last layer of `chunk`, in the form in which it is sent to the next chunk."""
         first, last = self.chunk == 0, self.chunk == len(self.parts) - 2
         output = self._run(forward_input if first else self._unpack[self.chunk](forward_input))
-        if last and self._reported:
-            self._reported = self.loss_fn.parts(output)
         if last:
             return output
         self.finite.see(output)
@@ -325,11 +322,11 @@ class StagedModule(GivenStages):
         return value
 
     def get_additional_losses(self) -> dict[str, Tensor | None] | None:
-        """Return what the loss reports of the last micro-batch besides itself (`loss_fn.parts`).
+        """Return what the loss reports of the last micro-batch besides itself (`loss_fn.reported`).
 
         DeepSpeed asks all stages, and brings every stage the means.
         """
-        return self._reported or None
+        return getattr(self.loss_fn, "reported", None) or None
 
 
 class LayerSequence(nn.Module):

@@ -33,7 +33,7 @@ from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.values import Value
 from harness.resilience.process.activity import beat, begin_step
 from harness.topology.groups import Groups
-from harness.training.engine.losses import GuardedLoss, RouterLoss, Targets, targets
+from harness.training.engine.losses import GuardedLoss, RouterLoss, Targets, losses_by_source, targets
 from harness.training.engine.optimizer import SchedulePosition
 
 Batch: TypeAlias = tuple[Value, Targets]
@@ -132,7 +132,11 @@ class Engine(ABC):
         return float(self.deepspeed.get_lr()[0])
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], consumed_samples: int, length: int | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        consumed_samples: int,
+        length: int | None = None,
+        sources: Sequence[Sequence[int]] = (),
     ) -> StepOutcome:
         """Forward, backward and update over one global batch; all ranks call it.
 
@@ -141,6 +145,7 @@ class Engine(ABC):
                 empty where no data is read.
             consumed_samples: by all ranks in the steps before.
             length: tokens that all samples of the step are padded to; None if it does not change.
+            sources: of each sample of each micro-batch, the number of its source; none if they are not told apart.
 
         Raises:
             UserError: on all ranks if, in the first step, ranks that must read the same data do not.
@@ -158,7 +163,7 @@ class Engine(ABC):
         #    mean over labels where micro-batches have different numbers of them. So these are counted in the whole
         #    global batch before the first forward pass.
         whole = [EvaluationBatch(inputs=x, labels=y, rows=len(_first(y))) for x, y in micro_batches]
-        batches = self.weigh(whole, self.count(whole))
+        batches = self.weigh(whole, self.count(whole), sources=sources)
 
         # 2. forward, backward, reduction of gradients, clipping, update. What is drawn is a function of the step alone,
         #    so that a checkpoint need not hold the state of any generator.
@@ -176,6 +181,11 @@ class Engine(ABC):
             applied=applied,
             parts={name: float(value) for name, value in parts.items()},
         )
+
+    def source_losses(self, outcome: StepOutcome) -> dict[str, float]:
+        """Return the mean loss of each source of the data, by its name, in a step; none where it is not told apart."""
+        sources = losses_by_source(self.loss.loss)
+        return {} if sources is None else sources.means(outcome.parts)
 
     @abstractmethod
     def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -223,7 +233,11 @@ class Engine(ABC):
         return both[0], both[1]
 
     def weigh(
-        self, micro_batches: Sequence[EvaluationBatch], totals: tuple[Tensor, Tensor], by_label: bool = False
+        self,
+        micro_batches: Sequence[EvaluationBatch],
+        totals: tuple[Tensor, Tensor],
+        by_label: bool = False,
+        sources: Sequence[Sequence[int]] = (),
     ) -> list[Batch]:
         """Give each micro-batch the weight by which the engine's mean becomes the mean over all that counts.
 
@@ -232,9 +246,9 @@ class Engine(ABC):
         n = len(micro_batches) * self.groups.layout.dp_size
         weight, per_row = (n / max(1.0, total) for total in map(float, totals))
         weighed = []
-        for batch in micro_batches:
+        for batch, of_rows in zip(micro_batches, sources or [()] * len(micro_batches), strict=True):
             share = weight * self.loss.count(batch.labels, batch.rows) if by_label else per_row * batch.rows
-            weighed.append((self._cast(batch.inputs), targets(batch.labels, weight, batch.rows, share)))
+            weighed.append((self._cast(batch.inputs), targets(batch.labels, weight, batch.rows, share, of_rows)))
         return weighed
 
     def _cast(self, inputs: Any) -> Any:
@@ -324,8 +338,9 @@ class WholeModel(Engine):
                 outputs = self.deepspeed(_move(inputs, self.device))
                 beat("loss")
                 loss = self.loss(outputs, _move(wanted, self.device))
-                for name, value in self.loss.parts(outputs).items():
-                    parts[name] = parts.get(name, 0.0) + value
+                for name, value in self.loss.reported.items():
+                    if value is not None:
+                        parts[name] = parts.get(name, 0.0) + value
                 del outputs  # the logits are not needed while the next ones are made
                 self.deepspeed.backward(loss)  # its hooks reduce gradients over the data ranks bucket by bucket
                 beat("optimizer step")

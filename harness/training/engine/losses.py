@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -30,11 +30,12 @@ AUX_LOSS = "aux_loss"
 """The name of the router loss, as transformers has it."""
 
 Targets = tuple[Tensor, ...]
-"""What the last stage gets beside the outputs, flat as DeepSpeed's pipeline wants it: (weight, rows, share, *labels).
+"""What the last stage gets beside the outputs, flat as DeepSpeed's pipeline wants it: (weight, rows, share, sources,
+*labels).
 
 weight: scalar, what each counted label or sample weighs. rows: scalar, how many samples of the micro-batch count; the
 others fill its shape. share: scalar, the number of its samples (in evaluation: labels) over that of an average
-micro-batch.
+micro-batch. sources: of each sample the number of its source, [batch]; none where they are not told apart.
 """
 
 
@@ -46,9 +47,49 @@ LossFunction: TypeAlias = Callable[..., Tensor]
 """A user's own: of outputs and labels."""
 
 
-def targets(labels: Labels, weight: float, rows: int, share: float = 1.0) -> Targets:
+def targets(labels: Labels, weight: float, rows: int, share: float = 1.0, sources: Sequence[int] = ()) -> Targets:
     """Targets of plain numbers and one or more tensors of labels."""
-    return torch.tensor(weight), torch.tensor(rows), torch.tensor(share), *_tensors(labels)
+    numbers = torch.tensor(weight), torch.tensor(rows), torch.tensor(share)
+    return *numbers, torch.tensor(sources, dtype=torch.long), *_tensors(labels)
+
+
+class SourceLosses:
+    """Tells the losses of a micro-batch apart by the sources of its samples.
+
+    What is reported are sums and numbers of labels, of each source two scalars: their means over micro-batches and
+    data ranks give the mean loss of a source in the whole global batch.
+
+    Attributes:
+        names: of the sources; fewer than two are not told apart.
+    """
+
+    def __init__(self) -> None:
+        self.names: Sequence[str] = ()
+        self._found: Tensor | None = None
+
+    def see(self, losses: Tensor, labels: Tensor, sources: Tensor) -> None:
+        """Note the losses of labels [batch, sequence], one source a row."""
+        if len(self.names) > 1:
+            self._found = losses.new_zeros(2, len(self.names))
+            if len(sources):
+                both = torch.stack([losses.detach().sum(1), (labels != IGNORED).sum(1).float()])
+                self._found.index_add_(1, sources, both)
+
+    def reported(self) -> dict[str, Tensor | None]:
+        """Return the sum of the losses and the number of labels of each source; None where no loss was seen."""
+        if len(self.names) < 2:
+            return {}
+        flat = [None] * 2 * len(self.names) if self._found is None else self._found.flatten().unbind()
+        return dict(zip(self._keys(), flat, strict=True))
+
+    def means(self, reported: Mapping[str, float]) -> dict[str, float]:
+        """Return the mean loss of each source that has labels, of means of what was reported."""
+        found = [reported.get(key, 0.0) for key in self._keys()]
+        pairs = zip(self.names, found[: len(self.names)], found[len(self.names) :], strict=True)
+        return {name: total / counted for name, total, counted in pairs if counted}
+
+    def _keys(self) -> list[str]:
+        return [f"{what} of source {number}" for what in ("loss", "labels") for number in range(len(self.names))]
 
 
 class Loss(ABC):
@@ -84,10 +125,12 @@ class CausalLoss(Loss):
     Attributes:
         vocab_size: ids of the vocabulary.
         group: the tensor-parallel group if the logits are this rank's part of the vocabulary, else None.
+        by_source: tells the losses of the data's sources apart.
     """
 
     vocab_size: int
     group: dist.ProcessGroup | None
+    by_source: SourceLosses = field(default_factory=SourceLosses, compare=False)
 
     def count(self, labels: Tensor, rows: int) -> int:
         """Labels that are predicted and valid."""
@@ -98,10 +141,12 @@ class CausalLoss(Loss):
 
         Padding rows have only label -100.
         """
-        weight, _, _, labels = targets
+        weight, _, _, sources, labels = targets
         wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the logits stay as they are: no copy
         size = self.vocab_size if self.group is not None else outputs.shape[-1]
-        return vocab_parallel_cross_entropy(outputs, wanted, self.group, size).sum() * weight
+        losses = vocab_parallel_cross_entropy(outputs, wanted, self.group, size)
+        self.by_source.see(losses, wanted, sources)
+        return losses.sum() * weight
 
 
 @dataclass(frozen=True)
@@ -151,7 +196,7 @@ class MeanLoss(Loss):
 
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
         """Mean over the rows that count, times their number and weight."""
-        weight, rows, _, *labels = targets
+        weight, rows, _, _, *labels = targets
         n = _first(outputs).shape[0]
         if not torch.is_grad_enabled():  # in training all rows count, and asking would wait for the device
             n = int(rows)
@@ -187,8 +232,14 @@ class LogitsLoss(Loss):
         """Return the loss of the rows that count, in float32, weighted."""
         if not self.per_label:
             return MeanLoss(self.loss_fn)(outputs, targets)
-        weight, _, _, labels = targets
+        weight, _, _, _, labels = targets
         return _called(self.loss_fn, outputs, labels, num_items_in_batch=1 / weight)
+
+
+def losses_by_source(loss: Loss) -> SourceLosses | None:
+    """Return what tells the losses of the data's sources apart; None for a loss of the user's own."""
+    causal = loss.causal if isinstance(loss, RouterLoss) else loss
+    return causal.by_source if isinstance(causal, CausalLoss) else None
 
 
 def logits_loss(
@@ -249,17 +300,24 @@ class GuardedLoss:
 
     Attributes:
         observer: called with the outputs and targets of each micro-batch, if set.
+        reported: what the loss reports of the last micro-batch besides; None for what it has not seen.
         release: lets go of outputs that an engine keeps; called when the loss is known.
     """
 
     def __init__(self, loss: Loss, *, spoils: bool) -> None:
         self.loss = loss
         self.spoils = spoils
-        self.reports = loss.reports
-        self.count, self.units, self.parts = loss.count, loss.units, loss.parts
+        self.count, self.units = loss.count, loss.units
+        self._parts: Mapping[str, Tensor | None] = dict.fromkeys(loss.reports)
         self.observer: Callable[[Outputs, Targets], None] | None = None
         self.release: Callable[[], None] = lambda: None
         self._finite: Tensor | None = None
+
+    @property
+    def reported(self) -> dict[str, Tensor | None]:
+        """See above; the names are the same on all stages."""
+        sources = losses_by_source(self.loss)
+        return {**self._parts, **({} if sources is None else sources.reported())}
 
     def reset(self) -> None:
         """Forget the losses that were seen."""
@@ -275,6 +333,7 @@ class GuardedLoss:
         if self.observer is not None:
             self.observer(outputs, targets)
         value = self.loss(outputs, targets)
+        self._parts = self.loss.parts(outputs)
         self.release()
         if value.requires_grad:
             finite = value.detach().isfinite()

@@ -74,7 +74,7 @@ class KeptOutputs:
         outputs = whole_outputs(self._engine.loss.loss, outputs)
         if self._engine.groups.coordinate.tp_rank > 0:
             return
-        _, rows, _, *several = targets
+        _, rows, _, _, *several = targets
         labels = several[0] if len(several) == 1 else tuple(several)
         if self._preprocess is not None:
             outputs = self._preprocess(outputs, labels)

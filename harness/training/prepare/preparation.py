@@ -27,6 +27,7 @@ from harness.config.schema.support import version_warning
 from harness.console import Console
 from harness.data.batches.collate import MicroBatch, TokenCollator
 from harness.data.batches.evaluation import by_prefix, evaluation_digest
+from harness.data.batches.order import SeveralSources
 from harness.data.batches.stream import BatchStream
 from harness.data.preview import BEGIN, END, shown
 from harness.deepspeed.collectives import carry_collectives
@@ -57,7 +58,7 @@ from harness.topology.placement import Hosts, advise, host_id, hosts_of_launch
 from harness.training.engine.build import build_engine
 from harness.training.engine.context import EngineContext
 from harness.training.engine.gradients import settle_compression
-from harness.training.engine.losses import logits_loss
+from harness.training.engine.losses import logits_loss, losses_by_source
 from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning_of, sample_length
 from harness.training.prepare.forecast import forecast, require_memory
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
@@ -108,6 +109,9 @@ def prepare_run(inputs: RunInputs) -> Run:
         collator = TokenCollator(plan.data_collator, trainable.causal.vocab_size, longest, not own_loss)
         data_check = replace(data_check, collator=collator)
         _first_samples(data_check, plan)
+    by_source = losses_by_source(trainable.loss)
+    if isinstance(plan.data.train, SeveralSources) and by_source is not None:
+        by_source.names = plan.data.train.short_names
     base = all_or_none(lambda: _base(plan))
     if (checkpoint := plan.checkpoint) is not None:
         all_or_none(lambda: directories.require_same_base(checkpoint, base))

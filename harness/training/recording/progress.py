@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import NoReturn, Unpack
 
 from tqdm import tqdm
@@ -12,6 +13,7 @@ from harness.console import Console
 from harness.training.callbacks import MomentValues, StepRecord, TrainerCallback, TrainerControl, TrainerState
 
 SECONDS_BETWEEN_LINES = 5.0
+_MOST_SOURCES = 4  # whose losses stand in a line
 NEWEST = 0.2  # weight of the last step in the time left
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
@@ -70,7 +72,12 @@ class ProgressCallback(TrainerCallback):
         metrics = kwargs["metrics"]
         key = next(name for name in metrics if name.endswith("_loss"))
         what = "evaluation" if key == "eval_loss" else key.removesuffix("_loss")
-        self._above_the_bar(f"step {state.global_step}: {what} loss {metrics[key]:.4f}")
+        others = {
+            name.removeprefix("eval_").removesuffix("_loss"): value
+            for name, value in metrics.items()
+            if key == "eval_loss" and name != key and name.endswith("_loss") and isinstance(value, float)
+        }
+        self._above_the_bar(f"step {state.global_step}: {what} loss {metrics[key]:.4f}{_of_sources(others)}")
         self._last_step = time.monotonic()  # else the next step would seem to take as long as an evaluation
 
     def on_save(
@@ -103,10 +110,16 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
+def _of_sources(losses: Mapping[str, float]) -> str:
+    """Return the losses of a few sources in brackets; many would hide the other figures."""
+    shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+    return f" ({shown})" if 0 < len(losses) <= _MOST_SOURCES else ""
+
+
 def _figures(record: StepRecord, unit: str) -> list[str]:
     memory = record.host_memory_gib if record.device_memory_gib is None else record.device_memory_gib
     named = {
-        "loss": f"{record.loss:.4f}",
+        "loss": f"{record.loss:.4f}{_of_sources(record.source_losses)}",
         "aux_loss": None if record.aux_loss is None else f"{record.aux_loss:.4f}",
         "grad_norm": None if record.grad_norm is None else f"{record.grad_norm:.3g}",
         "lr": f"{record.learning_rate:.3g}",

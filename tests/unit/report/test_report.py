@@ -69,6 +69,15 @@ def test_each_named_set_of_evaluation_data_has_its_own_points(run: Path, tmp_pat
     assert "evaluation" not in colours and len(set(colours.values())) == 2
 
 
+def test_each_source_of_the_data_has_its_own_line(run: Path, tmp_path: Path) -> None:
+    losses = [{"chat": 2.0, "text": 3.0}, {"text": 2.5}, {"chat": 1.0, "text": None}, "damaged", {}]
+    rows = [{"step": step, "loss": 3, "source_losses": each} for step, each in enumerate(losses, start=1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, figures = made(tmp_path / "report.html", run)
+    assert points(figures["loss"], "chat") == [(1, 2), (3, 1)]
+    assert points(figures["loss"], "text") == [(1, 3), (2, 2.5)]
+
+
 def test_a_page_is_whole_by_itself_and_words_from_files_do_nothing_in_it(run: Path, tmp_path: Path) -> None:
     html, figures = made(tmp_path / "report.html", run)
     outside = html.replace(re.findall(r"<script>.*?</script>", html, re.S)[0], "")  # plotly's program

@@ -111,6 +111,28 @@ def test_a_users_sum_over_labels_is_divided_by_all_of_the_global_batch(sizes: li
     assert spread(loss, logits, labels, sizes).item() == pytest.approx(whole(logits, labels).item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("sizes", [[6], [2, 4], [3, 3]])
+def test_the_loss_of_a_source_is_the_mean_over_its_labels_however_they_are_spread(sizes: list[int]) -> None:
+    logits, labels = batch()
+    loss, sources = CausalLoss(VOCABULARY, None), [0, 2, 2, 0, 0, 2]
+    loss.by_source.names = ["a", "none", "b"]
+    assert set(loss.by_source.reported().values()) == {None}
+    means: dict[str, float] = {}
+    for logits_part, labels_part, of_rows in zip(
+        logits.split(sizes), labels.split(sizes), torch.tensor(sources).split(sizes), strict=True
+    ):
+        loss(logits_part, targets(labels_part, 1.0, len(labels_part), sources=of_rows.tolist()))
+        for name, value in loss.by_source.reported().items():
+            assert value is not None
+            means[name] = means.get(name, 0.0) + value.item() / len(sizes)
+    found = loss.by_source.means(means)
+    assert found.keys() == {"a", "b"}
+    for name, rows in (("a", [0, 3, 4]), ("b", [1, 2, 5])):
+        assert found[name] == pytest.approx(whole(logits[rows], labels[rows]).item(), rel=1e-6)
+    loss(logits, targets(labels, 1.0, 6))  # as in an evaluation
+    assert [value.item() for value in loss.by_source.reported().values() if value is not None] == [0.0] * 6
+
+
 def test_a_users_mean_over_samples_counts_samples() -> None:
     logits, labels = batch()
     loss = LogitsLoss(lambda logits, labels: logits.mean() + 0 * labels.sum())
@@ -145,9 +167,10 @@ def test_smoothed_labels_are_those_of_huggingface() -> None:
     loss = logits_loss(None, None, 0.3)
     assert loss is not None
     count = loss.count(labels, 3)
-    targets = (torch.tensor(1 / count), torch.tensor(3), torch.tensor(1.0), labels)
     assert count == 10
-    assert float(loss(logits, targets)) == pytest.approx(float(smoother({"logits": logits}, labels, shift_labels=True)))
+    assert float(loss(logits, targets(labels, 1 / count, 3))) == pytest.approx(
+        float(smoother({"logits": logits}, labels, shift_labels=True))
+    )
 
 
 def test_a_loss_of_ones_own_is_not_smoothed_in_silence() -> None:
