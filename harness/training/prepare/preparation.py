@@ -109,9 +109,6 @@ def prepare_run(inputs: RunInputs) -> Run:
         collator = TokenCollator(plan.data_collator, trainable.causal.vocab_size, longest, not own_loss)
         data_check = replace(data_check, collator=collator)
         _first_samples(data_check, plan)
-    by_source = losses_by_source(trainable.loss)
-    if isinstance(plan.data.train, SeveralSources) and by_source is not None:
-        by_source.names = plan.data.train.short_names
     base = all_or_none(lambda: _base(plan))
     if (checkpoint := plan.checkpoint) is not None:
         all_or_none(lambda: directories.require_same_base(checkpoint, base))
@@ -228,6 +225,9 @@ def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None)
         verify_plan(trainable.causal, context, plan.console)
     if plan.checkpoint is not None:
         directories.require_same_model(plan.checkpoint, trainable.summary, trainable.shaping_config)
+    by_source = losses_by_source(trainable.loss)
+    if isinstance(plan.data.train, SeveralSources) and by_source is not None:
+        by_source.names = plan.data.train.short_names
     return trainable
 
 
