@@ -162,6 +162,11 @@ class RunView:
         asked = self.size("/expert_parallel/autoep_size") if self.on("/expert_parallel/enabled") else None
         return self.ep_override or asked or 1
 
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Whether data-parallel ranks hold different experts, so that tokens travel between them."""
+        return self.target == "harness" and self.ep_size > self.tp_size
+
     @cached_property
     def dp_size(self) -> int | None:
         """Data-parallel ranks; None if the number of ranks is unknown or does not fit the layout.

@@ -60,11 +60,14 @@ def clip_before_step(engine: DeepSpeedEngine, clip: Callable[[], Tensor], *, ski
     optimizer.step = step
 
 
-def sum_norm_with(optimizer: BF16_Optimizer, square_sum: Callable[[Iterable[Tensor], torch.device], Tensor]) -> None:
+def sum_norm_with(
+    optimizer: BF16_Optimizer, square_sum: Callable[[Iterable[Tensor], Iterable[Tensor], torch.device], Tensor]
+) -> None:
     """Replace how the bf16 optimizer sums the squares of this rank's gradients for the gradient norm.
 
     Args:
-        square_sum: returns the sum of the squares of all elements, a scalar on the device.
+        square_sum: given the gradients of other parameters and of experts that are not on every data-parallel rank,
+            returns the sum of the squares of all elements, a scalar on the device.
     """
     of_deepspeed = optimizer.get_grads_for_norm
 
@@ -74,7 +77,9 @@ def sum_norm_with(optimizer: BF16_Optimizer, square_sum: Callable[[Iterable[Tens
             return grads
         dense, by_expert_group = grads
         device = optimizer.fp32_groups_flat_partition[0].device
-        return [square_sum(dense, device).sqrt().view(1)], by_expert_group
+        experts = [grad for found in by_expert_group.values() for grad in found]
+        # DeepSpeed would sum those of experts over all stages, of which some may have no expert and would not take part
+        return [square_sum(dense, experts, device).sqrt().view(1)], {}
 
     optimizer.get_grads_for_norm = grads_for_norm
 

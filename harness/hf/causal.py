@@ -49,7 +49,7 @@ from harness.hf.weights.layer_weights import (
     WeightSource,
     read_by_transformers,
 )
-from harness.parallel.comm import TensorParallel
+from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan, run_where_aligned
@@ -232,7 +232,7 @@ def assemble(
     dtype: torch.dtype,
     seed: int,
     finish: Callable[[nn.Module], None],
-    whole_experts: bool = False,
+    experts: TensorParallel | None = None,
     adaptation: Adaptation | None = None,
     router_loss: bool = False,
     part: Zero3Partition | None = None,
@@ -248,7 +248,8 @@ def assemble(
         device, dtype: of the parameters that will be built.
         seed: of initial weights, where the source has none.
         finish: called with each layer once its weights are there (ZeRO-3 partitions them).
-        whole_experts: whether each rank holds whole experts (expert parallelism) instead of a part of each.
+        experts: with whole experts on each rank (expert parallelism), its place among the neighbours on the data axis
+            that hold others; None: each rank has a part of every expert.
         adaptation: adapters that are trained instead of the weights.
         router_loss: whether to add the model's own loss of its routers.
         part: what `finish` keeps of a parameter (ZeRO-3); only that is read or initialised.
@@ -258,7 +259,9 @@ def assemble(
         sequence_parallel: whether tensor-parallel ranks share the tokens between the layers.
     """
     model = source.skeleton()
-    plan = _plan(source, model, whole_experts) if tensor.size > 1 else None
+    neighbours = experts or ALONE
+    cuts = tensor.size > 1 or neighbours.size > 1
+    plan = _plan(source, model, tensor.size, whole_experts=experts is not None) if cuts else None
     # the weights before the adapters: a checkpoint of the base has the names of the model without adapters
     weights, form = _weight_source(source, model, seed, part)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -273,7 +276,15 @@ def assemble(
     if adaptation is None:  # with adapters the layers hold parameters under other names
         _require_all_held(outer, form)
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
-    cut_layer = partial(_cut, plan=plan, tensor=tensor, config=source.config, local_logits=local_logits, dtype=dtype)
+    cut_layer = partial(
+        _cut,
+        plan=plan,
+        tensor=tensor,
+        neighbours=neighbours,
+        config=source.config,
+        local_logits=local_logits,
+        dtype=dtype,
+    )
     blueprint = Blueprint(
         outer=outer,
         cut=cut_layer,
@@ -338,6 +349,7 @@ def _cut(
     *,
     plan: Plan | None,
     tensor: TensorParallel,
+    neighbours: TensorParallel,
     config: PretrainedConfig,
     local_logits: bool,
     dtype: torch.dtype,
@@ -345,21 +357,23 @@ def _cut(
     """Cut a layer as the plan says, and have its experts run where their share is aligned."""
     if plan is not None:
         text = config.get_text_config(decoder=True)
-        cut_with_adapters(layer, plan, tensor, text, local_logits=local_logits)
+        cut_with_adapters(layer, plan, tensor, text, local_logits=local_logits, neighbours=neighbours)
     run_where_aligned(layer, dtype)
 
 
-def require_cut(source: ModelSource, size: int, *, whole_experts: bool = False) -> None:
-    """Raise UserError for a model that, by its config alone, cannot be cut over `size` tensor-parallel ranks.
+def require_cut(source: ModelSource, tp_size: int, ep_size: int) -> None:
+    """Raise UserError for a model that, by its config alone, cannot be cut over so many tensor-parallel ranks, its
+    experts dealt among `ep_size` ranks where that is not 1.
 
     `assemble` finds the same, and more, once there is data; this takes a second at most.
     """
-    if size == 1:
+    if tp_size == 1 and ep_size == 1:
         return
     model = build_skeleton(source.config)
-    plan = (expert_parallel_plan if whole_experts else plan_for)(model, PLANS)
+    plan = expert_parallel_plan(model, PLANS, tp_size=tp_size) if ep_size > 1 else plan_for(model, PLANS)
+    text, neighbours = source.config.get_text_config(decoder=True), TensorParallel(size=max(ep_size // tp_size, 1))
     with suppress(ValueError):  # weights tied between layers, which are cut layer by layer
-        cut(model, "", plan, TensorParallel(size=size), source.config.get_text_config(decoder=True))
+        cut(model, "", plan, TensorParallel(size=tp_size), text, neighbours=neighbours)
 
 
 def _weight_source(
@@ -383,15 +397,15 @@ def _weight_source(
     return reader, checkpoint.form
 
 
-def _plan(source: ModelSource, model: PreTrainedModel, whole_experts: bool) -> Plan:
-    """Return how tensor-parallel ranks share the model; UserError for modules that no plan of its family names."""
+def _plan(source: ModelSource, model: PreTrainedModel, tp_size: int, *, whole_experts: bool) -> Plan:
+    """Return how the ranks share the model; UserError for modules that no plan of its family names."""
     built = model if source.model is None else build_skeleton(source.config)
     for name, module in foreign_modules(model, built):
         raise UserError(
             f"{name} is a {type(module).__name__} that a {source.config.model_type} model does not have there, so it "
             "cannot be split: set tensor_parallel.autotp_size to 1"
         )
-    return expert_parallel_plan(model, PLANS) if whole_experts else plan_for(model, PLANS)
+    return expert_parallel_plan(model, PLANS, tp_size=tp_size) if whole_experts else plan_for(model, PLANS)
 
 
 def _logits_may_be_local(outer: OuterForward, plan: Plan | None, vocab_size: int, size: int) -> bool:

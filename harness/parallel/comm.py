@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.parallel.collectives.of_group import gathered, largest, summed
+from harness.parallel.collectives.of_group import gathered, largest, start_exchange, summed
 from harness.parallel.compiling import eager
 
 Context: TypeAlias = Any
@@ -50,6 +50,10 @@ class TensorParallel:
     def of(cls, group: dist.ProcessGroup | None) -> TensorParallel:
         """Return the calling rank's place in `group`; no group is a group of one."""
         return cls(group=group, rank=group_rank(group), size=group_size(group))
+
+
+ALONE = TensorParallel()
+"""The place of a rank in a group of its own."""
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
@@ -105,6 +109,12 @@ def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[
     if sum(widths) != x.shape[-1]:
         raise ValueError(f"a last dimension of {x.shape[-1]} cannot be split over {size} ranks as {widths}")
     return apply(_SplitToGroup, x, group, widths)
+
+
+def exchange_in_group(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.ProcessGroup | None) -> Tensor:
+    """Forward: rank j gets the j-th run of each rank's rows `x`, `sizes[i][j]` of those of rank i; what comes from all
+    ranks is returned in their order. Backward: the gradients of the rows go back."""
+    return x if group_size(group) == 1 else apply(_ExchangeInGroup, x, sizes, group)
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -174,6 +184,17 @@ class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         return _own_share(grad, ctx.group, ctx.widths), None, None
+
+
+class _ExchangeInGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, sizes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return start_exchange(x, sizes, group)()
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        return start_exchange(grad, list(zip(*ctx.sizes, strict=True)), ctx.group)(), None, None
 
 
 class _SplitToGroup(torch.autograd.Function):

@@ -27,11 +27,18 @@ class Groups:
     pp_group: ProcessGroup | None  # the stages of one replica, in order
     dp_group: ProcessGroup | None  # the replicas of this rank's shard
     tp_group: ProcessGroup | None  # the shards of this rank's layers
+    ep_group: ProcessGroup | None = None  # the neighbours on the data axis that share out whole experts
+    ep_copies: ProcessGroup | None = None  # with `ep_group`: the ranks with the same experts
     loss_stage: int  # it has the last layers
 
     def along(self, axis: Axis) -> ProcessGroup | None:
         """Return this rank's group along `axis`."""
         return {"pipeline": self.pp_group, "data": self.dp_group, "tensor": self.tp_group}[axis]
+
+    @property
+    def first_of_copies(self) -> bool:
+        """Whether no earlier data-parallel rank holds the experts of this one."""
+        return self.coordinate.dp_rank < self.layout.ep_data_size
 
     @property
     def is_first_stage(self) -> bool:
@@ -59,7 +66,11 @@ def build_groups(layout: Layout, loss_stage: int | None = None) -> Groups:
             "start as many processes, or change the pipeline and tensor parallel sizes"
         )
     rank = dist.get_rank() if dist.is_initialized() else 0
-    groups = {axis: _build_axis(layout, axis, rank) for axis in AXES}  # all ranks in the same order
+    groups = {axis: _build_axis(layout.groups(axis), layout, rank) for axis in AXES}  # all ranks in the same order
+    ep_group = _build_axis(layout.expert_groups(), layout, rank)
+    ep_copies = None if ep_group is None else _build_axis(layout.expert_copies(), layout, rank)
+    if ep_group is not None and ep_copies is None:
+        ep_copies = dist.new_group([rank], timeout=run_timeout(), use_local_synchronization=True)
     return Groups(
         layout=layout,
         rank=rank,
@@ -68,14 +79,16 @@ def build_groups(layout: Layout, loss_stage: int | None = None) -> Groups:
         pp_group=groups["pipeline"],
         dp_group=groups["data"],
         tp_group=groups["tensor"],
+        ep_group=ep_group,
+        ep_copies=ep_copies,
         loss_stage=layout.pp_size - 1 if loss_stage is None else loss_stage,
     )
 
 
-def _build_axis(layout: Layout, axis: Axis, rank: int) -> ProcessGroup | None:
-    """Return this rank's group along `axis`. All ranks create all groups, in one order, as new_group demands."""
+def _build_axis(all_ranks: list[list[int]], layout: Layout, rank: int) -> ProcessGroup | None:
+    """Return this rank's one of the groups. All ranks create all of them, in one order, as new_group demands."""
     mine = None
-    for ranks in layout.groups(axis):
+    for ranks in all_ranks:
         if len(ranks) == 1:
             return None
         if len(ranks) == layout.world_size:

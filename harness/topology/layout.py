@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Literal
 
+from harness.config.values.layout_keys import expert_fault
 from harness.errors import UserError
 from harness.wording import counted
 
@@ -38,7 +39,9 @@ class Coordinate:
 class Layout:
     """The sizes of the three axes; their product is the number of ranks. UserError for a size below 1.
 
-    `ep_size` is no axis of its own: 1, or the size of the tensor axis where its ranks share out whole experts.
+    `ep_size` is no axis of its own: the ranks of a stage among which whole experts are dealt, 1 where each expert is
+    cut like any other layer. They are those of a tensor-parallel group, or of several neighbours along the data axis.
+    UserError where they are not.
     """
 
     pp_size: int = 1
@@ -50,6 +53,8 @@ class Layout:
         for axis, size in self.sizes().items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise UserError(f"{axis} parallel size is {size!r}: set it to a whole number of at least 1")
+        if fault := expert_fault(self.ep_size, self.tp_size, self.dp_size):
+            raise UserError(f"{fault[0]}: {fault[1]}")
 
     @classmethod
     def from_world(cls, world_size: int, *, pp_size: int = 1, tp_size: int = 1, ep_size: int = 1) -> "Layout":
@@ -62,6 +67,21 @@ class Layout:
         if world_size < 1 or left_over or not dp_size:
             raise UserError(_does_not_fit(world_size, model))
         return cls(pp_size=pp_size, tp_size=tp_size, dp_size=dp_size, ep_size=ep_size)
+
+    @property
+    def ep_data_size(self) -> int:
+        """The number of neighbours along the data axis among which experts are dealt; their tokens travel."""
+        return max(self.ep_size // self.tp_size, 1)
+
+    def expert_groups(self) -> list[list[int]]:
+        """All groups of data-parallel neighbours among which experts are dealt."""
+        size = self.ep_data_size
+        return [ranks[at : at + size] for ranks in self.groups("data") for at in range(0, len(ranks), size)]
+
+    def expert_copies(self) -> list[list[int]]:
+        """All groups of ranks that hold the same experts."""
+        size = self.ep_data_size
+        return [ranks[at::size] for ranks in self.groups("data") for at in range(size)]
 
     @property
     def world_size(self) -> int:

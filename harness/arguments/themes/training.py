@@ -161,7 +161,7 @@ class LayoutArguments(Flags):
     )
     expert_parallel_size: int | None = flag(
         None,
-        "tensor-parallel ranks that divide the experts among them; overrides expert_parallel.autoep_size",
+        "ranks of a stage that divide the experts among them; overrides expert_parallel.autoep_size",
         least=1,
         hf_only=True,
     )

@@ -113,7 +113,7 @@ def saved_tensors(module: nn.Module, *, each_name: bool = False) -> Iterator[tup
 def local_shard_of(name: str, tensor: Tensor, groups: Groups) -> LocalShard:
     """Return what this rank holds of a parameter or buffer itself, in its dtype; ZeRO-3 may have partitioned it."""
     shard, start, values = shard_of(tensor), 0, tensor.detach()
-    shape, owned = tuple(tensor.shape), groups.coordinate.dp_rank == 0
+    shape, owned = tuple(tensor.shape), _is_first_on_data(shard, groups)
     if is_partitioned(tensor):
         divided = Partition.of(tensor)
         shape, owned = divided.shape, True
@@ -132,7 +132,7 @@ def _trained(name: str, stepped: SteppedOn, run: Run, groups: Groups) -> LocalSh
         shard=shard,
         start=run.start,
         values=_elements(stepped.tensor.detach(), run),
-        owned=_is_first(shard, groups) and (run.group is not None or groups.coordinate.dp_rank == 0),
+        owned=_is_first(shard, groups) and (run.group is not None or _is_first_on_data(shard, groups)),
         stepped=(stepped, run),
     )
 
@@ -140,6 +140,11 @@ def _trained(name: str, stepped: SteppedOn, run: Run, groups: Groups) -> LocalSh
 def _is_first(shard: Shard | None, groups: Groups) -> bool:
     """Whether no earlier tensor-parallel rank has the same values."""
     return groups.coordinate.tp_rank == 0 if shard is None else shard.owner
+
+
+def _is_first_on_data(shard: Shard | None, groups: Groups) -> bool:
+    """Whether no earlier data-parallel rank has the same values."""
+    return groups.first_of_copies if shard is not None and shard.over_data else groups.coordinate.dp_rank == 0
 
 
 def _elements(tensor: Tensor, run: Run) -> Tensor:

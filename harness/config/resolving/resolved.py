@@ -27,7 +27,7 @@ class Resolved:
     pp_size: int
     tp_size: int
     dp_size: int
-    ep_size: int  # ranks over which whole experts are spread: 1, or as many as tp_size
+    ep_size: int  # ranks of a stage among which whole experts are dealt; 1: each expert is cut as other layers are
     sequence_parallel: bool  # whether tensor-parallel ranks share the sequence between the blocks of a layer
     compile_backend: str | None  # torch.compile's, for decoder layers; None: they are not compiled
     micro_batch: int

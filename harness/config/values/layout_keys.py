@@ -49,6 +49,24 @@ def size_fault(pointer: str, value: object) -> tuple[str, str] | None:
     )
 
 
+def expert_fault(ep_size: int, tp_size: int, dp_size: int | None) -> tuple[str, str] | None:
+    """Return why whole experts cannot be dealt among `ep_size` ranks of a stage, and the remedy; None if they can.
+
+    `dp_size`: None where it is not known.
+    """
+    neighbours, left_over = divmod(ep_size, tp_size)
+    if ep_size == 1 or (not left_over and (dp_size is None or dp_size % neighbours == 0)):
+        return None
+    ranks = f"tensor-parallel size {tp_size}"
+    if dp_size is None:
+        return f"expert-parallel size {ep_size} is no multiple of {ranks}", f"set autoep_size to 1 or {tp_size}"
+    fits = [tp_size * size for size in range(1, dp_size + 1) if dp_size % size == 0 and tp_size * size > 1]
+    return (
+        f"expert-parallel size {ep_size} does not fit {ranks} x data-parallel size {dp_size}",
+        f"set autoep_size to {' or '.join(map(str, [1, *fits]))}",
+    )
+
+
 def partition_method(value: object) -> str | None:
     """Return the method that `pipeline.partition` names; None if it names none. `best` is DeepSpeed's default."""
     if value in (None, AUTO, "best"):

@@ -101,7 +101,7 @@ def script_datasets(
     """Read, tokenise and lay out the script's files; those of training only where it trains, or to hold a part out."""
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
     args = config.args
-    require_cut(source, config.resolved.tp_size, whole_experts=config.resolved.ep_size > 1)
+    require_cut(source, config.resolved.tp_size, config.resolved.ep_size)
     say = _speaker(console)
     form = SampleForm.of(tokenizer, source, args)
     lay_out = _layer_out(tokenizer, form, say)
@@ -184,7 +184,7 @@ def user_datasets(
         return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)
     if tokenizer is None:
         raise UserError(NEEDS_TOKENIZER)
-    require_cut(source, config.resolved.tp_size, whole_experts=config.resolved.ep_size > 1)
+    require_cut(source, config.resolved.tp_size, config.resolved.ep_size)
     form = SampleForm.of(tokenizer, source, args)
     lay_out = _layer_out(tokenizer, form, say)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,14 +82,23 @@ PIECE_BYTES = 1 << 22
 _WHOLE_BYTES = 1 << 16
 """Up to this many bytes each rank sums the whole tensor by itself: a second synchronisation would take longer."""
 Operation = Callable[..., Tensor]
-Combine = Callable[[list[Tensor], Tensor], None]
+Combine = Callable[[list[Tensor], Any], None]
 
 
 class Started(NamedTuple):
-    """What has begun: the pieces to write, where they are combined, how, into what, and all ranks' first pieces."""
+    """What has begun.
+
+    Attributes:
+        pieces: to write, one after the other.
+        rooms: the shape of the longest that a rank writes, for each of them.
+        into: where each is combined.
+        combine: does that, with the pieces of all ranks.
+        first: all ranks' first pieces.
+    """
 
     pieces: Sequence[Tensor]
-    into: Sequence[Tensor]
+    rooms: Sequence[Sequence[int]]
+    into: Sequence[Any]
     combine: Combine
     result: Tensor
     first: list[Tensor]
@@ -168,6 +177,39 @@ class HostMemory:
 
         return self._start(rows.split(numbers, dim=1), own.view(-1).split(numbers), combine, own)
 
+    def start_all_to_all(self, x: Tensor, sizes: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
+        """Begin to hand out the rows of `x`, one rank's after the other's; what is returned ends it and returns the
+        rows from all ranks in their order. Until then `x` may not change.
+
+        `sizes[i][j]`: how many rows rank i has for rank j.
+        """
+        rank, width = self._neighbours.rank, prod(x.shape[1:])
+        flat = x.detach().contiguous().view(-1)
+        result = x.new_empty((sum(row[rank] for row in sizes), *x.shape[1:]))
+        kept, before = sizes[rank][rank] * width, sum(sizes[rank][:rank]) * width
+        of_kept = sum(row[rank] for row in sizes[:rank]) * width
+        result.view(-1)[of_kept : of_kept + kept].copy_(flat[before : before + kept])
+        travels = [[n * width * (i != j) for j, n in enumerate(row)] for i, row in enumerate(sizes)]
+        left, right = flat[:before], flat[before + kept :]
+        sent = torch.cat([left, right]) if len(left) and len(right) else left if len(left) else right
+        numbers, longest = max(PIECE_BYTES // x.element_size(), 1), max(map(sum, travels))
+        starts = range(0, longest, numbers)
+
+        def place(shares: list[Tensor], start: int) -> None:
+            done = 0
+            for source, (row, full) in enumerate(zip(travels, sizes, strict=True)):
+                first, length = sum(row[:rank]), row[rank]
+                low, high = max(first, start), min(first + length, start + numbers)
+                if low < high:
+                    part = shares[source][low - start : high - start]
+                    result.view(-1)[done + low - first : done + high - first].copy_(part)
+                done += full[rank] * width
+
+        if not longest:
+            return lambda: result
+        rooms = [(min(numbers, longest - start),) for start in starts]
+        return self._start([sent[start : start + numbers] for start in starts], starts, place, result, rooms)
+
     def mean_of_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's part of the mean of each tensor over the ranks, flat, as `EqualShares` divides them.
 
@@ -196,29 +238,37 @@ class HostMemory:
             self._end(self._started)
 
     def _start(
-        self, pieces: Sequence[Tensor], into: Sequence[Tensor], combine: Combine, result: Tensor
+        self,
+        pieces: Sequence[Tensor],
+        into: Sequence[Any],
+        combine: Combine,
+        result: Tensor,
+        rooms: Sequence[Sequence[int]] = (),
     ) -> Callable[[], Tensor]:
         """Write the first of the pieces; return what waits for those of all ranks, writes the others, combines each
-        into its place in `into`, and returns `result`."""
+        into its place in `into`, and returns `result`. `rooms`: what all ranks agree to where pieces may be shorter."""
         self._end_started()
-        started = self._started = Started(pieces, into, combine, result, self._write(pieces[0]))
+        rooms = rooms or [piece.shape for piece in pieces]
+        started = self._started = Started(pieces, rooms, into, combine, result, self._write(pieces[0], rooms[0]))
         return partial(self._end, started)
 
     def _end(self, started: Started) -> Tensor:
         if self._started is started:  # else it has ended
             self._started, shares = None, started.first
-            for number, (piece, place) in enumerate(zip(started.pieces, started.into, strict=True)):
-                shares = self._write(piece) if number else shares
-                self._neighbours.wait_for_ranks(_bytes(piece))
+            for number, (piece, room, place) in enumerate(
+                zip(started.pieces, started.rooms, started.into, strict=True)
+            ):
+                shares = self._write(piece, room) if number else shares
+                self._neighbours.wait_for_ranks(_bytes(shares[0]))
                 started.combine(shares, place)
         return started.result
 
-    def _write(self, piece: Tensor) -> list[Tensor]:
+    def _write(self, piece: Tensor, room: Sequence[int]) -> list[Tensor]:
         """Write a piece and tell the others; return the pieces of all ranks, which this rank may read from the next
         meeting until the next call but one."""
-        shares = self._buffer(piece.shape, piece.dtype)
-        shares[self._neighbours.rank].copy_(piece)
-        self._neighbours.tell_ranks(_bytes(piece))
+        shares = self._buffer(room, piece.dtype)
+        shares[self._neighbours.rank][: len(piece)].copy_(piece)
+        self._neighbours.tell_ranks(_bytes(shares[0]))
         return shares
 
     def _buffer(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:

@@ -19,9 +19,7 @@ _OPEN: dict[tuple[int, ...], HostMemory] = {}
 def share_memory(groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Open shared memory for the ranks of each of these groups that lies on one host; all ranks of a group call this
     for it, in the same order."""
-    for group in groups:
-        if group is None:
-            continue
+    for group in {_ranks(group): group for group in groups if group is not None}.values():
         if (earlier := _OPEN.pop(_ranks(group), None)) is not None:  # a run that failed may have left it out of step
             earlier.close()
         if (memory := HostMemory.open(group, run_timeout())) is not None:
@@ -89,6 +87,21 @@ def start_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Ten
         return memory.start_reduce_scatter(x)
     total, x = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:])), x.contiguous()
     return _ended(dist.reduce_scatter_single(total, x, group=group, async_op=True), total, x)
+
+
+def start_exchange(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin to send each rank of the group its rows of `x`, one rank's after the other's; what is returned waits for
+    those from all ranks, in their order. Until then `x` may not change.
+
+    `sizes[i][j]`: how many rows rank i sends to rank j.
+    """
+    if (memory := _memory(x, group)) is not None:
+        return memory.start_all_to_all(x, sizes)
+    rank = dist.get_rank(group)
+    received, x = [row[rank] for row in sizes], x.contiguous()
+    arriving = x.new_empty((sum(received), *x.shape[1:]))
+    work = dist.all_to_all_single(arriving, x, received, list(sizes[rank]), group=group, async_op=True)
+    return _ended(work, arriving, x)
 
 
 def sums_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:

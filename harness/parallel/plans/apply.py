@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from harness.config.model.shares import Heads, Stretch
 from harness.errors import UserError
-from harness.parallel.comm import TensorParallel
+from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.plans.experts import EXPERT_PARAMETER, EXPERTS, cut_experts, ep_dispatch_experts
 from harness.parallel.plans.heads import Attention, attention_at, attention_below, attentions_in, blocks_of, deal
 from harness.parallel.plans.plan import ADVICE, WORDS, InputRule, Plan, PlanRule, wildcard
@@ -39,21 +39,33 @@ def cut(
     config: PretrainedConfig,
     *,
     local_logits: bool = False,
+    neighbours: TensorParallel = ALONE,
 ) -> None:
     """Replace, in place, what `plan` cuts in `module`, whose name in the model is `prefix` ("" for the model itself).
 
     `config` is the model's (heads, sizes). With `local_logits` the head's output stays this rank's part of the
-    vocabulary, where the plan splits the head (`plan.splits_head`). A group of one rank changes nothing. Raises
+    vocabulary, where the plan splits the head (`plan.splits_head`). `neighbours`: this rank's place among those on the
+    data axis with which it shares out whole experts. A group of one rank changes nothing. Raises
     UserError where the ranks cannot share heads or widths, or a style does not fit a module; the first forward of
     `module` raises it where the plan would give wrong gradients.
     """
-    if tensor.size == 1:
+    if tensor.size == 1 and neighbours.size == 1:
         return
     modules = list(module.named_modules())  # kept, so that no new parameter takes an old one's id
     attentions = attentions_in([(_join(prefix, name), child) for name, child in modules], config)
-    place = _Place(module=module, prefix=prefix, plan=plan, tensor=tensor, config=config, attentions=attentions)
+    place = _Place(
+        module=module,
+        prefix=prefix,
+        plan=plan,
+        tensor=tensor,
+        config=config,
+        attentions=attentions,
+        neighbours=neighbours,
+    )
     shared = _replace_modules(place, modules, local_head=local_logits)
     _cut_bare_parameters(place)
+    if tensor.size == 1:  # experts alone are cut
+        return
     _rejoin(module, shared)
     for name, child in module.named_modules():
         _require_a_cut(child, _join(prefix, name), plan)
@@ -71,6 +83,7 @@ class _Place:
     tensor: TensorParallel
     config: PretrainedConfig
     attentions: Mapping[str, Attention]
+    neighbours: TensorParallel
 
     def attention_at(self, name: str) -> Attention | None:
         """Return the attention that the module or parameter `name` belongs to."""
@@ -87,6 +100,7 @@ class _Place:
             tensor=self.tensor,
             config=self.config,
             local_output=local_output,
+            neighbours=self.neighbours,
         )
 
 
@@ -179,7 +193,7 @@ def _cut_bare_parameters(place: _Place) -> None:
         *path, own_name = name.split(".")
         owner, *above = [place.module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
         if rule.style == EXPERT_PARAMETER:
-            setattr(owner, own_name, cut_experts(param, full_name, place.tensor))
+            setattr(owner, own_name, cut_experts(param, full_name, place.tensor, place.neighbours))
         else:
             cut_bare_parameter(place.target(name, owner, rule), own_name, above)
 

@@ -1,16 +1,20 @@
-"""Expert parallelism: each rank of the tensor-parallel group holds some experts whole, instead of a part of every one.
+"""Expert parallelism: each rank holds some experts whole, instead of all of them, or a part of every one.
 
-The ranks of the group see the same tokens and compute the same routing, so no token has to travel: each rank runs its
-own experts on the tokens that were sent to them, and the outputs are summed over the group. Which modules are experts
-stands in the plan that a model declares (transformers: `base_model_ep_plan`, merged as `model.ep_plan`), in
-transformers' words (`transformers.distributed.expert_parallel`): `grouped_gemm` for a parameter whose first dimension
-counts experts, `ep_dispatch_experts` for the module that is given (hidden_states, top_k_index, top_k_weights).
+Experts are dealt among the ranks of a tensor-parallel group, or of several neighbours on the data axis, or both. The
+ranks of a tensor-parallel group see the same tokens and compute the same routing, so between them no token has to
+travel: each rank runs its own experts on the tokens that were sent to them, and the outputs are summed over the group.
+Between neighbours on the data axis tokens travel. Which modules are experts stands in the plan that a model declares
+(transformers: `base_model_ep_plan`, merged as `model.ep_plan`), in transformers' words
+(`transformers.distributed.expert_parallel`): `grouped_gemm` for a parameter whose first dimension counts experts,
+`ep_dispatch_experts` for the module that is given (hidden_states, top_k_index, top_k_weights).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +27,8 @@ from harness.errors import UserError
 from harness.parallel.comm import Context, TensorParallel, apply, copy_to_group, reduce_from_group
 from harness.parallel.plans.plan import STYLES, NoPlan, Plan, PlanRule, plan_for
 from harness.parallel.plans.target import PlanTarget
-from harness.parallel.tensor.shard import cut_parameter, share_of
+from harness.parallel.tensor.shard import Shard, cut_parameter
+from harness.parallel.token_exchange import run_at_owners
 from harness.wording import counted
 
 EXPERTS, EXPERT_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
@@ -32,12 +37,12 @@ _ROW_BYTES = 16
 _ADVICE = "remove expert_parallel.autoep_size, so that each expert is split"
 
 
-def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None) -> Plan:
+def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None, *, tp_size: int = 2) -> Plan:
     """Return the plan of a transformers model with its experts spread as its own expert-parallel plan says.
 
     What that says of experts takes the place of all that the tensor-parallel plan (`plan_for`) does with them and
-    their parts; of a family without one, the rest stays whole on every rank. Raises UserError for a family that
-    declares no expert-parallel plan, and for a style in it that is not known.
+    their parts; of a family without one, and on one tensor-parallel rank, the rest stays whole on every rank. Raises
+    UserError for a family that declares no expert-parallel plan, and for a style in it that is not known.
     """
     own: Mapping[str, str] = getattr(model, "ep_plan", None) or {}
     model_type = model.config.model_type
@@ -49,10 +54,12 @@ def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None) -> P
                 f"the expert-parallel plan of model type {model_type!r} has the unknown style {style!r} "
                 f"for {name}: {_ADVICE}"
             )
-    try:
+    plan = Plan(model_type=model_type, rules={})
+    if tp_size == 1:  # a family may cut other layers too, for the ranks that see the same tokens
+        own = {name: style for name, style in own.items() if style in (EXPERTS, EXPERT_PARAMETER)}
+        return replace(plan, rules={name: PlanRule(style=style) for name, style in own.items()})
+    with suppress(NoPlan):
         plan = plan_for(model, plans)
-    except NoPlan:
-        plan = Plan(model_type=model_type, rules={})
     experts = [name for name, style in own.items() if style == EXPERTS]
 
     def elsewhere(words: Mapping[str, T]) -> dict[str, T]:
@@ -67,32 +74,52 @@ def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None) -> P
 
 
 def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
-    """Experts of which each rank holds some: it runs those, and the outputs are summed."""
+    """Experts of which each rank holds some whole.
+
+    Tensor-parallel ranks see the same tokens: each runs its own experts, and the outputs are summed. Neighbours on the
+    data axis see other tokens, which travel (`harness.parallel.token_exchange`).
+    """
     module: Any = target.module
-    tensor = target.tensor
-    own = _experts(getattr(module, "num_experts", None), tensor, target.name)
-    module.num_experts = own[1] - own[0]
+    tensor, neighbours = target.tensor, target.neighbours
+    stretches = _dealt(getattr(module, "num_experts", None), target.name, tensor, neighbours)[tensor.rank]
+    module.num_experts = _widest(stretches)
+    kind = type(module)
+
+    def forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        hidden, index, weights = (*args, *kwargs.values())
+        hidden, weights = copy_to_group(hidden, tensor.group), copy_to_group(weights, tensor.group)
+        run = partial(kind.forward, self)
+        if neighbours.size > 1:
+            output = run_at_owners(run, hidden, index, weights, stretches, neighbours)
+        else:
+            given = _own_routing(hidden, index, weights, own=stretches[0])
+            output = _linked(run(*given), given, self)
+        return reduce_from_group(output, tensor.group)
+
     # transformers' kernels then leave out what is sent to no expert of theirs
-    module._is_expert_parallel = True  # noqa: SLF001
-
-    def before_forward(
-        _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
-    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        return _own_routing(*args, **kwargs, own=own, tensor=tensor), {}
-
-    def after_forward(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return reduce_from_group(_linked(output, args, module), tensor.group)
-
-    module.register_forward_pre_hook(before_forward, with_kwargs=True)
-    module.register_forward_hook(after_forward)
+    module._is_expert_parallel = neighbours.size == 1  # noqa: SLF001
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return target.module
 
 
-def cut_experts(param: nn.Parameter, name: str, tensor: TensorParallel) -> nn.Parameter:
-    """Return this rank's experts of a parameter that holds all of them along its first dimension."""
+def cut_experts(param: nn.Parameter, name: str, tensor: TensorParallel, neighbours: TensorParallel) -> nn.Parameter:
+    """Return this rank's experts of a parameter that holds all of them along its first dimension.
+
+    Neighbours on the data axis hold tensors of one size, as ZeRO fills its buckets alike on all of them: zeros follow
+    where a rank has fewer experts than another.
+    """
     shape = tuple(param.shape)
-    _experts(shape[0], tensor, name)
-    return cut_parameter(param, share_of(shape, 0, tensor.rank, tensor.size))
+    dealt = _dealt(shape[0], name, tensor, neighbours)
+    start, stop = dealt[tensor.rank][neighbours.rank]
+    shard = Shard(
+        full_shape=shape,
+        dim=0,
+        pieces=((start, stop),),
+        padding=_widest(dealt[tensor.rank]) - (stop - start),
+        widths=tuple(stop - start for stretches in dealt for start, stop in stretches),
+        over_data=neighbours.size > 1,
+    )
+    return cut_parameter(param, shard)
 
 
 def run_where_aligned(module: nn.Module, dtype: torch.dtype) -> None:
@@ -113,22 +140,12 @@ def run_experts_by(config: PretrainedConfig, implementation: str | None) -> None
     config._experts_implementation = implementation  # noqa: SLF001  # transformers has no public setter for a part
 
 
-def _own_routing(
-    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, own: Stretch, tensor: TensorParallel
-) -> tuple[Tensor, Tensor, Tensor]:
+def _own_routing(hidden: Tensor, index: Tensor, weights: Tensor, *, own: Stretch) -> tuple[Tensor, Tensor, Tensor]:
     """Return what this rank's `own` experts are given: others get the index after the last, which is no expert, and
-    weight 0.
-
-    Each rank makes a part of the gradients of hidden states and weights: they are summed over the group.
-    """
-    hidden_states, top_k_weights = (
-        copy_to_group(hidden_states, tensor.group),
-        copy_to_group(top_k_weights, tensor.group),
-    )
+    weight 0."""
     first, stop = own
-    elsewhere = (top_k_index < first) | (top_k_index >= stop)
-    index = torch.where(elsewhere, stop - first, top_k_index - first)
-    return hidden_states, index, top_k_weights.masked_fill(elsewhere, 0.0)
+    elsewhere = (index < first) | (index >= stop)
+    return hidden, torch.where(elsewhere, stop - first, index - first), weights.masked_fill(elsewhere, 0.0)
 
 
 def _linked(output: Tensor, args: tuple[Tensor, ...], experts: nn.Module) -> Tensor:
@@ -155,17 +172,25 @@ class _Linked(torch.autograd.Function):
         return None, *map(torch.zeros_like, ctx.saved_tensors)
 
 
-def _experts(experts: int | None, tensor: TensorParallel, name: str) -> Stretch:
-    """Return this rank's experts. Raises UserError where the module does not count them, or they are fewer than the
-    ranks."""
+def _dealt(experts: int | None, name: str, tensor: TensorParallel, neighbours: TensorParallel) -> list[list[Stretch]]:
+    """Return the experts of every rank: for each tensor-parallel rank those of its neighbours on the data axis.
+
+    Raises UserError where the module does not count them, or they are fewer than the ranks.
+    """
     if not isinstance(experts, int):
         raise UserError(f"{name} does not have its number of experts (num_experts): {_ADVICE}")
-    if experts < tensor.size:
+    if experts < tensor.size * neighbours.size:
         raise UserError(
-            f"expert_parallel.autoep_size {tensor.size} does not fit the {counted(experts, 'expert')} of {name}: "
-            f"use at most {experts}"
+            f"expert_parallel.autoep_size {tensor.size * neighbours.size} does not fit the "
+            f"{counted(experts, 'expert')} of {name}: use at most {experts}"
         )
-    return stretch(experts, tensor.rank, tensor.size)
+    slots = [stretch(experts, rank, tensor.size) for rank in range(tensor.size)]
+    parts = [[stretch(stop - start, rank, neighbours.size) for rank in range(neighbours.size)] for start, stop in slots]
+    return [[(slot[0] + a, slot[0] + b) for a, b in part] for slot, part in zip(slots, parts, strict=True)]
+
+
+def _widest(stretches: Sequence[Stretch]) -> int:
+    return max(stop - start for start, stop in stretches)
 
 
 def _is_in(name: str, owners: list[str]) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from harness.errors import UserError
-from harness.parallel.comm import TensorParallel
+from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.plan import Plan
 from harness.parallel.tensor.layers import (
@@ -71,7 +71,13 @@ def lifted(module: nn.Module, kept: frozenset[str] = frozenset()) -> Iterator[No
 
 
 def cut_with_adapters(
-    module: nn.Module, plan: Plan, tensor: TensorParallel, config: PretrainedConfig, *, local_logits: bool = False
+    module: nn.Module,
+    plan: Plan,
+    tensor: TensorParallel,
+    config: PretrainedConfig,
+    *,
+    local_logits: bool = False,
+    neighbours: TensorParallel = ALONE,
 ) -> None:
     """As `apply.cut` on a pipeline layer, whose adapters are then cut as their layers were.
 
@@ -80,7 +86,7 @@ def cut_with_adapters(
     wrappers = wrappers_in(module)
     hooked = frozenset(name for name, around in wrappers.items() if _acts_on_both(around[0], plan, name))
     with lifted(module, kept=hooked):
-        cut(module, "", plan, tensor, config, local_logits=local_logits)
+        cut(module, "", plan, tensor, config, local_logits=local_logits, neighbours=neighbours)
     for name, around in wrappers.items():
         for wrapper in around if name not in hooked else ():
             follow = _follow_parameter if hasattr(wrapper, "parameter_name") else _follow_layer
@@ -149,8 +155,10 @@ def _follow_parameter(wrapper: Wrapper, base: Wrapper, _name: str, _tensor: Tens
             total = shard.full_shape[0]
             rows = tuple((start * rank, stop * rank) for start, stop in shard.pieces)
             columns = tuple((i * total + start, i * total + stop) for i in range(rank) for start, stop in shard.pieces)
-            a.weight = cut_parameter(a.weight, Shard(full_shape=tuple(a.weight.shape), dim=0, pieces=rows))
-            b.weight = cut_parameter(b.weight, Shard(full_shape=tuple(b.weight.shape), dim=1, pieces=columns))
+            of_a = Shard(full_shape=tuple(a.weight.shape), dim=0, pieces=rows, padding=shard.padding * rank)
+            of_b = Shard(full_shape=tuple(b.weight.shape), dim=1, pieces=columns, padding=shard.padding)
+            a.weight = cut_parameter(a.weight, replace(of_a, over_data=shard.over_data))
+            b.weight = cut_parameter(b.weight, replace(of_b, over_data=shard.over_data))
             wrapper.num_experts = shard.length
 
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from harness.config.model.shares import Heads, Stretch
 from harness.errors import UserError
-from harness.parallel.comm import TensorParallel
+from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.plans.heads import Attention, blocks_of, deal
 from harness.parallel.plans.plan import PlanRule
 from harness.parallel.tensor.shard import Shard, share_of
@@ -21,7 +21,8 @@ KEYS_OR_VALUES = re.compile(r"(^|_)w?(k|v|kv|keys?|values?)(_|$)", re.IGNORECASE
 @dataclass(frozen=True, kw_only=True)
 class PlanTarget:
     """A module or parameter that a rule of the plan names: its full name, the module that owns it and the attention to
-    which it belongs, if to any; and this rank's place.
+    which it belongs, if to any; and this rank's place, in the tensor-parallel group and among the `neighbours` on the
+    data axis that hold other experts.
 
     `module`: the owner, where the rule names a parameter. `local_output`: a gathered output shall stay this rank's
     part.
@@ -35,6 +36,7 @@ class PlanTarget:
     tensor: TensorParallel
     config: PretrainedConfig
     local_output: bool = False
+    neighbours: TensorParallel = ALONE
 
     @property
     def unit(self) -> int:

@@ -37,7 +37,8 @@ class Shard:
     `pieces` are (start, stop) ranges along `dim`, in the order in which the local tensor holds them;
     `padding` rows of zeros, which belong to no index of the whole, follow each of them. `owner` is False on a
     rank whose pieces another, lower rank holds as well: such a copy is neither exported nor counted in a
-    norm. `widths` says how many entries of the whole each rank of the group holds, in rank order.
+    norm. `widths` says how many entries of the whole each rank of the group holds, in rank order. `over_data`: whether
+    the other pieces are on data-parallel ranks too (whole experts), not on those of a tensor-parallel group alone.
     """
 
     full_shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class Shard:
     padding: int = 0
     owner: bool = True
     widths: tuple[int, ...] = ()
+    over_data: bool = False
 
     @property
     def length(self) -> int:
@@ -65,7 +67,7 @@ class Shard:
     @property
     def unequal(self) -> bool:
         """Whether some ranks hold more than others."""
-        return len(set(self.widths)) > 1
+        return len(set(self.widths)) > 1 and not self.over_data
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """Start and stop of each piece, and where it starts in the local tensor."""

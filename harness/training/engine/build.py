@@ -19,6 +19,7 @@ from harness.arguments.themes.reporting import MONITORS, within
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
+from harness.deepspeed.expert_groups import knowing_experts, mark_experts
 from harness.deepspeed.kept_in_fp32 import keeping_fp32
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_wide import MpuAdapter, set_secondary_group
@@ -31,6 +32,7 @@ from harness.parallel.compiling import compile_modules
 from harness.parallel.draws import DrawKeys
 from harness.parallel.memory import malloc_trim
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology, first_names
+from harness.parallel.tensor.shard import shard_of
 from harness.parallel.values import Value
 from harness.parallel.zero import Zero3Partition
 from harness.resilience.process.distributed import give_timeout, open_groups
@@ -87,9 +89,15 @@ def _initialize(
     `names`: see `first_names`; which optimizer a tied weight goes to must be the same on every stage.
     """
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", context.args.weight_decay)
+    spread = [p for p in module.parameters() if (shard := shard_of(p)) is not None and shard.over_data]
+    mark_experts(spread)
+    trained = any(parameter.requires_grad for parameter in spread)
     groups = parameter_groups(module, stated, names)
     index = context.device.index  # where a rank sees its own device alone, this is not its local rank
-    with keeping_fp32():
+    with (
+        keeping_fp32(),
+        knowing_experts(context.groups.ep_group, context.groups.ep_copies, marked=trained),
+    ):
         engine, *_ = deepspeed.initialize(
             args=SimpleNamespace() if index is None else SimpleNamespace(device_rank=index),
             model=module,

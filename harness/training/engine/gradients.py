@@ -24,6 +24,7 @@ from harness.deepspeed.engine import (
     is_counted_elsewhere,
     sum_norm_with,
 )
+from harness.deepspeed.expert_groups import is_expert
 from harness.deepspeed.flat_tensors import run_of_each
 from harness.deepspeed.gradient_reduction import StepGradients, average_with, before_reduction, trained_parameters
 from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, measure, wire_share
@@ -42,19 +43,31 @@ def correct_clipping(engine: DeepSpeedEngine, groups: Groups, *, skip_nonfinite:
     `overflow` says so, as DeepSpeed's own optimizers do. All ranks know the same norm, so all of them skip.
     """
     if has_bf16_optimizer(engine):
-        sum_norm_with(engine.optimizer, square_sum)
+        sum_norm_with(engine.optimizer, partial(square_sum_of_data_ranks, groups=groups))
     elif not engine.zero_optimization():
         clip_before_step(engine, partial(_clip, engine, groups), skip_nonfinite=skip_nonfinite)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], groups: Groups, device: torch.device) -> Tensor:
     """Euclidean norm of the gradients of the whole model, a float64 scalar on `device`; equal on all ranks."""
-    counted = (p.grad for p in parameters if p.grad is not None and _counts(p, groups.coordinate.tp_rank))
-    total = square_sum(counted, device)
+    counted = [p for p in parameters if _counts(p, groups.coordinate.tp_rank)]
+    dense, experts = ([p.grad for p in counted if p.grad is not None and is_expert(p) is e] for e in (False, True))
+    total = square_sum_of_data_ranks(dense, experts, device, groups)
     for group in (groups.tp_group, groups.pp_group):
         if group is not None:
             dist.all_reduce(total, group=group)
     return total.sqrt()
+
+
+def square_sum_of_data_ranks(
+    dense: Iterable[Tensor], experts: Iterable[Tensor], device: torch.device, groups: Groups
+) -> Tensor:
+    """As `square_sum`, of what all data-parallel ranks hold together: `dense` is the same on all of them, `experts` are
+    those of this rank alone. All ranks call it."""
+    total = square_sum(experts, device)
+    if groups.ep_group is not None:
+        dist.all_reduce(total, group=groups.ep_group)
+    return total + square_sum(dense, device)
 
 
 def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

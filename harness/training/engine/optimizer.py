@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
+from harness.deepspeed.expert_groups import EXPERT_GROUP, is_expert
 from harness.training.engine.muon import NO_TIES, ParameterGroup, muon
 
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -31,20 +32,22 @@ def parameter_groups(
     """Trainable parameters in two groups: with weight decay and without, chosen by name and module as in HF's Trainer.
 
     HF decays whatever is no bias and no parameter of a norm, vectors among them (`A_log`, `sinks`). Parameters kept in
-    float32 are in groups of their own, as DeepSpeed makes one flat tensor of a group.
+    float32 are in groups of their own, as DeepSpeed makes one flat tensor of a group. So are experts that are not on
+    every data-parallel rank.
 
     `first_names`: names in `module` of tied parameters -> their names in the first layer that has them, which decide:
     else stages would step on one weight in different ways.
     """
     in_no_layer_norm = set(get_parameter_names(module, [nn.LayerNorm]))
-    groups: dict[tuple[bool, bool], ParameterGroup] = {}
+    groups: dict[tuple[bool, bool, bool], ParameterGroup] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             is_decayed = name in in_no_layer_norm and not NOT_DECAYED.search(first_names.get(name, name).lower())
-            key = is_decayed, getattr(parameter, "kept_in_fp32", False)
-            group = groups.setdefault(key, {"params": [], "weight_decay": weight_decay if key[0] else 0.0})
+            key = is_decayed, getattr(parameter, "kept_in_fp32", False), is_expert(parameter)
+            made = {"params": [], "weight_decay": weight_decay if is_decayed else 0.0}
+            group = groups.setdefault(key, made | (EXPERT_GROUP if key[2] else {}))
             group["params"].append(parameter)
-    return [groups[key] for key in sorted(groups, key=lambda key: (not key[0], key[1]))]
+    return [groups[key] for key in sorted(groups, key=lambda key: (not key[0], *key[1:]))]
 
 
 def adamw(groups: list[ParameterGroup], args: TrainingArguments) -> Optimizer:

@@ -72,7 +72,7 @@ def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> Non
     """UserError, on all ranks, where ranks begin with other values of what they must hold alike; all ranks call it.
 
     Those are weights that are not cut along tensor-parallel ranks, all weights along data-parallel ranks (under ZeRO-3
-    each has its own part), and tied weights along the stages that hold them.
+    each has its own part), but for experts that not all of them hold, and tied weights along the stages that hold them.
     """
     if groups.layout.world_size == 1:
         return
@@ -115,9 +115,10 @@ def _comparable(module: nn.Module, zero_stage: int) -> dict[str, dict[str, objec
     held = dict(_held(module))
     sums: dict[str, object] = {name: checksum(tensor) for name, (tensor, _) in held.items()}
     ties = getattr(module, "__dict__", {}).get("tied_modules", {})
+    spread = {name for name, p in module.named_parameters() if (shard := shard_of(p)) is not None and shard.over_data}
     return {
         "tensor": {name: sums[name] for name, (_, whole) in held.items() if whole},
-        "data": {} if zero_stage == 3 else sums,
+        "data": {} if zero_stage == 3 else {name: sums[name] for name in held if name not in spread},
         "pipeline": {
             f"{key} ({', '.join(weights.names)})": [checksum(p) for p in weights.parameters()]
             for key, weights in ties.items()

@@ -177,7 +177,7 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         THIS_RANK.rank, THIS_RANK.stage = groups.rank, groups.coordinate.stage
         watch_run(args, groups, console)
     if device.type == "cpu":  # ranks of one host sum in shared memory, several times as fast as gloo
-        share_memory([groups.tp_group, groups.dp_group])
+        share_memory([groups.tp_group, groups.dp_group, groups.ep_group])
         carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)
     if warning := version_warning():
         console.warn(warning)

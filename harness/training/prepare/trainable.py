@@ -178,7 +178,7 @@ def trainable_decoder(
         dtype=context.dtype,
         seed=context.args.seed,
         finish=_finisher(source, context, part),
-        whole_experts=context.resolved.ep_size > 1,
+        experts=TensorParallel.of(context.groups.ep_group) if context.resolved.ep_size > 1 else None,
         adaptation=adaptation,
         router_loss=getattr(source.config, "output_router_logits", False),
         part=part,

@@ -81,7 +81,7 @@ def _cut(source: ModelSource, tensor: TensorParallel, context: EngineContext, un
         dtype=torch.float32,
         seed=context.args.seed,
         finish=lambda _: None,
-        whole_experts=context.resolved.ep_size > 1,
+        experts=TensorParallel() if context.resolved.ep_size > 1 else None,
         sequence_parallel=context.resolved.sequence_parallel,
     )
     unequal |= cut.unequal

@@ -132,11 +132,14 @@ def experts(tensor: int, size: object, enabled: object = True) -> dict[str, Any]
         pytest.param(experts(2, 2), {}, (), id="as many"),
         pytest.param(experts(2, 1), {}, (), id="one is off"),
         pytest.param(experts(4, 2), {}, (2, 4), id="fewer"),
-        pytest.param(experts(1, 2), {}, (2, 1), id="more"),
+        pytest.param(experts(1, 2), {}, (), id="over data ranks"),
+        pytest.param(experts(1, 2), {"world_size": 4}, (), id="over data ranks that are known"),
+        pytest.param(experts(1, 4), {"world_size": 6}, (4, 1), id="more than data ranks divide"),
+        pytest.param(experts(2, 4), {"world_size": 8}, (), id="over both"),
         pytest.param(experts(4, 2, False), {}, (), id="disabled"),
         pytest.param(experts(4, 2, "yes"), {}, (2, 4), id="as deepspeed reads it"),
         pytest.param(experts(4, 2), {"expert_parallel_size": 4}, (), id="a flag instead"),
-        pytest.param(experts(4, 4), {"tensor_parallel_size": 2}, (4, 2), id="a flag that does not fit"),
+        pytest.param(experts(4, 4), {"tensor_parallel_size": 8}, (4, 8), id="a flag that does not fit"),
         pytest.param(experts(4, 2), {"target": "deepspeed"}, (), id="without the harness"),
     ],
 )
@@ -146,8 +149,11 @@ def test_experts_are_spread_over_tensor_parallel_ranks(
     words = ""
     if shown:
         expert, tensor = shown
-        words = f"expert-parallel size {expert} differs from tensor-parallel size {tensor}; "
-        words += f"set tensor_parallel.autotp_size to {expert}, or autoep_size to {tensor}"
+        words = f"expert-parallel size {expert} is no multiple of tensor-parallel size {tensor}; "
+        words += f"set autoep_size to 1 or {tensor}"
+        if "world_size" in options:
+            words = f"expert-parallel size {expert} does not fit tensor-parallel size {tensor} x data-parallel size 6; "
+            words += "set autoep_size to 1 or 2 or 3 or 6"
     assert said(config, "DS314", **options) == at("/expert_parallel/autoep_size", words)
 
 

@@ -47,7 +47,7 @@ def test_one_layer_that_counts_as_two_is_cut_right() -> None:
 def test_a_deeper_encoder_beside_the_layers_is_no_hindrance_to_the_cut() -> None:
     config = tiny_config("phi4_multimodal")
     config.num_hidden_layers = 1
-    require_cut(ModelSource(name="it", config=config, weights=None), 2)
+    require_cut(ModelSource(name="it", config=config, weights=None), 2, 1)
 
 
 def test_a_config_without_a_depth_or_with_another_has_costs_too() -> None:

@@ -101,7 +101,7 @@ def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_tokenised() ->
         config = read_run_config(args, world_size=size)
         refused = pytest.raises(UserError, match="each head has a norm of its own") if size == 2 else nullcontext()
         with refused:
-            require_cut(source, config.resolved.tp_size, whole_experts=config.resolved.ep_size > 1)
+            require_cut(source, config.resolved.tp_size, config.resolved.ep_size)
             assert size == 1
 
 

@@ -29,7 +29,8 @@ def gradients_that_cannot_be_compressed(view: RunView) -> Iterator[Finding]:
 
     The harness compresses whole gradients once a step, at ZeRO stages 0 and 1, in 8 or 4 bits. ZeRO-2 and
     ZeRO-3 reduce gradients in parts, in every backward pass. At stage 1 `overlap_comm`,
-    `contiguous_gradients: false` and an offloaded optimizer take gradients away before they are whole.
+    `contiguous_gradients: false` and an offloaded optimizer take gradients away before they are whole. Experts that
+    are dealt among data-parallel ranks are summed over other ranks than the rest.
     """
     if view.target != "harness" or not view.has(GRADIENT_BITS):
         return
@@ -53,6 +54,8 @@ def gradients_that_cannot_be_compressed(view: RunView) -> Iterator[Finding]:
 def _obstacle(view: RunView) -> tuple[str, str] | None:
     """Return what of the config keeps gradients from being compressed, and the remedy."""
     stage = view.zero_stage or 0
+    if view.exchanges_tokens:
+        return "experts that are dealt among data-parallel ranks", "remove expert_parallel"
     if stage > 1:
         return f"ZeRO stage {stage}", "set zero_optimization.stage to 1 or 0"
     if stage == 1 and offloads(view, "offload_optimizer"):

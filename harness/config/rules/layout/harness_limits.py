@@ -164,6 +164,45 @@ _REFUSED = (
         "takes activations for equal on all tensor-parallel ranks",
     ),
     _Refusal(
+        f"{ZERO}/stage",
+        lambda view: _zero_3(view) and view.exchanges_tokens,
+        "experts that are dealt among data-parallel ranks cannot be partitioned over these ranks as well",
+        "use ZeRO stage 0, 1 or 2, or remove expert_parallel",
+        "partitions each rank's experts over the ranks that hold the same ones",
+    ),
+    _Refusal(
+        f"{ZERO}/reduce_scatter",
+        lambda view: (
+            view.zero_stage in (1, 2) and view.exchanges_tokens and view.as_read(f"{ZERO}/reduce_scatter") is False
+        ),
+        "reduce_scatter false sums the gradients of different experts, which are on different data-parallel ranks",
+        "remove reduce_scatter",
+        "raises AssertionError when the engine starts",
+    ),
+    _Refusal(
+        f"{ZERO}/contiguous_gradients",
+        lambda view: (
+            view.zero_stage == 2 and view.exchanges_tokens and view.as_read(f"{ZERO}/contiguous_gradients") is False
+        ),
+        "contiguous_gradients false does not work at ZeRO stage 2 where data-parallel ranks hold different experts",
+        "remove contiguous_gradients",
+        "raises AssertionError when the engine starts",
+    ),
+    _Refusal(
+        "/fp16/enabled",
+        lambda view: view.zero_stage == 0 and view.exchanges_tokens and view.precision == "fp16",
+        "fp16 at ZeRO stage 0 clips by a norm that leaves out the experts of other data-parallel ranks",
+        "use bf16, or ZeRO stage 1 or 2",
+        "takes the mean of the ranks' norms",
+    ),
+    _Refusal(
+        f"{ZERO}/zenflow",
+        lambda view: view.get(f"{ZERO}/zenflow") not in (None, AUTO) and view.exchanges_tokens,
+        "zenflow does not know experts that are dealt among data-parallel ranks",
+        "remove zenflow, or expert_parallel",
+        "knows no experts there",
+    ),
+    _Refusal(
         "/torch_autocast/dtype",
         lambda view: view.on("/torch_autocast/enabled") and view.get("/torch_autocast/dtype") in FLOAT16,
         "torch_autocast in float16 clips by a gradient norm that includes the loss scale",

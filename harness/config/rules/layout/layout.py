@@ -8,7 +8,7 @@ from harness.config.diagnostic import Edit, Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.schema.coercion import as_int
 from harness.config.text import edits
-from harness.config.values.layout_keys import LEAST, size_fault
+from harness.config.values.layout_keys import LEAST, expert_fault, size_fault
 from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
 from harness.wording import counted
@@ -109,21 +109,25 @@ def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
     wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4},'
     ' "expert_parallel": {"enabled": true, "autoep_size": 2}}',
     right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
-    ' "expert_parallel": {"enabled": true, "autoep_size": 2}}',
+    ' "expert_parallel": {"enabled": true, "autoep_size": 4}}',
+    world_size=8,
 )
 def experts_over_other_ranks(view: RunView) -> Iterator[Finding]:
-    """Experts are to be distributed over a number of ranks that is not the tensor-parallel size.
+    """Experts are to be dealt among a number of ranks that does not fit the layout.
 
-    The harness spreads whole experts over the ranks of a tensor-parallel group, which see the same tokens,
-    so that none has to travel: `autoep_size` is 1 or `tensor_parallel.autotp_size`. Without
-    `expert_parallel` each expert is cut instead, as every other layer is.
+    The harness deals whole experts among the ranks of a tensor-parallel group, which see the same tokens, or of
+    several neighbours on the data axis, between which tokens travel: `autoep_size` is 1, or a multiple of
+    `tensor_parallel.autotp_size` that divides the ranks of a stage. Without `expert_parallel` each tensor-parallel
+    rank has a part of every expert. How many data-parallel ranks there are is known with `--world_size`, and at
+    the start of a run.
     """
-    if view.target == "harness" and view.ep_size not in (1, view.tp_size):
+    fault = expert_fault(view.ep_size, view.tp_size, view.dp_size) if view.target == "harness" else None
+    if fault is not None:
         yield Finding(
             pointer="/expert_parallel/autoep_size",
-            message=f"expert-parallel size {view.ep_size} differs from tensor-parallel size {view.tp_size}",
-            hint=f"set tensor_parallel.autotp_size to {view.ep_size}, or autoep_size to {view.tp_size}",
-            deepspeed="exchanges tokens between data-parallel ranks",
+            message=fault[0],
+            hint=fault[1],
+            deepspeed="exchanges tokens between data-parallel ranks, too",
             on_value=True,
         )
 

@@ -96,18 +96,26 @@ def unequal_shares(view: RunView) -> Iterator[Finding]:
     large the largest share is.
     """
     model = view.model
-    if view.target != "harness" or model is None or view.tp_size == 1:
+    if view.target != "harness" or model is None or (view.tp_size == 1 and view.ep_size == 1):
         return
     largest = []
     if model.heads is not None and model.heads >= view.tp_size:
         kv_heads = model.kv_heads if model.kv_heads and model.heads % model.kv_heads == 0 else model.heads
         shares = Heads(query=model.heads, key_value=kv_heads).queries(view.tp_size)
         largest.append((model.heads, max(stop - start for start, stop in shares), "attention heads"))
-    if view.ep_size > 1 and model.experts is not None:
-        largest.append((model.experts, -(-model.experts // view.tp_size), "experts"))
-    elif model.intermediate is not None:
+    if view.ep_size == 1 and model.intermediate is not None:
         largest.append((model.intermediate, -(-model.intermediate // view.tp_size), "intermediate columns"))
     unequal = [f"{most} of {total} {what}" for total, most, what in largest if most * view.tp_size > total]
+    if view.ep_size > 1 and model.experts is not None and model.experts % view.ep_size:
+        most = -(-model.experts // view.ep_size)
+        yield Finding(
+            pointer="/expert_parallel/autoep_size",
+            message=f"{view.ep_size} expert-parallel ranks get unequal shares: the largest is {most} of "
+            f"{model.experts} experts",
+            hint="use a size that divides them evenly: all ranks wait for the one with the largest share",
+            deepspeed="does nothing here: the harness distributes the experts itself",
+            on_value=True,
+        )
     if unequal:
         yield Finding(
             pointer="/tensor_parallel/autotp_size",
@@ -140,7 +148,7 @@ def fewer_experts_than_ranks(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer="/expert_parallel/autoep_size",
             message=f"{view.ep_size} expert-parallel ranks, but the model has only {counted(experts, 'expert')}",
-            hint=f"set autoep_size and tensor_parallel.autotp_size to at most {experts}",
+            hint=f"set autoep_size to at most {experts}",
             deepspeed="does nothing here: the harness distributes the experts itself",
             on_value=True,
         )
