@@ -259,9 +259,7 @@ def assemble(
         sequence_parallel: whether tensor-parallel ranks share the tokens between the layers.
     """
     model = source.skeleton()
-    neighbours = experts or ALONE
-    cuts = tensor.size > 1 or neighbours.size > 1
-    plan = _plan(source, model, tensor.size, whole_experts=experts is not None) if cuts else None
+    plan = _plan(source, model, tensor, experts)
     # the weights before the adapters: a checkpoint of the base has the names of the model without adapters
     weights, form = _weight_source(source, model, seed, part)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -276,15 +274,7 @@ def assemble(
     if adaptation is None:  # with adapters the layers hold parameters under other names
         _require_all_held(outer, form)
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
-    cut_layer = partial(
-        _cut,
-        plan=plan,
-        tensor=tensor,
-        neighbours=neighbours,
-        config=source.config,
-        local_logits=local_logits,
-        dtype=dtype,
-    )
+    cut_layer = partial(_cut, plan, tensor, experts or ALONE, source.config, dtype, local_logits)
     blueprint = Blueprint(
         outer=outer,
         cut=cut_layer,
@@ -345,14 +335,13 @@ def _require_all_held(outer: OuterForward, form: CheckpointFormat) -> None:
 
 
 def _cut(
-    layer: nn.Module,
-    *,
     plan: Plan | None,
     tensor: TensorParallel,
     neighbours: TensorParallel,
     config: PretrainedConfig,
-    local_logits: bool,
     dtype: torch.dtype,
+    local_logits: bool,
+    layer: nn.Module,
 ) -> None:
     """Cut a layer as the plan says, and have its experts run where their share is aligned."""
     if plan is not None:
@@ -397,15 +386,22 @@ def _weight_source(
     return reader, checkpoint.form
 
 
-def _plan(source: ModelSource, model: PreTrainedModel, tp_size: int, *, whole_experts: bool) -> Plan:
-    """Return how the ranks share the model; UserError for modules that no plan of its family names."""
+def _plan(
+    source: ModelSource, model: PreTrainedModel, tensor: TensorParallel, experts: TensorParallel | None
+) -> Plan | None:
+    """Return how the ranks share the model, None where they do not; UserError for modules that no plan of its family
+    names."""
+    if tensor.size == 1 and (experts is None or experts.size == 1):
+        return None
     built = model if source.model is None else build_skeleton(source.config)
     for name, module in foreign_modules(model, built):
         raise UserError(
             f"{name} is a {type(module).__name__} that a {source.config.model_type} model does not have there, so it "
             "cannot be split: set tensor_parallel.autotp_size to 1"
         )
-    return expert_parallel_plan(model, PLANS, tp_size=tp_size) if whole_experts else plan_for(model, PLANS)
+    if experts is None:
+        return plan_for(model, PLANS)
+    return expert_parallel_plan(model, PLANS, tp_size=tensor.size)
 
 
 def _logits_may_be_local(outer: OuterForward, plan: Plan | None, vocab_size: int, size: int) -> bool:

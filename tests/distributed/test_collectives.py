@@ -55,7 +55,20 @@ def results(x: Tensor, group: dist.ProcessGroup) -> dict[str, Tensor]:
         "joined": torch.cat(of_group.gathered(x, group)),
         "share of a sum": of_group.start_scattered_sum(x.repeat(2 * ranks).view(2 * ranks, -1), group)(),
         "sums at once": torch.cat(sums_at_once(x, group)),
+        "exchanged": exchanged(x, group),
     }
+
+
+def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Rows of all ranks for all ranks, of other lengths each, none from the first to the last."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    sizes = [[(source + 2 * target) % 3 + len(x) // 7 for target in range(ranks)] for source in range(ranks)]
+    sizes[0][-1] = 0
+    rows = x.repeat(9)[: sum(sizes[rank])]
+    pairs = of_group.start_exchange(torch.stack([rows, rows + 1], dim=1), sizes, group)()
+    none = of_group.start_exchange(x[:0], [[0] * ranks] * ranks, group)()
+    assert not len(none) and len(pairs) == sum(row[rank] for row in sizes)
+    return pairs
 
 
 def sums_at_once(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -101,7 +114,11 @@ def compare() -> dict[str, Any]:
     wanted = {case: results(x, group) for case, x in inputs.items()}
     of_group.share_memory([group, None])
     shares = of_group.shares_memory(group)
-    with patch.object(dist, "all_reduce", None), patch.object(dist, "all_gather_single", None):
+    with (
+        patch.object(dist, "all_reduce", None),
+        patch.object(dist, "all_gather_single", None),
+        patch.object(dist, "all_to_all_single", None),
+    ):
         first = {case: results(x, group) for case, x in inputs.items()}
         again = {case: results(x, group) for case, x in inputs.items()}
     totals = {case: found["sum"] for case, found in first.items()}

@@ -91,7 +91,6 @@ EVENLY = "; use a size that divides them evenly: all ranks wait for the one with
             tensor(3), "3 of 6 attention heads and 4 of 10 intermediate columns", id="a key/value head on two ranks"
         ),
         pytest.param(tensor(4), "2 of 6 attention heads and 3 of 10 intermediate columns", id="both"),
-        pytest.param(tensor(2, 2), "2 of 3 experts", id="whole experts instead of columns"),
         pytest.param(tensor(3, 3), "3 of 6 attention heads", id="heads alone"),
     ],
 )
@@ -101,14 +100,19 @@ def test_unequal_shares_are_counted(config: dict[str, Any], shares: str, model: 
     assert said(config, "DS903", model=model) == at("/tensor_parallel/autotp_size", words, "warning")
 
 
+def test_experts_that_ranks_cannot_share_equally_are_counted(model: str) -> None:
+    words = f"2 expert-parallel ranks get unequal shares: the largest is 2 of 3 experts{EVENLY}"
+    for config in (tensor(2, 2), tensor(1, 2)):
+        assert said(config, "DS903", model=model) == at("/expert_parallel/autoep_size", words, "warning")
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         (tensor(3, 3), ""),
         (
             tensor(4, 4),
-            "4 expert-parallel ranks, but the model has only 3 experts; "
-            "set autoep_size and tensor_parallel.autotp_size to at most 3",
+            "4 expert-parallel ranks, but the model has only 3 experts; set autoep_size to at most 3",
         ),
         (tensor(4), ""),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from harness.errors import UserError
-from harness.parallel.comm import TensorParallel
+from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan
 from harness.parallel.plans.plan import plan_for
@@ -35,6 +36,30 @@ def test_experts_are_shared_out_and_all_else_is_cut_as_before() -> None:
         assert (shard.dim, shard.pieces, shard.full_shape[0], param.shape[0]) == (0, ((2, 4),), 4, 2)
     assert shard_of(layer.mlp.gate.weight) is None
     assert layer.self_attn.q_proj.weight.shape == (16, 32)
+
+
+def test_neighbours_on_the_data_axis_hold_whole_experts_and_all_else() -> None:
+    for rank, experts in ((0, (0, 3)), (1, (3, 5))):  # the second is filled up to 3
+        model = model_of("mixtral", num_local_experts=5)
+        neighbours = TensorParallel(rank=rank, size=2)
+        cut(model, "", expert_parallel_plan(model, tp_size=1), ALONE, model.config, neighbours=neighbours)
+        for name, param in model.named_parameters():
+            shard = shard_of(param)
+            assert (shard is not None) is (".experts." in name)
+            if shard is not None:
+                assert (shard.pieces, shard.length, shard.over_data, param.shape[0]) == ((experts,), 3, True, 3)
+
+
+def test_experts_are_dealt_to_tensor_parallel_ranks_first() -> None:
+    held = []
+    for rank, neighbour in product(range(2), range(2)):
+        model = model_of("mixtral", num_local_experts=8)
+        place, neighbours = TensorParallel(rank=rank, size=2), TensorParallel(rank=neighbour, size=2)
+        cut(model, "", expert_parallel_plan(model), place, model.config, neighbours=neighbours)
+        shard = shard_of(model.model.layers[0].mlp.experts.down_proj)
+        assert shard is not None
+        held += shard.pieces
+    assert held == [(0, 2), (2, 4), (4, 6), (6, 8)]
 
 
 def test_without_a_tensor_parallel_plan_only_the_experts_are_shared_out() -> None:

@@ -38,6 +38,28 @@ def test_the_groups_of_an_axis_hold_every_rank_once(layout: Layout) -> None:
         assert all(layout.ranks_along(axis, rank) == group for group in groups for rank in group)
 
 
+@given(LAYOUTS, st.integers(1, 5))
+def test_experts_are_dealt_among_neighbours_and_held_by_the_others(layout: Layout, size: int) -> None:
+    dealt = Layout(
+        pp_size=layout.pp_size, tp_size=layout.tp_size, dp_size=layout.dp_size * size, ep_size=layout.tp_size * size
+    )
+    assert dealt.ep_data_size == size
+    for groups, length in ((dealt.expert_groups(), size), (dealt.expert_copies(), layout.dp_size)):
+        assert sorted(rank for group in groups for rank in group) == list(range(dealt.world_size))
+        assert {len(group) for group in groups} == {length}
+        assert all(set(group) <= set(dealt.ranks_along("data", group[0])) for group in groups)
+
+
+def test_neighbours_that_share_out_experts_are_next_to_each_other() -> None:
+    layout = Layout(dp_size=4, tp_size=2, ep_size=4)
+    assert layout.expert_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert layout.expert_copies() == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    with pytest.raises(
+        UserError, match="expert-parallel size 3 does not fit tensor-parallel size 1 x data-parallel size 4"
+    ):
+        Layout(dp_size=4, ep_size=3)
+
+
 def test_neighbouring_ranks_share_a_tensor_group() -> None:
     layout = Layout(pp_size=2, tp_size=2, dp_size=2)
     assert layout.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
