@@ -81,6 +81,7 @@ def product(
 # Operations that a host issues for a layer's forward, counted on a decoder of transformers; backward issues twice as
 # many, one gradient for each input. A collective takes as long as a few of them.
 OPERATIONS, COLLECTIVE_OPERATIONS = 50, 3
+EXCHANGE_OPERATIONS = 30  # that sort the tokens of a layer by expert, send them, and put the outputs in their places
 # On a host: what the harness and its engine do around a layer, both ways; of an all-reduce within a layer, with the
 # autograd function around it; of a layer's recomputation beside its forward; of ZeRO-3's hooks on a layer's modules,
 # both ways; of what a micro-batch takes beside its layers, both ways; and of a layer's part in an update.
@@ -111,7 +112,9 @@ def _operations(workload: Workload, strategy: Strategy, layer: LayerShape) -> in
     if not layer.experts:
         return OPERATIONS
     each = 4 if PRODUCT_BYTES[workload.precision] < 2 else 2
-    return 2 * OPERATIONS + (0 if workload.habits.grouped_experts else each * held_experts(strategy, layer))
+    is_sent = strategy.ep_size > strategy.tp_size and not workload.habits.tokens_travel
+    sent = EXCHANGE_OPERATIONS if is_sent else 0
+    return 2 * OPERATIONS + sent + (0 if workload.habits.grouped_experts else each * held_experts(strategy, layer))
 
 
 def held_experts(strategy: Strategy, layer: LayerShape) -> int:
@@ -301,10 +304,18 @@ def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, la
 
 def expert_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
     """Return the seconds in which a layer's tokens travel to their experts and back, forward; a backward takes the
-    same."""
-    if not layer.experts or strategy.ep_size == 1 or not workload.habits.tokens_travel:
+    same.
+
+    The harness sends them between neighbours on the data axis, and of each tensor-parallel rank those for its own.
+    """
+    if not layer.experts or strategy.ep_size == 1:
         return 0.0
     tokens = strategy.micro_batch * workload.sequence
     state = float(tokens * layer.hidden * workload.element_bytes)
-    stride = 1 if strategy.ep_size <= strategy.tp_size else strategy.tp_size
-    return 2 * expert_exchange(hardware, strategy.ep_size, stride, state / strategy.tp_size, layer.top_k)
+    if workload.habits.tokens_travel:
+        stride = 1 if strategy.ep_size <= strategy.tp_size else strategy.tp_size
+        share = state / strategy.tp_size
+        return 2 * expert_exchange(hardware, strategy.ep_size, stride, share, layer.top_k)
+    copies = layer.top_k / strategy.tp_size
+    neighbours = max(strategy.ep_size // strategy.tp_size, 1)
+    return 2 * expert_exchange(hardware, neighbours, strategy.tp_size, state, copies, once_a_node=False)

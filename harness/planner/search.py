@@ -28,7 +28,7 @@ class Task:
 
     Attributes:
         no_tensor: why the model cannot be cut for tensor parallelism; None if it can, or if that is not known.
-        spreads_experts: whether tensor-parallel ranks can hold whole experts instead of a part of each.
+        spreads_experts: whether ranks can hold some experts whole instead of all of them, or a part of each.
     """
 
     hardware: Hardware
@@ -136,8 +136,15 @@ def candidates(task: Task) -> Iterator[Strategy | str]:
             else:
                 base = Strategy(pp_size=pipeline, tp_size=tensor, dp_size=data, split_table=True)
                 yield from _variants(task, base)
-                if task.spreads_experts and 1 < tensor <= max(x.experts for x in task.workload.shape.layers):
-                    yield from _variants(task, replace(base, ep_size=tensor))
+                for ranks in _expert_sizes(task, tensor, data):
+                    yield from _variants(task, replace(base, ep_size=ranks))
+
+
+def _expert_sizes(task: Task, tensor: int, data: int) -> list[int]:
+    """Return the numbers of ranks of a stage among which whole experts can be dealt equally."""
+    experts = {layer.experts for layer in task.workload.shape.layers if layer.experts}
+    sizes = (tensor * neighbours for neighbours in divisors(data)) if task.spreads_experts else ()
+    return [size for size in sizes if size > 1 and all(count % size == 0 for count in experts)]
 
 
 def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
@@ -197,6 +204,8 @@ def _zero(task: Task, base: Strategy) -> list[tuple[int, Offload]]:
         plain.append((1, "none"))
     if base.pp_size > 1 or base.dp_size == 1:
         return plain
+    if base.ep_size > base.tp_size:  # whose experts ZeRO-3 would divide twice
+        return [*plain, (2, "none")]
     if task.hardware.is_host:  # which has no other memory to offload to
         return [*plain, (2, "none"), (3, "none")]
     return [*plain, (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "optimizer+parameters")]

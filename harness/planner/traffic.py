@@ -94,18 +94,21 @@ def all_reduce(group: Group, size_bytes: float) -> float:
     return moved + 2 * min(group.ring_seconds, group.tree_seconds) + group.start_seconds
 
 
-def expert_exchange(hardware: Hardware, size: int, stride: int, token_bytes: float, copies: int) -> float:
+def expert_exchange(
+    hardware: Hardware, size: int, stride: int, token_bytes: float, copies: float, *, once_a_node: bool = True
+) -> float:
     """Return the seconds in which each of `size` ranks sends every token to the ranks of its `copies` experts.
 
-    A token goes once to each node that holds one of them, and is copied on inside it (DeepEP).
+    With `once_a_node` a token goes once to each node that holds one of them, and is copied on inside it (DeepEP); else
+    it goes to each of them by itself.
     """
     if size == 1:
         return 0.0
     in_node = max(1, min(size, hardware.node_size // stride))
     nodes = -(-size // in_node)
-    reached = nodes * (1 - (1 - 1 / nodes) ** copies)
+    reached = nodes * (1 - (1 - 1 / nodes) ** copies) if once_a_node else copies
     rate = hardware.node.exchange_bytes_per_second or hardware.node.bytes_per_second
-    inside = token_bytes * copies * (in_node - 1) / in_node / rate
+    inside = token_bytes * copies * (in_node - 1) / (in_node if once_a_node else size) / rate
     outside = token_bytes * reached * (nodes - 1) / nodes / hardware.network.bytes_per_second
     hop = hardware.node.hop_seconds if nodes == 1 else hardware.network.hop_seconds
     return max(inside, outside) + 2 * hop

@@ -28,7 +28,8 @@ class Habits:
         torch_attention: attention runs by torch's own kernels, which are not a device's best everywhere.
         fused_elementwise: norms, rotations and activations are one kernel each, by hand or by a compiler.
         grouped_experts: the products of a rank's experts are one kernel (grouped_mm of torch), or one each.
-        tokens_travel: tokens are sent to the ranks of their experts; else these ranks see the same tokens.
+        tokens_travel: tokens are sent to the ranks of their experts, once to a node, even where these are
+            tensor-parallel ranks; else only between data-parallel ones.
         loss_in_place: the loss writes its gradient over the logits and makes no copy of them.
         sums_in_place: a gradient is added to its sum as it is made, without one of its own; fused_sums: by the product
             that makes it.
@@ -128,8 +129,8 @@ class Strategy:
     """How it is laid out.
 
     Attributes:
-        pp_size, tp_size, dp_size, ep_size: ranks along each axis; expert-parallel ranks are data-parallel ranks, or
-            tensor-parallel ranks where `ep_size` is equal to `tp_size`.
+        pp_size, tp_size, dp_size, ep_size: ranks along each axis; expert-parallel ranks are tensor-parallel ranks, and
+            their neighbours on the data axis where `ep_size` is a multiple of `tp_size`.
         micro_batch: samples; accumulation: micro-batches of a data-parallel rank in a step.
         zero_stage: what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too.
         recompute: what the backward computes again: nothing, or whole layers.

@@ -95,7 +95,10 @@ def test_a_plan_has_the_schedules_and_the_whole_experts_that_a_run_can_have(caps
         (1, 1),
         (1, 2),
         (1, 4),
+        (2, 1),
+        (4, 1),
         (2, 2),
+        (4, 2),
         (4, 4),
     }
     assert {row["offload"] for row in rows} == {"none"}  # the device's memory is the host's

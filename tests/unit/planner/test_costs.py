@@ -12,7 +12,7 @@ from harness.planner.memory import local_parameters
 from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.shape import DecoderShape, LayerShape
 from harness.planner.step import CONTENTION, step_seconds, strategy_stages
-from harness.planner.traffic import Group, all_reduce, half_ring
+from harness.planner.traffic import Group, all_reduce, expert_exchange, half_ring
 from harness.planner.workload import Habits, Strategy, Workload
 
 H100 = load_hardware("h100")
@@ -56,7 +56,12 @@ def test_tokens_travel_to_the_ranks_of_their_experts_where_the_program_sends_the
     sent, apart = replace(work, habits=Habits(tokens_travel=True)), Strategy(dp_size=8, ep_size=8)
     traffic = 2 * expert_traffic(H100, sent, apart, layer)
     assert step_seconds(H100, sent, apart).tensor == pytest.approx(traffic) and traffic > 0
-    assert step_seconds(H100, work, apart).tensor == 0
+    between = expert_exchange(H100, 8, 1, 1024 * layer.hidden * 2, 2)  # within a node all programs send as much
+    assert step_seconds(H100, work, apart).tensor == pytest.approx(2 * 2 * between)
+    assert (
+        step_seconds(H100, work, Strategy(tp_size=8, ep_size=8)).tensor
+        == step_seconds(H100, work, Strategy(tp_size=8)).tensor
+    )
 
 
 def test_a_ring_moves_each_byte_through_each_rank_almost_twice():

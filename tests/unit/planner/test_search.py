@@ -108,7 +108,8 @@ def test_schedules_and_shared_sequences_are_tried_where_they_can_run(
 def test_experts_are_spread_over_no_more_ranks_than_there_are() -> None:
     asked = task(4, model=EXPERTS)
     assert asked.spreads_experts
-    assert {(one.tp_size, one.ep_size) for one in strategies(asked)} == {(1, 1), (2, 1), (2, 2), (4, 1)}
+    assert {(one.tp_size, one.ep_size) for one in strategies(asked)} == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)}
+    assert {one.zero_stage for one in strategies(asked) if one.ep_size > one.tp_size} <= {0, 1, 2}
     assert {one.ep_size for one in strategies(task(4))} == {1}
     assert {one.ep_size for one in strategies(asked) if one.sequence_parallel} == {1}
 

@@ -112,6 +112,13 @@ def test_a_token_goes_once_to_each_node_of_its_experts(size: int, stride: int, c
     assert expert_exchange(HARDWARE, size, stride, 800, copies) == pytest.approx(seconds)
 
 
+def test_a_token_that_goes_to_each_expert_by_itself_is_sent_as_often() -> None:
+    inside, outside = (800 * 4 * share for share in (7 / 16, 8 / 16))  # of 16 ranks on two nodes
+    node, network = HARDWARE.node, HARDWARE.network
+    wanted = max(inside / node.bytes_per_second, outside / network.bytes_per_second) + 2 * network.hop_seconds
+    assert expert_exchange(HARDWARE, 16, 1, 800, 4, once_a_node=False) == pytest.approx(wanted)
+
+
 def test_an_exchange_has_its_own_rate_inside_a_node() -> None:
     slow = replace(HARDWARE, node=replace(HARDWARE.node, exchange_bytes_per_second=50.0))
     assert expert_exchange(slow, 8, 1, 800, 2) == pytest.approx(800 * 2 * 7 / 8 / 50 + 2)
