@@ -31,28 +31,30 @@ def run_at_owners(
     stretches: Sequence[Stretch],
     place: TensorParallel,
 ) -> Tensor:
-    """Return the weighed sums of the experts' outputs [tokens, width] for this rank's tokens; all ranks of the group
-    call it.
+    """Return the weighed sums of the experts' outputs for this rank's tokens, in the shape of `hidden`.
+
+    All ranks of the group call it.
 
     Args:
         experts: runs this rank's experts, which it counts from 0.
-        hidden: [tokens, width].
+        hidden: [tokens, width], or [batch, sequence, width].
         index: of the experts that each token is sent to, [tokens, k]; those outside of `stretches` add nothing.
         weights: [tokens, k].
         stretches: of experts that the ranks of the group hold, in rank order, one after the other.
         place: this rank's place in the group.
     """
     route = Route.of(index, stretches, place)
-    rows = apply(_RowsOfPairs, hidden, route.order, index.shape[1])
+    rows = apply(_RowsOfPairs, hidden.reshape(-1, hidden.shape[-1]), route.order, index.shape[1])
     arriving = exchange_in_group(rows, route.sizes, place.group)
     if len(arriving):
         outputs = experts(arriving, route.experts.unsqueeze(1), torch.ones_like(arriving[:, :1]))
     else:  # nothing arrives: a row of zeros keeps what the other ranks' backward waits for in the graph
         one = arriving.sum(dim=0, keepdim=True)
         outputs = experts(one, route.experts.new_zeros((1, 1)), torch.ones_like(one[:, :1]))[:0]
+    outputs = outputs.reshape(-1, outputs.shape[-1])
     returned = exchange_in_group(outputs, list(zip(*route.sizes, strict=True)), place.group)
     of_pairs = returned.new_zeros((index.numel(), returned.shape[1])).index_copy(0, route.order, returned)
-    return (of_pairs.view(*index.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+    return (of_pairs.view(*index.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype).view(hidden.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

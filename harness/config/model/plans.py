@@ -34,10 +34,13 @@ def plan_refusal(config: Mapping[str, object]) -> str | None:
 
 
 def spreads_experts(config: Mapping[str, object]) -> bool:
-    """Whether the family's configuration in the installed transformers declares an expert-parallel plan."""
+    """Whether the family's configuration in the installed transformers declares an expert-parallel plan, or its plan
+    file does."""
     text = config.get("text_config")
     part = text if isinstance(text, Mapping) else config
-    return declares_expert_plan(str(part.get("model_type")).replace("-", "_").removesuffix("_text"))
+    file = plan_file(part.get("model_type"))
+    declared = declares_expert_plan(str(part.get("model_type")).replace("-", "_").removesuffix("_text"))
+    return declared or bool(file and file.get("experts"))
 
 
 def declares_expert_plan(family: str) -> bool:

@@ -193,7 +193,7 @@ def _cut_bare_parameters(place: _Place) -> None:
         *path, own_name = name.split(".")
         owner, *above = [place.module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
         if rule.style == EXPERT_PARAMETER:
-            setattr(owner, own_name, cut_experts(param, full_name, place.tensor, place.neighbours))
+            setattr(owner, own_name, cut_experts(param, place.target(name, owner, rule)))
         else:
             cut_bare_parameter(place.target(name, owner, rule), own_name, above)
 

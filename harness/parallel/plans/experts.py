@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.config.model.shares import Stretch, stretch
 from harness.errors import UserError
 from harness.parallel.comm import Context, TensorParallel, apply, copy_to_group, reduce_from_group
-from harness.parallel.plans.plan import STYLES, NoPlan, Plan, PlanRule, plan_for
+from harness.parallel.plans.plan import STYLES, NoPlan, Plan, PlanRule, plan_for, read_plan_file
 from harness.parallel.plans.target import PlanTarget
 from harness.parallel.tensor.shard import Shard, cut_parameter
 from harness.parallel.token_exchange import run_at_owners
@@ -38,39 +38,48 @@ _ADVICE = "remove expert_parallel.autoep_size, so that each expert is split"
 
 
 def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None, *, tp_size: int = 2) -> Plan:
-    """Return the plan of a transformers model with its experts spread as its own expert-parallel plan says.
+    """Return the plan of a transformers model with its experts spread as its own expert-parallel plan says, or, of a
+    family without one, the part `experts` of its plan file in the folder `plans`.
 
     What that says of experts takes the place of all that the tensor-parallel plan (`plan_for`) does with them and
-    their parts; of a family without one, and on one tensor-parallel rank, the rest stays whole on every rank. Raises
-    UserError for a family that declares no expert-parallel plan, and for a style in it that is not known.
+    their parts; of a family that has none of those, and on one tensor-parallel rank, the rest stays whole on every
+    rank. Raises UserError for a family without an expert-parallel plan, and for a style in it that is not known.
     """
-    own: Mapping[str, str] = getattr(model, "ep_plan", None) or {}
     model_type = model.config.model_type
-    if EXPERTS not in own.values():
+    own = _expert_rules(model, plans)
+    if not any(rule.style == EXPERTS for rule in own.values()):
         raise UserError(f"model type {model_type!r} declares no expert-parallel plan: {_ADVICE}")
-    for name, style in own.items():
-        if style not in STYLES | {EXPERTS, EXPERT_PARAMETER}:
+    for name, rule in own.items():
+        if rule.style not in STYLES | {EXPERTS, EXPERT_PARAMETER}:
             raise UserError(
-                f"the expert-parallel plan of model type {model_type!r} has the unknown style {style!r} "
+                f"the expert-parallel plan of model type {model_type!r} has the unknown style {rule.style!r} "
                 f"for {name}: {_ADVICE}"
             )
     plan = Plan(model_type=model_type, rules={})
     if tp_size == 1:  # a family may cut other layers too, for the ranks that see the same tokens
-        own = {name: style for name, style in own.items() if style in (EXPERTS, EXPERT_PARAMETER)}
-        return replace(plan, rules={name: PlanRule(style=style) for name, style in own.items()})
+        return replace(plan, rules={n: rule for n, rule in own.items() if rule.style in (EXPERTS, EXPERT_PARAMETER)})
     with suppress(NoPlan):
         plan = plan_for(model, plans)
-    experts = [name for name, style in own.items() if style == EXPERTS]
+    experts = [name for name, rule in own.items() if rule.style == EXPERTS]
 
     def elsewhere(words: Mapping[str, T]) -> dict[str, T]:
         return {name: word for name, word in words.items() if not _is_in(name, experts)}
 
     return replace(
         plan,
-        rules=elsewhere(plan.rules) | {name: PlanRule(style=style) for name, style in own.items()},
+        rules=elsewhere(plan.rules) | own,
         attributes=elsewhere(plan.attributes),
         inputs=elsewhere(plan.inputs),
     )
+
+
+def _expert_rules(model: PreTrainedModel, plans: Path | None) -> dict[str, PlanRule]:
+    """Return what the model's own expert-parallel plan says, else its plan file; nothing without either."""
+    declared: Mapping[str, str] = getattr(model, "ep_plan", None) or {}
+    if declared:
+        return {name: PlanRule(style=style) for name, style in declared.items()}
+    path = None if plans is None else plans / f"{model.config.model_type}.json"
+    return dict(read_plan_file(path, model.config).experts) if path is not None and path.is_file() else {}
 
 
 def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
@@ -102,21 +111,22 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     return target.module
 
 
-def cut_experts(param: nn.Parameter, name: str, tensor: TensorParallel, neighbours: TensorParallel) -> nn.Parameter:
-    """Return this rank's experts of a parameter that holds all of them along its first dimension.
+def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
+    """Return this rank's experts of a parameter that holds all of them along its first dimension, each `target.unit`
+    rows.
 
     Neighbours on the data axis hold tensors of one size, as ZeRO fills its buckets alike on all of them: zeros follow
     where a rank has fewer experts than another.
     """
-    shape = tuple(param.shape)
-    dealt = _dealt(shape[0], name, tensor, neighbours)
+    shape, unit, tensor, neighbours = tuple(param.shape), target.unit, target.tensor, target.neighbours
+    dealt = _dealt(shape[0] // unit, target.name, tensor, neighbours)
     start, stop = dealt[tensor.rank][neighbours.rank]
     shard = Shard(
         full_shape=shape,
         dim=0,
-        pieces=((start, stop),),
-        padding=_widest(dealt[tensor.rank]) - (stop - start),
-        widths=tuple(stop - start for stretches in dealt for start, stop in stretches),
+        pieces=((start * unit, stop * unit),),
+        padding=(_widest(dealt[tensor.rank]) - (stop - start)) * unit,
+        widths=tuple((stop - start) * unit for stretches in dealt for start, stop in stretches),
         over_data=neighbours.size > 1,
     )
     return cut_parameter(param, shard)

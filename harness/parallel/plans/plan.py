@@ -9,6 +9,7 @@ modules and parameters to styles, which are transformers' words and a few of our
                     "transformer.h.*.attn.c_proj": "rowwise"},
      "attributes": {"transformer.h.*.attn": {"num_heads": "divide"}},
      "inputs":     {"transformer.h.*": {"alibi": {"dim": 0, "run": "num_attention_heads"}}},
+     "experts":    {"transformer.h.*.experts": "ep_dispatch_experts", "transformer.h.*.experts.w1": "grouped_gemm"},
      "cases":      [{"if": {"multi_query": true}, "styles": {...}},
                     {"if": {"qk_layernorm": true}, "refuse": "its heads' norms are a list"}]}
 
@@ -18,9 +19,10 @@ null takes a style away. `attributes` are sizes which a module's forward reads a
 or a sum of products of what the others have become, as in "num_heads * head_dim + 2 * n_groups". One of a config that
 modules share, "config.num_heads", is changed for this module alone. `inputs` are tensors, given to a module, of which a
 rank needs its part: dimension `dim` is made of runs of `run` entries (a size in the config; without it, one run), of
-each of which the rank keeps its share. `cases` are laid over the rest, in their order, where all the config's fields
-that they name have the values that they name. A file with `"extends": true` says only what the plan of a family that
-declares one leaves out or says wrongly.
+each of which the rank keeps its share. `experts` are the styles by which whole experts are dealt, in a family that
+declares none (see `harness.parallel.plans.experts`). `cases` are laid over the rest, in their order, where all the
+config's fields that they name have the values that they name. A file with `"extends": true` says only what the plan of
+a family that declares one leaves out or says wrongly.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 
-_PARTS = ("styles", "attributes", "inputs")
+_PARTS = ("styles", "attributes", "inputs", "experts")
 WORDS = frozenset({"divide", "share"})
 
 
@@ -142,7 +144,7 @@ class Plan:
     """The rules of one model, by name with `*` for a number.
 
     `head` and `embedding`: the names of the modules that make the logits and that take the ids, where the model names
-    them. `extends`: the rules are laid over the model's own.
+    them. `extends`: the rules are laid over the model's own. `experts`: the rules by which whole experts are dealt.
     """
 
     model_type: str
@@ -152,6 +154,7 @@ class Plan:
     head: str | None = None
     embedding: str | None = None
     extends: bool = False
+    experts: Mapping[str, PlanRule] = field(default_factory=dict)
 
     def rule_of(self, name: str) -> PlanRule | None:
         """Return the rule of a module or parameter: of several, the one that leaves most numbers after the layer's as
@@ -236,6 +239,7 @@ def read_plan_file(path: Path, config: PretrainedConfig) -> Plan:
                 name: {key: InputRule(**rule) for key, rule in rules.items()} for name, rules in parts["inputs"].items()
             },
             extends=bool(parts["extends"]),
+            experts={name: _rule(word) for name, word in parts["experts"].items()},
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is not a tensor-parallel plan: {type(error).__name__}: {error}") from error
