@@ -11,30 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer
-from harness.parallel.comm import ALONE, TensorParallel
-from harness.parallel.plans.apply import cut
-from harness.parallel.plans.experts import expert_parallel_plan
-from harness.parallel.tensor.shard import shard_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_experts import FAMILIES
 from tests.distributed.training import STEPS, Curve, Job, arguments_of, reference, rows, tiny_model, train_all, worst
 
 pytestmark = pytest.mark.ranks
 
-LOSS, NORM, GRADIENT = 2e-6, 2e-5, 2e-5
+LOSS, NORM = 2e-6, 2e-5
 SAVED_AT = 2
 LAYOUTS = [
     ("mixtral", "dp4z0", 2),
     ("mixtral", "dp4z2", 4),
     ("mixtral", "tp2dp2z1", 4),
     ("odd", "pp2dp2z0", 2),
-    ("qwen3_moe", "dp4z1", 2),
     ("deepseek_v3", "pp2dp2z1", 2),
-    ("gpt_oss", "dp4z2", 2),
 ]
 SAVED, RESUMED = ("mixtral", "dp4z1", 2), [("mixtral", "pp2dp2z1", 1), ("mixtral", "tp2dp2z0", 4)]
 
@@ -57,53 +50,17 @@ def saved_and_resumed(saved: Job, resumed: list[Job], folder: str) -> list[Curve
     return curves
 
 
-def gradients(model_dir: str, case: str, implementation: str) -> float:
-    """Four ranks of one expert each, and other tokens: the largest difference of a gradient from the whole model's on
-    all tokens, relative to the largest entry.
-
-    `case`: "few" for two tokens a rank, so that ranks get none; "all" for a router that sends all to one expert.
-    """
-    place = TensorParallel.of(dist.group.WORLD)
-    whole, part = (AutoModelForCausalLM.from_pretrained(model_dir, experts_implementation=implementation) for _ in "12")
-    if case == "all":
-        for model in (whole, part):
-            for layer in model.model.layers:
-                torch.nn.init.zeros_(layer.mlp.gate.weight)
-    ids = torch.randint(5, 250, (4, 2 if case == "few" else 16), generator=torch.Generator().manual_seed(3))
-    cut(part, "", expert_parallel_plan(part, tp_size=1), ALONE, part.config, neighbours=place)
-    for model, given in ((whole, ids), (part, ids[place.rank : place.rank + 1])):
-        logits = model(input_ids=given).logits
-        (logits * logits.detach().roll(1, -1)).sum().backward()
-    wanted = {name: param.grad for name, param in whole.named_parameters()}
-    worst = 0.0
-    for name, param in part.named_parameters():
-        shard, grad, want = shard_of(param), param.grad, wanted[name]
-        assert grad is not None and want is not None
-        if shard is None:
-            dist.all_reduce(grad)
-        else:
-            want = shard.take(want)
-        worst = max(worst, ((grad - want).abs().max() / wanted[name].abs().max()).item())
-    return worst
-
-
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a rank brings back."""
 
     curves: list[Curve]
     resumed: list[Curve]
-    differences: dict[tuple[str, str], float]
 
 
 def everything(jobs: list[Job], saved: Job, resumed: list[Job], folder: str) -> Outcome:
     """What every rank does."""
-    cases = [("few", "grouped_mm"), ("few", "eager"), ("all", "grouped_mm")]
-    return Outcome(
-        differences={case: gradients(saved.model, *case) for case in cases},
-        curves=train_all(jobs, folder),
-        resumed=saved_and_resumed(saved, resumed, folder),
-    )
+    return Outcome(curves=train_all(jobs, folder), resumed=saved_and_resumed(saved, resumed, folder))
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +96,3 @@ def test_any_layout_goes_on_from_a_checkpoint(run: Any) -> None:
     ended = [AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in ("saved", "resumed-2")]
     for name, tensor in ended[0].items():
         torch.testing.assert_close(ended[1][name], tensor, rtol=1e-3, atol=1e-5)
-
-
-def test_every_gradient_is_that_of_one_process_however_tokens_are_sent(run: Any) -> None:
-    _, outcome, _ = run
-    assert all(difference < GRADIENT for difference in outcome.differences.values()), outcome.differences

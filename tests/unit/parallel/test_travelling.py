@@ -1,0 +1,120 @@
+"""Experts dealt among ranks with other tokens: logits and every gradient are those of the whole model.
+
+The ranks are threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor
+
+from harness.hf.locate import PLANS
+from harness.hf.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
+from harness.parallel.comm import ALONE, TensorParallel
+from harness.parallel.plans.experts import expert_parallel_plan, run_experts_by
+from harness.parallel.plans.lora import cut_with_adapters
+from harness.parallel.tensor.shard import shard_of
+from tests.threads import run_threads
+
+RELATIVE = 2e-5  # of a tensor's largest entry; the smallest gradients of all are made of rounding
+ADAPTED = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+
+
+def with_adapters(model: Any) -> None:
+    inject_adapter_in_model(ADAPTED, model)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if ".lora_" in name:
+                param.normal_(std=0.1)
+
+
+def one_expert(model: Any) -> None:
+    """Send all tokens to the first experts."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()
+
+
+def by_loop(model: Any) -> None:
+    run_experts_by(model.config, "eager")
+
+
+def as_it_is(_model: Any) -> None:
+    pass
+
+
+def backward(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    wanted = torch.randn(logits.shape[1:], generator=torch.Generator().manual_seed(2))
+    (logits * wanted).sum().backward()
+    return logits.detach()
+
+
+def gradient_of(param: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """What a rank adds to the gradient of a whole tensor."""
+    shard, grad = shard_of(param), torch.zeros_like(param) if param.grad is None else param.grad
+    if shard is None:
+        return grad
+    whole = torch.zeros(shape)
+    shard.put(grad, whole)
+    return whole
+
+
+CASES = [
+    pytest.param("mixtral", 1, 3, {"num_local_experts": 8}, as_it_is, 32, id="3, 3 and 2 experts"),
+    pytest.param("mixtral", 1, 4, {"num_local_experts": 4}, by_loop, 1, id="ranks without any token"),
+    pytest.param("mixtral", 1, 2, {}, one_expert, 32, id="all tokens to one rank"),
+    pytest.param("qwen3_moe", 2, 2, {"num_experts": 5}, with_adapters, 32, id="over both axes, with adapters"),
+    pytest.param("deepseek_v3", 2, 2, {}, as_it_is, 32, id="shared experts, a router with a bias"),
+    pytest.param("gpt_oss", 1, 2, {}, as_it_is, 32, id="biases of experts"),
+    pytest.param("dbrx", 1, 2, {}, as_it_is, 32, id="a plan file"),
+]
+
+
+@pytest.mark.parametrize(("family", "tensor", "data", "fields", "change", "length"), CASES)
+def test_every_gradient_is_that_of_the_whole_model(
+    family: str, tensor: int, data: int, fields: dict[str, int], change: Callable[[Any], None], length: int
+) -> None:
+    config = tiny_config(family, tensor=2)
+    vars(config).update(fields)
+    whole, *parts = (tiny_model(config) for _ in range(1 + tensor * data))
+    for model in (whole, *parts):
+        change(model)
+    ids = torch.cat([tiny_ids(whole, seed) for seed in range(data)])[:data, :length]
+    logits = backward(whole, ids)
+    plans = [expert_parallel_plan(part, PLANS, tp_size=tensor) for part in parts]
+
+    def rank(number: int) -> Tensor:
+        same = [dist.new_group([*range(at, at + tensor)]) for at in range(0, tensor * data, tensor)][number // tensor]
+        others = [dist.new_group([*range(at, tensor * data, tensor)]) for at in range(tensor)][number % tensor]
+        place = ALONE if tensor == 1 else TensorParallel(group=same, rank=number % tensor, size=tensor)
+        neighbours = TensorParallel(group=others, rank=number // tensor, size=data)
+        text = config.get_text_config(decoder=True)
+        cut_with_adapters(parts[number], plans[number], place, text, neighbours=neighbours)
+        row = number // tensor
+        return backward(parts[number], ids[row : row + 1])
+
+    found = torch.cat(run_threads(tensor * data, rank)[::tensor])
+    assert (found - logits).abs().max() < RELATIVE * logits.abs().max()
+    named = [dict(part.named_parameters()) for part in parts]
+    trained = {name: param for name, param in whole.named_parameters() if param.grad is not None}
+    least = 1e-6 * max(param.grad.abs().max().item() for param in trained.values() if param.grad is not None)
+    dealt = 0
+    for name, param in trained.items():
+        assert param.grad is not None
+        total = torch.zeros_like(param)
+        for number, own in enumerate(named):
+            shard = shard_of(own[name])
+            dealt += shard is not None and shard.over_data
+            if number % tensor == 0 or (shard is not None and shard.owner):  # once for each set of tokens
+                total += gradient_of(own[name], tuple(param.shape))
+        off = (total - param.grad).abs().max().item()
+        assert off < max(RELATIVE * param.grad.abs().max().item(), least), (name, off)
+    assert dealt
