@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -82,6 +83,27 @@ def sum_norm_with(
         return [square_sum(dense, experts, device).sqrt().view(1)], {}
 
     optimizer.get_grads_for_norm = grads_for_norm
+
+
+def count_groups_alike(optimizer: EngineOptimizer, most: int) -> None:
+    """Have ZeRO-1 sum squares over the stages as often as the stage with `most` parameter groups, if only zeros.
+
+    DeepSpeed sums group by group, so a stage with fewer of them (no experts, say) would not come to the last sums.
+    """
+    of_deepspeed, missing = optimizer.scaled_global_norm, most - len(optimizer.bit16_groups)
+
+    def scaled_global_norm(norm_type: int = 2) -> Tensor:
+        found = [of_deepspeed(norm_type)]
+        for _ in range(missing):
+            if optimizer.cpu_offload:
+                found.append(optimizer.complete_grad_norm_calculation_for_cpu_offload([]))
+            else:
+                found.append(optimizer.get_grad_norm_direct([], []))
+        norm: Tensor = combine_grad_norm_groups(found, norm_type=norm_type)
+        return norm
+
+    if missing:
+        optimizer.scaled_global_norm = scaled_global_norm
 
 
 def is_counted_elsewhere(parameter: Tensor) -> bool:

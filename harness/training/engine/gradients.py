@@ -19,6 +19,7 @@ from harness.config import Resolved
 from harness.console import Console
 from harness.deepspeed.engine import (
     clip_before_step,
+    count_groups_alike,
     has_bf16_optimizer,
     inner_optimizers,
     is_counted_elsewhere,
@@ -46,6 +47,8 @@ def correct_clipping(engine: DeepSpeedEngine, groups: Groups, *, skip_nonfinite:
         sum_norm_with(engine.optimizer, partial(square_sum_of_data_ranks, groups=groups))
     elif not engine.zero_optimization():
         clip_before_step(engine, partial(_clip, engine, groups), skip_nonfinite=skip_nonfinite)
+    elif groups.layout.pp_size > 1:
+        count_groups_alike(engine.optimizer, max(values_of_all(len(engine.optimizer.param_groups))))
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], groups: Groups, device: torch.device) -> Tensor:

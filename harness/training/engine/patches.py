@@ -121,7 +121,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="gradient norm",
         why="a plain fp32 engine counts tied weights once a stage and whole ones too seldom; the optimizer for bf16 "
-        "sums squares in float32. It wraps the optimizer's step, so it comes before what hooks into that step",
+        "sums squares in float32; ZeRO-1 sums group by group, of which stages may have other numbers. It wraps the "
+        "optimizer's step, so it comes before what hooks into that step",
         apply=lambda new: correct_clipping(new.deepspeed, new.context.groups, skip_nonfinite=new.acts_on_nonfinite),
     ),
     Patch(
