@@ -62,7 +62,7 @@ def results(x: Tensor, group: dist.ProcessGroup) -> dict[str, Tensor]:
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Rows of all ranks for all ranks, of other lengths each, none from the first to the last."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    sizes = [[(source + 2 * target) % 3 + len(x) // 7 for target in range(ranks)] for source in range(ranks)]
+    sizes = [[(source + 2 * target) % 3 + 1 + len(x) // 7 for target in range(ranks)] for source in range(ranks)]
     sizes[0][-1] = 0
     rows = x.repeat(9)[: sum(sizes[rank])]
     pairs = of_group.start_exchange(torch.stack([rows, rows + 1], dim=1), sizes, group)()

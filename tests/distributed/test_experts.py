@@ -19,6 +19,7 @@ from harness.data.batches.stream import BatchStream
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan
+from harness.parallel.tensor.shard import shard_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import (
     BATCH,
@@ -133,7 +134,13 @@ def idle_ranks(model_dir: str) -> tuple[int, float]:
     idle: list[bool] = []
     for module in part.modules():
         if type(module).__name__ == "MixtralExperts":
-            module.register_forward_pre_hook(lambda own, args: idle.append(bool((args[1] == own.num_experts).all())))
+            shard = shard_of(module.down_proj)
+            assert shard is not None
+            ((start, stop),) = shard.pieces
+            here = [*range(start, stop)]
+            module.register_forward_pre_hook(
+                lambda _, args, here=here: idle.append(not torch.isin(args[1], torch.tensor(here)).any())
+            )
     for model in (whole, part):
         for token in range(32):
             model(input_ids=torch.tensor([[token]])).logits.square().sum().backward()
@@ -222,7 +229,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(run: Any) -> None:
             "--output_router_logits: model type 'llama' has no router loss",
             "--router_aux_loss_coef has no effect without --output_router_logits",
         ]
-        assert "expert-parallel size 2 differs from tensor-parallel size 4" in elsewhere
+        assert "expert-parallel size 2 does not fit tensor-parallel size 4 x data-parallel size 1" in elsewhere
 
 
 def test_a_rank_that_gets_no_token_still_takes_part(run: Any) -> None:
