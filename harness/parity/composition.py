@@ -78,7 +78,7 @@ class Execution(Words):
 
     Attributes:
         dp: data-parallel ranks.
-        ep: tensor-parallel ranks that divide the experts among them.
+        ep: ranks of a stage that divide the experts among them.
         offload: what lies in host memory: none, optimizer (its states), all (parameters too).
         chunks: model chunks a stage (`pipeline.parts_per_stage`), 0 as the schedule has it.
         recompute: layers whose activations are recomputed together; 0: none.

@@ -177,7 +177,7 @@ def deepspeed_config(training: Training, execution: Execution) -> JsonObject:
         config["optimizer"] = {"type": training.optimizer, "params": optimizer_params(training)}
         config["zero_allow_untested_optimizer"] = True  # refused without
     if execution.ep > 1:
-        config["expert_parallel"] = {"autoep_size": execution.ep}
+        config["expert_parallel"] = {"enabled": True, "autoep_size": execution.ep}
     if execution.bits:
         config["gradient_compression"] = {"bits": execution.bits}
     if execution.compile:

@@ -149,13 +149,14 @@ def _execution(run: RunConfig) -> Execution:
     pp, tp = resolved.pp_size, resolved.tp_size
     while pp * tp > MOST_RANKS:  # what is left still has stages, and parts of layers
         pp, tp = (pp // 2, tp) if pp >= tp else (pp, tp // 2)
+    dp = 2 if pp * tp * 2 <= MOST_RANKS else 1
     offloads = [(data.get("zero_optimization") or {}).get(name) for name in ("offload_optimizer", "offload_param")]
     optimizer, parameters = ((section or {}).get("device", "none") != "none" for section in offloads)
     return Execution(
         pp=pp,
         tp=tp,
-        dp=2 if pp * tp * 2 <= MOST_RANKS else 1,
-        ep=tp if resolved.ep_size > 1 else 1,
+        dp=dp,
+        ep=1 if resolved.ep_size == 1 else tp * (dp if resolved.ep_size > resolved.tp_size else 1),
         zero=resolved.zero_stage,
         offload="all" if parameters else "optimizer" if optimizer else "none",
         schedule=resolved.schedule if pp > 1 else "1f1b",
