@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,7 @@ PIECE_BYTES = 1 << 22
 _WHOLE_BYTES = 1 << 16
 """Up to this many bytes each rank sums the whole tensor by itself: a second synchronisation would take longer."""
 Operation = Callable[..., Tensor]
-Combine = Callable[[list[Tensor], Any], None]
+Combine = Callable[[list[Tensor], Tensor], None]
 
 
 class Started(NamedTuple):
@@ -98,7 +98,7 @@ class Started(NamedTuple):
 
     pieces: Sequence[Tensor]
     rooms: Sequence[Sequence[int]]
-    into: Sequence[Any]
+    into: Sequence[Tensor]
     combine: Combine
     result: Tensor
     first: list[Tensor]
@@ -195,8 +195,8 @@ class HostMemory:
         numbers, longest = max(PIECE_BYTES // x.element_size(), 1), max(map(sum, travels))
         starts = range(0, longest, numbers)
 
-        def place(shares: list[Tensor], start: int) -> None:
-            done = 0
+        def place(shares: list[Tensor], at: Tensor) -> None:
+            done, start = 0, int(at)
             for source, (row, full) in enumerate(zip(travels, sizes, strict=True)):
                 first, length = sum(row[:rank]), row[rank]
                 low, high = max(first, start), min(first + length, start + numbers)
@@ -208,7 +208,8 @@ class HostMemory:
         if not longest:
             return lambda: result
         rooms = [(min(numbers, longest - start),) for start in starts]
-        return self._start([sent[start : start + numbers] for start in starts], starts, place, result, rooms)
+        pieces = [sent[start : start + numbers] for start in starts]
+        return self._start(pieces, torch.tensor(starts).unbind(), place, result, rooms)
 
     def mean_of_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's part of the mean of each tensor over the ranks, flat, as `EqualShares` divides them.
@@ -240,7 +241,7 @@ class HostMemory:
     def _start(
         self,
         pieces: Sequence[Tensor],
-        into: Sequence[Any],
+        into: Sequence[Tensor],
         combine: Combine,
         result: Tensor,
         rooms: Sequence[Sequence[int]] = (),

@@ -94,7 +94,7 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     module.num_experts = _widest(stretches)
     kind = type(module)
 
-    def forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
         hidden, index, weights = (*args, *kwargs.values())
         hidden, weights = copy_to_group(hidden, tensor.group), copy_to_group(weights, tensor.group)
         run = partial(kind.forward, self)
