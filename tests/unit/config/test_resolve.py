@@ -89,15 +89,16 @@ def test_flags_override_the_layout():
     assert run.config["pipeline"]["stages"] == 2
 
 
-def test_experts_are_spread_over_a_tensor_parallel_group_or_not_at_all():
+def test_experts_are_dealt_among_ranks_of_a_stage_or_not_at_all():
     config = {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}}
     assert resolved(config, world_size=2).ep_size == 2
     assert "expert_parallel" not in resolved(config, world_size=2).config
     off = config | {"expert_parallel": {"enabled": False, "autoep_size": 2}}
     assert resolved(off, world_size=2).ep_size == 1
     assert resolved(off, world_size=2, expert_parallel_size=2).ep_size == 2
-    with pytest.raises(ConfigError, match="expert-parallel size 2 differs from tensor-parallel size 1"):
-        resolved(config, world_size=2, tensor_parallel_size=1)
+    assert resolved(config, world_size=2, tensor_parallel_size=1).ep_size == 2
+    with pytest.raises(ConfigError, match="expert-parallel size 2 does not fit tensor-parallel size 1 x data-parallel"):
+        resolved(config, world_size=3, tensor_parallel_size=1)
 
 
 def test_clipping_is_always_written_out():
