@@ -17,7 +17,7 @@ from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, GRADIENT_BITS, INDUCTOR, schedule_name
+from harness.config.values.layout_keys import DEEPSPEED_1F1B, GRADIENT_BITS, INDUCTOR, TOKEN_PIECES, schedule_name
 from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.config.values.pointers import AUTO, bf16_section, lookup, whole
 
@@ -161,6 +161,11 @@ class RunView:
         """Ranks over which the config, or an argument in its place, spreads whole experts."""
         asked = self.size("/expert_parallel/autoep_size") if self.on("/expert_parallel/enabled") else None
         return self.ep_override or asked or 1
+
+    @property
+    def token_pieces(self) -> int:
+        """In how many pieces the tokens of a layer travel to the ranks of their experts."""
+        return self.size(TOKEN_PIECES) or 1
 
     @property
     def exchanges_tokens(self) -> bool:

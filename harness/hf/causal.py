@@ -49,12 +49,13 @@ from harness.hf.weights.layer_weights import (
     WeightSource,
     read_by_transformers,
 )
-from harness.parallel.comm import ALONE, TensorParallel
+from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan, run_where_aligned
 from harness.parallel.plans.lora import cut_with_adapters
 from harness.parallel.plans.plan import Plan, plan_for
+from harness.parallel.token_exchange import NO_NEIGHBOURS, Neighbours
 from harness.parallel.zero import Zero3Partition
 
 
@@ -232,7 +233,7 @@ def assemble(
     dtype: torch.dtype,
     seed: int,
     finish: Callable[[nn.Module], None],
-    experts: TensorParallel | None = None,
+    experts: Neighbours | None = None,
     adaptation: Adaptation | None = None,
     router_loss: bool = False,
     part: Zero3Partition | None = None,
@@ -248,8 +249,8 @@ def assemble(
         device, dtype: of the parameters that will be built.
         seed: of initial weights, where the source has none.
         finish: called with each layer once its weights are there (ZeRO-3 partitions them).
-        experts: with whole experts on each rank (expert parallelism), its place among the neighbours on the data axis
-            that hold others; None: each rank has a part of every expert.
+        experts: with whole experts on each rank (expert parallelism), the neighbours on the data axis that hold others;
+            None: each rank has a part of every expert.
         adaptation: adapters that are trained instead of the weights.
         router_loss: whether to add the model's own loss of its routers.
         part: what `finish` keeps of a parameter (ZeRO-3); only that is read or initialised.
@@ -274,7 +275,7 @@ def assemble(
     if adaptation is None:  # with adapters the layers hold parameters under other names
         _require_all_held(outer, form)
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
-    cut_layer = partial(_cut, plan, tensor, experts or ALONE, source.config, dtype, local_logits)
+    cut_layer = partial(_cut, plan, tensor, experts or NO_NEIGHBOURS, source.config, dtype, local_logits)
     blueprint = Blueprint(
         outer=outer,
         cut=cut_layer,
@@ -337,7 +338,7 @@ def _require_all_held(outer: OuterForward, form: CheckpointFormat) -> None:
 def _cut(
     plan: Plan | None,
     tensor: TensorParallel,
-    neighbours: TensorParallel,
+    neighbours: Neighbours,
     config: PretrainedConfig,
     dtype: torch.dtype,
     local_logits: bool,
@@ -362,7 +363,7 @@ def require_cut(source: ModelSource, tp_size: int, ep_size: int) -> None:
     plan = expert_parallel_plan(model, PLANS, tp_size=tp_size) if ep_size > 1 else plan_for(model, PLANS)
     text, neighbours = source.config.get_text_config(decoder=True), TensorParallel(size=max(ep_size // tp_size, 1))
     with suppress(ValueError):  # weights tied between layers, which are cut layer by layer
-        cut(model, "", plan, TensorParallel(size=tp_size), text, neighbours=neighbours)
+        cut(model, "", plan, TensorParallel(size=tp_size), text, neighbours=Neighbours(place=neighbours))
 
 
 def _weight_source(
@@ -387,11 +388,11 @@ def _weight_source(
 
 
 def _plan(
-    source: ModelSource, model: PreTrainedModel, tensor: TensorParallel, experts: TensorParallel | None
+    source: ModelSource, model: PreTrainedModel, tensor: TensorParallel, experts: Neighbours | None
 ) -> Plan | None:
     """Return how the ranks share the model, None where they do not; UserError for modules that no plan of its family
     names."""
-    if tensor.size == 1 and (experts is None or experts.size == 1):
+    if tensor.size == 1 and (experts is None or experts.place.size == 1):
         return None
     built = model if source.model is None else build_skeleton(source.config)
     for name, module in foreign_modules(model, built):

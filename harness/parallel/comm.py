@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.parallel.collectives.of_group import gathered, largest, start_exchange, summed
+from harness.parallel.collectives.of_group import gathered, largest, summed
 from harness.parallel.compiling import eager
 
 Context: TypeAlias = Any
@@ -111,12 +111,6 @@ def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[
     return apply(_SplitToGroup, x, group, widths)
 
 
-def exchange_in_group(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.ProcessGroup | None) -> Tensor:
-    """Forward: rank j gets the j-th run of each rank's rows `x`, `sizes[i][j]` of those of rank i; what comes from all
-    ranks is returned in their order. Backward: the gradients of the rows go back."""
-    return x if group_size(group) == 1 else apply(_ExchangeInGroup, x, sizes, group)
-
-
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the sum of `x` (...) over the group, a new tensor of the same shape without a graph: for gradients."""
     if group is None or group_size(group) == 1:
@@ -184,17 +178,6 @@ class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         return _own_share(grad, ctx.group, ctx.widths), None, None
-
-
-class _ExchangeInGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, sizes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return start_exchange(x, sizes, group)()
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        return start_exchange(grad, list(zip(*ctx.sizes, strict=True)), ctx.group)(), None, None
 
 
 class _SplitToGroup(torch.autograd.Function):

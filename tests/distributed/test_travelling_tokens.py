@@ -5,6 +5,7 @@ Four ranks are launched once.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def saved_and_resumed(saved: Job, resumed: list[Job], folder: str) -> list[Curve
         trainer = Trainer(job.model, arguments_of(job, place, **options), train_dataset=rows())
         trainer.train()
         trainer.close()
-        curves.append([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry])
+        lines = Path(place, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        curves.append([(record["loss"], record["grad_norm"]) for record in map(json.loads, lines)])
     return curves
 
 

@@ -105,6 +105,7 @@ def _resolved(run: Resolution, view: RunView) -> Resolved:
         tp_size=view.tp_size,
         dp_size=view.dp_size or 1,
         ep_size=view.ep_size,
+        token_pieces=view.token_pieces,
         sequence_parallel=view.sequence_parallel,
         compile_backend=view.compile_backend,
         micro_batch=run.config["train_micro_batch_size_per_gpu"],

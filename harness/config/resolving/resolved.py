@@ -28,6 +28,7 @@ class Resolved:
     tp_size: int
     dp_size: int
     ep_size: int  # ranks of a stage among which whole experts are dealt; 1: each expert is cut as other layers are
+    token_pieces: int  # in which the tokens of a layer travel to experts on other data-parallel ranks
     sequence_parallel: bool  # whether tensor-parallel ranks share the sequence between the blocks of a layer
     compile_backend: str | None  # torch.compile's, for decoder layers; None: they are not compiled
     micro_batch: int

@@ -42,7 +42,7 @@ IDLE: dict[str, str] = {
     "/fp16/auto_cast": "the harness casts the inputs itself",
     "/data_parallel_size": "the data-parallel size is ranks / (pipeline stages x tensor-parallel ranks)",
     "/seq_parallel_communication_data_type": "the harness has no sequence parallelism",
-    "/use_data_before_expert_parallelism": "the harness distributes experts over tensor-parallel ranks",
+    "/use_data_before_expert_parallelism": "the harness deals experts among tensor-parallel ranks first",
     "/zero_optimization/zenflow": "the optimizer steps on all parameters at every step",
     "/zero_optimization/override_module_apply": "the harness initialises the weights before DeepSpeed partitions them",
     "/zero_optimization/allgather_partitions": _NOBODY,

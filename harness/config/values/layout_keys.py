@@ -25,6 +25,7 @@ INDUCTOR = "inductor"
 """The backend of torch.compile where none is named."""
 GRADIENT_BITS = "/gradient_compression/bits"
 GRADIENT_BITS_CHOICES = (0, 4, 8)
+TOKEN_PIECES = "/expert_parallel/token_pieces"
 # sizes that the harness itself reads, and the least that each may be; DeepSpeed takes any value for them
 LEAST = {
     "/pipeline/stages": 1,
@@ -32,6 +33,7 @@ LEAST = {
     "/pipeline/activation_checkpoint_interval": 0,
     "/tensor_parallel/autotp_size": 0,
     "/expert_parallel/autoep_size": 1,
+    TOKEN_PIECES: 1,
 }
 
 

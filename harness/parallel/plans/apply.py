@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from harness.config.model.shares import Heads, Stretch
 from harness.errors import UserError
-from harness.parallel.comm import ALONE, TensorParallel
+from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.experts import EXPERT_PARAMETER, EXPERTS, cut_experts, ep_dispatch_experts
 from harness.parallel.plans.heads import Attention, attention_at, attention_below, attentions_in, blocks_of, deal
 from harness.parallel.plans.plan import ADVICE, WORDS, InputRule, Plan, PlanRule, wildcard
@@ -28,6 +28,7 @@ from harness.parallel.plans.target import PlanTarget
 from harness.parallel.tensor.layers import ColumnParallelLinear, SharedColumnLinear
 from harness.parallel.tensor.partial_gradients import Values, sum_partial_gradients
 from harness.parallel.tensor.shard import shard_of, sum_of
+from harness.parallel.token_exchange import NO_NEIGHBOURS, Neighbours
 from harness.parallel.values import Keyword, Positional
 
 
@@ -39,7 +40,7 @@ def cut(
     config: PretrainedConfig,
     *,
     local_logits: bool = False,
-    neighbours: TensorParallel = ALONE,
+    neighbours: Neighbours = NO_NEIGHBOURS,
 ) -> None:
     """Replace, in place, what `plan` cuts in `module`, whose name in the model is `prefix` ("" for the model itself).
 
@@ -49,7 +50,7 @@ def cut(
     UserError where the ranks cannot share heads or widths, or a style does not fit a module; the first forward of
     `module` raises it where the plan would give wrong gradients.
     """
-    if tensor.size == 1 and neighbours.size == 1:
+    if tensor.size == 1 and neighbours.place.size == 1:
         return
     modules = list(module.named_modules())  # kept, so that no new parameter takes an old one's id
     attentions = attentions_in([(_join(prefix, name), child) for name, child in modules], config)
@@ -83,7 +84,7 @@ class _Place:
     tensor: TensorParallel
     config: PretrainedConfig
     attentions: Mapping[str, Attention]
-    neighbours: TensorParallel
+    neighbours: Neighbours
 
     def attention_at(self, name: str) -> Attention | None:
         """Return the attention that the module or parameter `name` belongs to."""

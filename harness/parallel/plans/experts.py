@@ -25,6 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.config.model.shares import Stretch, stretch
 from harness.errors import UserError
 from harness.parallel.comm import Context, TensorParallel, apply, copy_to_group, reduce_from_group
+from harness.parallel.plans.beside import Beside
 from harness.parallel.plans.plan import STYLES, NoPlan, Plan, PlanRule, plan_for, read_plan_file
 from harness.parallel.plans.target import PlanTarget
 from harness.parallel.tensor.shard import Shard, cut_parameter
@@ -90,23 +91,35 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     """
     module: Any = target.module
     tensor, neighbours = target.tensor, target.neighbours
-    stretches = _dealt(getattr(module, "num_experts", None), target.name, tensor, neighbours)[tensor.rank]
+    experts = getattr(module, "num_experts", None)
+    stretches = _dealt(experts, target.name, tensor, neighbours.place)[tensor.rank]
     module.num_experts = _widest(stretches)
+    # tensor-parallel ranks would sum what runs early, too
+    is_alone = tensor.size == 1 and neighbours.place.size > 1
+    beside = Beside(target.owner, module, target.config.hidden_size) if is_alone else None
     kind = type(module)
 
     def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
         hidden, index, weights = (*args, *kwargs.values())
         hidden, weights = copy_to_group(hidden, tensor.group), copy_to_group(weights, tensor.group)
         run = partial(kind.forward, self)
-        if neighbours.size > 1:
-            output = run_at_owners(run, hidden, index, weights, stretches, neighbours)
+        if neighbours.place.size > 1:
+            output = run_at_owners(
+                run,
+                hidden,
+                index,
+                weights,
+                stretches=stretches,
+                neighbours=neighbours,
+                meanwhile=beside.run if beside else None,
+            )
         else:
             given = _own_routing(hidden, index, weights, own=stretches[0])
             output = _linked(run(*given), given, self)
         return reduce_from_group(output, tensor.group)
 
     # transformers' kernels then leave out what is sent to no expert of theirs
-    module._is_expert_parallel = neighbours.size == 1  # noqa: SLF001
+    module._is_expert_parallel = neighbours.place.size == 1  # noqa: SLF001
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return target.module
 
@@ -118,7 +131,7 @@ def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
     Neighbours on the data axis hold tensors of one size, as ZeRO fills its buckets alike on all of them: zeros follow
     where a rank has fewer experts than another.
     """
-    shape, unit, tensor, neighbours = tuple(param.shape), target.unit, target.tensor, target.neighbours
+    shape, unit, tensor, neighbours = tuple(param.shape), target.unit, target.tensor, target.neighbours.place
     dealt = _dealt(shape[0] // unit, target.name, tensor, neighbours)
     start, stop = dealt[tensor.rank][neighbours.rank]
     shard = Shard(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from harness.errors import UserError
-from harness.parallel.comm import ALONE, TensorParallel
+from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.plan import Plan
 from harness.parallel.tensor.layers import (
@@ -29,6 +29,7 @@ from harness.parallel.tensor.layers import (
 )
 from harness.parallel.tensor.partial_gradients import GradientSum, sum_gradients, sum_gradients_of_copies
 from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of
+from harness.parallel.token_exchange import NO_NEIGHBOURS, Neighbours
 
 Wrapper: TypeAlias = Any
 """A layer of peft's with adapters around another layer, which may be one too."""
@@ -77,7 +78,7 @@ def cut_with_adapters(
     config: PretrainedConfig,
     *,
     local_logits: bool = False,
-    neighbours: TensorParallel = ALONE,
+    neighbours: Neighbours = NO_NEIGHBOURS,
 ) -> None:
     """As `apply.cut` on a pipeline layer, whose adapters are then cut as their layers were.
 

@@ -10,10 +10,11 @@ from transformers import PretrainedConfig
 
 from harness.config.model.shares import Heads, Stretch
 from harness.errors import UserError
-from harness.parallel.comm import ALONE, TensorParallel
+from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.heads import Attention, blocks_of, deal
 from harness.parallel.plans.plan import PlanRule
 from harness.parallel.tensor.shard import Shard, share_of
+from harness.parallel.token_exchange import NO_NEIGHBOURS, Neighbours
 
 KEYS_OR_VALUES = re.compile(r"(^|_)w?(k|v|kv|keys?|values?)(_|$)", re.IGNORECASE)
 
@@ -36,7 +37,7 @@ class PlanTarget:
     tensor: TensorParallel
     config: PretrainedConfig
     local_output: bool = False
-    neighbours: TensorParallel = ALONE
+    neighbours: Neighbours = NO_NEIGHBOURS
 
     @property
     def unit(self) -> int:

@@ -30,6 +30,7 @@ from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.pipeline.staged_module import first_names
+from harness.parallel.token_exchange import Neighbours
 from harness.parallel.values import Value
 from harness.parallel.zero import Zero3Partition
 from harness.training.engine.build import layer_finisher, zero3_partition
@@ -178,7 +179,7 @@ def trainable_decoder(
         dtype=context.dtype,
         seed=context.args.seed,
         finish=_finisher(source, context, part),
-        experts=TensorParallel.of(context.groups.ep_group) if context.resolved.ep_size > 1 else None,
+        experts=_neighbours(context),
         adaptation=adaptation,
         router_loss=getattr(source.config, "output_router_logits", False),
         part=part,
@@ -201,6 +202,13 @@ def trainable_decoder(
         loss=_decoder_loss(causal, context, own_loss),
         causal=causal,
     )
+
+
+def _neighbours(context: EngineContext) -> Neighbours | None:
+    """Return the ranks among which whole experts are dealt; None where each expert is cut."""
+    if context.resolved.ep_size == 1:
+        return None
+    return Neighbours(place=TensorParallel.of(context.groups.ep_group), pieces=context.resolved.token_pieces)
 
 
 def _finisher(source: ModelSource, context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:

@@ -21,6 +21,7 @@ from harness.hf.skeleton import ModelSource
 from harness.hf.verify.comparison import NOT_CAUSAL, Difference, find_difference, looks_ahead, worst_of
 from harness.hf.verify.tiny_copy import shrink
 from harness.parallel.comm import TensorParallel
+from harness.parallel.token_exchange import NO_NEIGHBOURS
 from harness.topology.agreement import values_of_all
 from harness.training.engine.context import EngineContext
 
@@ -81,7 +82,7 @@ def _cut(source: ModelSource, tensor: TensorParallel, context: EngineContext, un
         dtype=torch.float32,
         seed=context.args.seed,
         finish=lambda _: None,
-        experts=TensorParallel() if context.resolved.ep_size > 1 else None,
+        experts=NO_NEIGHBOURS if context.resolved.ep_size > 1 else None,
         sequence_parallel=context.resolved.sequence_parallel,
     )
     unequal |= cut.unequal

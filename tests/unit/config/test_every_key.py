@@ -70,6 +70,7 @@ ACTS = {
     "/compile/backend": "the decoder layers",
     "/expert_parallel/enabled": "the layout",
     "/expert_parallel/autoep_size": "the layout",
+    "/expert_parallel/token_pieces": "the exchange of tokens",
 }
 # switches that must be on before the keys beside them mean anything
 BESIDE: dict[str, dict[str, Any]] = {
@@ -133,6 +134,7 @@ def test_a_key_that_does_not_act_is_reported(pointer, key):
             {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
             {"tensor_parallel": {"autotp_size": 2}},
         ),
+        ({"expert_parallel": {"token_pieces": 2}}, {}),
         ({"compile": {"enabled": True}}, {}),
         ({"compile": {"enabled": True, "backend": "eager"}}, {"compile": {"enabled": True}}),
         ({"gradient_compression": {"bits": 8}}, {}),

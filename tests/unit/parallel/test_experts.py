@@ -15,6 +15,7 @@ from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan
 from harness.parallel.plans.plan import plan_for
 from harness.parallel.tensor.shard import shard_of
+from harness.parallel.token_exchange import Neighbours
 from tests.plan_models import PLANS
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -41,7 +42,7 @@ def test_experts_are_shared_out_and_all_else_is_cut_as_before() -> None:
 def test_neighbours_on_the_data_axis_hold_whole_experts_and_all_else() -> None:
     for rank, experts in ((0, (0, 3)), (1, (3, 5))):  # the second is filled up to 3
         model = model_of("mixtral", num_local_experts=5)
-        neighbours = TensorParallel(rank=rank, size=2)
+        neighbours = Neighbours(place=TensorParallel(rank=rank, size=2))
         cut(model, "", expert_parallel_plan(model, tp_size=1), ALONE, model.config, neighbours=neighbours)
         for name, param in model.named_parameters():
             shard = shard_of(param)
@@ -54,7 +55,8 @@ def test_experts_are_dealt_to_tensor_parallel_ranks_first() -> None:
     held = []
     for rank, neighbour in product(range(2), range(2)):
         model = model_of("mixtral", num_local_experts=8)
-        place, neighbours = TensorParallel(rank=rank, size=2), TensorParallel(rank=neighbour, size=2)
+        place = TensorParallel(rank=rank, size=2)
+        neighbours = Neighbours(place=TensorParallel(rank=neighbour, size=2))
         cut(model, "", expert_parallel_plan(model), place, model.config, neighbours=neighbours)
         shard = shard_of(model.model.layers[0].mlp.experts.down_proj)
         assert shard is not None

@@ -17,9 +17,12 @@ from torch import Tensor
 from harness.hf.locate import PLANS
 from harness.hf.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
 from harness.parallel.comm import ALONE, TensorParallel
+from harness.parallel.plans import beside
+from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan, run_experts_by
 from harness.parallel.plans.lora import cut_with_adapters
 from harness.parallel.tensor.shard import shard_of
+from harness.parallel.token_exchange import Neighbours
 from tests.threads import run_threads
 
 RELATIVE = 2e-5  # of a tensor's largest entry; the smallest gradients of all are made of rounding
@@ -68,20 +71,29 @@ def gradient_of(param: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 CASES = [
-    pytest.param("mixtral", 1, 3, {"num_local_experts": 8}, as_it_is, 32, id="3, 3 and 2 experts"),
-    pytest.param("mixtral", 1, 4, {"num_local_experts": 4}, by_loop, 1, id="ranks without any token"),
-    pytest.param("mixtral", 1, 2, {}, one_expert, 32, id="all tokens to one rank"),
-    pytest.param("qwen3_moe", 2, 2, {"num_experts": 5}, with_adapters, 32, id="over both axes, with adapters"),
-    pytest.param("deepseek_v3", 2, 2, {}, as_it_is, 32, id="shared experts, a router with a bias"),
-    pytest.param("gpt_oss", 1, 2, {}, as_it_is, 32, id="biases of experts"),
-    pytest.param("dbrx", 1, 2, {}, as_it_is, 32, id="a plan file"),
+    pytest.param("mixtral", 1, 3, {"num_local_experts": 8}, as_it_is, 32, 3, id="3, 3 and 2 experts, 3 pieces"),
+    pytest.param("mixtral", 1, 4, {"num_local_experts": 4}, by_loop, 1, 2, id="ranks and pieces without any token"),
+    pytest.param("mixtral", 1, 2, {}, one_expert, 32, 1, id="all tokens to one rank"),
+    pytest.param("qwen3_moe", 2, 2, {"num_experts": 5}, with_adapters, 32, 1, id="over both axes, with adapters"),
+    pytest.param("deepseek_v3", 2, 2, {}, as_it_is, 32, 1, id="shared experts, a router with a bias"),
+    pytest.param("deepseek_v3", 1, 2, {}, as_it_is, 32, 2, id="a shared expert beside two pieces"),
+    pytest.param("gpt_oss", 1, 2, {}, as_it_is, 32, 1, id="biases of experts"),
+    pytest.param("dbrx", 1, 2, {}, as_it_is, 32, 1, id="a plan file"),
 ]
 
 
-@pytest.mark.parametrize(("family", "tensor", "data", "fields", "change", "length"), CASES)
+@pytest.mark.parametrize(("family", "tensor", "data", "fields", "change", "length", "pieces"), CASES)
 def test_every_gradient_is_that_of_the_whole_model(
-    family: str, tensor: int, data: int, fields: dict[str, int], change: Callable[[Any], None], length: int
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    tensor: int,
+    data: int,
+    fields: dict[str, int],
+    change: Callable[[Any], None],
+    length: int,
+    pieces: int,
 ) -> None:
+    monkeypatch.setattr(beside, "WITHOUT_GAIN", set())
     config = tiny_config(family, tensor=2)
     vars(config).update(fields)
     whole, *parts = (tiny_model(config) for _ in range(1 + tensor * data))
@@ -95,7 +107,7 @@ def test_every_gradient_is_that_of_the_whole_model(
         same = [dist.new_group([*range(at, at + tensor)]) for at in range(0, tensor * data, tensor)][number // tensor]
         others = [dist.new_group([*range(at, tensor * data, tensor)]) for at in range(tensor)][number % tensor]
         place = ALONE if tensor == 1 else TensorParallel(group=same, rank=number % tensor, size=tensor)
-        neighbours = TensorParallel(group=others, rank=number // tensor, size=data)
+        neighbours = Neighbours(place=TensorParallel(group=others, rank=number // tensor, size=data), pieces=pieces)
         text = config.get_text_config(decoder=True)
         cut_with_adapters(parts[number], plans[number], place, text, neighbours=neighbours)
         row = number // tensor
@@ -118,3 +130,28 @@ def test_every_gradient_is_that_of_the_whole_model(
         off = (total - param.grad).abs().max().item()
         assert off < max(RELATIVE * param.grad.abs().max().item(), least), (name, off)
     assert dealt
+
+
+def test_a_shared_expert_runs_once_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not beside them where the cores that carry tokens are those that compute, nor what is called before."""
+    config = tiny_config("deepseek_v3", tensor=2)
+    ids = tiny_ids(tiny_model(config))
+
+    def order(early: bool) -> list[list[str]]:
+        monkeypatch.setattr(beside, "WITHOUT_GAIN", set() if early else {"cpu"})
+        parts = [tiny_model(config) for _ in range(2)]
+
+        def rank(number: int) -> list[str]:
+            said: list[str] = []
+            neighbours = Neighbours(place=TensorParallel(group=dist.group.WORLD, rank=number, size=2))
+            cut(parts[number], "", expert_parallel_plan(parts[number], tp_size=1), ALONE, config, neighbours=neighbours)
+            block: Any = parts[number].model.layers[-1].mlp
+            block.shared_experts.up_proj.register_forward_hook(lambda *_: said.append("shared"))
+            block.experts.act_fn.register_forward_hook(lambda *_: said.append("routed"))
+            backward(parts[number], ids[number : number + 1])
+            return said
+
+        return run_threads(2, rank)
+
+    assert order(early=True) == [["shared", "routed"]] * 2
+    assert order(early=False) == [["routed", "shared"]] * 2

@@ -196,13 +196,6 @@ _REFUSED = (
         "takes the mean of the ranks' norms",
     ),
     _Refusal(
-        f"{ZERO}/zenflow",
-        lambda view: view.get(f"{ZERO}/zenflow") not in (None, AUTO) and view.exchanges_tokens,
-        "zenflow does not know experts that are dealt among data-parallel ranks",
-        "remove zenflow, or expert_parallel",
-        "knows no experts there",
-    ),
-    _Refusal(
         "/torch_autocast/dtype",
         lambda view: view.on("/torch_autocast/enabled") and view.get("/torch_autocast/dtype") in FLOAT16,
         "torch_autocast in float16 clips by a gradient norm that includes the loss scale",

@@ -13,7 +13,7 @@ from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
 from harness.wording import counted
 
-_READ = {"/tensor_parallel": ("autotp_size", "sequence_parallel"), "/expert_parallel": ("autoep_size",)}
+_READ = {"/tensor_parallel": ("autotp_size", "sequence_parallel"), "/expert_parallel": ("autoep_size", "token_pieces")}
 SEQUENCE_PARALLEL = "/tensor_parallel/sequence_parallel"
 
 
@@ -82,8 +82,9 @@ def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
     """An option of DeepSpeed's AutoTP or AutoEP, which do not run under the harness.
 
     The harness cuts the layers itself, by the plans that the model declares, and takes nothing but
-    `tensor_parallel.autotp_size`, `tensor_parallel.sequence_parallel` and `expert_parallel.autoep_size`
-    (where `enabled`) from these sections; they are not handed on to DeepSpeed.
+    `tensor_parallel.autotp_size`, `tensor_parallel.sequence_parallel`, and, where `enabled`,
+    `expert_parallel.autoep_size` and `expert_parallel.token_pieces` from these sections, which are not handed
+    on to DeepSpeed.
     """
     if view.target != "harness":
         return
@@ -179,8 +180,7 @@ def key_of_the_harness(view: RunView) -> Iterator[Finding]:
 
     These are `tensor_parallel.sequence_parallel` (tensor-parallel ranks share the sequence between the blocks
     of a layer; Korthikanti et al. 2022, arXiv 2205.05198), `compile.enabled` and `compile.backend`
-    (torch.compile of the decoder layers). DeepSpeed checks these sections and refuses keys that it does not
-    know.
+    (torch.compile of the decoder layers), which sections DeepSpeed checks: it refuses keys that it does not know.
     """
     if view.target == "harness":
         return
