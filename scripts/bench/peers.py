@@ -1,12 +1,13 @@
 """The harness beside other ways to train the same model on the same cores, in one run.
 
-    python scripts/bench/peers.py [--rounds 3] [--steps 3] [--only NAME ...]
+    python scripts/bench/peers.py [--rounds 3] [--steps 3] [--only NAME ...] [--experts]
 
 A llama of 17 million parameters in float32, AdamW, clipping, eight micro-batches of 4 x 256 tokens a step. One process
 has a thread for each core, ranks have one. Every round makes some steps with each program, in new processes; the first
 step is left out. The losses of all programs are compared, except those of the two ranks that exchange nothing: they
 show what data parallelism in plain PyTorch could reach at most. Writes results/peers.json, from which `draw_peers.py`
-makes the table and the picture of the docs.
+makes the table and the picture of the docs. With --experts the model is a mixtral of eight experts, of which a token
+meets two, and one process runs them one after the other, or in grouped products; it writes results/experts.json.
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ PROGRAMS = {
     "harness, tensor parallel": ("trainers", "harness_tensor", 2),
 }
 """Of each program: its module, its function, and its processes."""
+EXPERT_BASE = "one process, expert by expert"
+OF_EXPERTS = {
+    EXPERT_BASE: ("plain_torch", "one_by_one", 1),
+    "harness, experts apart": ("trainers", "harness_experts", 2),
+    "DeepSpeed AutoEP": ("raw_deepspeed", "autoep", 2),
+}
+WITH_EXPERTS = [EXPERT_BASE, BASE, "harness, experts apart", "harness, ZeRO-1", "harness, ZeRO-3", "DeepSpeed AutoEP"]
+WITH_EXPERTS += ["DeepSpeed ZeRO-3"]
 WORK = Work(
     shape={
         "vocab_size": 8192,
@@ -64,14 +73,31 @@ WORK = Work(
     samples=4,
     length=256,
 )
-SMALL = replace(WORK, shape={**WORK.shape, "vocab_size": 256, "hidden_size": 96}, length=32)
+EXPERT_WORK = Work(
+    family="mixtral",
+    shape={
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    micro_batches=4,
+    samples=4,
+    length=256,
+)
+SMALL = {"vocab_size": 256, "hidden_size": 96}
 TOLERANCE = 1e-4  # of a loss
 LIMIT_S = 300
 
 
 def train(name: str, folder: Path, steps: int) -> dict[str, list[float]]:
     """Run a program in processes of its own; return losses and seconds of its steps."""
-    ranks, port = PROGRAMS[name][2], str(free_port())
+    ranks, port = (PROGRAMS | OF_EXPERTS)[name][2], str(free_port())
     threads = (os.cpu_count() or 1) // ranks
     processes = []
     for rank in range(ranks):
@@ -96,23 +122,23 @@ def train(name: str, folder: Path, steps: int) -> dict[str, list[float]]:
 
 def run_program(name: str, folder: Path, steps: int) -> None:
     """Be a rank of a program."""
-    module, function, _ = PROGRAMS[name]
+    module, function, _ = (PROGRAMS | OF_EXPERTS)[name]
     task = Task(folder, steps)
     getattr(import_module(f"peer_programs.{module}"), function)(task)
     if task.rank == 0:
         (folder / "found.json").write_text(json.dumps({"losses": task.losses, "seconds": task.seconds}))
 
 
-def summary(work: Work, rounds: list[dict[str, dict[str, list[float]]]]) -> dict[str, Any]:
+def summary(work: Work, rounds: list[dict[str, dict[str, list[float]]]], base_name: str) -> dict[str, Any]:
     """Return the speed of each program, its share of one process's in the same round, and how its losses differ."""
     rows: dict[str, dict[str, Any]] = {}
     for name in rounds[0]:
         speeds = [work.tokens / min(one[name]["seconds"][1:]) for one in rounds]
-        base = [work.tokens / min(one[BASE]["seconds"][1:]) for one in rounds]
+        base = [work.tokens / min(one[base_name]["seconds"][1:]) for one in rounds]
         shares = [speed / of for speed, of in zip(speeds, base, strict=True)]
-        wanted = rounds[0][BASE]["losses"]
+        wanted = rounds[0][base_name]["losses"]
         rows[name] = {
-            "ranks": PROGRAMS[name][2],
+            "ranks": (PROGRAMS | OF_EXPERTS)[name][2],
             "tokens_per_second": [round(speed, 1) for speed in speeds],
             "of_one_process": [round(share, 3) for share in shares],
             "median_of_one_process": round(median(shares), 3),
@@ -128,17 +154,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
+    parser.add_argument("--only", nargs="+", choices=list(PROGRAMS | OF_EXPERTS))
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the programs")
-    parser.add_argument("--output", type=Path, default=RESULTS / "peers.json")
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--program", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.program is not None:
         run_program(args.program, args.folder, args.steps)
         return 0
-    work = SMALL if args.small else WORK
-    names = list(dict.fromkeys([BASE, *args.only]))
+    base, known = (EXPERT_BASE, WITH_EXPERTS) if args.experts else (BASE, list(PROGRAMS))
+    work = EXPERT_WORK if args.experts else WORK
+    if args.small:
+        work = replace(work, shape={**work.shape, **SMALL}, length=32)
+    names = list(dict.fromkeys([base, *(args.only or known)]))
     rounds = []
     with tempfile.TemporaryDirectory() as name:
         work.write(Path(name))
@@ -147,11 +177,12 @@ def main() -> int:
             for program in names:
                 rounds[-1][program] = found = train(program, Path(name), args.steps)
                 print(f"{program}: {work.tokens / min(found['seconds'][1:]):,.0f} tokens/s", flush=True)
-    rows = summary(work, rounds)
+    rows = summary(work, rounds, base)
     worst = max(row["loss_difference"] for name, row in rows.items() if name != BOUND)
     load = [round(each, 1) for each in os.getloadavg()]
     content = {"work": asdict(work), "cores": os.cpu_count(), "load_average": load}
-    write_report(args.output, {**content, "worst_loss_difference": worst, "programs": rows}, what=str(__doc__))
+    output = args.output or RESULTS / ("experts.json" if args.experts else "peers.json")
+    write_report(output, {**content, "worst_loss_difference": worst, "programs": rows}, what=str(__doc__))
     for name, row in rows.items():
         print(
             f"{name:28}{row['median_of_one_process']:.2f}   {row['of_one_process']}  {row.get('loss_difference', '-')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,9 @@ from transformers import LlamaForCausalLM
 from peer_programs.task import LARGEST_NORM, Task, adamw, clip, loss_of, mean_over_ranks
 
 
-def one_process(task: Task) -> None:
-    """Train in one process on all cores."""
-    model, batches = task.model(), task.micro_batches()
+def one_process(task: Task, **options: str) -> None:
+    """Train in one process on all cores; `options` of the model, as transformers has them."""
+    model, batches = task.model(**options), task.micro_batches()
     optimizer = adamw(model.parameters())
 
     def step() -> float:
@@ -39,6 +40,9 @@ def one_process(task: Task) -> None:
         return total
 
     task.run(step)
+
+
+one_by_one = partial(one_process, experts_implementation="eager")
 
 
 def ddp(task: Task) -> None:

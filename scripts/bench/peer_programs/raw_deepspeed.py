@@ -11,7 +11,7 @@ from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from peer_programs.task import LARGEST_NORM, Task, Work, adamw, loss_of, mean_over_ranks
+from peer_programs.task import LARGEST_NORM, RATE, Task, Work, adamw, loss_of, mean_over_ranks
 
 
 def config(work: Work, replicas: int, **sections: Any) -> dict[str, Any]:
@@ -35,16 +35,31 @@ def zero3(task: Task) -> None:
     _train(task, task.size, {"zero_optimization": {"stage": 3}})
 
 
+def autoep(task: Task) -> None:
+    """Share the experts out, and the states of the optimizer, which DeepSpeed must make itself."""
+    optimizer = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.0, "torch_adam": True}}
+    experts = {"enabled": True, "autoep_size": task.size, "preset_model": task.work.family}
+    _train(
+        task,
+        task.size,
+        {"zero_optimization": {"stage": 1}, "expert_parallel": experts, "optimizer": optimizer},
+        optimizer=None,
+    )
+
+
 def autotp(task: Task) -> None:
     """Cut the layers by DeepSpeed's own search for linear layers."""
     _train(task, 1, {"zero_optimization": {"stage": 0}, "tensor_parallel": {"autotp_size": task.size}})
 
 
-def _train(task: Task, replicas: int, sections: dict[str, Any]) -> None:
+def _train(task: Task, replicas: int, sections: dict[str, Any], optimizer: Any = adamw) -> None:
     deepspeed.init_distributed("gloo")
     model, batches = task.model(), task.micro_batches(replicas)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=config(task.work, replicas, **sections)
+        model=model,
+        model_parameters=None if optimizer else model.parameters(),
+        optimizer=optimizer and optimizer(model.parameters()),
+        config=config(task.work, replicas, **sections),
     )
 
     def step() -> float:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 RATE, LARGEST_NORM = 1e-3, 1.0
 
@@ -24,7 +25,8 @@ class Work:
     """What is trained.
 
     Attributes:
-        shape: of the llama, as its config has it.
+        shape: of the model, as its config has it.
+        family: of the model.
         micro_batches, samples, length: of a step, over all replicas.
         dtype: name of the type that is computed in.
     """
@@ -34,6 +36,7 @@ class Work:
     samples: int
     length: int
     dtype: str = "float32"
+    family: str = "llama"
 
     @property
     def tokens(self) -> int:
@@ -43,7 +46,7 @@ class Work:
     def write(self, folder: Path) -> None:
         """Write it with the weights that all programs begin with."""
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**self.shape)).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(self.family, **self.shape)).save_pretrained(folder)
         (folder / "work.json").write_text(json.dumps(asdict(self)))
 
 
@@ -82,9 +85,9 @@ class Task:
         """How many processes there are."""
         return int(os.environ.get("WORLD_SIZE", "1"))
 
-    def model(self) -> LlamaForCausalLM:
-        """Return the model with its first weights."""
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).to(self.device)
+    def model(self, **options: Any) -> Any:
+        """Return the model with its first weights; `options` of transformers."""
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32, **options).to(self.device)
 
     def samples(self) -> Tensor:
         """Return the token ids of a step, [samples, length]."""

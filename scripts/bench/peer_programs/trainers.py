@@ -83,6 +83,11 @@ harness_zero3 = partial(harness, {"zero_optimization": {"stage": 3}}, 2)
 harness_pipeline = partial(harness, {"pipeline": {"stages": 2}}, 1)
 harness_zero_bubble = partial(harness, {"pipeline": {"stages": 2, "schedule": "zero-bubble"}}, 1)
 harness_tensor = partial(harness, {"tensor_parallel": {"autotp_size": 2}}, 1)
+harness_experts = partial(
+    harness,
+    {"zero_optimization": {"stage": 1}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
+    2,
+)
 hf_zero3 = partial(hf_trainer, 3)
 hf_zero1 = partial(hf_trainer, 1)
 harness_zero1_alone = partial(harness, {"zero_optimization": {"stage": 1}}, 1)
