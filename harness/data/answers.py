@@ -302,17 +302,18 @@ class _Marked:
             return said
         prompt, at = self._behind_last_mark(asked, index)
         before, plain = self.text[at:said], "" if without is None else self._behind_last_mark(without, index)[0]
-        own, found = _added(prompt, plain), None
+        # Where a template leaves out how an answer begins, its text may seem to begin with what the prompt ends with.
+        own, found, up_to_mark = _added(prompt, plain), None, self.text[at : first.at]
         if own:
-            found = _end_of(prompt, before)
+            found = _end_of(prompt, up_to_mark)
             # The prompt may go on otherwise than the conversation, as where it opens thoughts that are then left out.
-            found = self._up_to_common(prompt, before, plain) if found is None else found
+            found = self._up_to_common(prompt, up_to_mark, plain) if found is None else found
         if found is None and self._is_template_alone(index):
             # The header stands behind something that the template writes in whole conversations alone.
             found = self._behind_header(before, own or self.chat.header)
         if found is None and not own:
-            found = _end_of(prompt, before)
-            found = self._up_to_common(prompt, before, "") if found is None else found
+            found = _end_of(prompt, up_to_mark)
+            found = self._up_to_common(prompt, up_to_mark, "") if found is None else found
         if found is None:
             raise self.chat.untold(index)
         return at + found

@@ -18,7 +18,6 @@ from harness.data.files.rows import ASSISTANT
 
 _FIRST, _LAST = 0x100000, 0x10FFFD
 _MARKS = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
-_LITERAL = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
 _PAIR = re.compile(r"(?<=[^\W_])(?=[^\W_])")
 _MOST_PARTS = 64
 _NAMES = frozenset({"role", "id", "type", "tool_call_id", "index", "name"})
@@ -106,7 +105,14 @@ def holds_marks(text: str) -> bool:
 
 def words_of(template: str) -> list[str]:
     """Return the strings in a template's source at which it may split a message, the longest first."""
-    literals = {(one or other).replace("\\n", "\n").strip() for one, other in _LITERAL.findall(template)}
+    from jinja2 import Environment
+    from jinja2.exceptions import TemplateError
+
+    try:
+        tokens = [value for _, kind, value in Environment().lex(template) if kind == "string"]
+    except TemplateError:  # it is rejected when it is used
+        return []
+    literals = {token[1:-1].replace("\\n", "\n").strip() for token in tokens}
     return sorted(
         (word for word in literals if len(word) > 1 and not word.isalnum()), key=lambda word: (-len(word), word)
     )

@@ -192,6 +192,17 @@ def test_thoughts_are_learnt_where_the_template_keeps_them(name: str, in_content
         assert said == ["one<|im_end|>", "<think>\nso\n</think>\n\ntwo<|im_end|>"]
 
 
+@pytest.mark.parametrize("rest", ["m.content.split('</think>')[-1]", "m.content[19:]"], ids=["split", "cut"])
+def test_thoughts_that_end_as_the_header_does_are_no_part_of_the_header(rest: str) -> None:
+    turn = "{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>{{ REST }}<|end|>{% endif %}"
+    template = (
+        "It's the model's or the user's turn.{% for m in messages %}" + turn.replace("REST", rest) + "{% endfor %}"
+        "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+    )
+    conversation = two("a", "<think>\nhm\n</think>one", "b", "<think>\nso\n</think>two")
+    assert learnt(template, conversation) == ["one<|end|>", "two<|end|>"]
+
+
 def test_an_answer_of_which_nothing_is_written_is_refused() -> None:
     with pytest.raises(UserError, match=r"^a.jsonl:7, message 2: this answer cannot be found"):
         learnt("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", two("a", "b", "c", "d"))
