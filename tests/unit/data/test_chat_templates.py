@@ -192,11 +192,15 @@ def test_thoughts_are_learnt_where_the_template_keeps_them(name: str, in_content
         assert said == ["one<|im_end|>", "<think>\nso\n</think>\n\ntwo<|im_end|>"]
 
 
-@pytest.mark.parametrize("rest", ["m.content.split('</think>')[-1]", "m.content[19:]"], ids=["split", "cut"])
-def test_thoughts_that_end_as_the_header_does_are_no_part_of_the_header(rest: str) -> None:
+@pytest.mark.parametrize(
+    "end", ["'</think>'", "'</think>' | list | join", "['<', '/', 't', 'h', 'i', 'n', 'k', '>'] | join"]
+)
+def test_thoughts_that_end_as_the_header_does_are_no_part_of_the_header(end: str) -> None:
     turn = "{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>{{ REST }}<|end|>{% endif %}"
     template = (
-        "It's the model's or the user's turn.{% for m in messages %}" + turn.replace("REST", rest) + "{% endfor %}"
+        "It's the model's or the user's turn.{% for m in messages %}"
+        + turn.replace("REST", f"m.content.split({end})[-1]")
+        + "{% endfor %}"
         "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
     )
     conversation = two("a", "<think>\nhm\n</think>one", "b", "<think>\nso\n</think>two")
