@@ -15,6 +15,7 @@ from harness.errors import UserError
 from harness.planner.calibrate import calibrate
 from harness.planner.estimate import Estimate, predict
 from harness.planner.hardware import GIB, HEADROOM, load_hardware, names
+from harness.planner.layer_time import PRODUCT_BYTES
 from harness.planner.model_config import counted_decoder
 from harness.planner.page.write import write_page
 from harness.planner.preset import write_preset
@@ -30,7 +31,7 @@ from harness.planner.search import (
     task_of,
 )
 from harness.planner.shape import DecoderShape
-from harness.planner.workload import HABITS, Strategy
+from harness.planner.workload import ELEMENT_BYTES, HABITS, Strategy
 from harness.verb_parser import VerbParser, positive, run_arguments
 from harness.wording import counted
 
@@ -95,7 +96,7 @@ def _cells(number: int, one: Estimate) -> tuple[str, ...]:
         str(strategy.micro_batch),
         str(strategy.accumulation),
         "yes" if row["activation_checkpointing"] else "no",
-        strategy.schedule_name if strategy.pp_size > 1 else "-",
+        _schedule(strategy),
         {"none": "no", "optimizer": "states", "optimizer+parameters": "all"}[strategy.offload],
         f"{row['memory_gib']['max']:.1f}",
         f"{row['step_seconds']['total']:.3g}",
@@ -106,9 +107,20 @@ def _cells(number: int, one: Estimate) -> tuple[str, ...]:
 
 
 def _tensor(strategy: Strategy) -> str:
-    """Return the tensor-parallel size, with `ep` where ranks hold whole experts and `sp` where they share sequences."""
-    more = " ep" * (strategy.ep_size > 1) + " sp" * strategy.sequence_parallel
+    """Return the tensor-parallel size, with `ep` where ranks hold whole experts and `sp` where they share sequences.
+
+    `ep` has its size where data-parallel ranks share the experts, too.
+    """
+    size = "" if strategy.ep_size == strategy.tp_size else str(strategy.ep_size)
+    more = f" ep{size}" * (strategy.ep_size > 1) + " sp" * strategy.sequence_parallel
     return f"{strategy.tp_size}{more}"
+
+
+def _schedule(strategy: Strategy) -> str:
+    """Return the schedule, with the number of chunks of a stage where it is not the usual one, 2."""
+    if strategy.pp_size == 1:
+        return "-"
+    return strategy.schedule_name + (f" x{strategy.chunks}" if strategy.chunks > 2 else "")
 
 
 def estimate_lines(one: Estimate) -> Iterator[str]:
@@ -204,7 +216,9 @@ def plan(argv: Sequence[str]) -> int:
         "--calibrate", metavar="FILE", help="alone: measure this machine's CPU and write its device file"
     )
     parser.add_argument(
-        "--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 where it is faster than fp32"
+        "--precision",
+        choices=tuple(ELEMENT_BYTES),
+        help="default: bf16 where it is faster than fp32; fp8 and fp4 with --like megatron or torchtitan",
     )
     parser.add_argument(
         "--like",
@@ -223,6 +237,8 @@ def plan(argv: Sequence[str]) -> int:
     for name in ("write", "page"):
         if args.like != "deepspeed" and getattr(args, name) is not None:
             raise UserError(f"--{name} is for --like deepspeed: {args.like} reads no DeepSpeed JSON")
+    if args.like == "deepspeed" and PRODUCT_BYTES.get(args.precision, 2.0) < 2:
+        raise UserError(f"--precision {args.precision}: this harness trains in fp32, bf16 and fp16; see --like")
     task = _task(args)
     found = search(task)
     if args.page is not None:

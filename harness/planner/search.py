@@ -14,7 +14,7 @@ from harness.planner.estimate import Estimate, estimate, require_precision, sums
 from harness.planner.hardware import GIB, HEADROOM, Hardware
 from harness.planner.model_config import text_decoder
 from harness.planner.shape import DecoderShape
-from harness.planner.workload import DEEPSPEED, Habits, Offload, Recompute, Strategy, Workload
+from harness.planner.workload import DEEPSPEED, Habits, Offload, Recompute, Strategy, Workload, layer_parameters
 from harness.topology.layout import divisors
 from harness.wording import counted
 
@@ -79,7 +79,7 @@ def _usual_precision(hardware: Hardware) -> str:
     return "bf16" if hardware.reached_flops("bf16") > hardware.reached_flops("fp32") else "fp32"
 
 
-LARGEST_MICRO_BATCH = 64
+LARGEST_MICRO_BATCH = 128
 NO_MEMORY = f"needs more memory than a device has, of which {HEADROOM:.0%} stay free"
 NO_HOST_MEMORY = "needs more memory than the host has for each device"
 
@@ -134,16 +134,17 @@ def candidates(task: Task) -> Iterator[Strategy | str]:
             elif task.global_batch % data:
                 yield f"a global batch of {task.global_batch} is no multiple of the data-parallel ranks"
             else:
-                base = Strategy(pp_size=pipeline, tp_size=tensor, dp_size=data, split_table=True)
-                yield from _variants(task, base)
-                for ranks in _expert_sizes(task, tensor, data):
+                partition = "type:DecoderLayer" if task.workload.habits.equal_stages else "balanced"
+                base = Strategy(pp_size=pipeline, tp_size=tensor, dp_size=data, split_table=True, partition=partition)
+                for ranks in (1, *_expert_sizes(task, tensor, data)):
                     yield from _variants(task, replace(base, ep_size=ranks))
 
 
 def _expert_sizes(task: Task, tensor: int, data: int) -> list[int]:
     """Return the numbers of ranks of a stage among which whole experts can be dealt equally."""
     experts = {layer.experts for layer in task.workload.shape.layers if layer.experts}
-    sizes = (tensor * neighbours for neighbours in divisors(data)) if task.spreads_experts else ()
+    can = bool(experts) and (task.spreads_experts or task.workload.habits.tokens_travel)
+    sizes = (tensor * neighbours for neighbours in divisors(data)) if can else ()
     return [size for size in sizes if size > 1 and all(count % size == 0 for count in experts)]
 
 
@@ -168,9 +169,12 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
                     whole_gradients=is_ours and sums_whole(task.workload.precision, stage),
                     bucket=float(bucket_elements(task.workload.shape.hidden)),
                 )
+                if habits.reduces_layers:
+                    one = replace(one, bucket=max(layer_parameters(one, x) for x in set(task.workload.shape.layers)))
                 if not habits.shares_sequence or base.tp_size == 1:
                     yield from _orders(task, one)
-                if base.tp_size > 1 and base.ep_size == 1 and task.workload.sequence % base.tp_size == 0:
+                is_whole = base.ep_size == 1 or habits.shares_sequence
+                if base.tp_size > 1 and is_whole and task.workload.sequence % base.tp_size == 0:
                     yield from _orders(task, replace(one, sequence_parallel=True))
 
 
@@ -179,9 +183,14 @@ def _orders(task: Task, one: Strategy) -> Iterator[Strategy]:
     yield one
     if one.pp_size == 1:
         return
-    has_chunks = 2 * one.pp_size <= len(task.workload.shape.layers)
+    layers, chunks = len(task.workload.shape.layers), [2]
+    if task.workload.habits.equal_stages:  # embedding and head may count as a layer each, and be all of a chunk
+        each = {-(-whole // one.pp_size) for whole in (layers, layers + 2)}
+        layers += 2
+        chunks = sorted({count for stage in each for count in divisors(stage) if 1 < count <= layers // one.pp_size})
+    has_chunks = 2 * one.pp_size <= layers
     if has_chunks:
-        yield replace(one, chunks=2)
+        yield from (replace(one, chunks=count) for count in chunks)
     if one.recompute == "none":  # which would free what zero-bubble keeps
         yield replace(one, schedule="zero-bubble")
         if has_chunks:

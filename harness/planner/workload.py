@@ -39,6 +39,9 @@ class Habits:
             precision of the products.
         overlap_data, overlap_parameters: gradients and parameters of ZeRO-1 travel while layers compute.
         overlap_interleaved: stages with several parts send and receive while they compute.
+        equal_stages: all stages have equally many layers, whatever stands before and after them; and as many chunks as
+            divide those.
+        reduces_layers: gradients are reduced layer by layer.
     """
 
     zero_stage: int | None = None
@@ -57,6 +60,8 @@ class Habits:
     overlap_data: bool = False
     overlap_parameters: bool = False
     overlap_interleaved: bool = False
+    equal_stages: bool = False
+    reduces_layers: bool = False
 
 
 DEEPSPEED = Habits()
@@ -76,6 +81,7 @@ MEGATRON = Habits(
     overlap_data=True,
     overlap_parameters=True,
     overlap_interleaved=True,
+    equal_stages=True,
 )
 TORCHTITAN = Habits(
     zero_stage=3,
@@ -85,6 +91,8 @@ TORCHTITAN = Habits(
     reduces_wide=True,
     shares_sequence=True,
     overlap_data=True,
+    equal_stages=True,
+    reduces_layers=True,
 )
 HABITS = {"deepspeed": DEEPSPEED, "megatron": MEGATRON, "torchtitan": TORCHTITAN}
 

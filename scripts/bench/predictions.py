@@ -210,8 +210,9 @@ def main() -> None:
     if args.markdown is None:
         print(text)
         return
-    head, mark, _ = args.markdown.read_text(encoding="utf-8").partition("<!-- tables -->\n")
-    args.markdown.write_text(head + mark + text, encoding="utf-8")
+    head, mark, rest = args.markdown.read_text(encoding="utf-8").partition("<!-- tables -->\n")
+    _, end, tail = rest.partition("<!-- end of tables -->\n")
+    args.markdown.write_text(head + mark + text + end + tail, encoding="utf-8")
     PAGE_TABLES.write_text(text.lstrip(), encoding="utf-8")
 
 

@@ -7,13 +7,14 @@ device as its file describes it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from published_shapes import Unusable, first_of, number, shape_of
 
 from harness.planner.hardware import Hardware, Link, load_hardware
+from harness.planner.search import Task, candidates
 from harness.planner.shape import DecoderShape
-from harness.planner.workload import HABITS, Schedule, Strategy, Workload, layer_parameters
+from harness.planner.workload import HABITS, Schedule, Strategy, Workload
 
 DEVICES = {
     "A100-40GB": "a100-40gb",
@@ -78,9 +79,8 @@ def case_of(row: dict[str, str]) -> Case:
     if "ZB-2p" in row["system"]:
         raise Unusable("a schedule that no plan has")
     like, shape, hardware = program_of(row), shape_of(row), device_of(row)
-    workload, strategy = workload_of(row, shape, like), strategy_of(row, like)
-    if like == "torchtitan":  # FSDP reduces the gradients of a layer at once, without buckets
-        strategy = replace(strategy, bucket=max(layer_parameters(strategy, layer) for layer in shape.layers))
+    workload = workload_of(row, shape, like)
+    strategy = listed(workload, hardware, strategy_of(row, like))
     return Case(
         system=row["system"],
         like=like,
@@ -159,6 +159,36 @@ def workload_of(row: dict[str, str], shape: DecoderShape, like: str) -> Workload
     return Workload(shape=shape, sequence=number(row, "seq"), precision=precision, habits=HABITS[like])
 
 
+def listed(workload: Workload, hardware: Hardware, wanted: Strategy) -> Strategy:
+    """Return the layout as `ds-harness plan` has it in its table. Unusable where it has none like it."""
+    experts = any(layer.experts for layer in workload.shape.layers)
+    task = Task(
+        hardware=hardware,
+        workload=workload,
+        world_size=wanted.world_size,
+        global_batch=wanted.global_batch,
+        spreads_experts=experts,
+    )
+    found = _table(task).get(_layout(wanted))
+    if found is None:
+        raise Unusable("a layout that no plan lists")
+    return found
+
+
+@lru_cache(maxsize=64)
+def _table(task: Task) -> dict[tuple[object, ...], Strategy]:
+    return {_layout(one): one for one in candidates(task) if isinstance(one, Strategy)}
+
+
+def _layout(strategy: Strategy) -> tuple[object, ...]:
+    """Return what a user sees of a layout."""
+    return (
+        *(strategy.pp_size, strategy.tp_size, strategy.dp_size, strategy.ep_size),
+        *(strategy.micro_batch, strategy.accumulation, strategy.zero_stage, strategy.offload, strategy.recompute),
+        *(strategy.schedule, strategy.chunks, strategy.sequence_parallel),
+    )
+
+
 def strategy_of(row: dict[str, str], like: str) -> Strategy:
     """Return how a row is laid out; a micro-batch of one sample, and one a step, where it does not say."""
     habits, system = HABITS[like], row["system"]
@@ -187,9 +217,4 @@ def strategy_of(row: dict[str, str], like: str) -> Strategy:
         schedule=next((value for name, value in schedules.items() if name in system), "1f1b"),
         chunks=parts,
         sequence_parallel=tp > 1 and (habits.shares_sequence or row["seq_parallel"].startswith("yes")),
-        split_table=True,
-        overlap_data=zero >= 2 or habits.overlap_data,
-        gathers_once=like == "deepspeed" and zero == 3,
-        whole_gradients=like == "deepspeed" and zero <= 1,
-        partition="balanced" if like == "deepspeed" else "type:DecoderLayer",
     )

@@ -24,7 +24,7 @@ from harness.planner.search import (
     search,
     task_of,
 )
-from harness.planner.workload import MEGATRON, TORCHTITAN, Strategy
+from harness.planner.workload import MEGATRON, TORCHTITAN, Strategy, layer_parameters
 
 TINY = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 256}
 TINY |= {"intermediate_size": 128, "num_key_value_heads": 4, "tie_word_embeddings": False}
@@ -244,3 +244,18 @@ def test_an_estimate_that_does_not_fit_says_so_and_what_the_host_holds() -> None
     *_, last = estimate_lines(replace(off, hardware=small(1e-6, 1e-6)))
     assert last.startswith("does not fit: a rank needs 0.") and last.endswith("of 0.0 on its host")
     assert not replace(off, hardware=small(1000, 1e-6)).fits
+
+
+def test_other_programs_have_their_own_chunks_experts_and_stages() -> None:
+    """Megatron-LM: --num-layers-per-virtual-pipeline-stage, --expert-model-parallel-size over data-parallel ranks."""
+    deep = {**EXPERTS, "num_hidden_layers": 12, "num_local_experts": 8}
+    ours, theirs = (strategies(task(8, model=deep, global_batch=16, **like)) for like in ({}, {"habits": MEGATRON}))
+    of_two = [one for one in theirs if (one.pp_size, one.tp_size) == (2, 1)]
+    # 12 layers, or 14 with embedding and head, on two stages
+    assert {one.chunks for one in of_two} == {1, 2, 3, 6, 7} and {one.chunks for one in ours} == {1, 2}
+    assert {one.ep_size for one in of_two} == {1, 2, 4}
+    shared = [one for one in theirs if (one.pp_size, one.tp_size, one.ep_size) == (1, 2, 4)]
+    assert shared and all(one.sequence_parallel for one in shared)  # with experts, too
+    assert {one.partition for one in theirs} == {"type:DecoderLayer"} != {one.partition for one in ours}
+    asked = task(8, global_batch=16, habits=TORCHTITAN)
+    assert all(one.bucket == layer_parameters(one, asked.workload.shape.layers[0]) for one in strategies(asked))

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
+from harness.config.rules.deepspeed.switches import is_other
 from harness.config.rules.rule import Finding, rule
 from harness.config.text import edits
 from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
-from harness.wording import counted
+from harness.wording import counted, one_of
 
 ZERO = "/zero_optimization"
 
 
 def _acts(value: object, default: object) -> bool:
-    """Whether a value would do something if its key were read."""
-    return value is not None and value is not False and value != AUTO and (value != default or value is not True)
+    """Whether a value would do something if its key were read; the default of a number counts, as it was written."""
+    return value not in (None, AUTO) and (is_other(value, default) if isinstance(value, bool) else True)
 
 
 @rule(
@@ -41,7 +42,7 @@ def key_of_another_stage(view: RunView) -> Iterator[Finding]:
             continue
         stages = visit.key.spec.get("x-stages")
         if stages and stage not in stages and _acts(visit.value, visit.key.spec.get("default")):
-            where = " and ".join(str(number) for number in stages)
+            where = one_of([str(number) for number in stages]).replace(" or ", " and ")
             yield Finding(
                 pointer=visit.pointer,
                 message=f"{visit.name} has an effect at ZeRO stage {where} only, but the stage is {stage}",

@@ -9,24 +9,29 @@ from dataclasses import dataclass
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.syntax.values import show, unchecked_ranges
-from harness.config.values.pointers import name_of
+from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import RunView
+from harness.wording import one_of
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Which numbers are possible: from `least` on, up to `most`; each may be shut out. `count`: of a list's items."""
+    """Which numbers are possible: from `least` on, up to `most`; each may be shut out.
+
+    `count`: of a list's items; without it a list is one only where `LISTS` says so. `whole`: no fractions.
+    """
 
     least: float
     most: float = math.inf
     without_least: bool = False
     without_most: bool = False
     count: int | None = None
+    whole: bool = False
 
     def hold(self, number: float) -> bool:
         """Whether a number is possible; one that is not finite never is."""
         try:
-            if not math.isfinite(number):
+            if not math.isfinite(number) or (self.whole and number != int(number)):
                 return False
         except OverflowError:  # a whole number that is no float
             return False
@@ -36,12 +41,12 @@ class Bounds:
     def __str__(self) -> str:
         low = f"{'above' if self.without_least else 'at least'} {self.least:g}"
         high = "" if self.most == math.inf else f" and {'below' if self.without_most else 'at most'} {self.most:g}"
-        return low + high
+        return ("whole and " if self.whole else "") + low + high
 
 
-NOT_NEGATIVE, POSITIVE, COUNT = Bounds(0), Bounds(0, without_least=True), Bounds(1)
+NOT_NEGATIVE, POSITIVE, COUNT = Bounds(0), Bounds(0, without_least=True), Bounds(1, whole=True)
 SHARE, DECAY = Bounds(0, 1), Bounds(0, 1, without_most=True)
-LAST_STEP = Bounds(-1)
+LAST_STEP = Bounds(-1, whole=True)
 
 OPTIMIZER: Mapping[str, Bounds] = {
     **dict.fromkeys(
@@ -81,6 +86,27 @@ SCHEDULER: Mapping[str, Bounds] = {
 }
 """By the name of a schedule's parameter, in whichever class."""
 
+LISTS = frozenset(
+    ("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "base_lr", "max_lr", "min_lr", "base_momentum")
+) | {"max_momentum", "milestones", "eps"}
+"""Numbers that may also be a list: one for each group of parameters, the steps of a schedule, Adafactor's two."""
+OPTIONAL = frozenset(("total_steps", "epochs", "steps_per_epoch", "step_size_down", "max_eval"))
+"""Numbers that may be null, which is their default."""
+SWITCHES = frozenset(
+    ("torch_adam", "adam_w_mode", "adamw_mode", "fp32_optimizer_states", "amsgrad", "bias_correction", "capturable")
+) | {"centered", "decoupled_weight_decay", "differentiable", "eps_inside_sqrt", "foreach", "fused", "maximize"}
+SWITCHES |= {"nesterov", "set_grad_none", "cycle_momentum", "three_phase", "lr_range_test_staircase", "per_head_muon"}
+"""Parameters that are on or off; text is on, whatever it says."""
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "warmup_type": ("log", "linear"),
+    "anneal_strategy": ("cos", "linear"),
+    "scale_mode": ("cycle", "iterations"),
+    "threshold_mode": ("rel", "abs"),
+    "mode": ("triangular", "triangular2", "exp_range", "min", "max"),
+}
+FUNCTIONS = ("lr_lambda", "scale_fn", "schedulers")
+"""Parameters that only Python can give."""
+
 OTHERS: Mapping[str, Bounds] = {
     "/gradient_predivide_factor": POSITIVE,
     "/steps_per_print": NOT_NEGATIVE,
@@ -109,19 +135,41 @@ OTHERS: Mapping[str, Bounds] = {
     ' "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}',
 )
 def impossible_value(view: RunView) -> Iterator[Finding]:
-    """A number cannot be meant: a negative learning rate, a decay rate of 2, a schedule of -5 steps.
+    """A value cannot be meant: a negative learning rate, a decay rate of 2, a schedule of -5 steps, a number as text.
 
-    DeepSpeed checks hardly any number of the optimizer, of the schedule and of its plain sections. Some of these
+    DeepSpeed checks hardly any value of the optimizer, of the schedule and of its plain sections. Some of these
     train away from the minimum or divide by zero without a word, others end the run when the engine is built.
     """
     for section, known in (("/optimizer/params", OPTIMIZER), ("/scheduler/params", SCHEDULER)):
         for name, value in view.section(section).items():
-            if name in known:
-                yield from _outside(f"{section}/{name}", value, known[name])
+            pointer = f"{section}/{name}"
+            if name in FUNCTIONS:
+                yield _finding(pointer, "is a function, which no JSON can hold", "another schedule")
+            elif name in known and (wanted := _wanted(name, value, known[name])):
+                yield _finding(pointer, f"is {show(value)}", wanted)
+            elif name in known:
+                yield from _outside(pointer, value, known[name])
+            elif (name in SWITCHES and isinstance(value, str | list | dict) and value != AUTO) or (
+                name in WORDS and value not in (*WORDS[name], AUTO)
+            ):
+                yield _finding(pointer, f"is {show(value)}", one_of(WORDS.get(name, ("true", "false"))))
     for pointer, bounds in OTHERS.items():
         yield from _outside(pointer, view.as_read(pointer), bounds)
     for visit, reading in unchecked_ranges(view):
         yield _finding(visit.pointer, f"is {show(visit.value)}", f"a value that is {reading.wanted}")
+
+
+def _wanted(name: str, value: object, bounds: Bounds) -> str:
+    """Return what is wanted in the place of a value that is no number, or no list where one is needed; else nothing."""
+    if value == AUTO or (value is None and name in OPTIONAL):
+        return ""
+    is_list = isinstance(value, list) and (bounds.count is not None or name in LISTS)
+    items = value if isinstance(value, list) and is_list else [value]
+    numbers = all(isinstance(item, int | float) and not isinstance(item, bool) for item in items if item is not None)
+    numbers = numbers and (items is value or None not in items)  # Adafactor's first eps may be null
+    if numbers and (bounds.count is None or is_list):
+        return ""
+    return f"a list of {bounds.count} numbers" if bounds.count is not None else "a number, without quotes"
 
 
 def _outside(pointer: str, value: object, bounds: Bounds) -> Iterator[Finding]:

@@ -1,0 +1,155 @@
+"""A rule about settings that only act while another key is on, and that key is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from harness.config.diagnostic import Severity
+from harness.config.rules.rule import Finding, rule
+from harness.config.schema import find
+from harness.config.schema.coercion import as_float
+from harness.config.values.pointers import AUTO, name_of
+from harness.config.view import RunView
+
+ZERO = "/zero_optimization"
+
+
+def is_other(value: object, default: object) -> bool:
+    """Whether a value asks for something else than its key's default."""
+    if value in (None, AUTO, [], {}):
+        return False
+    return value is not bool(default) if isinstance(value, bool) else value != default
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Keys of a section that act only where something holds, and how to make it hold."""
+
+    section: str
+    names: tuple[str, ...]
+    holds: Callable[[RunView], bool]
+    why: str
+    hint: str
+
+
+def _device(view: RunView, name: str) -> object:
+    return view.as_read(f"{ZERO}/{name}/device")
+
+
+def _on_nvme(view: RunView) -> bool:
+    return "nvme" in (_device(view, "offload_optimizer"), _device(view, "offload_param"))
+
+
+def _is_dynamic(view: RunView) -> bool:
+    return not as_float(view.get("/fp16/loss_scale"))
+
+
+NEEDS = (
+    Needs(
+        f"{ZERO}/offload_param",
+        ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+        lambda view: _device(view, "offload_param") == "nvme",
+        'offload_param.device is not "nvme"',
+        "remove it",
+    ),
+    Needs(
+        f"{ZERO}/offload_optimizer",
+        ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),
+        lambda view: _device(view, "offload_optimizer") == "nvme",
+        'offload_optimizer.device is not "nvme"',
+        'remove it, or set offload_optimizer.device to "nvme"',
+    ),
+    Needs(
+        f"{ZERO}/offload_optimizer",
+        ("cpuadam_cores_perc",),
+        lambda view: view.on(f"{ZERO}/offload_optimizer/super_offload"),
+        "super_offload is off",
+        "remove it, or set super_offload to true",
+    ),
+    Needs(
+        "/aio",
+        ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"),
+        _on_nvme,
+        "nothing is offloaded to NVMe",
+        "remove the section",
+    ),
+    Needs(
+        "/activation_checkpointing",
+        ("number_checkpoints",),
+        lambda view: view.on("/activation_checkpointing/contiguous_memory_optimization"),
+        "contiguous_memory_optimization is off",
+        "remove it, or set contiguous_memory_optimization to true",
+    ),
+    Needs(
+        "/comms_logger",
+        ("prof_ops",),
+        lambda view: not view.on("/comms_logger/enabled") or view.as_read("/comms_logger/prof_all") is False,
+        "prof_all is on, as it is where it is not given",
+        "set prof_all to false",
+    ),
+    Needs(
+        "/fp16",
+        ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"),
+        _is_dynamic,
+        "loss_scale fixes the scale",
+        "remove it, or set fp16.loss_scale to 0",
+    ),
+    Needs(
+        "/bf16",
+        ("check_grad_overflow",),
+        lambda view: view.zero_stage != 3,
+        "ZeRO-3 always checks",
+        "remove it",
+    ),
+)
+SWITCHED = ("/comms_logger", "/flops_profiler", "/torch_autocast", "/compile", "/expert_parallel", "/timers/throughput")
+"""Sections that do nothing while their `enabled` is absent, and that no argument of a run turns on."""
+
+
+@rule(
+    "DS110",
+    "setting-without-its-switch",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2,'
+    ' "offload_optimizer": {"device": "cpu", "nvme_path": "/local_nvme"}}}',
+    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
+)
+def setting_without_its_switch(view: RunView) -> Iterator[Finding]:
+    """A key acts only together with another one, which is off.
+
+    Settings of the swap to NVMe where nothing is swapped, of a section that nobody enables, of a dynamic loss scale
+    where the scale is fixed: DeepSpeed accepts them and does nothing. A section whose `enabled` is false is off on
+    purpose, and is not reported.
+    """
+    for needs in NEEDS:
+        if needs.holds(view):
+            continue
+        for name in needs.names:
+            if _asks(view, pointer := f"{needs.section}/{name}"):
+                yield _finding(pointer, needs.why, needs.hint)
+    for section in SWITCHED:
+        if view.has(f"{section}/enabled"):
+            continue
+        for name in view.section(section):
+            key = find(pointer := f"{section}/{name}")
+            if key is not None and not key.is_section and _asks(view, pointer):
+                off = f"{name_of(section)} is off"
+                yield _finding(pointer, off, 'add "enabled": true to the section, or remove it')
+                break
+
+
+def _asks(view: RunView, pointer: str) -> bool:
+    key = find(pointer)
+    default: object = key.spec.get("default") if key is not None else None
+    return view.has(pointer) and is_other(view.as_read(pointer), default)
+
+
+def _finding(pointer: str, why: str, hint: str) -> Finding:
+    return Finding(
+        pointer=pointer,
+        message=f"{name_of(pointer)} has no effect: {why}",
+        hint=hint,
+        deepspeed="ignores it",
+    )
