@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
@@ -149,10 +149,12 @@ def impossible_value(view: RunView) -> Iterator[Finding]:
                 yield _finding(pointer, f"is {show(value)}", wanted)
             elif name in known:
                 yield from _outside(pointer, value, known[name])
-            elif (name in SWITCHES and isinstance(value, str | list | dict) and value != AUTO) or (
-                name in WORDS and value not in (*WORDS[name], AUTO)
-            ):
-                yield _finding(pointer, f"is {show(value)}", one_of(WORDS.get(name, ("true", "false"))))
+            elif name in WORDS and value not in (*WORDS[name], AUTO):
+                yield _finding(pointer, f"is {show(value)}", one_of(WORDS[name]))
+            elif name in SWITCHES and isinstance(value, str | list | dict) and value != AUTO:
+                on = "on" if value else "off"
+                told = _finding(pointer, f"is {show(value)}, which is {on} whatever it says", "true or false")
+                yield replace(told, severity=Severity.WARNING)
     for pointer, bounds in OTHERS.items():
         yield from _outside(pointer, view.as_read(pointer), bounds)
     for visit, reading in unchecked_ranges(view):
