@@ -45,7 +45,13 @@ def ask(*command: str) -> str:
     """Return what a command of Slurm prints. UserError if it cannot be started, or does not answer."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ANSWER_S,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
         )
     except subprocess.TimeoutExpired as error:
         raise UserError(f"`{' '.join(command)}` has not answered for {ANSWER_S} s: ask whether Slurm is up") from error
@@ -67,6 +73,8 @@ class Allocation:
         nodes = environ.get("SLURM_JOB_NODELIST")
         if nodes is None or in_step(environ) or shutil.which("scontrol") is None:
             return None
-        shown = ask("scontrol", "show", "hostnames", nodes)
+        names = ask("scontrol", "show", "hostnames", nodes).split()
+        if not names or not all(re.fullmatch(r"[\w.-]+", name, re.ASCII) for name in names):
+            raise UserError(f"`scontrol show hostnames {nodes}` gives no names of hosts: ask whether Slurm is up")
         tasks = environ.get("SLURM_GPUS_ON_NODE") or str(tasks_on_node(environ.get("SLURM_TASKS_PER_NODE", "1"), 0))
-        return cls(hosts=tuple(shown.split()), tasks_per_node=int(tasks) if tasks.isdigit() else 1)
+        return cls(hosts=tuple(names), tasks_per_node=int(tasks) if tasks.isdigit() else 1)

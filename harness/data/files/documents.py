@@ -7,6 +7,7 @@ are missing. Why this is not `datasets.load_dataset`: see "Prepared data and `da
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -26,7 +27,7 @@ from harness.data.on_disk.cache import (
     prepared_folder,
     set_fingerprint,
 )
-from harness.data.on_disk.shards import make_shards, shard_bytes
+from harness.data.on_disk.shards import is_whole, make_shards, shard_bytes, write_whole
 from harness.data.pieces import in_pieces, parts_of
 from harness.errors import UserError
 
@@ -56,7 +57,8 @@ def read_documents(
     Text has the columns `text` and `part`: a long text comes in several rows, its parts, numbered from 0. Conversations
     have `conversation` and `place`. A .txt file's text is its bytes decoded as UTF-8: no newline is added, dropped or
     translated. A few rows at a time are in memory. The copy lies in `cache_dir` (default HF_DATASETS_CACHE) and is used
-    again while paths, sizes and modification times of the files stay the same.
+    again while paths and content of the files stay the same; where sizes and times of the last change do, they are not
+    read.
 
     Raises:
         UserError: as `preflight`; and for text that is not UTF-8, a line that is not JSON, a row unlike the others.
@@ -66,10 +68,8 @@ def read_documents(
     sources = [source] if isinstance(source, str | os.PathLike) else source
     (kind,) = {preflight(source) for source in sources}
     files = [file.absolute() for source in sources for file in find_files(source)]
-    stamps = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
     text = Value("large_string")
     features = {"text": text, "part": Value("int32")} if kind == TEXT else {"conversation": text, "place": text}
-    folder = prepared_folder(cache_dir) / fingerprint("sources", _FORMAT_OF_FILES, kind, *stamps)
 
     def read(extents: Sequence[Extent]) -> Iterator[dict[str, str | int]]:
         for extent in extents:
@@ -79,9 +79,31 @@ def read_documents(
                 raise UserError(f"cannot read {extent.file}: {error.strerror or error}") from error
 
     try:
+        content = _content(files, prepared_folder(cache_dir))
+        folder = prepared_folder(cache_dir) / fingerprint("sources", _FORMAT_OF_FILES, kind, *files, content)
         return copied(folder, planned(files, folder), read, Features(features), say=say, workers=workers)
     except OSError as error:  # of the writer: the reader's are UserErrors by now
         raise cache_error(error, cache_dir) from error
+
+
+def _content(files: Sequence[Path], prepared: Path) -> str:
+    """Return a digest of the content of files. It is kept in `prepared` under their sizes and times of last change."""
+    stamps = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
+    place = prepared / "contents" / fingerprint(*stamps)
+    if not is_whole(place):
+        digests: list[str] = []
+        for file in files:
+            try:
+                with file.open("rb") as stream:
+                    digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
+            except OSError as error:
+                raise UserError(f"cannot read {file}: {error.strerror or error}") from error
+
+        def note(folder: Path) -> None:
+            (folder / "digest").write_text(fingerprint(*digests), encoding="ascii")
+
+        write_whole(place, note)
+    return (place / "digest").read_text(encoding="ascii")
 
 
 def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = lambda _: None) -> Dataset:

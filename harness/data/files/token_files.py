@@ -101,8 +101,12 @@ def _megatron(path: Path) -> TokenFile:
         raise UserError(f"{index} has version {version}: only version 1 is known")
     if code not in _DTYPES:
         raise UserError(f"{index} has the dtype code {code}, which is no integer: give a file of token ids")
-    if index.stat().st_size < HEADER.size + 12 * sequences + 8 * documents:
-        raise UserError(f"{index} is cut off: it has fewer than {sequences:,} sequences and {documents:,} documents")
+    beyond = index.stat().st_size - HEADER.size - 12 * sequences - 8 * documents
+    if beyond not in (0, sequences):  # a file of several modes has one byte a sequence behind the documents
+        raise UserError(
+            f"{index} is {'cut off' if beyond < 0 else 'damaged'}: it is not of the size of {sequences:,} sequences "
+            f"and {documents:,} documents"
+        )
     lengths = mapped(index, np.int32, HEADER.size, sequences)
     at = HEADER.size + 4 * sequences
     pointers = mapped(index, np.int64, at, sequences)
@@ -135,7 +139,8 @@ def _require_in_order(
                 f"{index} is damaged: sequence {start + int(wrong[0]):,} does not begin where the one before ends"
             )
         behind = int(stops[-1])
-    if len(ends) and (ends[0] < 0 or ends[-1] > len(lengths) or bool((np.diff(ends) < 0).any())):
+    # Megatron begins with 0, and adds the number of sequences so far at each document's end
+    if not len(ends) or ends[0] or ends[-1] not in (0, len(lengths)) or bool((np.diff(ends) < 0).any()):
         raise UserError(f"{index} is damaged: its documents do not begin at sequences 0 to {len(lengths):,}, in order")
 
 
@@ -143,8 +148,9 @@ def _datatrove(path: Path, vocabulary: int) -> TokenFile:
     metadata, index = Path(f"{path}.metadata"), Path(f"{path}.index")
     ends = np.fromfile(index, np.uint64).astype(np.int64) if index.is_file() else np.empty(0, np.int64)
     size = 2 if vocabulary <= 2**16 else 4
-    if len(ends) and path.stat().st_size in (2 * ends[-1], 4 * ends[-1]):
-        size = path.stat().st_size // int(ends[-1])
+    last = int(ends[-1]) if len(ends) else 0
+    if last and path.stat().st_size in (2 * last, 4 * last):
+        size = path.stat().st_size // last
     if metadata.is_file():
         first = metadata.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
         size = {"2": 2, "4": 4}.get(first.rpartition("|")[2].strip(), size)

@@ -115,6 +115,10 @@ def test_a_changed_file_is_read_again(tmp_path, cache):
     file.write_text("new")
     os.utime(file, ns=(1, 1))
     assert texts(file, cache) == ["new"]
+    os.utime(file, ns=(2, 2))
+    prepared = {path: path.stat().st_ino for path in cache.glob("prepared/*/*/rows.arrow")}
+    assert texts(file, cache) == ["new"]  # touched alone: nothing is prepared again
+    assert {path: path.stat().st_ino for path in cache.glob("prepared/*/*/rows.arrow")} == prepared
 
 
 def test_every_twentieth_document_is_held_out(tmp_path, cache):

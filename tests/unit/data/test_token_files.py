@@ -127,7 +127,7 @@ def test_several_files_are_one_and_may_have_weights(tmp_path):
         ),
         (
             lambda p: megatron(p) and p.with_suffix(".idx").write_bytes(HEADER.pack(b"MMIDIDX\0\0", 1, 8, 2**60, 1)),
-            r"a\.idx is cut off: it has fewer than 1,152,921,504,606,846,976 sequences and 1 documents",
+            r"a\.idx is cut off: it is not of the size of 1,152,921,504,606,846,976 sequences and 1 documents",
         ),
         (lambda p: megatron(p) and p.with_suffix(".idx").write_bytes(b"MMIDIDX"), r"a\.idx is not a Megatron index"),
         (lambda p: changed(p, LENGTHS + 4, "<i", 2), r"a\.idx is damaged: sequence 2 does not begin where the one"),
@@ -138,6 +138,12 @@ def test_several_files_are_one_and_may_have_weights(tmp_path):
         (lambda p: changed(p, ENDS, "<q", -1), r"a\.idx is damaged: its documents do not begin at sequences 0 to 3"),
         (lambda p: changed(p, ENDS + 8, "<q", 3), r"a\.idx is damaged: its documents do not begin"),
         (lambda p: changed(p, ENDS + 24, "<q", 4), r"a\.idx is damaged: its documents do not begin"),
+        (lambda p: changed(p, ENDS + 24, "<q", 2), r"a\.idx is damaged: its documents do not begin"),
+        (lambda p: changed(p, ENDS, "<q", 1), r"a\.idx is damaged: its documents do not begin"),
+        (
+            lambda p: changed(p, HEADER.size - 8, "<Q", 3),
+            r"a\.idx is damaged: it is not of the size of 3 sequences and 3 ",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_in_the_first_second(make, words, tmp_path):
