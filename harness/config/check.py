@@ -23,6 +23,7 @@ def check(
     pipeline_parallel_size: int | None = None,
     tensor_parallel_size: int | None = None,
     expert_parallel_size: int | None = None,
+    context_parallel_size: int | None = None,
 ) -> list[Diagnostic]:
     """All findings about a config, in the order of the file.
 
@@ -38,6 +39,7 @@ def check(
         pp_override=pipeline_parallel_size,
         tp_override=tensor_parallel_size,
         ep_override=expert_parallel_size,
+        cp_override=context_parallel_size,
     )
     return findings(view)
 

@@ -17,7 +17,15 @@ from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, GRADIENT_BITS, INDUCTOR, TOKEN_PIECES, schedule_name
+from harness.config.values.layout_keys import (
+    CONTEXT,
+    DEEPSPEED_1F1B,
+    DEEPSPEED_CONTEXT,
+    GRADIENT_BITS,
+    INDUCTOR,
+    TOKEN_PIECES,
+    schedule_name,
+)
 from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.config.values.pointers import AUTO, bf16_section, lookup, whole
 
@@ -55,6 +63,7 @@ class RunView:
     pp_override: int | None = None
     tp_override: int | None = None
     ep_override: int | None = None
+    cp_override: int | None = None
     arguments: AutoValues | None = None  # of the run, where there is one
     filled: Mapping[str, object] | None = None  # the file with the arguments in the place of "auto"
 
@@ -173,16 +182,26 @@ class RunView:
         return self.target == "harness" and self.ep_size > self.tp_size
 
     @cached_property
+    def cp_size(self) -> int:
+        """Data ranks that the config, or an argument in its place, has share each sequence."""
+        if self.target != "harness":
+            return self.size(DEEPSPEED_CONTEXT) or 1
+        return self.cp_override or self.size(CONTEXT) or self.size(DEEPSPEED_CONTEXT) or 1
+
+    @cached_property
+    def readers(self) -> int | None:
+        """Data-parallel ranks that read different samples; None if the number of ranks is unknown or does not fit."""
+        return None if self.dp_size is None or self.dp_size % self.cp_size else self.dp_size // self.cp_size
+
+    @cached_property
     def dp_size(self) -> int | None:
-        """Data-parallel ranks; None if the number of ranks is unknown or does not fit the layout.
+        """Data-parallel ranks, context ranks among them; None if the number of ranks is unknown or does not fit.
 
         Without the harness DeepSpeed counts every rank as data-parallel.
         """
         if self.world_size is None:
             return None
         cut = self.pp_size * self.tp_size if self.target == "harness" else 1
-        if self.target != "harness":  # which has no sequence parallelism
-            cut *= self.size("/sequence_parallel_size") or 1
         return self.world_size // cut if self.world_size % cut == 0 else None
 
     @cached_property

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeAlias
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import PipeInstruction
+from deepspeed.runtime.pipe.schedule import ForwardPass, PipeInstruction
 
 Kind: TypeAlias = type[PipeInstruction]
 Execute: TypeAlias = Callable[..., None]
@@ -41,6 +41,19 @@ def run_before(engine: PipelineEngine, kind: Kind, act: Callable[[], object]) ->
         execute(self, **place)
 
     execute_by(engine, {kind: run})
+
+
+def tell_labels(engine: PipelineEngine, tell: Callable[..., None]) -> None:
+    """Have `tell` called with the labels of a micro-batch before its forward pass on this stage, and None after it."""
+    forward = executing(engine, ForwardPass)
+
+    def run(self: PipelineEngine, buffer_id: int, **place: int) -> None:
+        labels = self.pipe_buffers["labels"]
+        tell(labels[buffer_id] if self.is_last_stage() and buffer_id < len(labels) else None)
+        forward(self, buffer_id=buffer_id, **place)
+        tell(None)
+
+    execute_by(engine, {ForwardPass: run})
 
 
 def watch_instructions(

@@ -32,6 +32,7 @@ from harness.parallel.pipeline.schedules.instructions import follow_schedule, mo
 from harness.parallel.pipeline.schedules.orders import ORDERS
 from harness.parallel.pipeline.staged_module import build_layers, pack_payload
 from harness.parallel.plans.experts import run_experts_by
+from harness.parallel.tensor import cross_entropy
 from harness.parallel.values import Value
 from harness.resilience.process.distributed import start
 from harness.topology.env import LaunchEnv
@@ -110,6 +111,8 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
         boundaries = choose_boundaries(trainable, context, None)
         with (
             replaced(gradients, "BLOCK", 2**62),
+            # these tensors are on no device: a loop over pieces that fit into a CPU's cache would have no end
+            replaced(cross_entropy, "IN_CACHE", cross_entropy.ELEMENTS_AT_ONCE),
             fake_tensors(),
             Ledger(plan.layout, env.rank) as ledger,
         ):

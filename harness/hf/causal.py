@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +21,11 @@ from transformers.core_model_loading import build_glob_alternation
 from harness.config.model.shape import experts_of
 from harness.errors import UserError
 from harness.hf.attention import on_any_device
+from harness.hf.context.arguments import SplitArguments
+from harness.hf.context.plan import TOGETHER, TokensApart
+from harness.hf.context.sequence import SharedSequence
 from harness.hf.decoder import (
     Blueprint,
-    SharedSequence,
     decoder_layers,
     embedding_noise,
     unequal_shares,
@@ -50,11 +52,13 @@ from harness.hf.weights.layer_weights import (
     read_by_transformers,
 )
 from harness.parallel.comm import TensorParallel
+from harness.parallel.context.stretches import ContextParallel
 from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan, run_where_aligned
 from harness.parallel.plans.lora import cut_with_adapters
 from harness.parallel.plans.plan import Plan, plan_for
+from harness.parallel.tiles import LossTiles
 from harness.parallel.token_exchange import NO_NEIGHBOURS, Neighbours
 from harness.parallel.zero import Zero3Partition
 
@@ -179,6 +183,8 @@ class CausalModel:
             (logits, router loss).
         in_fp32: names of the parameters that the family keeps in float32 in a model of 16 bits.
         shares_sequence: whether each tensor-parallel rank has a share of the tokens between the layers.
+        apart: how some tokens are computed without the others.
+        loss_tiles: lets the epilogue compute the loss in tiles; None where it gives logits.
     """
 
     layers: list[LayerSpec]
@@ -191,6 +197,13 @@ class CausalModel:
     router: RouterCapture | None = None
     in_fp32: frozenset[str] = frozenset()
     shares_sequence: bool = False
+    apart: TokensApart = TOGETHER
+    loss_tiles: LossTiles | None = None
+
+    @property
+    def context(self) -> ContextParallel | None:
+        """This rank and those that share the sequence with it; the logits are those of its stretch."""
+        return self.apart.context
 
     @property
     def layer_names(self) -> list[str]:
@@ -241,6 +254,7 @@ def assemble(
     keep_fp32: bool = False,
     noise_alpha: float | None = None,
     sequence_parallel: bool = False,
+    apart: TokensApart = TOGETHER,
 ) -> CausalModel:
     """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
 
@@ -258,6 +272,7 @@ def assemble(
         keep_fp32: whether what the family keeps in float32 stays so.
         noise_alpha: of NEFTune's noise on the embeddings.
         sequence_parallel: whether tensor-parallel ranks share the tokens between the layers.
+        apart: how some tokens are computed without the others.
     """
     model = source.skeleton()
     plan = _plan(source, model, tensor, experts)
@@ -287,8 +302,8 @@ def assemble(
         kept=in_fp32 if keep_fp32 else frozenset(),
         buffers=buffers,
         noise=noise,
-        sequence=_shared_sequence(outer, tensor) if sequence_parallel else None,
     )
+    blueprint = _computing_apart(blueprint, tensor if sequence_parallel else None, apart, whole_logits=whole_logits)
     return CausalModel(
         layers=decoder_layers(blueprint),
         source=source,
@@ -300,6 +315,8 @@ def assemble(
         router=router,
         in_fp32=in_fp32,
         shares_sequence=sequence_parallel,
+        apart=apart,
+        loss_tiles=blueprint.loss_tiles,
     )
 
 
@@ -314,13 +331,56 @@ def _examine(
         return outer, router_capture(outer, head) if router_loss else None
 
 
-def _shared_sequence(outer: OuterForward, tensor: TensorParallel) -> SharedSequence | None:
-    if outer.schema.replayed:
+def _computing_apart(
+    blueprint: Blueprint, tensor: TensorParallel | None, apart: TokensApart, *, whole_logits: bool
+) -> Blueprint:
+    """Return the blueprint of a model that computes some tokens without the others.
+
+    `tensor`: the ranks that share the tokens between the layers, besides context ranks.
+    """
+    outer = blueprint.outer
+    return replace(
+        blueprint,
+        sequence=_shared_sequence(outer, tensor, apart),
+        context=apart.context,
+        plan=apart.plan if apart.context is not None or apart.block_tile else None,
+        split=None if apart.context is None or apart.plan.whole else SplitArguments.of(outer),
+        loss_tiles=_loss_tiles(outer, apart, whole_logits=whole_logits),
+        block_tile=apart.block_tile,
+    )
+
+
+def _loss_tiles(outer: OuterForward, apart: TokensApart, *, whole_logits: bool) -> LossTiles | None:
+    """Return what lets the epilogue compute the loss in tiles; None where it gives logits.
+
+    Raises UserError for tiles of the loss or of blocks that would change numbers.
+    """
+    if apart.block_tile and outer.draws:
+        raise UserError(
+            "tiling.feed_forward: the model uses dropout or other random numbers, which tiles would change; set its "
+            "dropout rates and --neftune_noise_alpha to 0, or remove it"
+        )
+    if not apart.loss_tile:
+        return None
+    if whole_logits:
+        raise UserError("tiling.loss: a loss of your own, or with smoothed labels, is given all logits: remove it")
+    if not apart.plan.epilogue:
+        raise UserError(
+            f"tiling.loss: what {outer.described} does behind its last layer depends on more than one token: remove it"
+        )
+    return LossTiles(apart.loss_tile)
+
+
+def _shared_sequence(outer: OuterForward, tensor: TensorParallel | None, apart: TokensApart) -> SharedSequence | None:
+    """Return how the tokens are shared between the layers: over context ranks, tensor-parallel ranks, or both."""
+    if tensor is not None and outer.schema.replayed:
         raise UserError(
             f"tensor_parallel.sequence_parallel: {outer.described} passes on more than a hidden state from layer to "
             "layer: remove it"
         )
-    return None if tensor.group is None else SharedSequence(tensor.group)
+    group = None if tensor is None else tensor.group
+    context = None if apart.plan.whole else apart.context  # where all is computed whole, the epilogue takes a stretch
+    return SharedSequence(group, context or ContextParallel()) if group is not None or context is not None else None
 
 
 def _require_all_held(outer: OuterForward, form: CheckpointFormat) -> None:

@@ -10,31 +10,35 @@ layer followed by its HuggingFace name: `3.model.layers.2.self_attn.q_proj.weigh
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
+from harness.hf.context.arguments import SplitArguments
+from harness.hf.context.layer import StretchLayer
+from harness.hf.context.plan import ContextPlan, own_tokens
+from harness.hf.context.sequence import SharedSequence
 from harness.hf.forward.outer_forward import OuterForward
-from harness.hf.forward.payload import CarriedTensor, PayloadSpec, StagePayload, Tokens
+from harness.hf.forward.payload import CarriedTensor, ForwardOutput, PayloadSpec, StagePayload, Tokens
 from harness.hf.forward.router_loss import RouterCapture
 from harness.hf.layers.call import LayerInputs
 from harness.hf.weights.layer_weights import WeightSource, materialise
-from harness.parallel.comm import group_size
-from harness.parallel.draws import expect_shapes
+from harness.parallel.context.stretches import ContextParallel, TokenRows
+from harness.parallel.draws import expect_shapes, has_dropout
 from harness.parallel.pipeline.staged_module import SharedLayerSpec
 from harness.parallel.plans.plan import wildcard
 from harness.parallel.plans.sequence import share_sequence
-from harness.parallel.tensor.sequence import join_sequence, split_sequence
+from harness.parallel.tensor.sequence import widths_of
 from harness.parallel.tensor.shard import shard_of
+from harness.parallel.tiles import LossTiles, tile_block
 from harness.parallel.values import Value
-from harness.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,42 +77,6 @@ def embedding_noise(model: PreTrainedModel, alpha: float | None) -> EmbeddingNoi
     return EmbeddingNoise(module=name, alpha=alpha)
 
 
-@dataclass(frozen=True)
-class SharedSequence:
-    """Split and join the hidden state between layers, of which each rank of `group` holds a share of the tokens.
-
-    Where the shares are unequal, token ids travel as well: only they tell the length of the whole sequence.
-    """
-
-    group: dist.ProcessGroup
-
-    def split(self, payload: StagePayload, tokens: Tokens) -> StagePayload:
-        """Return what is passed on with this rank's share of the hidden state, which was made of `tokens`."""
-        length, size = payload.hidden.shape[1], group_size(self.group)
-        if length < size:
-            raise UserError(
-                f"tensor_parallel.sequence_parallel: a sequence of {counted(length, 'token')} cannot be split "
-                f"over {size} ranks: use longer samples, or remove it"
-            )
-        kept = payload.tokens or (tokens if length % size else None)
-        return replace(payload, hidden=split_sequence(payload.hidden, self.group), tokens=kept)
-
-    def length(self, payload: StagePayload) -> int:
-        """Return the length of the whole sequence."""
-        if payload.tokens is not None:
-            return payload.tokens.ids.shape[1]
-        return payload.hidden.shape[1] * group_size(self.group)
-
-    def as_whole(self, payload: StagePayload) -> StagePayload:
-        """Return the payload with a hidden state of the whole sequence's shape; a view of one token, so no memory."""
-        token = payload.hidden.detach()[:, :1]
-        return replace(payload, hidden=token.expand(-1, self.length(payload), *token.shape[2:]))
-
-    def join(self, payload: StagePayload) -> StagePayload:
-        """Return the same with the whole hidden state."""
-        return replace(payload, hidden=join_sequence(payload.hidden, self.length(payload), self.group))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
     """What every pipeline layer of a model is built with.
@@ -123,7 +91,12 @@ class Blueprint:
         kept: names of the parameters that stay in float32 whatever `dtype`.
         buffers: dtypes of floating buffers.
         noise: added to the token embeddings in training.
-        sequence: how tensor-parallel ranks share the hidden state between the layers; None: each has all of it.
+        sequence: how ranks share the hidden state between the layers; None: each has all of it.
+        context: this rank among the context ranks, if there are any; its logits are those of its stretch.
+        plan: which modules can compute a stretch of the tokens alone; likewise.
+        split: cuts the arguments of layers for a stretch; None where no layer can.
+        loss_tiles: lets the epilogue compute the loss in tiles of tokens.
+        block_tile: tokens that feed-forward blocks compute at a time; 0: all.
     """
 
     outer: OuterForward
@@ -137,6 +110,11 @@ class Blueprint:
     buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
     noise: EmbeddingNoise | None = None
     sequence: SharedSequence | None = None
+    context: ContextParallel | None = None
+    plan: ContextPlan | None = None
+    split: SplitArguments | None = None
+    loss_tiles: LossTiles | None = None
+    block_tile: int = 0
 
     @property
     def schema(self) -> PayloadSpec:
@@ -191,13 +169,19 @@ class Prologue(ModelLayer):
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, blueprint.outer.prologue)
         self.names = list(blueprint.outer.prologue)
+        # what the prologue draws is drawn for all tokens
+        self.takes_stretch = blueprint.plan is not None and blueprint.plan.prologue and not self.outer.draws
         if blueprint.noise is not None:
             self.get_submodule(blueprint.noise.module).register_forward_hook(blueprint.noise)
 
     def forward(self, inputs: Value) -> Value:
         modules = {name: self.get_submodule(name) for name in self.names}
         tokens = Tokens.of(inputs)
-        payload = self.outer.enter(tokens, modules, self.training)
+        own = tokens
+        if self.sequence is not None:
+            self.sequence.require_enough(tokens)
+            own = own_tokens(tokens, self.outer, self.sequence.context) if self.takes_stretch else tokens
+        payload = self.outer.enter(own, modules, self.training)
         if not self.schema.bare or tokens.positions is not None:
             # copies: the cache finds layer inputs by the memory of the ids, which the caller may reuse for other ids
             copies = Tokens(*(tensor.clone() for tensor in tokens.tensors()))
@@ -214,52 +198,96 @@ class DecoderLayer(ModelLayer):
 
     def __init__(self, blueprint: Blueprint, index: int) -> None:
         outer, name = blueprint.outer, blueprint.outer.layer_names[index]
-        super().__init__(blueprint, {name: outer.layers[index]}, partial(_leaves, outer, index))
+        tiled = _tiled_blocks(blueprint, index)
+        super().__init__(blueprint, {name: outer.layers[index]}, partial(_leaves, outer, index, tiled))
         self.index = index
         self.name = name
         captures = blueprint.capture is not None and index in blueprint.capture.layers
         self.capture = blueprint.capture if captures else None
         shards = [shard for parameter in self.parameters() if (shard := shard_of(parameter)) is not None]
         self.shares = sorted({shard.widths for shard in shards if shard.unequal and not shard.copied})
+        layer = self.get_submodule(name)
+        gathered = None if blueprint.plan is None else blueprint.plan.blocks_of(outer.layers[index])
+        self.stretch = None
+        if blueprint.split is not None and self.sequence is not None and gathered is not None:
+            self.stretch = StretchLayer(layer, gathered, blueprint.split, index, self.sequence.context)
+        # else the layer is given all tokens, and its ranks compute alike
+        self.works_on_share = self.sequence is not None and (blueprint.plan is None or self.stretch is not None)
         self.share = None
-        if self.sequence is not None:
-            self.works_on_share = True
-            self.share = share_sequence(self.get_submodule(name), self.sequence.group)
+        if self.works_on_share and self.sequence is not None and self.sequence.group is not None:
+            apart = [*(self.stretch.gathered if self.stretch else ()), *map(layer.get_submodule, tiled)]
+            self.share = share_sequence(layer, self.sequence.group, apart)
+        if self.stretch is not None:
+            self.stretch.gather_blocks()
+        for block in tiled:
+            tile_block(layer.get_submodule(block), blueprint.block_tile)
 
     def compiled_parts(self) -> Sequence[nn.Module]:
         return [self.get_submodule(self.name)]
 
     def forward(self, value: Value) -> Value:
         payload = self.schema.open(self.index, value)
-        if self.sequence is None or self.share is None:
+        if self.sequence is None:
             hidden, inputs = self.outer.arguments(self.index, payload)
-            return self._run(payload, hidden, inputs, hidden, self.shares)
-        whole, inputs = self.outer.arguments(self.index, self.sequence.as_whole(payload))
-        with self.share.forward_of(payload.hidden, whole.shape[1]):
-            return self._run(payload, payload.hidden, inputs, whole, [*self.shares, self.share.widths])
+            self._expect(inputs, hidden)
+            passed = self._run(payload, hidden, inputs)
+        else:
+            whole, inputs = self.outer.arguments(self.index, self.sequence.as_whole(payload))
+            on = self._on_share if self.works_on_share else self._on_all_tokens
+            passed = on(self.sequence, payload, inputs, whole)
+        return self.schema.close(self.index + 1, passed)
 
-    def _run(
-        self,
-        payload: StagePayload,
-        hidden: Tensor,
-        inputs: LayerInputs,
-        whole: Tensor,
-        shares: Sequence[tuple[int, ...]],
-    ) -> Value:
-        """Run the layer; return what it passes on.
+    def _on_share(
+        self, sequence: SharedSequence, payload: StagePayload, inputs: LayerInputs, whole: Tensor
+    ) -> StagePayload:
+        """Run the layer on this rank's share of the tokens; `inputs` and the shape of `whole` are those of all."""
+        self._expect(inputs, whole, sequence)
+        with ExitStack() as forward:
+            if self.share is not None:
+                forward.enter_context(self.share.forward_of(payload.hidden, sequence.stretch(payload)))
+            if self.stretch is not None:
+                inputs = forward.enter_context(self.stretch.forward_of(inputs, whole.shape[0], whole.shape[1]))
+            return self._run(payload, payload.hidden, inputs)
+
+    def _on_all_tokens(
+        self, sequence: SharedSequence, payload: StagePayload, inputs: LayerInputs, whole: Tensor
+    ) -> StagePayload:
+        """Run the layer on all tokens; what it passes on is of this rank's share."""
+        joined = sequence.join_all(payload)
+        self._expect(inputs, joined.hidden)
+        passed = self._run(joined, joined.hidden, inputs)
+        rows = sequence.rows(whole)
+        own = replace(passed, hidden=sequence.share(rows.own(passed.hidden)))
+        if self.capture is None:
+            return own
+        name = self.capture.state_name(self.index)
+        return own.with_state(name, torch.stack([rows.own(logits) for logits in passed.states[name]]))
+
+    def _expect(self, inputs: LayerInputs, whole: Tensor, sequence: SharedSequence | None = None) -> None:
+        """Tell what the layer draws of the shapes that it would draw if it were not cut.
 
         Args:
-            whole: has the shape of the hidden state of the whole sequence; `hidden` itself where ranks do not share it.
-            shares: sizes by which tensor-parallel ranks divide tensors unequally.
+            whole: has the shape of the hidden state of the whole sequence.
+            sequence: how ranks share it, where they do.
         """
+        shares, tokens = list(self.shares), None
+        if sequence is not None:
+            stretches = sequence.context.widths(whole.shape[1])
+            if self.share is not None:
+                shares.append(widths_of(stretches[sequence.context.rank], self.share.group))
+            if self.stretch is not None:
+                tokens = sequence.context.rank, stretches
+        expect_shapes(lambda: self.outer.facts.drawn_shapes(self.index, inputs, whole), shares, tokens)
+
+    def _run(self, payload: StagePayload, hidden: Tensor, inputs: LayerInputs) -> StagePayload:
+        """Run the layer; return what it passes on."""
         layer = self.get_submodule(self.name)
-        expect_shapes(lambda: self.outer.facts.drawn_shapes(self.index, inputs, whole), shares)
         if self.capture is None:
             output = inputs.apply(layer, hidden)
         else:
             output, taken = self.capture.run(layer, lambda: inputs.apply(layer, hidden))
             payload = payload.with_state(self.capture.state_name(self.index), taken)
-        return self.schema.close(self.index + 1, self.outer.after(self.index, inputs, output, payload))
+        return self.outer.after(self.index, inputs, output, payload)
 
 
 class Epilogue(ModelLayer):
@@ -269,21 +297,58 @@ class Epilogue(ModelLayer):
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
-        super().__init__(blueprint, blueprint.outer.epilogue)
+        # tiles call its modules again and again: ZeRO-3 gathers it as one
+        super().__init__(blueprint, blueprint.outer.epilogue, lambda: [""] if blueprint.loss_tiles is not None else [])
+        self.tiles = blueprint.loss_tiles
         self.names = list(blueprint.outer.epilogue)
+        # what it draws is drawn for all tokens
+        self.context = blueprint.context
+        stays = blueprint.plan is not None and blueprint.plan.epilogue
+        self.takes_stretch = stays and not any(map(has_dropout, blueprint.outer.epilogue.values()))
         self.capture = blueprint.capture
 
     def forward(self, value: Value) -> Value:
         modules = {name: self.get_submodule(name) for name in self.names}
         payload = self.schema.open(len(self.outer.layers), value)
+        rows = None
         if self.sequence is not None:
-            payload = self.sequence.join(payload)
+            rows = self.sequence.rows(self.sequence.as_whole(payload).hidden)
+            payload = self._joined(self.sequence, payload)
         leave = partial(self.outer.leave, payload, modules, self.training)
+        if self.tiles is not None and self.tiles.loss is not None:
+            total = self.tiles.sum(payload.hidden, partial(self._logits, payload, modules))
+            leave = partial(self.outer.leave, replace(payload, hidden=payload.hidden[:, :1]), modules, self.training)
+            return total if self.capture is None else (total, self._router_loss(rows, payload, leave)[1])
         if self.capture is None:
-            logits: Tensor = leave().logits
-            return logits
+            return self._own(leave().logits)
+        logits, router_loss = self._router_loss(rows, payload, leave)
+        return self._own(logits), router_loss
+
+    def _logits(self, payload: StagePayload, modules: dict[str, nn.Module], hidden: Tensor) -> Tensor:
+        """Return the logits of some tokens' hidden states."""
+        logits: Tensor = self.outer.leave(replace(payload, hidden=hidden, tokens=None), modules, self.training).logits
+        return logits
+
+    def _router_loss(
+        self, rows: TokenRows | None, payload: StagePayload, leave: Callable[..., ForwardOutput]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits of `leave`, and the router loss of all tokens."""
+        assert self.capture is not None
         taken = [payload.states[self.capture.state_name(index)] for index in sorted(self.capture.layers)]
+        if rows is not None:
+            taken = [torch.stack([rows.join(logits) for logits in layer]) for layer in taken]
         return self.capture.finish(self.outer.model, taken, leave)
+
+    def _own(self, logits: Tensor) -> Tensor:
+        """Return the logits of this rank's stretch."""
+        return logits if self.context is None or self.takes_stretch else self.context.own(logits)
+
+    def _joined(self, sequence: SharedSequence, payload: StagePayload) -> StagePayload:
+        """Return the payload with the hidden state, and the tokens, that the epilogue is given."""
+        if not self.takes_stretch:
+            return sequence.join_all(payload)
+        tokens = None if payload.tokens is None else own_tokens(payload.tokens, self.outer, sequence.context)
+        return replace(sequence.join(payload), tokens=tokens)
 
 
 def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
@@ -356,9 +421,22 @@ def find_ties(outer: OuterForward) -> list[Tie]:
     return [Tie(f"tied{number}", names) for number, names in enumerate(groups.values())]
 
 
-def _leaves(outer: OuterForward, index: int) -> list[str]:
-    """Return the names in the model of what ZeRO-3 must gather as one in decoder layer `index`."""
-    return [f"{outer.layer_names[index]}.{name}".rstrip(".") for name in outer.facts.zero3_leaves(index)]
+def _leaves(outer: OuterForward, index: int, tiled: Collection[str]) -> list[str]:
+    """Return the names in the model of what ZeRO-3 must gather as one in decoder layer `index`, `tiled` blocks too."""
+    found = {name for name in outer.facts.zero3_leaves(index) if not any(name.startswith(f"{b}.") for b in tiled)}
+    if "" not in found:  # the layer itself
+        found |= set(tiled)
+    return [f"{outer.layer_names[index]}.{name}".rstrip(".") for name in sorted(found)]
+
+
+def _tiled_blocks(blueprint: Blueprint, index: int) -> list[str]:
+    """Return the names, within decoder layer `index`, of the blocks that are computed in tiles."""
+    if not blueprint.block_tile or blueprint.plan is None:
+        return []
+    layer, capture = blueprint.outer.layers[index], blueprint.capture
+    named = ((name, layer.get_submodule(name)) for name in sorted(blueprint.plan.alone_in(layer)))
+    # the logits of a router are taken from one call of it
+    return [name for name, block in named if capture is None or not capture.has_router(block, name)]
 
 
 def _nest(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from itertools import product
+from typing import Any, Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,8 @@ from torch.overrides import TorchFunctionMode
 from harness.parallel.comm import TensorParallel
 from harness.parallel.generators import default_generator, own_generators, seed_of
 
+Share: TypeAlias = tuple[int, tuple[int, ...]]
+"""A rank's place among ranks that share entries, and how many each of them has."""
 _active: ContextVar[DrawCatcher | None] = ContextVar("active draws", default=None)
 
 
@@ -108,7 +111,7 @@ class DrawKey:
 class DrawKeys:
     """The keys of the micro-batches that this rank trains on, in the order of their forward passes.
 
-    The k-th micro-batch of a global batch belongs to data-parallel rank k % dp_size (see `BatchStream`).
+    The k-th micro-batch of a global batch belongs to data reader k % readers (see `BatchStream`).
     """
 
     def __init__(
@@ -116,27 +119,27 @@ class DrawKeys:
         *,
         seed: int,
         micro_batch: int,
-        dp_rank: int,
-        dp_size: int,
+        reader: int,
+        readers: int,
         tensor: TensorParallel,
         device: torch.device,
     ) -> None:
         self.seed = seed
         self.micro_batch = micro_batch
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
+        self.reader = reader
+        self.readers = readers
         self.tensor = tensor
         self.device = device
         self.begin_step(0)
 
     def begin_step(self, consumed_samples: int) -> None:
         """Begin a step; `consumed_samples`: by all ranks in the steps before."""
-        self._first = consumed_samples + self.dp_rank * self.micro_batch
+        self._first = consumed_samples + self.reader * self.micro_batch
         self._passed: Counter[int] = Counter()
 
     def next(self, chunk: int = 0) -> DrawKey:
         """Return the key of this rank's next micro-batch of the step in a model chunk."""
-        first = self._first + self._passed[chunk] * self.dp_size * self.micro_batch
+        first = self._first + self._passed[chunk] * self.readers * self.micro_batch
         self._passed[chunk] += 1
         return DrawKey(
             seed=self.seed, first_sample=first, samples=self.micro_batch, tensor=self.tensor, device=self.device
@@ -148,7 +151,9 @@ class KeyedDraws(DrawCatcher):
 
     Attributes:
         whole: the shapes of the uncut layer's draws, in order, where tensor-parallel ranks hold parts of them.
-        shares: how the ranks share widths of the layer: entries of each rank, in rank order.
+        shares: how the tensor-parallel ranks share widths of the layer: entries of each rank, in rank order.
+        tokens, heads: likewise how context ranks share the sequence and the attention heads, with this rank's place;
+            None where they do not.
     """
 
     def __init__(self, key: DrawKey, layer: int) -> None:
@@ -157,10 +162,12 @@ class KeyedDraws(DrawCatcher):
         self.layer = layer
         self.whole: Sequence[torch.Size] = ()
         self.shares: Sequence[tuple[int, ...]] = ()
+        self.tokens: Share | None = None
+        self.heads: Share | None = None
         self._count = 0
 
     def fill(self, out: Tensor, method: str, /, *args: object, **options: object) -> Tensor:
-        whole, start, number, share = self._next_shape(out.shape)
+        whole, starts, number, share = self._next_shape(out.shape)
         if not out.numel():
             return out
         per_sample = out.dim() > 0 and out.shape[0] % self.key.samples == 0 == whole[0] % self.key.samples
@@ -175,52 +182,95 @@ class KeyedDraws(DrawCatcher):
             else:
                 drawn = torch.empty(shape, dtype=out.dtype, device=out.device)
                 getattr(drawn, method)(*args, generator=generator, **options)
-                dim = next(dim for dim, (a, b) in enumerate(zip(shape, part.shape, strict=True)) if a != b)
-                part.copy_(drawn.narrow(dim, start, part.shape[dim]))
+                for dim, start in starts.items():
+                    drawn = drawn.narrow(dim, start, part.shape[dim])
+                part.copy_(drawn)
         return out
 
     def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
         whole, _, number, share = self._next_shape(shape)
-        share = share if whole == shape else self.key.tensor.rank
+        if whole != shape:
+            share = self.key.tensor.rank + self.key.tensor.size * (self.heads[0] if self.heads is not None else 0)
         default_generator(device).manual_seed(self._seed(number, 0, share))
 
-    def _next_shape(self, own: torch.Size) -> tuple[torch.Size, int, int, int]:
+    def _next_shape(self, own: torch.Size) -> tuple[torch.Size, dict[int, int], int, int]:
         """Return what the next draw is a part of.
 
-        The shape of the whole tensor, where this rank's share starts in it, the draw's number, and what sets this
-        rank's draws apart where its share is not known.
+        The shape of the whole tensor, where this rank's share starts in it along each dimension that is shared, the
+        draw's number, and what sets this rank's draws apart where its share is not known.
         """
         number, self._count = self._count, self._count + 1
         whole = self.whole[number] if number < len(self.whole) else own
         differing = [dim for dim, (a, b) in enumerate(zip(whole, own, strict=False)) if a != b]
-        if len(whole) != len(own) or len(differing) != 1:  # not cut, as far as is known: all ranks draw alike
-            return own, 0, number, 0
-        dim, samples = differing[0], self.key.samples
-        per_sample = samples if dim == 0 and own[0] % samples == 0 == whole[0] % samples else 1
-        start = self._start(whole[dim] // per_sample, own[dim] // per_sample)
-        return (own, 0, number, 1 + self.key.tensor.rank) if start is None else (whole, start, number, 0)
+        several = len(differing) > 1 and self.tokens is None
+        if len(whole) != len(own) or not differing or several:  # not cut, as far as is known: all ranks draw alike
+            return own, {}, number, 0
+        starts, samples = {}, self.key.samples
+        for dim in differing:
+            per_sample = samples if dim == 0 and own[0] % samples == 0 == whole[0] % samples else 1
+            start = self._start(whole[dim] // per_sample, own[dim] // per_sample)
+            if start is None:
+                return own, {}, number, 1 + self.key.tensor.rank
+            starts[dim] = start
+        return whole, starts, number, 0
 
     def _start(self, whole: int, own: int) -> int | None:
-        """Where this rank's `own` of `whole` entries start; None where the ranks' shares are not known."""
-        rank = self.key.tensor.rank
-        for widths in self.shares:
-            total = sum(widths)
-            if widths[rank] * whole == own * total and all(width * whole % total == 0 for width in widths):
-                return sum(widths[:rank]) * whole // total
-        return rank * own if own * self.key.tensor.size == whole else None
+        """Where this rank's `own` of `whole` entries start; None where the ranks' shares are not known.
+
+        Ranks may have shared them twice: context ranks the tokens, then tensor-parallel ranks each stretch of them;
+        tensor-parallel ranks the heads, then context ranks some of those.
+        """
+        tensor: list[Share] = [(self.key.tensor.rank, widths) for widths in self.shares]
+        tensor.append((self.key.tensor.rank, (1,) * self.key.tensor.size))
+        context = [share for share in (self.tokens, self.heads) if share is not None]
+        by_tokens = self.tokens is not None and sum(self.tokens[1]) == whole
+        first, then = (context, tensor) if by_tokens else (tensor, context)
+        for share in (*first, *then):
+            if (found := _part(share, whole)) is not None and found[1] == own:
+                return found[0]
+        for one, other in product(first, then):
+            outer = _part(one, whole)
+            inner = _part(other, outer[1]) if outer is not None else None
+            if outer is not None and inner is not None and inner[1] == own:
+                return outer[0] + inner[0]
+        return None
 
     def _seed(self, number: int, sample: int, share: int) -> int:
         return seed_of(self.key.seed, self.key.first_sample + sample, self.layer, number, share)
 
 
-def expect_shapes(shapes: Callable[[], Sequence[torch.Size]], shares: Sequence[tuple[int, ...]] = ()) -> None:
+def expect_shapes(
+    shapes: Callable[[], Sequence[torch.Size]], shares: Sequence[tuple[int, ...]] = (), tokens: Share | None = None
+) -> None:
     """Tell the layer that runs now which shapes it would draw if it were not cut; asked where it is cut and draws.
 
-    `shares`: how the tensor-parallel ranks share its widths, if not equally.
+    `shares`: how the tensor-parallel ranks share its widths, if not equally. `tokens`: how context ranks do.
     """
     active = _active.get()
-    if isinstance(active, KeyedDraws) and active.key.tensor.size > 1:
-        active.whole, active.shares = shapes(), shares
+    if isinstance(active, KeyedDraws) and (active.key.tensor.size > 1 or tokens is not None):
+        active.whole, active.shares, active.tokens = shapes(), shares, tokens
+
+
+@contextmanager
+def expect_heads(rank: int, widths: tuple[int, ...]) -> Iterator[None]:
+    """Tell the layer that runs now how context ranks share the heads for which it draws meanwhile."""
+    active = _active.get()
+    if isinstance(active, KeyedDraws):
+        active.heads = rank, widths
+    try:
+        yield
+    finally:
+        if isinstance(active, KeyedDraws):
+            active.heads = None
+
+
+def _part(share: Share, whole: int) -> tuple[int, int] | None:
+    """Return start and size of a rank's part of `whole` entries; None where its ranks do not share so many."""
+    rank, widths = share
+    total = sum(widths)
+    if any(width * whole % total for width in widths):
+        return None
+    return sum(widths[:rank]) * whole // total, widths[rank] * whole // total
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from harness.planner.search import (
     MoreDevices,
     MoreMemory,
     Task,
+    longest,
     more_devices,
     more_memory,
     require_fit,
@@ -46,7 +47,9 @@ HEADER = (
     "ckpt",
     "schedule",
     "offload",
+    "tiles",
     "GiB",
+    "longest",
     "step s",
     "bubble",
     "tokens/s",
@@ -91,14 +94,16 @@ def _cells(number: int, one: Estimate) -> tuple[str, ...]:
         str(number),
         str(strategy.pp_size),
         _tensor(strategy),
-        str(strategy.dp_size),
+        f"{strategy.dp_size}{f' cp{strategy.cp_size}' * (strategy.cp_size > 1)}",
         str(strategy.zero_stage),
         str(strategy.micro_batch),
         str(strategy.accumulation),
-        "yes" if row["activation_checkpointing"] else "no",
+        "host" if strategy.host_activations else "yes" if row["activation_checkpointing"] else "no",
         _schedule(strategy),
         {"none": "no", "optimizer": "states", "optimizer+parameters": "all"}[strategy.offload],
+        " ".join(word for word, tile in (("loss", strategy.loss_tile), ("ffn", strategy.block_tile)) if tile) or "-",
         f"{row['memory_gib']['max']:.1f}",
+        f"{longest(one) // 1024:,}k",
         f"{row['step_seconds']['total']:.3g}",
         f"{row['bubble_fraction']:.0%}",
         f"{row['tokens_per_second']:,.0f}",
@@ -131,6 +136,7 @@ def estimate_lines(one: Estimate) -> Iterator[str]:
         f"pipeline {strategy.pp_size} x tensor {strategy.tp_size} x data {strategy.dp_size} on {one.hardware.name}, "
         f"{one.workload.precision}, ZeRO-{strategy.zero_stage}, {strategy.accumulation} x {strategy.micro_batch} "
         f"samples of {one.workload.sequence:,} tokens on each data-parallel rank"
+        f"{f', {strategy.cp_size} of which share each' * (strategy.cp_size > 1)}"
     )
     yield f"\nGiB on each rank, of {limit:.1f}"
     parts = list(row["memory_gib"]["stages"][0])
@@ -172,7 +178,12 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
     parser.add_argument("--model", required=True, help="a preset, a directory with config.json, or a model type")
     parser.add_argument("--world_size", type=positive, required=True, help="number of ranks")
     parser.add_argument("--hardware", required=True, help=f"{', '.join(names())}, or the path of a file like theirs")
-    parser.add_argument("--block_size", type=positive, default=BLOCK_SIZE, help="tokens of a sample (default: 1024)")
+    parser.add_argument(
+        *("--block_size", "--sequence_length"),
+        type=positive,
+        default=BLOCK_SIZE,
+        help="tokens of a sample (default: 1024)",
+    )
     parser.add_argument("--global_batch_size", type=positive, help="samples of a step over all ranks")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     return parser
@@ -190,6 +201,7 @@ def estimate(argv: Sequence[str]) -> int:
             "pipeline_parallel_size",
             "tensor_parallel_size",
             "expert_parallel_size",
+            "context_parallel_size",
             "bf16",
             "fp16",
         )

@@ -136,6 +136,9 @@ class Estimate(Prediction):
             "expert_parallel_size": strategy.ep_size,
             "parts_per_stage": strategy.chunks_per_stage,
             "sequence_parallel": strategy.sequence_parallel,
+            "context_parallel_size": strategy.cp_size,
+            "activations_on_host": strategy.host_activations,
+            "tiling": {"loss": strategy.loss_tile, "feed_forward": strategy.block_tile},
         }
 
 
@@ -205,12 +208,16 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         tp_size=resolved.tp_size,
         dp_size=resolved.dp_size,
         ep_size=resolved.ep_size,
+        cp_size=resolved.cp_size,
         micro_batch=resolved.micro_batch,
         accumulation=resolved.accumulation,
         zero_stage=resolved.zero_stage,
         sequence_parallel=resolved.sequence_parallel,
         recompute="full" if interval else "none",
         recompute_every=max(1, interval),
+        host_activations=bool(interval) and not on_cpu and _keeps_on_host(resolved.config),
+        loss_tile=resolved.loss_tile,
+        block_tile=resolved.feed_forward_tile,
         offload=_offload(zero, resolved.zero_stage),
         overlap_data=bool(overlap) and resolved.zero_stage >= 1 and not whole_gradients,
         gathers_once=_gathers_once(zero, resolved.zero_stage),
@@ -222,6 +229,10 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         chunks=1 if resolved.chunks.folded else resolved.chunks.each,
     )
     return workload, strategy
+
+
+def _keeps_on_host(config: Mapping[str, object]) -> bool:
+    return lookup(config, "/activation_checkpointing/cpu_checkpointing") is True
 
 
 def sums_whole(precision: str, zero_stage: int) -> bool:

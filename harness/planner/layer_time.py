@@ -8,7 +8,7 @@ from math import ceil
 
 from harness.planner.hardware import Hardware
 from harness.planner.shape import LayerShape, context
-from harness.planner.traffic import all_reduce, expert_exchange, half_ring, tensor_group
+from harness.planner.traffic import all_reduce, expert_exchange, group_along, half_ring, tensor_group
 from harness.planner.workload import Strategy, Workload, layer_parameters
 
 # Seconds of a decoder layer on one device: matrix products, attention, and what only moves memory.
@@ -151,7 +151,7 @@ LOGIT_BYTES_IN_CACHE = Seconds(16.0, 12.0)
 @lru_cache(maxsize=65536)
 def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
     """Return the seconds of a layer's own work; the host's where it is slower to issue it."""
-    tokens = strategy.micro_batch * workload.sequence
+    tokens = strategy.tokens(workload.sequence)
     attention = _attention(hardware, workload, strategy, layer)
     products = _projections(hardware, workload, strategy, layer, tokens)
     elementwise = _elementwise(hardware, workload, strategy, layer, tokens)
@@ -229,9 +229,9 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
     Forward 2 x context x (query + output) operations a token, and 2.5 times that backward, where scores are computed
     again (Dao 2023).
     """
-    samples, length, tp = strategy.micro_batch, workload.sequence, strategy.tp_size
+    length, tp = workload.sequence, strategy.tp_size
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
-    tokens = samples * length
+    tokens = strategy.tokens(length)  # of all heads, or some heads of all tokens
     work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
     share = hardware.torch_attention_efficiency if workload.habits.torch_attention else hardware.attention_efficiency
     seconds = work / (hardware.flops[precision] * share)
@@ -260,7 +260,7 @@ def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, lay
 @lru_cache(maxsize=65536)
 def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> Seconds:
     """Return the seconds of logits and loss."""
-    tokens = strategy.micro_batch * workload.sequence
+    tokens = strategy.tokens(workload.sequence)
     columns = _share(workload.shape.vocab, strategy.tp_size)
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
     logits = tokens * columns / hardware.memory_bytes_per_second
@@ -273,7 +273,7 @@ def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
 @lru_cache(maxsize=65536)
 def embedding_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> Seconds:
     """Return the seconds of the look-up, and of adding up the dense gradient of the table."""
-    tokens = strategy.micro_batch * workload.sequence
+    tokens = strategy.tokens(workload.sequence)
     moved = 3.0 * tokens * workload.shape.hidden * workload.element_bytes
     table = 2.0 * workload.shape.vocab * workload.shape.hidden * workload.element_bytes / strategy.tp_size
     rate = hardware.memory_bytes_per_second
@@ -289,7 +289,7 @@ def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, la
     one more all-gather backward where inputs are gathered again (Korthikanti et al. 2022, section 4.2.2); with
     `narrow_gathers` what is gathered has as many bytes as the products read (Transformer Engine's Linear).
     """
-    tokens = strategy.micro_batch * workload.sequence
+    tokens = strategy.tokens(workload.sequence)
     state = float(tokens * layer.hidden * workload.element_bytes)
     group = tensor_group(hardware, strategy)
     narrow = (
@@ -302,6 +302,36 @@ def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, la
     return Seconds(forward, backward)
 
 
+def again_in_tiles(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
+    """Return the seconds in which a backward computes a layer's feed-forward blocks once more, tile by tile."""
+    if not strategy.block_tile:
+        return 0.0
+    tokens, total = strategy.tokens(workload.sequence), 0.0
+    for width, rows, copies in _feed_forward(strategy, layer, tokens):
+        columns = width * layer.into_ffn
+        total += matmul(hardware, workload.precision, rows, layer.hidden, columns, copies)
+        total += matmul(hardware, workload.precision, rows, width, layer.hidden, copies)
+    return total
+
+
+@lru_cache(maxsize=65536)
+def context_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
+    """Return the seconds in which context ranks exchange queries, keys, values and outputs, forward; a backward takes
+    the same.
+
+    Each sends all but its own share of them (Jacobs et al. 2023, arXiv 2309.14509, section 3.2); keys that are fewer
+    than ranks go to several.
+    """
+    if strategy.cp_size == 1:
+        return 0.0
+    group = group_along(hardware, strategy.cp_size, strategy.tp_size)
+    copies = max(1.0, strategy.cp_size * strategy.tp_size / max(layer.kv_heads, 1))
+    width = layer.query + layer.output + (layer.key + layer.value) * copies
+    size = strategy.tokens(workload.sequence) * width * workload.element_bytes / strategy.tp_size
+    moved = size * (group.size - 1) / group.size / group.bytes_per_second
+    return moved + 4 * (group.start_seconds + group.ring_seconds / group.size)
+
+
 def expert_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
     """Return the seconds in which a layer's tokens travel to their experts and back, forward; a backward takes the
     same.
@@ -310,7 +340,7 @@ def expert_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, l
     """
     if not layer.experts or strategy.ep_size == 1:
         return 0.0
-    tokens = strategy.micro_batch * workload.sequence
+    tokens = strategy.tokens(workload.sequence)
     state = float(tokens * layer.hidden * workload.element_bytes)
     if workload.habits.tokens_travel:
         stride = 1 if strategy.ep_size <= strategy.tp_size else strategy.tp_size

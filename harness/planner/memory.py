@@ -53,6 +53,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
     held = local_parameters(workload, strategy, stage)
     own = owned_parameters(strategy, held, local_experts(strategy, stage))
     parameters, gradients, optimizer, host = _states(workload, strategy, held, own)
+    host += host_activations(workload, strategy, stage, index)
     activations = stage_activations(workload, strategy, stage, index)
     logits = _logits(workload, strategy) if stage.is_last else 0.0
     made = activations + logits
@@ -159,8 +160,7 @@ def _states(workload: Workload, strategy: Strategy, held: float, own: float) -> 
 
 def _state_bytes(workload: Workload, strategy: Strategy) -> float:
     """Return the bytes of a micro-batch's hidden state between two layers."""
-    tokens = strategy.micro_batch * workload.sequence
-    return tokens * workload.shape.hidden * workload.element_bytes
+    return float(strategy.tokens(workload.sequence) * workload.shape.hidden * workload.element_bytes)
 
 
 def in_flight(strategy: Strategy, index: int) -> float:
@@ -196,9 +196,27 @@ def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, inde
     put_off = min(index, strategy.accumulation) if strategy.schedule == "zero-bubble" else 0
     whole = sum(count * each[layer] for layer, count in stage.layers)
     if strategy.recompute == "full":
-        kept = ceil(stage.depth / strategy.recompute_every) * _state_bytes(workload, strategy) / parallel
+        kept = kept_states(strategy, stage) * _state_bytes(workload, strategy) / parallel
         return flight * kept + put_off * whole + _at_once(strategy, stage) * max(each.values(), default=0.0)
     return (min(flight + put_off, strategy.accumulation) if put_off else flight) * whole
+
+
+def kept_states(strategy: Strategy, stage: Stage) -> int:
+    """Return how many hidden states of a micro-batch the device keeps for recomputation.
+
+    Where the others wait in the host's memory, two are here: one that is used, and one that travels.
+    """
+    states = ceil(stage.depth / strategy.recompute_every)
+    return min(states, 2) if strategy.host_activations else states
+
+
+def host_activations(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> float:
+    """Return the bytes of hidden states that wait in the host's memory for recomputation."""
+    if not strategy.host_activations or strategy.recompute != "full":
+        return 0.0
+    parallel = strategy.tp_size if strategy.sequence_parallel else 1
+    states = ceil(stage.depth / strategy.recompute_every) - kept_states(strategy, stage)
+    return in_flight(strategy, index) * states * _state_bytes(workload, strategy) / parallel
 
 
 def _at_once(strategy: Strategy, stage: Stage) -> int:
@@ -210,22 +228,24 @@ def _at_once(strategy: Strategy, stage: Stage) -> int:
 def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
     """Return the bytes that autograd keeps of one layer for one micro-batch."""
     tp, width = strategy.tp_size, workload.element_bytes
-    tokens = strategy.micro_batch * workload.sequence
+    tokens = strategy.tokens(workload.sequence)
     shared = tp if strategy.sequence_parallel else 1
     whole_input = (
         width if shared > 1 and not workload.habits.gathers_again else 0
     )  # gathered, it is kept by the next product
     outside = layer.hidden * layer.norms * ((_norm_bytes(workload, layer) - whole_input) / shared + whole_input)
     repeated = layer.heads // max(layer.kv_heads, 1)
+    ranks = strategy.cp_size * tp  # several of which may have copies of one key
     keys = (layer.key + layer.value) * (1 if workload.habits.fused_elementwise or repeated == 1 else repeated)
-    attention = (layer.query + keys + 2 * layer.output) * width / tp
+    copies = 1 if keys == (layer.key + layer.value) * repeated else max(1.0, ranks / max(layer.kv_heads, 1))
+    attention = (layer.query + keys * copies + 2 * layer.output) * width / tp
     active = (layer.into_ffn + 2 if layer.gated else 2) * width  # into the activation, out of it, and their product
     inside = layer.dense_ffn * active / tp
     if layer.experts:
         whole = tp if strategy.ep_size > 1 else 1  # whole experts: their tokens are shared out instead
         inside += layer.top_k * (layer.expert_ffn * active / tp + 2 * layer.hidden * width / whole)
         inside += layer.experts * 8
-    return tokens * (outside + attention + inside)
+    return tokens * (outside + attention) + strategy.tokens(workload.sequence, strategy.block_tile) * inside
 
 
 def _norm_bytes(workload: Workload, layer: LayerShape) -> float:
@@ -245,7 +265,7 @@ def _logits(workload: Workload, strategy: Strategy) -> float:
     In place: the logits, over which their gradient is written, and what is exponentiated at a time, with its fp32 copy
     where they are narrower. Else the logits, their logarithms of probabilities in fp32, and the gradients of both.
     """
-    tokens = strategy.micro_batch * workload.sequence
+    tokens = strategy.tokens(workload.sequence, strategy.loss_tile)
     elements = tokens * ceil(workload.shape.vocab / strategy.tp_size)
     width = workload.element_bytes
     if workload.habits.loss_in_place:

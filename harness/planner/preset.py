@@ -61,7 +61,19 @@ def preset(strategy: Strategy, precision: str) -> JsonObject:
             config["tensor_parallel"]["sequence_parallel"] = True
     if strategy.ep_size > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": strategy.ep_size}
-    return config
+    return config | _for_length(strategy)
+
+
+def _for_length(strategy: Strategy) -> JsonObject:
+    """Return the sections by which a layout holds less for each token."""
+    found: JsonObject = {}
+    if strategy.cp_size > 1:
+        found["context_parallel"] = {"size": strategy.cp_size}
+    if strategy.loss_tile or strategy.block_tile:
+        found["tiling"] = {"loss": strategy.loss_tile, "feed_forward": strategy.block_tile}
+    if strategy.host_activations:
+        found["activation_checkpointing"] = {"cpu_checkpointing": True}
+    return found
 
 
 def write_preset(path: Path, strategy: Strategy, precision: str, model: str) -> None:

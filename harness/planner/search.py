@@ -10,7 +10,7 @@ from harness.config.model.plans import plan_refusal, spreads_experts
 from harness.config.model.shares import Heads
 from harness.config.values.batch import bucket_elements
 from harness.errors import UserError
-from harness.planner.estimate import Estimate, estimate, require_precision, sums_whole
+from harness.planner.estimate import Estimate, Prediction, estimate, memory_of, require_precision, sums_whole
 from harness.planner.hardware import GIB, HEADROOM, Hardware
 from harness.planner.model_config import text_decoder
 from harness.planner.shape import DecoderShape
@@ -131,12 +131,14 @@ def candidates(task: Task) -> Iterator[Strategy | str]:
                 yield task.no_tensor
             elif heads is not None and not heads.fit(tensor):
                 yield f"tensor-parallel ranks do not fit {counted(layer.heads, 'attention head')}"
-            elif task.global_batch % data:
+            elif task.global_batch % data and not _context_sizes(task, Strategy(tp_size=tensor, dp_size=data)):
                 yield f"a global batch of {task.global_batch} is no multiple of the data-parallel ranks"
             else:
                 partition = "type:DecoderLayer" if task.workload.habits.equal_stages else "balanced"
                 base = Strategy(pp_size=pipeline, tp_size=tensor, dp_size=data, split_table=True, partition=partition)
-                for ranks in (1, *_expert_sizes(task, tensor, data)):
+                for context in _context_sizes(task, base):
+                    yield from _variants(task, replace(base, cp_size=context))
+                for ranks in _expert_sizes(task, tensor, data) if task.global_batch % data == 0 else ():
                     yield from _variants(task, replace(base, ep_size=ranks))
 
 
@@ -148,9 +150,36 @@ def _expert_sizes(task: Task, tensor: int, data: int) -> list[int]:
     return [size for size in sizes if size > 1 and all(count % size == 0 for count in experts)]
 
 
+LONG = 2**14  # tokens of a sample from which ranks may share it, and parts may be computed in tiles
+TILE = 2**12  # tokens; its products are as fast as larger ones
+
+
+def _context_sizes(task: Task, base: Strategy) -> list[int]:
+    """Return how many data-parallel ranks may share each sequence: no more than there are heads for."""
+    if task.workload.sequence < LONG or task.workload.habits.zero_stage is not None:
+        return [1] if task.global_batch % base.dp_size == 0 else []
+    heads = max(1, task.workload.shape.layers[0].heads // base.tp_size)
+    sizes = [size for size in divisors(base.dp_size) if size <= heads]
+    return [size for size in sizes if task.global_batch % (base.dp_size // size) == 0]
+
+
+def _ladder(task: Task, one: Strategy) -> Iterator[Strategy]:
+    """Yield a layout as it is, and with less and less memory a token: tiles of the loss, activations in the host's
+    memory, tiles of feed-forward blocks."""
+    yield one
+    if task.workload.sequence < LONG or task.workload.habits.zero_stage is not None:
+        return
+    tiled = replace(one, loss_tile=TILE)
+    yield tiled
+    yield replace(tiled, block_tile=TILE)
+    if one.recompute == "full" and not task.hardware.is_host:
+        yield replace(tiled, host_activations=True)
+        yield replace(tiled, host_activations=True, block_tile=TILE)
+
+
 def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
     """Yield the ways to run a layout: ZeRO stage, offload, checkpointing, micro-batch and schedule."""
-    samples = task.global_batch // base.dp_size
+    samples = task.global_batch // base.readers
     recompute: tuple[Recompute, ...] = ("none", "full")
     habits = task.workload.habits
     is_ours = habits.zero_stage is None
@@ -171,11 +200,12 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
                 )
                 if habits.reduces_layers:
                     one = replace(one, bucket=max(layer_parameters(one, x) for x in set(task.workload.shape.layers)))
-                if not habits.shares_sequence or base.tp_size == 1:
-                    yield from _orders(task, one)
                 is_whole = base.ep_size == 1 or habits.shares_sequence
-                if base.tp_size > 1 and is_whole and task.workload.sequence % base.tp_size == 0:
-                    yield from _orders(task, replace(one, sequence_parallel=True))
+                for each in _ladder(task, one):
+                    if not habits.shares_sequence or base.tp_size == 1:
+                        yield from _orders(task, each)
+                    if base.tp_size > 1 and is_whole and task.workload.sequence % base.tp_size == 0:
+                        yield from _orders(task, replace(each, sequence_parallel=True))
 
 
 def _orders(task: Task, one: Strategy) -> Iterator[Strategy]:
@@ -247,6 +277,25 @@ def _shares(one: Estimate) -> tuple[float, float]:
 
 def _excess(one: Estimate) -> float:
     return max(_shares(one))
+
+
+def longest(one: Estimate, room: float | None = None) -> int:
+    """Return the largest number of tokens of a sample, in thousands of 1,024, with which a layout fits; 0 for none.
+
+    `room`: bytes of a device; by default what the planner fills of it.
+    """
+    limit = one.hardware.planned_bytes if room is None else room
+
+    def fits(blocks: int) -> bool:
+        workload = replace(one.workload, sequence=blocks * 1024)
+        found = Prediction(workload=workload, strategy=one.strategy, stages=memory_of(workload, one.strategy))
+        return found.peak_bytes <= limit and found.host_bytes <= one.hardware.host_memory_bytes
+
+    least, most = 0, 2**17
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least * 1024
 
 
 @dataclass(frozen=True, kw_only=True)

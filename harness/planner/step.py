@@ -7,13 +7,15 @@ step. Traffic that overlaps with computation counts only where it is longer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.config.values.batch import left_waits
 from harness.planner.hardware import Hardware
 from harness.planner.layer_time import (
     COLLECTIVE_OPERATIONS,
     Seconds,
+    again_in_tiles,
+    context_traffic,
     embedding_seconds,
     expert_traffic,
     head_seconds,
@@ -22,7 +24,7 @@ from harness.planner.layer_time import (
     micro_batch_issue,
     update_issue,
 )
-from harness.planner.memory import GATHERED, local_experts, local_parameters, owned_parameters
+from harness.planner.memory import GATHERED, host_activations, local_experts, local_parameters, owned_parameters
 from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message
 from harness.planner.workload import Stage, Strategy, Workload, stages_of
 
@@ -109,10 +111,13 @@ def _stage_compute(hardware: Hardware, workload: Workload, strategy: Strategy, s
         total = total.plus(Seconds(count * seconds.forward, count * seconds.backward))
         if strategy.recompute == "full":
             forward_again += count * seconds.forward
+        forward_again += count * again_in_tiles(hardware, workload, strategy, layer)
     if stage.is_first:
         total = total.plus(embedding_seconds(hardware, workload, strategy))
     if stage.is_last:
-        total = total.plus(head_seconds(hardware, workload, strategy))
+        head = head_seconds(hardware, workload, strategy)
+        total = total.plus(head)
+        forward_again += head.forward if strategy.loss_tile else 0.0
     return total.forward + total.backward + forward_again + micro_batch_issue(hardware)
 
 
@@ -124,8 +129,17 @@ def _stage_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, s
         again = seconds.forward if strategy.recompute == "full" else 0.0
         passes = 3 if strategy.recompute == "full" else 2
         experts = passes * expert_traffic(hardware, workload, strategy, layer) if layer.experts else 0.0
-        total += count * (seconds.forward + seconds.backward + again + experts)
-    return total
+        exchanged = passes * context_traffic(hardware, workload, strategy, layer)
+        total += count * (seconds.forward + seconds.backward + again + experts + exchanged)
+    return total + _host_traffic(hardware, workload, strategy, stage)
+
+
+def _host_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return the seconds in which hidden states travel to the host and back, as far as layers do not hide it."""
+    moved = host_activations(workload, replace(strategy, pp_size=1), stage, 0)
+    once = moved / hardware.host_bytes_per_second
+    compute = sum(n * layer_seconds(hardware, workload, strategy, layer).forward for layer, n in stage.layers)
+    return max(0.0, once - compute) + max(0.0, once - 3 * compute)
 
 
 def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> float:
@@ -136,7 +150,7 @@ def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> flo
     """
     if strategy.pp_size == 1:
         return 0.0
-    tokens = strategy.micro_batch * workload.sequence
+    tokens = strategy.tokens(workload.sequence)
     state = float(tokens * workload.shape.hidden * workload.element_bytes)
     state /= strategy.tp_size if strategy.sequence_parallel else 1
     stride = strategy.tp_size * strategy.dp_size

@@ -139,10 +139,14 @@ class Strategy:
     Attributes:
         pp_size, tp_size, dp_size, ep_size: ranks along each axis; expert-parallel ranks are tensor-parallel ranks, and
             their neighbours on the data axis where `ep_size` is a multiple of `tp_size`.
+        cp_size: data-parallel ranks that share each sequence.
         micro_batch: samples; accumulation: micro-batches of a data-parallel rank in a step.
         zero_stage: what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too.
         recompute: what the backward computes again: nothing, or whole layers.
         recompute_every: layers that are recomputed at once, from the input of their first.
+        host_activations: whether these inputs wait in the host's memory.
+        loss_tile, block_tile: tokens of a sample of which the loss, and feed-forward blocks, are computed at a time; 0:
+            all.
         schedule: of the pipeline; under gpipe all forward passes come first.
         chunks: model chunks of each stage, which go round the stages (Narayanan et al. 2021, interleaved schedule).
         sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.
@@ -161,11 +165,15 @@ class Strategy:
     tp_size: int = 1
     dp_size: int = 1
     ep_size: int = 1
+    cp_size: int = 1
     micro_batch: int = 1
     accumulation: int = 1
     zero_stage: int = 0
     recompute: Recompute = "none"
     recompute_every: int = 1
+    host_activations: bool = False
+    loss_tile: int = 0
+    block_tile: int = 0
     offload: Offload = "none"
     schedule: Schedule = "1f1b"
     chunks: int = 1
@@ -201,7 +209,17 @@ class Strategy:
     @property
     def global_batch(self) -> int:
         """Samples a step."""
-        return self.micro_batch * self.accumulation * self.dp_size
+        return self.micro_batch * self.accumulation * self.readers
+
+    @property
+    def readers(self) -> int:
+        """Data-parallel ranks that read different samples."""
+        return self.dp_size // self.cp_size
+
+    def tokens(self, sequence: int, tile: int = 0) -> int:
+        """Return the tokens of a micro-batch on a rank, whose samples have `sequence`; with a tile those of one."""
+        stretch = -(-sequence // self.cp_size)
+        return self.micro_batch * (min(stretch, tile) if tile else stretch)
 
 
 def layer_parameters(strategy: Strategy, layer: LayerShape) -> float:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from harness.arguments import LoraArguments, TrainingArguments, expanded, parse
@@ -124,10 +125,11 @@ class Script:
             resolved = read_run_config(self.args, world_size=wanted, model=self._model()).resolved
         except UserError:
             return None
-        whole = Layout.from_world(wanted, pp_size=resolved.pp_size, tp_size=resolved.tp_size, ep_size=resolved.ep_size)
+        sizes = {name: getattr(resolved, name) for name in ("pp_size", "tp_size", "ep_size", "cp_size")}
+        whole = Layout.from_world(wanted, **sizes)
         words = self._with_open_accumulation()
         for layout in _smaller(whole, ranks):
-            flags = _flags(layout, resolved.train_batch)
+            flags = _flags(layout, resolved.train_batch, shares_sequences=whole.cp_size > 1)
             kept = without(words, set(flags))
             other = Script((*kept, *(word for pair in flags.items() for word in pair)))
             if other.accepts(layout):
@@ -168,18 +170,20 @@ class Script:
 
 def _smaller(whole: Layout, ranks: int) -> Iterator[Layout]:
     """Yield the layouts for at most `ranks` ranks, the best one first."""
-    for tp_size in reversed(divisors(whole.tp_size)):
+    for tp_size, cp_size in product(reversed(divisors(whole.tp_size)), reversed(divisors(whole.cp_size))):
         for pp_size in range(whole.pp_size, 0, -1):
-            for dp_size in range(min(ranks // (tp_size * pp_size), whole.world_size), 0, -1):
-                ep_size = tp_size if whole.ep_size > 1 else 1
-                yield Layout(pp_size=pp_size, tp_size=tp_size, dp_size=dp_size, ep_size=ep_size)
+            for readers in range(min(ranks // (tp_size * pp_size * cp_size), whole.world_size), 0, -1):
+                ep_size, dp_size = tp_size if whole.ep_size > 1 else 1, readers * cp_size
+                yield Layout(pp_size=pp_size, tp_size=tp_size, dp_size=dp_size, ep_size=ep_size, cp_size=cp_size)
 
 
-def _flags(layout: Layout, batch: int) -> dict[str, str]:
-    """Return the flags that set a layout and keep the batch."""
+def _flags(layout: Layout, batch: int, *, shares_sequences: bool = False) -> dict[str, str]:
+    """Return the flags that set a layout and keep the batch; `shares_sequences`: the whole run has context ranks."""
     sizes = {"pipeline": layout.pp_size, "tensor": layout.tp_size}
     if layout.ep_size > 1:
         sizes["expert"] = layout.ep_size
+    if shares_sequences:
+        sizes["context"] = layout.cp_size
     flags = {f"--{axis}_parallel_size": str(size) for axis, size in sizes.items()}
     return {**flags, "--global_batch_size": str(batch)}
 

@@ -26,6 +26,7 @@ class Groups:
     world_group: ProcessGroup | None
     pp_group: ProcessGroup | None  # the stages of one replica, in order
     dp_group: ProcessGroup | None  # the replicas of this rank's shard
+    cp_group: ProcessGroup | None  # those of them that read the same samples, in order of their stretches
     tp_group: ProcessGroup | None  # the shards of this rank's layers
     ep_group: ProcessGroup | None = None  # the neighbours on the data axis that share out whole experts
     ep_copies: ProcessGroup | None = None  # with `ep_group`: the ranks with the same experts
@@ -33,7 +34,8 @@ class Groups:
 
     def along(self, axis: Axis) -> ProcessGroup | None:
         """Return this rank's group along `axis`."""
-        return {"pipeline": self.pp_group, "data": self.dp_group, "tensor": self.tp_group}[axis]
+        groups = {"pipeline": self.pp_group, "data": self.dp_group, "context": self.cp_group, "tensor": self.tp_group}
+        return groups[axis]
 
     @property
     def first_of_copies(self) -> bool:
@@ -66,7 +68,10 @@ def build_groups(layout: Layout, loss_stage: int | None = None) -> Groups:
             "start as many processes, or change the pipeline and tensor parallel sizes"
         )
     rank = dist.get_rank() if dist.is_initialized() else 0
-    groups = {axis: _build_axis(layout.groups(axis), layout, rank) for axis in AXES}  # all ranks in the same order
+    groups: dict[Axis, ProcessGroup | None] = {}
+    for axis in AXES:  # all ranks in the same order
+        is_data = axis == "context" and layout.readers == 1
+        groups[axis] = groups["data"] if is_data else _build_axis(layout.groups(axis), layout, rank)
     ep_group = _build_axis(layout.expert_groups(), layout, rank)
     ep_copies = None if ep_group is None else _build_axis(layout.expert_copies(), layout, rank)
     if ep_group is not None and ep_copies is None:
@@ -78,6 +83,7 @@ def build_groups(layout: Layout, loss_stage: int | None = None) -> Groups:
         world_group=dist.group.WORLD if layout.world_size > 1 else None,
         pp_group=groups["pipeline"],
         dp_group=groups["data"],
+        cp_group=groups["context"],
         tp_group=groups["tensor"],
         ep_group=ep_group,
         ep_copies=ep_copies,

@@ -185,7 +185,7 @@ def _sums(
     engine: Engine, dataset: MapDataset, rows: range, micro_batch: int, collator: Collator, kept: KeptOutputs | None
 ) -> tuple[float, float]:
     """Sum of the losses of these samples, and number of what counts."""
-    place, size = engine.groups.coordinate.dp_rank, engine.groups.layout.dp_size
+    place, size = engine.groups.coordinate.reader, engine.groups.layout.readers
     steps = evaluation_steps(len(rows), micro_batch, size)
     alike = 0 if engine.has_router_loss else CHUNK if engine.groups.layout.pp_size > 1 else 1
     batches = evaluation_batches(dataset, micro_batch, place, size, rows=rows, alike=alike, data_collator=collator)

@@ -165,6 +165,12 @@ class LayoutArguments(Flags):
         least=1,
         hf_only=True,
     )
+    context_parallel_size: int | None = flag(
+        None,
+        "data-parallel ranks that share each sequence, a stretch of the tokens each; overrides context_parallel.size",
+        least=1,
+        hf_only=True,
+    )
     rebalance_steps: int | None = flag(
         None,
         "steps between comparisons of the pipeline's stages; layers move where that saves more than 5% of a step",

@@ -31,6 +31,8 @@ STRICTER = {
     "/scheduler/params": "it is looked at when the schedule is built",
     "/timers": "a string or list is searched for the word throughput",
     "/gradient_compression": "only the harness reads the section",
+    "/context_parallel": "only the harness reads the section",
+    "/tiling": "only the harness reads the section",
     "/expert_parallel": "an empty value counts as absent",
     "/data_efficiency/data_sampling/dynamic_batching/min_batch_size": "a fraction is cut, and a string converted",
     "/data_efficiency/data_sampling/dynamic_batching/max_batch_size": "a fraction is cut, and a string converted",

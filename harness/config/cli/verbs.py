@@ -173,8 +173,9 @@ def _print_filled(resolved: Resolved) -> None:
     for item in resolved.filled:
         value = "-" if item.value is None else json.dumps(item.value)
         print(f"# {item.pointer.strip('/').replace('/', '.'):<{width}} {value:<14} {item.source}")
+    context = f" (context {resolved.cp_size})" if resolved.cp_size > 1 else ""
     print(
-        f"# pipeline {resolved.pp_size} x tensor {resolved.tp_size} x data {resolved.dp_size}:"
+        f"# pipeline {resolved.pp_size} x tensor {resolved.tp_size} x data {resolved.dp_size}{context}:"
         f" {counted(resolved.train_batch, 'sample')} a step"
     )
     if "train_batch_size" not in resolved.alone:

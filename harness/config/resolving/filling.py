@@ -34,10 +34,10 @@ REDUCE_BUCKET = "/zero_optimization/reduce_bucket_size"
 _MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp_size", GRADIENT_BITS}
 
 
-def fill_batch(run: Resolution, dp_size: int) -> None:
-    """Write all three batch sizes; where they do not fit, a rule says so."""
+def fill_batch(run: Resolution, readers: int) -> None:
+    """Write all three batch sizes; where they do not fit, a rule says so. `readers`: data ranks with other samples."""
     sizes = stated_sizes(run.config, run.values)
-    batch = complete(sizes.train, sizes.micro, sizes.accumulation, dp_size)
+    batch = complete(sizes.train, sizes.micro, sizes.accumulation, readers)
     if batch is None:
         return
     for pointer, size in {MICRO: batch.micro, ACCUMULATION: batch.accumulation}.items():

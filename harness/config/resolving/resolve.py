@@ -21,7 +21,14 @@ from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document, from_values
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import PARTITIONS, SCHEDULES, partition_method, schedule_name
+from harness.config.values.layout_keys import (
+    FEED_FORWARD_TILE,
+    LOSS_TILE,
+    PARTITIONS,
+    SCHEDULES,
+    partition_method,
+    schedule_name,
+)
 from harness.config.values.pointers import put
 from harness.config.view import RunView
 
@@ -71,10 +78,11 @@ def _with_arguments(document: Document, values: AutoValues, model: ModelShape | 
         pp_override=values.pipeline_parallel_size,
         tp_override=values.tensor_parallel_size,
         ep_override=values.expert_parallel_size,
+        cp_override=values.context_parallel_size,
         arguments=values,
     )
     run = Resolution(as_read(document.data), values)
-    filling.fill_batch(run, view.dp_size or 1)
+    filling.fill_batch(run, view.readers or 1)
     filling.fill_precision(run)
     filling.fill_optimizer(run)
     filling.fill_checkpointing(run)
@@ -94,8 +102,8 @@ def _resolved(run: Resolution, view: RunView) -> Resolved:
     filling.fill_bucket(run, stage)
     filling.remove_autos(run, "", run.config)
     run.config.pop("$schema", None)
-    alone = _for_deepspeed_alone(run, view.pp_size, view.tp_size)
-    for section in ("tensor_parallel", "expert_parallel"):
+    alone = _for_deepspeed_alone(run, view)
+    for section in ("tensor_parallel", "expert_parallel", "context_parallel", "sequence_parallel_size", "tiling"):
         run.config.pop(section, None)  # the harness cuts the layers itself; DeepSpeed would do it again
     return Resolved(
         config=run.config,
@@ -106,6 +114,7 @@ def _resolved(run: Resolution, view: RunView) -> Resolved:
         dp_size=view.dp_size or 1,
         ep_size=view.ep_size,
         token_pieces=view.token_pieces,
+        cp_size=view.cp_size,
         sequence_parallel=view.sequence_parallel,
         compile_backend=view.compile_backend,
         micro_batch=run.config["train_micro_batch_size_per_gpu"],
@@ -118,16 +127,22 @@ def _resolved(run: Resolution, view: RunView) -> Resolved:
         chunks=view.chunks,
         gradient_bits=view.gradient_bits,
         activation_checkpoint_interval=view.size("/pipeline/activation_checkpoint_interval") or 0,
+        loss_tile=view.size(LOSS_TILE) or 0,
+        feed_forward_tile=view.size(FEED_FORWARD_TILE) or 0,
     )
 
 
-def _for_deepspeed_alone(run: Resolution, pp_size: int, tp_size: int) -> JsonObject:
+def _for_deepspeed_alone(run: Resolution, view: RunView) -> JsonObject:
     """Return the config for a program without the harness, on the same ranks.
 
     DeepSpeed cuts the layers itself then, by AutoTP, and counts ranks as data-parallel that share a copy of the
     model: the global batch is left for it to multiply.
     """
-    alone = copy.deepcopy(run.config)
+    pp_size, tp_size, alone = view.pp_size, view.tp_size, copy.deepcopy(run.config)
+    for section in ("context_parallel", "tiling"):
+        alone.pop(section, None)
+    if view.cp_size > 1:
+        alone["sequence_parallel_size"] = view.cp_size
     for section, names in {"tensor_parallel": ("sequence_parallel",), "compile": ("enabled", "backend")}.items():
         for name in names:
             alone.get(section, {}).pop(name, None)

@@ -29,6 +29,7 @@ class Resolved:
     dp_size: int
     ep_size: int  # ranks of a stage among which whole experts are dealt; 1: each expert is cut as other layers are
     token_pieces: int  # in which the tokens of a layer travel to experts on other data-parallel ranks
+    cp_size: int  # data ranks that share each sequence
     sequence_parallel: bool  # whether tensor-parallel ranks share the sequence between the blocks of a layer
     compile_backend: str | None  # torch.compile's, for decoder layers; None: they are not compiled
     micro_batch: int
@@ -41,3 +42,10 @@ class Resolved:
     chunks: ModelChunks  # of the model, and which stage has which
     gradient_bits: int | None  # of gradients between data-parallel ranks: 8, 4, 0 for as they are; None: by the link
     activation_checkpoint_interval: int  # in decoder layers; 0 is off
+    loss_tile: int  # tokens of which the loss is computed at a time; 0: of all
+    feed_forward_tile: int  # likewise of feed-forward blocks
+
+    @property
+    def readers(self) -> int:
+        """Data ranks that read different samples."""
+        return self.dp_size // self.cp_size

@@ -42,6 +42,7 @@ class AutoValues:
     pipeline_parallel_size: int | None = None
     tensor_parallel_size: int | None = None
     expert_parallel_size: int | None = None
+    context_parallel_size: int | None = None
     world_size: int = 1
     given: frozenset[str] = field(default_factory=frozenset)
 

@@ -77,7 +77,6 @@ _DROPPED = (
     "/checkpoint/writer",
     "/checkpoint/load_universal",
     "/fp16/auto_cast",
-    "/sequence_parallel_size",
     "/data_parallel_size",
     "/zero_optimization/zenflow",
 )

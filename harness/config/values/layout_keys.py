@@ -23,6 +23,10 @@ SPLIT_BACKWARD = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 """The schedules that defer weight gradients."""
 INDUCTOR = "inductor"
 """The backend of torch.compile where none is named."""
+CONTEXT, DEEPSPEED_CONTEXT = "/context_parallel/size", "/sequence_parallel_size"
+"""Ranks that share each sequence: the harness's own key, and DeepSpeed's, which is read as such."""
+LOSS_TILE, FEED_FORWARD_TILE = "/tiling/loss", "/tiling/feed_forward"
+"""Tokens that the loss, and each feed-forward block, are computed of at a time; 0 is all."""
 GRADIENT_BITS = "/gradient_compression/bits"
 GRADIENT_BITS_CHOICES = (0, 4, 8)
 TOKEN_PIECES = "/expert_parallel/token_pieces"
@@ -31,6 +35,9 @@ LEAST = {
     "/pipeline/stages": 1,
     "/pipeline/parts_per_stage": 1,
     "/pipeline/activation_checkpoint_interval": 0,
+    CONTEXT: 1,
+    LOSS_TILE: 0,
+    FEED_FORWARD_TILE: 0,
     "/tensor_parallel/autotp_size": 0,
     "/expert_parallel/autoep_size": 1,
     TOKEN_PIECES: 1,

@@ -1,4 +1,5 @@
-"""Compare the data of ranks that must read the same: the first and the last pipeline stage, and tensor-parallel ranks.
+"""Compare the data of ranks that must read the same: the first and the last pipeline stage, and tensor-parallel and
+context ranks.
 
 Data sets and collators may draw random numbers, so the global generators are seeded before they are called
 (`batches/stream.py`). A data set that has a generator of its own, or depends on the rank, would give the first stage
@@ -28,10 +29,10 @@ def require_same_data(micro_batches: Sequence[object], groups: Groups) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    own = groups.coordinate.dp_rank, digest(micro_batches) if micro_batches else None
+    own = groups.coordinate.reader, digest(micro_batches) if micro_batches else None
     found = values_of_all(own)
-    for dp_rank in range(groups.layout.dp_size):
-        ranks = {rank: read for rank, (place, read) in enumerate(found) if place == dp_rank and read is not None}
+    for reader in range(groups.layout.readers):
+        ranks = {rank: read for rank, (place, read) in enumerate(found) if place == reader and read is not None}
         first = min(ranks)
         others = [rank for rank, read in ranks.items() if read != ranks[first]]
         if others:

@@ -120,7 +120,7 @@ class OuterForward(LiftedForward):
     ) -> None:
         drops = has_dropout(model)  # before the layers are taken out of the model
         super().__init__(model, device, buffers)
-        self._input_cache = LayerInputCache(self._make_inputs, device)
+        self._input_cache = LayerInputCache(self.make_inputs, device)
         analysis = analyze(self)
         self.schema: PayloadSpec = analysis.schema
         self.draws = drops or analysis.draws
@@ -208,7 +208,7 @@ class OuterForward(LiftedForward):
         return ForwardRun(handler, payload.hidden.dtype, known)
 
     @torch.no_grad()
-    def _make_inputs(self, tokens: Tokens, dtype: torch.dtype) -> list[LayerInputs]:
+    def make_inputs(self, tokens: Tokens, dtype: torch.dtype) -> list[LayerInputs]:
         """Make the inputs of all layers, for these ids and for hidden states of this dtype."""
         made: list[LayerInputs] = []
 

@@ -64,6 +64,12 @@ class RouterCapture:
         """Return the name of the state in which the router logits of layer `index` are passed on."""
         return f"{ROUTER_LOGITS}:{index}"
 
+    def has_router(self, block: nn.Module, name: str) -> bool:
+        """Whether the module `name` of a layer holds a router, or is one."""
+        inside = (f"{name}.{each}".rstrip(".") for each, _ in block.named_modules())
+        pairs = zip(inside, block.modules(), strict=True)
+        return any(recorder.finds(each, module) for each, module in pairs for recorder in self.recorders)
+
     def run(self, layer: nn.Module, call: Callable[[], LayerOutput]) -> tuple[LayerOutput, Tensor]:
         """Call `call`, which runs `layer`; return its output, and its routers' logits, [routers, *shape of one's].
 

@@ -25,6 +25,7 @@ from harness.hf.layers.call import LayerOutput
 from harness.hf.skeleton import ModelSource
 from harness.hf.verify.tiny_copy import tiny_ids, tiny_model
 from harness.parallel.comm import TensorParallel
+from harness.parallel.context.stretches import ALONE, ContextParallel
 from harness.parallel.generators import own_generators
 from harness.parallel.pipeline.staged_module import Unpacker, build_layers, pack_payload
 from harness.parallel.tensor.shard import Shard, shard_of
@@ -48,11 +49,13 @@ class Difference:
         what: the logits, the gradient of a parameter, or the error that was raised.
         off: the largest difference, relative to the largest entry.
         tensor_parallel: whether the cut was over tensor-parallel ranks too; else into stages alone.
+        context: whether context ranks shared the tokens.
     """
 
     what: str
     off: float
     tensor_parallel: bool
+    context: bool = False
 
     def __str__(self) -> str:
         return self.what if self.off == float("inf") else f"{self.what} off by {self.off:.1g} of its largest entry"
@@ -67,12 +70,16 @@ class Numbers:
 
 
 def find_difference(
-    config: PretrainedConfig, cut: Cut, place: TensorParallel, device: torch.device
+    config: PretrainedConfig,
+    cut: Cut,
+    place: TensorParallel,
+    device: torch.device,
+    context: ContextParallel = ALONE,
 ) -> Difference | None:
     """Return the worst difference between a tiny config's model when cut and when whole; None if there is none.
 
-    The model is cut into two stages and, if `place` has a group, over its tensor-parallel ranks. Then all ranks of the
-    group call this, and get the same result.
+    The model is cut into two stages and, if `place` has a group, over its tensor-parallel ranks; `cut` gives each rank
+    of `context` a stretch of the tokens. Then all ranks of both groups call this, and get the same result.
 
     Raises:
         UserError: the model cannot be cut.
@@ -80,7 +87,7 @@ def find_difference(
     found = None
     with own_generators(0, device):
         for seed in SEEDS:
-            found = worst_of(_try(config, cut, place, device, seed), place)
+            found = worst_of(_try(config, cut, place, device, seed, context), place, context)
             if found is None:
                 break
     return found
@@ -103,28 +110,34 @@ def looks_ahead(config: PretrainedConfig, device: torch.device) -> bool:
     return bool((before - after).abs().max() > 1e-3 * before.abs().max())
 
 
-def worst_of(own: Difference | None, place: TensorParallel) -> Difference | None:
-    """Return the largest difference that any rank of the group has found; all of them call this."""
-    found = [own]
-    if place.size > 1:
-        found = [None] * place.size
-        dist.all_gather_object(found, own, group=place.group)
-    return max((one for one in found if one is not None), key=lambda one: one.off, default=None)
+def worst_of(own: Difference | None, place: TensorParallel, context: ContextParallel = ALONE) -> Difference | None:
+    """Return the largest difference that any rank of the groups has found; all of them call this."""
+    for ranks in (place, context):
+        found = [own]
+        if ranks.size > 1:
+            found = [None] * ranks.size
+            dist.all_gather_object(found, own, group=ranks.group)
+        own = max((one for one in found if one is not None), key=lambda one: one.off, default=None)
+    return own
 
 
 def _try(
-    config: PretrainedConfig, cut: Cut, place: TensorParallel, device: torch.device, seed: int
+    config: PretrainedConfig, cut: Cut, place: TensorParallel, device: torch.device, seed: int, context: ContextParallel
 ) -> Difference | None:
     model, moved = (on_device(tiny_model(config, seed=seed), device) for _ in range(2))
     ids = tiny_ids(model, seed).to(device)
     whole, allowed = _reference(model, moved, ids)
     try:
-        return _compare(model, whole, allowed, ids, cut, place)
+        return _compare(model, whole, allowed, ids, cut, place, context)
     except UserError:
         raise
     except Exception as error:  # a wrong plan ends in any of them
         text = " ".join(str(error).split())[:120]
-        return Difference(what=f"{type(error).__name__} ({text})", off=float("inf"), tensor_parallel=place.size > 1)
+        what, kind = (
+            f"{type(error).__name__} ({text})",
+            {"tensor_parallel": place.size > 1, "context": context.size > 1},
+        )
+        return Difference(what=what, off=float("inf"), **kind)
 
 
 def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> tuple[Numbers, Numbers]:
@@ -172,7 +185,13 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _compare(
-    model: PreTrainedModel, whole: Numbers, allowed: Numbers, ids: Tensor, cut: Cut, place: TensorParallel
+    model: PreTrainedModel,
+    whole: Numbers,
+    allowed: Numbers,
+    ids: Tensor,
+    cut: Cut,
+    place: TensorParallel,
+    context: ContextParallel,
 ) -> Difference | None:
     source = replace(ModelSource.of_model(model), model=None)  # made from the config, as on ranks that read a file
     stages = [cut(source, place) for _ in range(2)]  # each runs a forward of its own, as ranks do
@@ -183,14 +202,29 @@ def _compare(
         value = Unpacker()(pack_payload(value))
         for layer in stage.calls:
             value = layer(value)
-    wanted, direction = _own_logits(whole.logits, stages[0], place), _direction(whole.logits)
-    (value * _own_logits(direction, stages[0], place)).sum().backward()
-    found = [_difference("logits", value.detach(), wanted, allowed.logits, whole.logits)]
+    wanted, direction, permitted = (
+        context.own(_own_logits(each, stages[0], place)) if each.shape == whole.logits.shape else each
+        for each in (whole.logits, _direction(whole.logits), allowed.logits)
+    )
+    (value * direction).sum().backward()
+    _sum_gradients([module for stage in built for module in stage.modules.values()], context)
+    found = [_difference("logits", value.detach(), wanted, permitted, whole.logits)]
     found += _gradient_differences(
         model, [module for stage in built for module in stage.modules.values()], whole, allowed
     )
     worst = max((pair for pair in found if pair is not None), key=lambda pair: pair[1], default=None)
-    return None if worst is None else Difference(what=worst[0], off=worst[1], tensor_parallel=place.size > 1)
+    if worst is None:
+        return None
+    return Difference(what=worst[0], off=worst[1], tensor_parallel=place.size > 1, context=context.size > 1)
+
+
+def _sum_gradients(modules: list[nn.Module], context: ContextParallel) -> None:
+    """Sum the gradients over the context ranks, each of which has those of its own tokens' logits."""
+    if context.group is None:
+        return
+    for parameter in {id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(parameter.grad, group=context.group)
 
 
 def _own_logits(whole: Tensor, stage: CausalModel, place: TensorParallel) -> Tensor:

@@ -7,7 +7,7 @@ Whatever else a layer holds is taken for a block: it computes on all tokens, ali
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -22,12 +22,15 @@ from harness.parallel.values import Argument, Keyword, Positional
 _COLUMNS = (ColumnParallelLinear, SharedColumnLinear)
 
 
-def share_sequence(layer: Any, group: dist.ProcessGroup) -> SequenceShare:
-    """Let `layer` work on a share of the sequence; return the record of it, which each forward is to enter."""
+def share_sequence(layer: Any, group: dist.ProcessGroup, whole: Collection[nn.Module] = ()) -> SequenceShare:
+    """Let `layer` work on a share of the sequence; return the record of it, which each forward is to enter.
+
+    `whole`: blocks that compute on more tokens than those which the ranks of `group` share.
+    """
     share = SequenceShare(group)
     layer.works_on_share = True  # see `harness.parallel.tensor.partial_gradients`
     for block in _blocks(layer):
-        row = _last_row(block)
+        row = None if block in whole else _last_row(block)
         if row is not None:
             row.sequence = share
         if block is row:

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 from harness.config.model.shares import stretch
 from harness.parallel.comm import Context, apply, group_rank, group_size, max_over_group, sum_over_group
 
-_ELEMENTS_AT_ONCE, _IN_CACHE = 1 << 23, 1 << 18
+ELEMENTS_AT_ONCE, IN_CACHE = 1 << 23, 1 << 18
 """Of logits that become float32 exponentials: 32 MiB; on a CPU 1 MiB, which stays in a core's cache."""
 _VIEWS = {f"{name}Backward0" for name in ("UnsafeView", "View", "ReshapeAlias", "Alias", "AsStrided", "Slice")}
 """Nodes of the graph whose output may lie in the memory of their input, though it is no view of it."""
@@ -117,5 +117,5 @@ def _in_chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Give some tokens' rows of several tensors [..., vocabulary] or [...] at a time, as views."""
     dims = logits.dim() - 1
     flat = [tensor.reshape(-1, *tensor.shape[dims:]) for tensor in (logits, *others)]
-    rows = max((_IN_CACHE if logits.is_cpu else _ELEMENTS_AT_ONCE) // logits.shape[-1], 1)
+    rows = max((IN_CACHE if logits.is_cpu else ELEMENTS_AT_ONCE) // logits.shape[-1], 1)
     return zip(*(tensor.split(rows) for tensor in flat), strict=True)

@@ -128,13 +128,15 @@ def _gather(
     return both
 
 
-def _join(share: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
+def join_shares(share: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
+    """Return the shares of all ranks (batch, tokens, ...), of `widths` tokens, one after the other; no graph."""
     padded = _padded(share, max(widths))
     shares = [part[:, :width] for part, width in zip(gathered(padded, group), widths, strict=True)]
     return torch.cat(shares, dim=1)
 
 
-def _start_reduce(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Callable[[], Tensor]:
+def start_reduce(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Callable[[], Tensor]:
+    """Begin to sum (batch, tokens, ...) over the group; what is returned waits for this rank's `widths` of the sum."""
     parts = torch.cat([_padded(part, max(widths)) for part in partial.split(list(widths), dim=1)])
     scattered = start_scattered_sum(parts, group)
 
@@ -152,7 +154,8 @@ def _own_share(whole: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -
 
 def _padded(share: Tensor, tokens: int) -> Tensor:
     """Return a share of `tokens` tokens: collectives want one size on all ranks."""
-    return pad(share, (0, 0, 0, tokens - share.shape[1])) if share.shape[1] < tokens else share
+    behind = (0, 0) * (share.dim() - 2)
+    return pad(share, (*behind, 0, tokens - share.shape[1])) if share.shape[1] < tokens else share
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -165,7 +168,7 @@ class _GatherSequence(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.group, ctx.widths = group, widths
         attach(ctx, shared)
-        whole = _join(share, group, widths)
+        whole = join_shares(share, group, widths)
         return whole, whole.detach()
 
     @staticmethod
@@ -175,7 +178,7 @@ class _GatherSequence(torch.autograd.Function):
         forget(ctx)
         grads = [] if whole_grad is None else [_own_share(whole_grad, ctx.group, ctx.widths)]
         if partial_grad is not None:
-            share = _start_reduce(partial_grad, ctx.group, ctx.widths)
+            share = start_reduce(partial_grad, ctx.group, ctx.widths)
             accumulate(ctx.products)
             grads.append(share())
         return sum(grads[1:], grads[0]) if grads else None, None, None, None
@@ -185,11 +188,11 @@ class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, partial: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.widths = group, widths
-        return _start_reduce(partial, group, widths)()
+        return start_reduce(partial, group, widths)()
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _join(grad, ctx.group, ctx.widths), None, None
+        return join_shares(grad, ctx.group, ctx.widths), None, None
 
 
 class _SplitSequence(torch.autograd.Function):
@@ -200,4 +203,4 @@ class _SplitSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _join(grad, ctx.group, ctx.widths), None, None
+        return join_shares(grad, ctx.group, ctx.widths), None, None

@@ -51,7 +51,7 @@ def build_engine(
     config = deepspeed_config(context)
     if traits.local_states and context.groups.tp_group is not None:
         config = _nothing_shared_out(config)
-    guarded = GuardedLoss(loss, spoils=context.args.nonfinite != "warn")
+    guarded = GuardedLoss(loss, spoils=context.args.nonfinite != "warn", tiles=traits.tiles)
     keys = draw_keys(context) if traits.draws else None
     if context.resolved.zero_stage != 3:
         restore_linear()  # an earlier ZeRO-3 engine of this process has replaced torch's
@@ -159,8 +159,8 @@ def draw_keys(context: EngineContext) -> DrawKeys:
     return DrawKeys(
         seed=context.args.seed,
         micro_batch=context.resolved.micro_batch,
-        dp_rank=groups.coordinate.dp_rank,
-        dp_size=groups.layout.dp_size,
+        reader=groups.coordinate.reader,
+        readers=groups.layout.readers,
         tensor=TensorParallel.of(groups.tp_group),
         device=context.device,
     )
@@ -208,6 +208,8 @@ def deepspeed_config(context: EngineContext) -> JsonObject:
     if context.device.type == "cpu" and context.resolved.zero_stage == 3:
         # a CPU's memory is not left in pieces: gradients are reduced where they lie
         config["zero_optimization"] = {**config["zero_optimization"], "contiguous_gradients": False}
+    if context.resolved.cp_size > 1:  # to DeepSpeed all data ranks read samples of their own
+        config["train_batch_size"] *= context.resolved.cp_size
     config["zero_allow_untested_optimizer"] = True
     # an optimizer on the CPU that is torch's must not be refused; DeepSpeed's own would have to be compiled first
     config.setdefault("zero_force_ds_cpu_optimizer", False)

@@ -9,6 +9,7 @@ import torch
 
 from harness.arguments import TrainingArguments
 from harness.config import Resolved
+from harness.parallel.tiles import LossTiles
 from harness.parallel.values import Value
 from harness.topology.groups import Groups
 
@@ -44,11 +45,13 @@ class LayerTraits:
         local_states: whether they hand on tensors that are not the same on all tensor-parallel ranks.
         draws: whether they may draw random numbers in training.
         example: inputs of a micro-batch, for layers of a user's own where there is training data.
+        tiles: lets the last layer compute the loss in tiles; None where it gives logits.
     """
 
     local_states: bool = False
     draws: bool = True
     example: Value | None = None
+    tiles: LossTiles | None = None
 
 
 def can_keep_fp32(resolved: Resolved) -> bool:

@@ -33,7 +33,7 @@ from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.values import Value
 from harness.resilience.process.activity import beat, begin_step
 from harness.topology.groups import Groups
-from harness.training.engine.losses import GuardedLoss, RouterLoss, Targets, losses_by_source, targets
+from harness.training.engine.losses import GuardedLoss, Outputs, RouterLoss, Targets, losses_by_source, targets
 from harness.training.engine.optimizer import SchedulePosition
 
 Batch: TypeAlias = tuple[Value, Targets]
@@ -167,7 +167,7 @@ class Engine(ABC):
 
         # 2. forward, backward, reduction of gradients, clipping, update. What is drawn is a function of the step alone,
         #    so that a checkpoint need not hold the state of any generator.
-        with own_generators(seed_of(self.seed, consumed_samples, self.groups.coordinate.dp_rank), self.device):
+        with own_generators(seed_of(self.seed, consumed_samples, self.groups.coordinate.reader), self.device):
             loss, parts = self._forward_backward_update(batches)
 
         # 3. what came of it; turning the loss into a number waits for the device, once a step
@@ -230,6 +230,7 @@ class Engine(ABC):
             both[1] += sum(batch.rows for batch in micro_batches)
             if self.groups.dp_group is not None:
                 dist.all_reduce(both, group=self.groups.dp_group)
+                both /= self.groups.layout.cp_size  # whose ranks have counted the same samples
         return both[0], both[1]
 
     def weigh(
@@ -243,11 +244,13 @@ class Engine(ABC):
 
         `by_label`: its share is that of its labels, not of its samples. Then it is the same in any part of a data set.
         """
-        n = len(micro_batches) * self.groups.layout.dp_size
+        layout = self.groups.layout
+        n = len(micro_batches) * layout.dp_size
         weight, per_row = (n / max(1.0, total) for total in map(float, totals))
         weighed = []
         for batch, of_rows in zip(micro_batches, sources or [()] * len(micro_batches), strict=True):
             share = weight * self.loss.count(batch.labels, batch.rows) if by_label else per_row * batch.rows
+            share /= layout.cp_size  # whose ranks each count their part of it
             weighed.append((self._cast(batch.inputs), targets(batch.labels, weight, batch.rows, share, of_rows)))
         return weighed
 
@@ -335,9 +338,7 @@ class WholeModel(Engine):
         for index, (inputs, wanted) in enumerate(batches):
             # parameters that ZeRO-3 has gathered stay for the next micro-batch, but for the step's last
             with self.gathered.staying(index + 1 < len(batches)):
-                outputs = self.deepspeed(_move(inputs, self.device))
-                beat("loss")
-                loss = self.loss(outputs, _move(wanted, self.device))
+                outputs, loss = self._passed(inputs, wanted)
                 for name, value in self.loss.reported.items():
                     if value is not None:
                         parts[name] = parts.get(name, 0.0) + value
@@ -353,9 +354,18 @@ class WholeModel(Engine):
         self.deepspeed.eval()
         total = torch.zeros((), device=self.device)
         for inputs, wanted in batches:
-            total += self.loss(self.deepspeed(_move(inputs, self.device)), _move(wanted, self.device))
+            total += self._passed(inputs, wanted)[1]
         self.deepspeed.train()
         return self._mean(total / steps)
+
+    def _passed(self, inputs: Value, wanted: Targets) -> tuple[Outputs, Tensor]:
+        """Return the outputs of a micro-batch, and its loss."""
+        wanted = _move(wanted, self.device)
+        self.loss.expect(wanted)
+        outputs = self.deepspeed(_move(inputs, self.device))
+        self.loss.expect(None)
+        beat("loss")
+        return outputs, self.loss(outputs, wanted)
 
     def _mean(self, value: Tensor) -> Tensor:
         if self.groups.dp_group is not None:

@@ -22,7 +22,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from harness.data.batches.collate import IGNORED
 from harness.errors import UserError
+from harness.parallel.context.stretches import ALONE, ContextParallel
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from harness.parallel.tiles import LossTiles
 from harness.parallel.values import Value
 from harness.resilience.process.activity import inside
 
@@ -65,21 +67,30 @@ class SourceLosses:
 
     def __init__(self) -> None:
         self.names: Sequence[str] = ()
-        self._found: Tensor | None = None
+        self._found: dict[int, Tensor] = {}
 
-    def see(self, losses: Tensor, labels: Tensor, sources: Tensor) -> None:
-        """Note the losses of labels [batch, sequence], one source a row."""
+    def begin(self) -> None:
+        """Begin a micro-batch whose losses come in tiles."""
+        self._found = {}
+
+    def see(self, losses: Tensor, labels: Tensor, sources: Tensor, tile: int | None = None) -> None:
+        """Note the losses of labels [batch, sequence], one source a row; `tile`: where those begin that are a tile's.
+
+        A tile that is computed again, for the backward, is noted once.
+        """
         if len(self.names) > 1:
-            self._found = losses.new_zeros(2, len(self.names))
+            found = losses.new_zeros(2, len(self.names))
             if len(sources):
                 both = torch.stack([losses.detach().sum(1), (labels != IGNORED).sum(1).float()])
-                self._found.index_add_(1, sources, both)
+                found.index_add_(1, sources, both)
+            self._found = {0: found} if tile is None else {**self._found, tile: found}
 
     def reported(self) -> dict[str, Tensor | None]:
         """Return the sum of the losses and the number of labels of each source; None where no loss was seen."""
         if len(self.names) < 2:
             return {}
-        flat = [None] * 2 * len(self.names) if self._found is None else self._found.flatten().unbind()
+        tiles = list(self._found.values())
+        flat = torch.stack(tiles).sum(0).flatten().unbind() if tiles else [None] * 2 * len(self.names)
         return dict(zip(self._keys(), flat, strict=True))
 
     def means(self, reported: Mapping[str, float]) -> dict[str, float]:
@@ -117,6 +128,13 @@ class Loss(ABC):
         """Return what is reported of these outputs: scalars in float32, each a mean of the micro-batch."""
         return {}
 
+    def of_tile(self, _targets: Targets, _logits: Tensor, _start: int, _stop: int, /) -> Tensor:
+        """Return the sum of the losses of tokens `start` to `stop` - 1, of which these are the logits, if it can.
+
+        Called with all such sums as outputs, the loss weighs them.
+        """
+        raise TypeError(f"{type(self).__name__} cannot be computed in tiles")
+
 
 @dataclass(frozen=True)
 class CausalLoss(Loss):
@@ -126,10 +144,12 @@ class CausalLoss(Loss):
         vocab_size: ids of the vocabulary.
         group: the tensor-parallel group if the logits are this rank's part of the vocabulary, else None.
         by_source: tells the losses of the data's sources apart.
+        context: the ranks that share the sequence: logits are those of this rank's stretch, labels are all.
     """
 
     vocab_size: int
     group: dist.ProcessGroup | None
+    context: ContextParallel = ALONE
     by_source: SourceLosses = field(default_factory=SourceLosses, compare=False)
 
     def count(self, labels: Tensor, rows: int) -> int:
@@ -139,14 +159,23 @@ class CausalLoss(Loss):
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Weighted sum over valid labels; outputs [batch, sequence, vocabulary or a part], labels [batch, sequence].
 
-        Padding rows have only label -100.
+        Padding rows have only label -100. Outputs may also be the sum that `of_tile` has made of all tiles.
         """
-        weight, _, _, sources, labels = targets
+        total = outputs if outputs.dim() == 0 else self._sum(targets, outputs)
+        return total * targets[0]
+
+    def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
+        return self._sum(targets, logits, (start, stop))
+
+    def _sum(self, targets: Targets, logits: Tensor, tile: tuple[int, int] | None = None) -> Tensor:
+        """Return the sum of the losses of this rank's tokens, or of a tile of them, from their logits."""
+        sources, labels = targets[3:]
         wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the logits stay as they are: no copy
-        size = self.vocab_size if self.group is not None else outputs.shape[-1]
-        losses = vocab_parallel_cross_entropy(outputs, wanted, self.group, size)
-        self.by_source.see(losses, wanted, sources)
-        return losses.sum() * weight
+        wanted = self.context.own(wanted)[:, slice(*(tile or (None, None)))]
+        size = self.vocab_size if self.group is not None else logits.shape[-1]
+        losses = vocab_parallel_cross_entropy(logits, wanted, self.group, size)
+        self.by_source.see(losses, wanted, sources, None if tile is None else tile[0])
+        return losses.sum()
 
 
 @dataclass(frozen=True)
@@ -174,6 +203,9 @@ class RouterLoss(Loss):
         loss)."""
         logits, router_loss = outputs
         return self.causal(logits, targets) + self.coefficient * router_loss.float() * targets[2]
+
+    def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
+        return self.causal.of_tile(targets, logits, start, stop)
 
     def parts(self, outputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return the router loss, before it is multiplied."""
@@ -215,9 +247,11 @@ class LogitsLoss(Loss):
 
     Attributes:
         loss_fn: called with whole logits [batch, sequence, vocabulary] and labels [batch, sequence], not shifted.
+        context: the ranks that share the sequence: each joins the logits and counts its share of the loss.
     """
 
     loss_fn: Callable[..., Tensor]
+    context: ContextParallel = ALONE
 
     @cached_property
     def per_label(self) -> bool:
@@ -230,10 +264,11 @@ class LogitsLoss(Loss):
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Return the loss of the rows that count, in float32, weighted."""
-        if not self.per_label:
-            return MeanLoss(self.loss_fn)(outputs, targets)
         weight, _, _, _, labels = targets
-        return _called(self.loss_fn, outputs, labels, num_items_in_batch=1 / weight)
+        outputs = self.context.join(outputs, labels.shape[1])
+        if not self.per_label:
+            return MeanLoss(self.loss_fn)(outputs, targets) / self.context.size
+        return _called(self.loss_fn, outputs, labels, num_items_in_batch=1 / weight) / self.context.size
 
 
 def losses_by_source(loss: Loss) -> SourceLosses | None:
@@ -302,10 +337,12 @@ class GuardedLoss:
         observer: called with the outputs and targets of each micro-batch, if set.
         reported: what the loss reports of the last micro-batch besides; None for what it has not seen.
         release: lets go of outputs that an engine keeps; called when the loss is known.
+        tiles: lets the last layer compute the loss, which then takes the place of its outputs.
     """
 
-    def __init__(self, loss: Loss, *, spoils: bool) -> None:
+    def __init__(self, loss: Loss, *, spoils: bool, tiles: LossTiles | None = None) -> None:
         self.loss = loss
+        self.tiles = tiles
         self.spoils = spoils
         self.count, self.units = loss.count, loss.units
         self._parts: Mapping[str, Tensor | None] = dict.fromkeys(loss.reports)
@@ -318,6 +355,15 @@ class GuardedLoss:
         """See above; the names are the same on all stages."""
         sources = losses_by_source(self.loss)
         return {**self._parts, **({} if sources is None else sources.reported())}
+
+    def expect(self, targets: Targets | None) -> None:
+        """Tell the last layer what a micro-batch is to learn before it passes through; None behind it."""
+        if self.tiles is not None:
+            if (sources := losses_by_source(self.loss)) is not None and targets is not None:
+                sources.begin()
+            # whoever watches needs the logits themselves
+            is_watched = self.observer is not None
+            self.tiles.loss = None if targets is None or is_watched else partial(self.loss.of_tile, targets)
 
     def reset(self) -> None:
         """Forget the losses that were seen."""

@@ -24,7 +24,7 @@ from harness.resilience.process.activity import inside
 from harness.resilience.process.distributed import any_rank
 from harness.topology.agreement import values_of_all
 from harness.training.engine.engine import Engine
-from harness.training.engine.losses import CausalLoss, Labels, Loss, Outputs, RouterLoss, Targets
+from harness.training.engine.losses import CausalLoss, Labels, LogitsLoss, Loss, Outputs, RouterLoss, Targets
 
 Preprocess: TypeAlias = Callable[[Outputs, Labels], Outputs]
 """HuggingFace's `preprocess_logits_for_metrics`: of logits and labels, what is kept of the logits."""
@@ -33,13 +33,15 @@ Arrays: TypeAlias = Array | tuple[Array, ...]
 """Outputs or labels on the CPU."""
 
 
-def whole_outputs(loss: Loss, outputs: Outputs) -> Outputs:
-    """Return the logits of the whole vocabulary, or what the user's own layers give.
+def whole_outputs(loss: Loss, outputs: Outputs, length: int) -> Outputs:
+    """Return the logits of the whole vocabulary and of all tokens, or what the user's own layers give.
 
-    The ranks of the last stage's tensor-parallel group call it together.
+    The ranks of the last stage's tensor-parallel and context groups call it together. `length`: tokens of a sequence.
     """
     if isinstance(loss, RouterLoss):
         loss, outputs = loss.causal, outputs[0]
+    if isinstance(loss, CausalLoss | LogitsLoss):
+        outputs = loss.context.join(outputs, length)
     if not isinstance(loss, CausalLoss) or loss.group is None:
         return outputs
     size = group_size(loss.group)
@@ -71,8 +73,8 @@ class KeptOutputs:
 
     @inside("preprocess_logits_for_metrics")
     def _keep(self, outputs: Outputs, targets: Targets) -> None:
-        outputs = whole_outputs(self._engine.loss.loss, outputs)
-        if self._engine.groups.coordinate.tp_rank > 0:
+        outputs = whole_outputs(self._engine.loss.loss, outputs, targets[-1].shape[-1])
+        if self._engine.groups.coordinate.tp_rank > 0 or self._engine.groups.coordinate.cp_rank > 0:
             return
         _, rows, _, _, *several = targets
         labels = several[0] if len(several) == 1 else tuple(several)
@@ -91,7 +93,8 @@ class KeptOutputs:
             parts = [[]] * groups.layout.world_size
             dist.gather_object(fresh, parts if groups.rank == 0 else None, dst=0)
         ranks = [
-            groups.layout.rank(stage=groups.loss_stage, dp_rank=i, tp_rank=0) for i in range(groups.layout.dp_size)
+            groups.layout.rank(stage=groups.loss_stage, dp_rank=first, tp_rank=0)
+            for first in range(0, groups.layout.dp_size, groups.layout.cp_size)
         ]
         for step in zip(*(parts[rank] for rank in ranks), strict=True):
             self._gathered += step
@@ -150,7 +153,7 @@ def _next_tokens(engine: Engine, rows: Sequence[list[int]], length: int) -> list
     found: list[torch.Tensor] = []
 
     def note(outputs: Outputs, _targets: Targets) -> None:
-        logits = whole_outputs(engine.loss.loss, outputs)
+        logits = whole_outputs(engine.loss.loss, outputs, length)
         found.append(logits[0, len(rows[len(found)]) - 1].argmax())
 
     batches = []

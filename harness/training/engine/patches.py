@@ -21,7 +21,7 @@ from harness.deepspeed.gradient_reduction import (
     reduce_in_place,
     sum_tied_gradients,
 )
-from harness.deepspeed.instructions import announce_instructions
+from harness.deepspeed.instructions import announce_instructions, tell_labels
 from harness.deepspeed.kept_in_fp32 import reduce_fp32_gradients
 from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.pipeline.schedules.instructions import follow_schedule
@@ -193,12 +193,20 @@ PATCHES: tuple[Patch, ...] = (
         apply=lambda new: UnusedParameters(new.deepspeed),
         after=("gradient norm", "a gradient for every parameter"),
     ),
-    # the pipeline engine: the order of its instructions
+    # the pipeline engine: its instructions, and their order
+    Patch(
+        name="labels for the tiles of the loss",
+        why="DeepSpeed hands the labels to the loss alone, but the last layer computes the loss of each tile. It is "
+        "told before what the schedule wraps around a forward pass has changed the micro-batch",
+        when=lambda new: new.is_staged and new.loss.tiles is not None,
+        apply=lambda new: tell_labels(new.deepspeed, new.loss.expect),
+    ),
     Patch(
         name="schedule",
         why="DeepSpeed runs 1F1B alone, whatever `pipeline.schedule` says. It wraps what executes the instructions",
         when=_is_staged,
         apply=_follow_schedule,
+        after=("labels for the tiles of the loss",),
     ),
     Patch(
         name="instructions for the watch",

@@ -127,7 +127,7 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, config, samples, env.world_size)
     if samples is not None:
-        require_samples(samples, resolved.micro_batch, resolved.accumulation, resolved.dp_size)
+        require_samples(samples, resolved.micro_batch, resolved.accumulation, resolved.readers)
     if source is None:
         _require_config_for_layers(resolved)
     adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
@@ -159,7 +159,7 @@ def resolve_for(
     text_config = None if source is None else source.config.get_text_config(decoder=True)
     require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
     resolved, max_steps = config.for_data(samples, getattr(text_config, "hidden_size", None))
-    sizes = {"pp_size": resolved.pp_size, "tp_size": resolved.tp_size, "ep_size": resolved.ep_size}
+    sizes = {name: getattr(resolved, name) for name in ("pp_size", "tp_size", "ep_size", "cp_size")}
     return resolved, max_steps, Layout.from_world(world_size, **sizes)
 
 
@@ -177,6 +177,9 @@ def _require_config_for_layers(resolved: Resolved) -> None:
     acting = {
         "expert_parallel.autoep_size": resolved.ep_size > 1,
         "tensor_parallel.sequence_parallel": resolved.sequence_parallel,
+        "context_parallel.size": resolved.cp_size > 1,
+        "tiling.loss": resolved.loss_tile > 0,
+        "tiling.feed_forward": resolved.feed_forward_tile > 0,
     }
     for key, acts in acting.items():
         if acts:

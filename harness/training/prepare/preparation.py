@@ -177,7 +177,7 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         THIS_RANK.rank, THIS_RANK.stage = groups.rank, groups.coordinate.stage
         watch_run(args, groups, console)
     if device.type == "cpu":  # ranks of one host sum in shared memory, several times as fast as gloo
-        share_memory([groups.tp_group, groups.dp_group, groups.ep_group])
+        share_memory([groups.tp_group, groups.dp_group, groups.cp_group, groups.ep_group])
         carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)
     if warning := version_warning():
         console.warn(warning)
@@ -266,8 +266,8 @@ def training_stream(run: Run) -> BatchStream | None:
         seed=run.args.seed,
         micro_batch=run.resolved.micro_batch,
         accumulation=run.resolved.accumulation,
-        dp_rank=run.groups.coordinate.dp_rank,
-        dp_size=run.layout.dp_size,
+        dp_rank=run.groups.coordinate.reader,
+        dp_size=run.layout.readers,
         data_collator=run.data_check.collator,
         one_length=run.engine.needs_one_length,
         workers=run.args.dataloader_num_workers if run.engine.reads_data else 0,

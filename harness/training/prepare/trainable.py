@@ -23,11 +23,14 @@ from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
 from harness.hf.attention import require_available, with_attention
 from harness.hf.causal import CausalModel, assemble
+from harness.hf.context.plan import TOGETHER, TokensApart
 from harness.hf.fused import fuse
 from harness.hf.liger import liger_kernels
 from harness.hf.lora import Adaptation, adapted_model, lora_config
 from harness.hf.skeleton import ModelSource, read_source
+from harness.hf.verify.stretches import context_plan
 from harness.parallel.comm import TensorParallel
+from harness.parallel.context.stretches import ALONE, ContextParallel
 from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.pipeline.staged_module import first_names
 from harness.parallel.token_exchange import Neighbours
@@ -110,7 +113,7 @@ class TrainableModel:
             return LayerTraits(example=self.example)
         # each tensor-parallel rank has its own part of what a module or layer hands on to a later one, or its tokens
         local = bool(self.causal.outer.schema.states) or self.causal.shares_sequence
-        return LayerTraits(local_states=local, draws=self.causal.outer.draws)
+        return LayerTraits(local_states=local, draws=self.causal.outer.draws, tiles=self.causal.loss_tiles)
 
     @cached_property
     def _first_names(self) -> dict[str, str]:
@@ -187,6 +190,7 @@ def trainable_decoder(
         keep_fp32=can_keep_fp32(context.resolved),
         noise_alpha=args.neftune_noise_alpha,
         sequence_parallel=context.resolved.sequence_parallel,
+        apart=tokens_apart(source, context, shared=True),
     )
     _require_kept(causal.in_fp32, context)
     _require_gradients(causal, context)
@@ -209,6 +213,24 @@ def _neighbours(context: EngineContext) -> Neighbours | None:
     if context.resolved.ep_size == 1:
         return None
     return Neighbours(place=TensorParallel.of(context.groups.ep_group), pieces=context.resolved.token_pieces)
+
+
+def tokens_apart(source: ModelSource, context: EngineContext, *, shared: bool, most: int = 2**62) -> TokensApart:
+    """Return how the run computes some tokens without the others.
+
+    Args:
+        shared: whether context ranks share the tokens.
+        most: tokens of a tile, whatever the config says.
+    """
+    resolved, group = context.resolved, context.groups.cp_group if shared else None
+    if group is None and not resolved.loss_tile and not resolved.feed_forward_tile:
+        return TOGETHER
+    return TokensApart(
+        plan=context_plan(source.config),
+        context=None if group is None else ContextParallel.of(group),
+        loss_tile=min(resolved.loss_tile, most),
+        block_tile=min(resolved.feed_forward_tile, most),
+    )
 
 
 def _finisher(source: ModelSource, context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
@@ -286,9 +308,13 @@ def _require_kept(names: Set[str], context: EngineContext) -> None:
 
 
 def _decoder_loss(causal: CausalModel, context: EngineContext, own_loss: LogitsLoss | None) -> Loss:
-    loss = own_loss or CausalLoss(
-        vocab_size=causal.vocab_size, group=context.groups.tp_group if causal.local_logits else None
-    )
+    ranks = causal.context or ALONE
+    loss: CausalLoss | LogitsLoss
+    if own_loss is not None:
+        loss = replace(own_loss, context=ranks)
+    else:
+        group = context.groups.tp_group if causal.local_logits else None
+        loss = CausalLoss(vocab_size=causal.vocab_size, group=group, context=ranks)
     if causal.router is None:
         return loss
     factor = context.args.router_aux_loss_coef

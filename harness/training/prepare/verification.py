@@ -24,6 +24,10 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.token_exchange import NO_NEIGHBOURS
 from harness.topology.agreement import values_of_all
 from harness.training.engine.context import EngineContext
+from harness.training.prepare.trainable import tokens_apart
+
+TINY_TILE = 5
+"""Tokens of a tile of the tiny copy, whose sequences are short."""
 
 
 def verify_plan(causal: CausalModel, context: EngineContext, console: Console) -> None:
@@ -32,7 +36,9 @@ def verify_plan(causal: CausalModel, context: EngineContext, console: Console) -
     All ranks call it, once they know that the model can be cut at all.
     """
     source, requested, tensor = causal.source, context.args.verify_plan, context.groups.layout.tp_size
-    known = not (causal.unequal or causal.shares_sequence) and is_tested(source.config, tensor > 1)
+    known = not (causal.unequal or causal.shares_sequence or causal.apart.is_any) and is_tested(
+        source.config, tensor > 1
+    )
     if requested == "off" or (requested == "auto" and known):
         return
     start_time = time.perf_counter()
@@ -66,6 +72,11 @@ def _refusal(causal: CausalModel, context: EngineContext) -> tuple[float, str | 
     difference = worst_of(find_difference(tiny, cut, TensorParallel(), context.device), tensor)
     if difference is None and tensor.size > 1:
         difference = find_difference(tiny, cut, tensor, context.device)
+    if causal.context is not None:
+        difference = worst_of(difference, tensor, causal.context)
+        if difference is None:
+            shared = partial(cut, shared=True)
+            difference = find_difference(tiny, shared, tensor, context.device, causal.context)
     if difference is None:
         equal = sorted(causal.unequal - unequal)
         untried = f"the ranks hold unequal shares of {equal[0]}, but equal ones in the tiny copy" if equal else None
@@ -73,8 +84,18 @@ def _refusal(causal: CausalModel, context: EngineContext) -> tuple[float, str | 
     return difference.off, _told(source, context, difference), None
 
 
-def _cut(source: ModelSource, tensor: TensorParallel, context: EngineContext, unequal: set[str]) -> CausalModel:
-    """Return the cut model; `unequal` gets the names of parameters of which ranks hold unequal shares."""
+def _cut(
+    source: ModelSource,
+    tensor: TensorParallel,
+    context: EngineContext,
+    unequal: set[str],
+    *,
+    shared: bool = False,
+) -> CausalModel:
+    """Return the cut model; `unequal` gets the names of parameters of which ranks hold unequal shares.
+
+    `shared`: whether context ranks share the tokens.
+    """
     cut = assemble(
         source,
         tensor=tensor,
@@ -84,6 +105,7 @@ def _cut(source: ModelSource, tensor: TensorParallel, context: EngineContext, un
         finish=lambda _: None,
         experts=NO_NEIGHBOURS if context.resolved.ep_size > 1 else None,
         sequence_parallel=context.resolved.sequence_parallel,
+        apart=tokens_apart(source, context, shared=shared, most=TINY_TILE),
     )
     unequal |= cut.unequal
     return cut
@@ -91,6 +113,11 @@ def _cut(source: ModelSource, tensor: TensorParallel, context: EngineContext, un
 
 def _told(source: ModelSource, context: EngineContext, difference: Difference) -> str:
     name = source.config.model_type
+    if difference.context:
+        return (
+            f"model type {name!r}, with its tokens spread over {context.groups.layout.cp_size} context ranks, does not "
+            f"match the whole one: {difference} (on a tiny copy): remove context_parallel.size"
+        )
     if difference.tensor_parallel:
         size = context.groups.layout.tp_size
         if context.resolved.sequence_parallel and difference.off == float("inf"):

@@ -94,12 +94,47 @@ def test_a_size_that_is_none_is_refused(section: str, name: str, value: object, 
     assert said(config, "DS315", target="deepspeed") == []
 
 
-@pytest.mark.parametrize(("size", "is_said"), [(1, False), (2, True), ("2", False), (0, False), ("auto", False)])
-def test_ulysses_is_not_ours(size: object, is_said: bool) -> None:
-    config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": size}
-    words = "sequence_parallel_size 2: the harness supports pipeline, tensor and data parallelism only; remove it"
-    assert said(config, "DS312") == at("/sequence_parallel_size", words * is_said, "warning")
-    assert said(config, "DS312", target="hf") == []
+BOTH = {"context_parallel": {"size": 2}, "sequence_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "flag", "words"),
+    [
+        ({"sequence_parallel_size": 4}, None, ""),
+        ({"sequence_parallel_size": 4}, 4, ""),
+        ({"context_parallel": {"size": 2}}, 4, ""),
+        (BOTH, None, "sequence_parallel_size is 4 and context_parallel.size is 2"),
+        (BOTH, 2, "sequence_parallel_size is 4 and --context_parallel_size is 2"),
+        (BOTH, 4, ""),
+    ],
+)
+def test_the_sizes_of_the_context_agree(config: dict[str, Any], flag: int | None, words: str) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, **config}
+    remedy = "; remove sequence_parallel_size, or write the same number" * bool(words)
+    assert said(config, "DS321", context_parallel_size=flag) == at("/sequence_parallel_size", words + remedy)
+    assert said(config, "DS321", target="hf", context_parallel_size=flag) == []
+
+
+@pytest.mark.parametrize(("size", "tensor", "heads"), [(4, 1, 0), (5, 1, 4), (2, 2, 0), (4, 2, 2)])
+def test_context_ranks_have_heads(size: int, tensor: int, heads: int) -> None:
+    config = {**cut(1, tensor), "sequence_parallel_size": size}
+    found = said(config, "DS323", model="tiny-llama")
+    assert bool(found) == bool(heads)
+    assert not heads or f"{size} context ranks, but only {heads} attention heads" in found[0]
+
+
+def test_context_ranks_are_part_of_a_copy() -> None:
+    config = {**cut(2), "context_parallel": {"size": 2}}
+    words = "6 ranks cannot be divided into copies of 2 pipeline stages x 2 context ranks x 1 tensor-parallel rank; "
+    words += "start a multiple of 4 ranks, or change the layout"
+    assert said(config, "DS311", world_size=6) == at("/context_parallel/size", words)
+    assert said(config, "DS311", world_size=8) == []
+
+
+def test_layers_with_context_ranks_are_not_compiled() -> None:
+    config = {**cut(), "context_parallel": {"size": 2}, "compile": {"enabled": True}}
+    assert len(said(config, "DS322")) == 1
+    assert said({**config, "context_parallel": {"size": 1}}, "DS322") == []
 
 
 @pytest.mark.parametrize(

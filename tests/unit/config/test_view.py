@@ -54,12 +54,26 @@ CUT = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}, "sequen
         pytest.param({"world_size": 8}, 2, id="copies of four"),
         pytest.param({"world_size": 6}, None, id="no whole copies"),
         pytest.param({"world_size": 6, "tp_override": 1}, 3, id="by a flag"),
-        pytest.param({"world_size": 6, "target": "deepspeed"}, 2, id="of all ranks, by sequence"),
-        pytest.param({"world_size": 8, "target": "hf"}, None, id="which do not divide"),
+        pytest.param({"world_size": 6, "target": "deepspeed"}, 6, id="all ranks"),
+        pytest.param({"world_size": 8, "target": "hf"}, 8, id="all ranks for HF"),
     ],
 )
 def test_data_parallel_ranks(options: dict[str, Any], ranks: int | None) -> None:
     assert view(CUT, **options).dp_size == ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "readers"),
+    [
+        pytest.param({}, None, id="not known"),
+        pytest.param({"world_size": 12}, 1, id="three ranks a sequence"),
+        pytest.param({"world_size": 8}, None, id="which do not divide"),
+        pytest.param({"world_size": 8, "cp_override": 2}, 1, id="by a flag"),
+        pytest.param({"world_size": 6, "target": "deepspeed"}, 2, id="of all ranks"),
+    ],
+)
+def test_data_ranks_that_read_different_samples(options: dict[str, Any], readers: int | None) -> None:
+    assert view(CUT, **options).readers == readers
 
 
 @pytest.mark.parametrize(

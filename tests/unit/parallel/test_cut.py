@@ -252,7 +252,7 @@ HEADS = {
 def test_the_gradient_is_written_over_the_logits_only_where_nothing_needs_them(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "_IN_CACHE", 20)  # two tokens at a time
+    monkeypatch.setattr(cross_entropy, "IN_CACHE", 20)  # two tokens at a time
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 3, 9), torch.randn(9, 9)
     labels = torch.tensor([[0, 8, -100], [3, 4, 5]])

@@ -24,7 +24,7 @@ SAMPLES, HEADS, LENGTH = 8, 4, 6
 def keys(micro_batch: int = 2, data: tuple[int, int] = (0, 1), tensor: TensorParallel | None = None) -> DrawKeys:
     rank, size = data
     tensor = tensor or TensorParallel()
-    return DrawKeys(seed=7, micro_batch=micro_batch, dp_rank=rank, dp_size=size, tensor=tensor, device=CPU)
+    return DrawKeys(seed=7, micro_batch=micro_batch, reader=rank, readers=size, tensor=tensor, device=CPU)
 
 
 def dropout(rows: int) -> Tensor:

@@ -29,6 +29,9 @@ ROW = {
     "expert_parallel_size": None,
     "parts_per_stage": None,
     "sequence_parallel": None,
+    "context_parallel_size": None,
+    "activations_on_host": None,
+    "tiling": {"loss", "feed_forward"},
 }
 STAGE = {"parameters", "gradients", "optimizer", "activations", "logits", "buffers", "total"}
 PLAN = ["plan", "--model", "llama-1b", "--world_size", "8", "--hardware", "h100", "--block_size", "4096"]
@@ -161,7 +164,7 @@ def test_the_table_says_why_layouts_fall_out_and_what_more_would_bring(capsys):
         (["plan", "--model", "nothing-here", *PLAN[3:]], "no readable config.json"),
         ([*PLAN[:4], "97", *PLAN[5:], "--global_batch_size", "1"], "no layout of 97 ranks can run"),
         (
-            [*PLAN[:6], "rtx-4090", "--model", "llama-1b", "--block_size", "2000000"],
+            [*PLAN[:6], "rtx-4090", "--model", "llama-1b", "--block_size", "20000000"],
             "GiB on each device, which has 22.0",
         ),
         ([*PLAN, "--row", "99999"], "--row 99999: there are"),

@@ -98,6 +98,7 @@ def test_samples_are_read_by_the_plan_of_the_run_and_without_data_there_are_none
 HF_ONLY = {
     "attn_implementation": "eager",
     "block_size": 4,
+    "context_parallel_size": 1,
     "expert_parallel_size": 1,
     "label_smoothing_factor": 0.1,
     "neftune_noise_alpha": 5.0,
@@ -172,8 +173,11 @@ def test_every_argument_that_a_list_of_layers_never_asks_for_is_refused_there(
     [
         {"tensor_parallel": {"autotp_size": 2, "sequence_parallel": True}},
         {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
+        {"context_parallel": {"size": 2}},
+        {"tensor_parallel": {"autotp_size": 2}, "tiling": {"loss": 8}},
+        {"tensor_parallel": {"autotp_size": 2}, "tiling": {"feed_forward": 8}},
     ],
-    ids=["sequence_parallel", "experts"],
+    ids=["sequence_parallel", "experts", "context", "loss-in-tiles", "blocks-in-tiles"],
 )
 def test_a_key_for_huggingface_models_is_refused_for_a_list_of_layers(
     section: dict[str, object], tmp_path: Path
@@ -187,5 +191,7 @@ def test_a_key_for_huggingface_models_is_refused_for_a_list_of_layers(
         train_dataset=POINTS,
         loss_fn=nn.functional.mse_loss,
     )
-    with pytest.raises(UserError, match=r"(sequence_parallel|autoep_size) needs a HuggingFace model"):
+    with pytest.raises(
+        UserError, match=r"(sequence_parallel|autoep_size|size|loss|feed_forward) needs a HuggingFace model"
+    ):
         plan_run(inputs)

@@ -1,10 +1,11 @@
-"""Rules about the layout: pipeline stages x tensor-parallel ranks x data-parallel ranks."""
+"""Rules about the layout: pipeline stages x data-parallel ranks (context ranks among them) x tensor-parallel ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from harness.config.diagnostic import Edit, Severity
+from harness.config.rules.layout.context import context_pointer
 from harness.config.rules.rule import Finding, rule
 from harness.config.schema.coercion import as_int
 from harness.config.text import edits
@@ -27,46 +28,23 @@ SEQUENCE_PARALLEL = "/tensor_parallel/sequence_parallel"
     world_size=3,
 )
 def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
-    """The number of ranks is not a multiple of pipeline stages x tensor-parallel ranks.
+    """The number of ranks is not a multiple of pipeline stages x context ranks x tensor-parallel ranks.
 
-    Every data-parallel copy of the model takes stages x tensor-parallel ranks; what is left over would be
-    idle, and the harness refuses to start so. It is checked with `--world_size`, and at the start of a run.
+    Ranks that read the same samples are stages x context ranks x tensor-parallel ranks; what is left over
+    would be idle, and the harness refuses to start so. It is checked with `--world_size`, and at the start of
+    a run.
     """
-    copy = view.pp_size * view.tp_size
+    copy = view.pp_size * view.tp_size * view.cp_size
     if view.target == "harness" and view.world_size is not None and view.world_size % copy:
         pointer = "/pipeline/stages" if view.pp_size > 1 else "/tensor_parallel/autotp_size"
+        context = f"{counted(view.cp_size, 'context rank')} x " if view.cp_size > 1 else ""
         yield Finding(
-            pointer=pointer,
+            pointer=context_pointer(view) if view.cp_size > 1 else pointer,
             message=f"{counted(view.world_size, 'rank')} cannot be divided into copies of "
-            f"{counted(view.pp_size, 'pipeline stage')} x {counted(view.tp_size, 'tensor-parallel rank')}",
+            f"{counted(view.pp_size, 'pipeline stage')} x {context}{counted(view.tp_size, 'tensor-parallel rank')}",
             hint=f"start a multiple of {copy} ranks, or change the layout",
             deepspeed="does not read the layout here",
             on_value=True,
-        )
-
-
-@rule(
-    "DS312",
-    "sequence-parallel-in-the-harness",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2}',
-    right='{"train_micro_batch_size_per_gpu": 1}',
-)
-def sequence_parallel_in_the_harness(view: RunView) -> Iterator[Finding]:
-    """A size for DeepSpeed's sequence parallelism, which the harness does not support.
-
-    DeepSpeed needs the model's attention to be rewritten for it (Ulysses); a model that is not, computes
-    each sequence on every rank. `tensor_parallel.sequence_parallel` is another thing, which the harness
-    supports.
-    """
-    size = view.size("/sequence_parallel_size") or 1
-    if view.target == "harness" and size > 1:
-        yield Finding(
-            pointer="/sequence_parallel_size",
-            message=f"sequence_parallel_size {size}: the harness supports pipeline, tensor and data parallelism only",
-            hint="remove it",
-            deepspeed="divides the number of data-parallel ranks by it",
         )
 
 

@@ -44,6 +44,7 @@ def groups(world: int, rank: int = 0) -> Groups:
         world_group=None,
         pp_group=None,
         dp_group=None,
+        cp_group=None,
         tp_group=None,
         loss_stage=0,
     )

@@ -1,0 +1,120 @@
+"""Rules about context parallelism: data-parallel ranks that share each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.diagnostic import Severity
+from harness.config.rules.rule import Finding, rule
+from harness.config.values.layout_keys import CONTEXT, DEEPSPEED_CONTEXT
+from harness.config.view import RunView
+from harness.wording import counted
+
+
+def context_pointer(view: RunView) -> str:
+    """Return the key that says how many ranks share a sequence; the harness's own where none does."""
+    return DEEPSPEED_CONTEXT if view.has(DEEPSPEED_CONTEXT) and not view.has(CONTEXT) else CONTEXT
+
+
+@rule(
+    "DS321",
+    "context-sizes-in-conflict",
+    Severity.ERROR,
+    claim="runs",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}, "sequence_parallel_size": 4}',
+    right='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}',
+)
+def context_sizes_in_conflict(view: RunView) -> Iterator[Finding]:
+    """Two places say how many ranks share a sequence, and they differ.
+
+    The harness reads DeepSpeed's `sequence_parallel_size` as `context_parallel.size`.
+    `--context_parallel_size` overrides the latter, as the other flags of the layout do, but not DeepSpeed's
+    key, which a program beside the harness may read too.
+    """
+    deepspeed = view.size(DEEPSPEED_CONTEXT)
+    if view.target != "harness" or deepspeed is None:
+        return
+    own, flag = view.size(CONTEXT), view.cp_override
+    name, other = ("--context_parallel_size", flag) if flag is not None else ("context_parallel.size", own)
+    if other not in (None, deepspeed):
+        yield Finding(
+            pointer=DEEPSPEED_CONTEXT,
+            message=f"sequence_parallel_size is {deepspeed} and {name} is {other}",
+            hint="remove sequence_parallel_size, or write the same number",
+            deepspeed="reads sequence_parallel_size alone",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS322",
+    "context-with-compile",
+    Severity.ERROR,
+    claim="refuses",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}, "compile": {"enabled": true}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}',
+)
+def context_with_compile(view: RunView) -> Iterator[Finding]:
+    """Context parallelism is on together with torch.compile.
+
+    Context ranks exchange attention heads inside of a layer, where a compiled layer could not.
+    """
+    if view.target == "harness" and view.cp_size > 1 and view.compile_backend is not None:
+        yield Finding(
+            pointer="/compile/enabled",
+            message=f"{counted(view.cp_size, 'context rank')} exchange attention heads inside of layers, which "
+            "torch.compile does not support here",
+            hint="remove compile.enabled, or context_parallel",
+            deepspeed="refuses the key by itself; from the harness it does not get this section",
+        )
+
+
+@rule(
+    "DS323",
+    "more-context-ranks-than-heads",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 1009}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}',
+    model="tiny-llama",
+)
+def more_context_ranks_than_heads(view: RunView) -> Iterator[Finding]:
+    """There are more context ranks than attention heads on a tensor-parallel rank.
+
+    Context ranks deal out the heads. Where there are fewer heads than ranks, every rank computes the attention
+    of all heads over all tokens: right, but no faster than on one rank, and with the memory of one.
+    """
+    heads = view.model.heads if view.model is not None else None
+    if view.target != "harness" or heads is None or view.cp_size == 1:
+        return
+    here = max(heads // view.tp_size, 1)
+    if view.cp_size > here:
+        ranks = f" on each of {view.tp_size} tensor-parallel ranks" if view.tp_size > 1 else ""
+        yield Finding(
+            pointer=context_pointer(view),
+            message=f"{view.cp_size} context ranks, but only {counted(here, 'attention head')}{ranks}: every rank "
+            "computes all of them",
+            hint=f"set context_parallel.size to at most {here}",
+            deepspeed="ignores the section",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS324",
+    "context-without-effect",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}',
+    right='{"train_micro_batch_size_per_gpu": 1}',
+    target="deepspeed",
+)
+def context_without_effect(view: RunView) -> Iterator[Finding]:
+    """context_parallel is set, but the config is not for the harness, which alone reads it."""
+    if view.target != "harness" and (view.size(CONTEXT) or 1) > 1:
+        yield Finding(
+            pointer=CONTEXT,
+            message="context_parallel has no effect: only the harness knows it",
+            hint="remove it, or train with the harness",
+            deepspeed="ignores the section",
+        )

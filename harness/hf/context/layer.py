@@ -1,0 +1,80 @@
+"""A decoder layer on a stretch of the tokens: attention exchanges heads, and what else mixes tokens gets all of them.
+
+A *block* is a module of the layer that holds matrices: its attention, its feed-forward network. A block that mixes
+tokens otherwise than through transformers' attention interface (a recurrence, a convolution, an attention of its own)
+is *gathered*: it is given the tokens of all ranks, computes the same as in one process, and its rank keeps the output
+of its own tokens. That is exact, and costs the time of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from harness.hf.context.arguments import SplitArguments
+from harness.hf.layers.call import LayerInputs
+from harness.parallel.context.attention import SharedAttention, whole_attention
+from harness.parallel.context.stretches import ContextParallel, TokenRows
+from harness.parallel.values import Argument, Keyword, Positional
+
+
+def named_blocks(layer: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a layer that hold matrices, by their names in it."""
+    for name, child in layer.named_children():
+        if type(child) in (nn.ModuleList, nn.ModuleDict):  # never called itself
+            yield from named_blocks(child, f"{prefix}{name}.")
+        elif any(param.dim() > 1 for param in child.parameters()):
+            yield f"{prefix}{name}", child
+
+
+class StretchLayer:
+    """Runs a layer on this rank's stretch of the tokens.
+
+    Args:
+        gathered: names of the blocks that need all tokens.
+        split: cuts its arguments.
+        index: of the layer.
+    """
+
+    def __init__(
+        self, layer: nn.Module, gathered: Collection[str], split: SplitArguments, index: int, context: ContextParallel
+    ) -> None:
+        self._split = split
+        self._index = index
+        self._context = context
+        self._whole: Mapping[int, Tensor] = {}
+        self._rows = TokenRows(context=context, batch=0, length=0)
+        self.gathered = [layer.get_submodule(name) for name in gathered]
+
+    def gather_blocks(self) -> None:
+        """Give the gathered blocks all tokens; called when whatever else changes their inputs has been set up."""
+        for block in self.gathered:
+            block.register_forward_pre_hook(self._before, with_kwargs=True)
+            block.register_forward_hook(self._after, prepend=True, always_call=True)
+
+    @contextmanager
+    def forward_of(self, inputs: LayerInputs, batch: int, length: int) -> Iterator[LayerInputs]:
+        """Enter a forward; yields the arguments for this rank's stretch of those for `length` tokens."""
+        own, whole = self._split.split(self._index, inputs, self._context, length)
+        self._whole, self._rows = whole, TokenRows(context=self._context, batch=batch, length=length)
+        try:
+            with SharedAttention(context=self._context, length=length, whole=whole).active():
+                yield own
+        finally:
+            self._whole = {}
+
+    def _before(self, _module: nn.Module, args: Positional, kwargs: Keyword) -> tuple[Positional, Keyword]:
+        self._pause = whole_attention()
+        self._pause.__enter__()
+        given: tuple[Positional, Keyword] = tree_map_only(Tensor, self._join, (args, kwargs))
+        return given
+
+    def _join(self, given: Tensor) -> Tensor:
+        return self._whole[id(given)] if id(given) in self._whole else self._rows.join(given)
+
+    def _after(self, _module: nn.Module, _args: object, output: Argument) -> Argument:
+        self._pause.__exit__(None, None, None)
+        return tree_map_only(Tensor, self._rows.own, output)

@@ -1,0 +1,80 @@
+"""Which parts of a model can compute a stretch of the tokens; `harness/hf/verify/stretches.py` finds them by trial."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from harness.hf.context.layer import named_blocks
+from harness.hf.forward.outer_forward import OuterForward
+from harness.hf.forward.payload import Tokens
+from harness.parallel.context.stretches import ContextParallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextPlan:
+    """What works on a stretch of the tokens.
+
+    Attributes:
+        gathered: for each kind of layer that can, the blocks in it that need all tokens.
+        alone: for each kind of layer, the blocks in it that compute each token by itself, without attention.
+        prologue, epilogue: whether what comes before and after the layers can.
+        whole: whether the model passes on tensors of which nothing is known, so that every rank computes all of it.
+    """
+
+    gathered: Mapping[Hashable, frozenset[str]] = field(default_factory=dict)
+    alone: Mapping[Hashable, frozenset[str]] = field(default_factory=dict)
+    prologue: bool = False
+    epilogue: bool = False
+    whole: bool = False
+
+    def blocks_of(self, layer: nn.Module) -> frozenset[str] | None:
+        """Return the blocks of a layer that need all tokens; None where the whole layer does."""
+        return None if self.whole else self.gathered.get(kind_of_layer(layer))
+
+    def alone_in(self, layer: nn.Module) -> frozenset[str]:
+        """Return the blocks of a layer that compute each token by itself."""
+        return self.alone.get(kind_of_layer(layer), frozenset())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensApart:
+    """How a model computes some tokens without the others.
+
+    Attributes:
+        plan: which parts of it can.
+        context: this rank and those that share the sequence with it; None where it is alone.
+        loss_tile, block_tile: tokens of which logits and loss, and feed-forward blocks, are computed at a time; 0: all.
+    """
+
+    plan: ContextPlan = field(default_factory=ContextPlan)
+    context: ContextParallel | None = None
+    loss_tile: int = 0
+    block_tile: int = 0
+
+    @property
+    def is_any(self) -> bool:
+        """Whether some tokens are computed without the others at all."""
+        return self.context is not None or bool(self.loss_tile or self.block_tile)
+
+
+TOGETHER = TokensApart()
+"""All tokens are computed together."""
+
+
+def kind_of_layer(layer: nn.Module) -> Hashable:
+    """Return what layers of a model and of its tiny copy have in common, with adapters and without."""
+    return type(layer).__name__, tuple(
+        (name, type(getattr(block, "base_layer", block)).__name__) for name, block in named_blocks(layer)
+    )
+
+
+def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:
+    """Return the tokens of this rank's stretch with their positions in the whole sequence."""
+    positions = tokens.positions
+    if positions is None and outer.takes_positions:
+        positions = torch.arange(tokens.ids.shape[1], device=tokens.ids.device).expand_as(tokens.ids)
+    return Tokens(context.own(tokens.ids), None if positions is None else context.own(positions))

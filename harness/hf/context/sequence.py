@@ -1,0 +1,88 @@
+"""How ranks share the hidden state between layers: context ranks by stretches, tensor-parallel ranks each stretch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.errors import UserError
+from harness.hf.forward.payload import StagePayload, Tokens
+from harness.parallel.comm import group_size
+from harness.parallel.context.stretches import ContextParallel, TokenRows
+from harness.parallel.tensor.sequence import join_sequence, split_sequence
+from harness.wording import counted
+
+
+@dataclass(frozen=True)
+class SharedSequence:
+    """Split and join the hidden state between layers, of which each rank holds a share of the tokens.
+
+    Where the shares are unequal, token ids travel as well: only they tell the length of the whole sequence.
+
+    Attributes:
+        group: the tensor-parallel ranks that share it; None: each has all of what its context rank has.
+        context: the context ranks, each with a stretch, of which the ranks of `group` then have shares.
+    """
+
+    group: dist.ProcessGroup | None
+    context: ContextParallel
+
+    @property
+    def size(self) -> int:
+        """How many shares there are of a sequence."""
+        return self.context.size * group_size(self.group)
+
+    def require_enough(self, tokens: Tokens) -> None:
+        """Raise UserError for sequences of which some rank would have no token."""
+        length = tokens.ids.shape[1]
+        if length < self.size:
+            key = "context_parallel.size" if self.context.size > 1 else "tensor_parallel.sequence_parallel"
+            raise UserError(
+                f"{key}: a sequence of {counted(length, 'token')} cannot be split "
+                f"over {self.size} ranks: use longer samples, or remove it"
+            )
+
+    def split(self, payload: StagePayload, tokens: Tokens) -> StagePayload:
+        """Return what is passed on with this rank's share of the hidden state, which was made of `tokens`; it may be of
+        this rank's stretch alone."""
+        length = tokens.ids.shape[1]
+        kept = payload.tokens or (tokens if length % self.size else None)
+        hidden = self.context.own(payload.hidden) if payload.hidden.shape[1] == length else payload.hidden
+        return replace(payload, hidden=self.share(hidden), tokens=kept)
+
+    def share(self, stretch: Tensor) -> Tensor:
+        """Return this rank's share of a hidden state of its context rank's stretch."""
+        return stretch if self.group is None else split_sequence(stretch, self.group)
+
+    def length(self, payload: StagePayload) -> int:
+        """Return the length of the whole sequence."""
+        if payload.tokens is not None:
+            return payload.tokens.ids.shape[1]
+        return payload.hidden.shape[1] * self.size
+
+    def stretch(self, payload: StagePayload) -> int:
+        """Return the number of tokens of this rank's stretch."""
+        start, stop = self.context.stretch(self.length(payload))
+        return stop - start
+
+    def as_whole(self, payload: StagePayload) -> StagePayload:
+        """Return the payload with a hidden state of the whole sequence's shape; a view of one token, so no memory."""
+        token = payload.hidden.detach()[:, :1]
+        return replace(payload, hidden=token.expand(-1, self.length(payload), *token.shape[2:]))
+
+    def join(self, payload: StagePayload) -> StagePayload:
+        """Return the same with the hidden state of this rank's stretch."""
+        if self.group is None:
+            return payload
+        return replace(payload, hidden=join_sequence(payload.hidden, self.stretch(payload), self.group))
+
+    def rows(self, whole: Tensor) -> TokenRows:
+        """Return what tells this rank's rows; `whole` has the shape of the hidden state of the whole sequence."""
+        return TokenRows(context=self.context, batch=whole.shape[0], length=whole.shape[1])
+
+    def join_all(self, payload: StagePayload) -> StagePayload:
+        """Return the same with the hidden state of the whole sequence."""
+        joined = self.join(payload)
+        return replace(joined, hidden=self.context.join(joined.hidden, self.length(payload)))

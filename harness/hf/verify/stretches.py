@@ -1,0 +1,235 @@
+"""Which parts of a model can compute a stretch of the tokens, found by trial on a tiny copy; no family is named.
+
+Each block of a layer is run on all tokens and, with arguments cut as a rank would have them, on a stretch. Where both
+agree on the stretch, and the attention interface is asked the same, the block works on a stretch. Attention itself is
+replaced meanwhile by something that keeps tokens apart, as its ranks exchange heads. The layer around its blocks, what
+comes before the layers and what comes after them are tried likewise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PretrainedConfig, PreTrainedModel
+
+from harness.errors import UserError
+from harness.hf.attention import attention_of, on_any_device
+from harness.hf.context.arguments import SplitArguments
+from harness.hf.context.layer import named_blocks
+from harness.hf.context.plan import ContextPlan, kind_of_layer, own_tokens
+from harness.hf.forward.outer_forward import OuterForward
+from harness.hf.forward.payload import StagePayload, Tokens
+from harness.hf.layers.call import CANNOT_RUN, LayerInputs, same
+from harness.hf.skeleton import ModelSource
+from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
+from harness.parallel.context.attention import SharedAttention
+from harness.parallel.context.stretches import ContextParallel, TokenRows
+from harness.parallel.generators import own_generators
+from harness.parallel.values import Argument
+
+TOLERANCE = 1e-5  # of the largest entry: sums over other numbers of rows in another order
+TRIED = ContextParallel(rank=1, size=3)  # a stretch that is neither at the beginning nor at the end
+
+
+def context_plan(config: PretrainedConfig) -> ContextPlan:
+    """Try a tiny copy of the model of `config`, once a process. Where none runs, every layer needs all tokens."""
+    return _plan(_Tried(json.dumps(config.to_dict(), sort_keys=True, default=str), attention_of(config), config))
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A config that is tried; what it says, and the attention that it runs with, tell it from others."""
+
+    said: str
+    attention: str | None
+    config: PretrainedConfig = field(compare=False)
+
+
+@lru_cache(maxsize=16)
+def _plan(tried: _Tried) -> ContextPlan:
+    try:
+        model = tiny_model(shrink(tried.config)).eval()
+        with own_generators(0), on_any_device(model):
+            return _trial(model)
+    except (UserError, *CANNOT_RUN):
+        return ContextPlan()
+
+
+@torch.no_grad()
+def _trial(model: PreTrainedModel) -> ContextPlan:
+    outer = OuterForward(ModelSource.of_model(model).skeleton(), torch.device("cpu"))
+    if outer.schema.replayed:
+        return ContextPlan(whole=True)
+    split, ids = SplitArguments.of(outer), tiny_ids(model)
+    rows = TokenRows(context=TRIED, batch=ids.shape[0], length=ids.shape[1])
+    ends = [{name: model.get_submodule(name) for name in part} for part in (outer.prologue, outer.epilogue)]
+    hidden = outer.enter(Tokens(ids), ends[0], training=False).hidden
+    before = _agree(
+        lambda: outer.enter(own_tokens(Tokens(ids), outer, TRIED), ends[0], training=False).hidden, rows, hidden
+    )
+    payload = StagePayload(hidden=torch.randn_like(hidden), tokens=Tokens(ids))
+    own = StagePayload(hidden=rows.own(payload.hidden), tokens=own_tokens(Tokens(ids), outer, TRIED))
+    logits = outer.leave(payload, ends[1], training=False).logits
+    after = _agree(lambda: outer.leave(own, ends[1], training=False).logits, rows, logits)
+    gathered: dict[Hashable, frozenset[str] | None] = {}
+    alone: dict[Hashable, frozenset[str]] = {}
+    for index, name in enumerate(outer.layer_names):
+        layer = model.get_submodule(name)
+        state, inputs = outer.arguments(index, StagePayload(hidden=torch.randn_like(hidden), tokens=Tokens(ids)))
+        trial, kind = _LayerTrial(layer, rows, *split.split(index, inputs, TRIED, rows.length)), kind_of_layer(layer)
+        found = trial.blocks(state, inputs)
+        known = gathered.setdefault(kind, frozenset())
+        gathered[kind] = None if found is None or known is None else known | found
+        alone[kind] = alone.get(kind, trial.alone) & trial.alone
+    known_kinds = {kind: names for kind, names in gathered.items() if names is not None}
+    return ContextPlan(gathered=known_kinds, alone=alone, prologue=before, epilogue=after)
+
+
+@dataclass(kw_only=True)
+class _Asked(SharedAttention):
+    """In the place of attention: keeps tokens apart, and records what else attention is asked for all tokens."""
+
+    asked: list[object] = field(default_factory=list)
+
+    def attend(
+        self,
+        function: Callable[..., tuple[Tensor, object]],  # noqa: ARG002  # stands in for it
+        module: nn.Module,  # noqa: ARG002
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Argument,
+        **kwargs: Argument,
+    ) -> tuple[Tensor, None]:
+        given = (*map(self._for_all_tokens, args), *map(self._for_all_tokens, kwargs.values()))
+        self.asked.append((self._for_all_tokens(attention_mask), given))
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        start, stop = self.context.stretch(self.length)
+        if any(x.shape[2] != stop - start for x in (query, key, value)):
+            raise RuntimeError("attention gives keys other than those of its tokens")
+        return (value * torch.tanh((query * key).sum(-1, keepdim=True))).transpose(1, 2), None
+
+
+class _LayerTrial:
+    """Tries a layer on a stretch, with its arguments cut."""
+
+    def __init__(self, layer: nn.Module, rows: TokenRows, inputs: LayerInputs, whole: Mapping[int, Tensor]) -> None:
+        self.layer = layer
+        self.rows = rows
+        self.inputs = inputs
+        self.whole = whole
+        self.calls: dict[str, list[tuple[object, Argument, list[object]]]] = {}
+        self.alone: frozenset[str] = frozenset()
+
+    def blocks(self, hidden: Tensor, inputs: LayerInputs) -> frozenset[str] | None:
+        """Return the names of the blocks that need all tokens; None where the layer does."""
+        own = {id(tensor): name for name, tensor in self.whole.items()}  # ids of whole arguments -> of cut ones
+        cut = {id(tensor): tensor for tensor in tree_leaves((self.inputs.args, dict(self.inputs.kwargs)))}
+        shares = {whole: cut[part] for whole, part in own.items() if part in cut}
+        asked = _Asked(context=ContextParallel(), length=self.rows.length)
+        blocks = dict(named_blocks(self.layer))
+        handles = []
+        for name, block in blocks.items():
+            handles.append(
+                block.register_forward_pre_hook(partial(self._before, name, shares, asked), with_kwargs=True)
+            )
+            handles.append(block.register_forward_hook(partial(self._after, name, asked)))
+        try:
+            with asked.active():
+                output = inputs.apply(self.layer, hidden.clone())
+        except CANNOT_RUN:
+            return None
+        finally:
+            for handle in handles:
+                handle.remove()
+        if any(len(calls) > 1 for calls in self.calls.values()):
+            return None
+        gathered = frozenset(name for name in self.calls if not self._works(blocks[name], *self.calls[name][0]))
+        self.alone = frozenset(
+            name
+            for name in self.calls.keys() - gathered
+            if not self.calls[name][0][2] and any(True for _ in blocks[name].children())
+        )
+        with _returning({blocks[name]: self._own(self.calls[name][0][1]) for name in gathered}):
+            wanted = [record for name in self.calls if name not in gathered for record in self.calls[name][0][2]]
+            works = self._agrees(lambda: self.inputs.apply(self.layer, self.rows.own(hidden).clone()), output, wanted)
+        return gathered if works else None
+
+    def _before(
+        self,
+        name: str,
+        shares: Mapping[int, Tensor],
+        asked: _Asked,
+        _module: nn.Module,
+        *given: Argument,
+    ) -> None:
+        def own(tensor: Tensor) -> Tensor:
+            return shares[id(tensor)] if id(tensor) in shares else self.rows.own(tensor).clone()
+
+        self.calls.setdefault(name, []).append((tree_map_only(Tensor, own, given), len(asked.asked), []))
+
+    def _after(self, name: str, asked: _Asked, _module: nn.Module, _args: object, output: Argument) -> None:
+        given, first, _ = self.calls[name][-1]
+        kept = tree_map_only(Tensor, torch.clone, output)
+        self.calls[name][-1] = (given, kept, asked.asked[first:])
+
+    def _works(self, block: nn.Module, given: Argument, output: Argument, asked: list[object]) -> bool:
+        """Whether a block gives on a stretch what it gives for all tokens."""
+        return self._agrees(lambda: block(*given[0], **given[1]), output, asked)
+
+    def _agrees(self, run: Callable[[], Argument], output: Argument, wanted: list[object]) -> bool:
+        asked = _Asked(context=self.rows.context, length=self.rows.length, whole=self.whole)
+        with asked.active():
+            agrees = _agree(run, self.rows, output)
+        return agrees and same(asked.asked, wanted)
+
+    def _own(self, output: Argument) -> Argument:
+        return tree_map_only(Tensor, self.rows.own, output)
+
+
+class _returning:  # a context manager
+    """Lets modules return given outputs."""
+
+    def __init__(self, outputs: Mapping[nn.Module, Argument]) -> None:
+        self.outputs = outputs
+
+    def __enter__(self) -> None:
+        for module, output in self.outputs.items():
+            module.forward = partial(_return, output)
+
+    def __exit__(self, *_: object) -> None:
+        for module in self.outputs:
+            del module.forward
+
+
+def _return(output: Argument, *_args: object, **_kwargs: object) -> Argument:
+    return output
+
+
+def _agree(run: Callable[[], Argument], rows: TokenRows, whole: Argument) -> bool:
+    """Whether `run` gives for a stretch what `whole` has there."""
+    try:
+        found = tree_leaves(run())
+    except CANNOT_RUN:
+        return False
+    wanted = tree_leaves(tree_map_only(Tensor, rows.own, whole))
+    return len(found) == len(wanted) and all(map(_close, found, wanted))
+
+
+def _close(found: object, wanted: object) -> bool:
+    if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
+        return not isinstance(wanted, Tensor) and not isinstance(found, Tensor)
+    if found.shape != wanted.shape:
+        return False
+    if not wanted.is_floating_point():
+        return torch.equal(found, wanted)
+    scale = wanted.abs().max() if wanted.numel() else wanted.new_zeros(())
+    return bool(((found - wanted).abs() <= TOLERANCE * scale).all())

@@ -1,0 +1,145 @@
+"""Attention over whole sequences, whose tokens are spread over context ranks, through transformers' interface.
+
+Every attention of transformers that asks for its function by name (`ALL_ATTENTION_FUNCTIONS.get_interface`) gets
+queries, keys and values of this rank's tokens. They are exchanged for some heads of all tokens, the model's own
+function runs on these, with the mask as the model makes it for the whole sequence, and its output is exchanged back:
+DeepSpeed's Ulysses (Jacobs et al. 2023, arXiv 2309.14509) without a function of its own. What has an entry a head
+(sinks, slopes, biases) is cut for the heads of the rank. Where there are more ranks than heads, or they cannot be dealt
+out, every rank computes all heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+from harness.config.model.shares import Heads, Stretch
+from harness.parallel.context.stretches import ContextParallel, exchange_heads, exchange_tokens
+from harness.parallel.draws import expect_heads
+from harness.parallel.values import Argument
+
+_active: ContextVar[SharedAttention | None] = ContextVar("attention over stretches", default=None)
+_get_interface = AttentionInterface.get_interface
+
+
+Attend: TypeAlias = Callable[..., Argument]
+"""A function of transformers' interface: of a module, query, key, value and mask; gives attention and weights."""
+
+
+def _interface(self: AttentionInterface, attn_implementation: str, default: Attend) -> Attend:
+    """Return the function that a model asks for, around which the active layer exchanges heads."""
+    function: Attend = _get_interface(self, attn_implementation, default)
+    active = _active.get()
+    return function if active is None else partial(active.attend, function)
+
+
+AttentionInterface.get_interface = _interface  # type: ignore[method-assign]
+
+
+@dataclass(kw_only=True)
+class SharedAttention:
+    """The attention of a layer that works on a stretch of the tokens.
+
+    Attributes:
+        length: tokens of the whole sequence.
+        whole: arguments of the layer for all tokens, by the ids of this rank's stretches of them.
+    """
+
+    context: ContextParallel
+    length: int
+    whole: Mapping[int, Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Exchange heads around each attention that is called meanwhile."""
+        before = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(before)
+
+    def attend(
+        self,
+        function: Callable[..., tuple[Tensor, object]],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Argument,
+        **kwargs: Argument,
+    ) -> tuple[Tensor, None]:
+        """Call `function` on heads of all tokens; query, key and value are [batch, heads, tokens, size].
+
+        Returns the attention of this rank's tokens, [batch, tokens, heads, size], and no weights.
+
+        Raises:
+            RuntimeError: the keys are not those of this rank's tokens.
+        """
+        start, stop = self.context.stretch(self.length)
+        if any(x.shape[2] != stop - start for x in (query, key, value)):
+            raise RuntimeError(f"attention gives keys other than those of its {stop - start} tokens")
+        args = tuple(map(self._for_all_tokens, args))
+        kwargs = {name: self._for_all_tokens(value) for name, value in kwargs.items()}
+        heads = Heads(query=query.shape[1], key_value=key.shape[1])
+        size = self.context.size
+        if not heads.fit(size):  # each rank computes all of them
+            query, key, value = (self.context.join(x, self.length, 2) for x in (query, key, value))
+            output, _ = function(module, query, key, value, attention_mask, *args, **kwargs)
+            return self.context.own(output), None
+        queries, keys = heads.queries(size), heads.key_values(size)
+        own = queries[self.context.rank]
+        query = exchange_heads(query, queries, self.context, self.length)
+        key, value = (exchange_heads(x, keys, self.context, self.length) for x in (key, value))
+        cut = partial(_own_heads, heads=heads.query, own=own)
+        with expect_heads(self.context.rank, tuple(stop - start for start, stop in queries)):
+            output, _ = function(
+                HeadsOf(module, cut, query.shape[1] // key.shape[1]),
+                *(query, key, value, cut(attention_mask)),
+                *map(cut, args),
+                **{name: cut(given) for name, given in kwargs.items()},
+            )
+        return exchange_tokens(output.transpose(1, 2), queries, self.context).transpose(1, 2), None
+
+    def _for_all_tokens(self, given: Argument) -> Argument:
+        return self.whole.get(id(given), given)
+
+
+class HeadsOf:
+    """A module as the function of its attention sees it: with some of its heads."""
+
+    def __init__(self, module: nn.Module, cut: Callable[[object], object], groups: int) -> None:
+        self._module = module
+        self._cut = cut
+        self._groups = groups
+
+    def __getattr__(self, name: str) -> Argument:
+        value = getattr(self._module, name)
+        return self._groups if name == "num_key_value_groups" else self._cut(value)
+
+
+def _own_heads(given: Argument, *, heads: int, own: Stretch) -> Argument:
+    """Return of a tensor with an entry a head (heads,), (heads, ...) or (batch, heads, ...) those of this rank's."""
+    if heads == 1 or not isinstance(given, Tensor):
+        return given
+    dim = {1: 0, 3: 0, 4: 1}.get(given.dim())
+    if dim is None or given.shape[dim] != heads:
+        return given
+    return given.narrow(dim, own[0], own[1] - own[0])
+
+
+@contextmanager
+def whole_attention() -> Iterator[None]:
+    """Exchange nothing around the attentions that are called meanwhile: they are given all tokens."""
+    before = _active.set(None)
+    try:
+        yield
+    finally:
+        _active.reset(before)

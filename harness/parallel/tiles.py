@@ -1,0 +1,94 @@
+"""Parts of a model in tiles of tokens: what a part makes of a tile is let go before the next tile is computed.
+
+Where a part works on each token alone, its output for all tokens is that for one tile after the other. For the backward
+a tile's input is kept, and the tile is computed again (Bekman et al. 2025, Arctic Long Sequence Training, arXiv
+2506.13996, section 3.1). So logits, or the inside of a feed-forward block, are never there for more than a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from harness.parallel.values import Argument
+
+OfTile = Callable[[Tensor, int, int], Tensor]
+"""Of the logits of tokens `start` to `stop` - 1, and these two: the sum of their losses, a scalar."""
+
+
+def tiles(length: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield start and stop of tiles of at most `size` of `length` tokens."""
+    yield from ((start, min(start + size, length)) for start in range(0, max(length, 1), size))
+
+
+@dataclass
+class LossTiles:
+    """Lets the epilogue compute the loss, tile by tile, where it is told how; else it gives logits.
+
+    Attributes:
+        tokens: of a tile.
+        loss: of a tile of the micro-batch that passes through now; None where the logits themselves are asked for.
+    """
+
+    tokens: int
+    loss: OfTile | None = None
+
+    def sum(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sum of the losses of all tokens of a hidden state [batch, tokens, width], a scalar."""
+        loss = self.loss
+        assert loss is not None
+        total = torch.zeros((), device=hidden.device)
+        for start, stop in tiles(hidden.shape[1], self.tokens):
+            total = total + _again(partial(_loss_of, loss, logits_of, start, stop), hidden[:, start:stop])
+        return total
+
+
+def _loss_of(loss: OfTile, logits_of: Callable[[Tensor], Tensor], start: int, stop: int, hidden: Tensor) -> Tensor:
+    return loss(logits_of(hidden.contiguous()), start, stop)
+
+
+def tile_block(block: nn.Module, tokens: int) -> None:
+    """Let a module that works on each token alone compute `tokens` tokens at a time.
+
+    Its tensors [batch, sequence, ...] and [batch * sequence, ...] are cut and joined; all others are given as they are.
+    """
+    whole = block.forward
+
+    def forward(hidden: Tensor, *args: Argument, **kwargs: Argument) -> Argument:
+        if hidden.dim() < 3 or hidden.shape[1] <= tokens:
+            return whole(hidden, *args, **kwargs)
+        outputs = [
+            _again(lambda part: whole(part.contiguous(), *args, **kwargs), hidden[:, start:stop])
+            for start, stop in tiles(hidden.shape[1], tokens)
+        ]
+        return _joined(outputs, hidden.shape[0])
+
+    block.forward = forward
+
+
+def _again(run: Callable[[Tensor], Argument], part: Tensor) -> Argument:
+    """Return `run(part)`; where there will be a backward, it is computed again for that."""
+    if not torch.is_grad_enabled():
+        return run(part)
+    return checkpoint(run, part, use_reentrant=False, preserve_rng_state=False)
+
+
+def _joined(outputs: list[Argument], batch: int) -> Argument:
+    """Join the outputs of tiles: along the tokens where a tensor has rows of them."""
+    leaves = [tree_flatten(output) for output in outputs]
+    columns = zip(*(flat for flat, _ in leaves), strict=True)
+    return tree_unflatten([_rows(list(column), batch) for column in columns], leaves[0][1])
+
+
+def _rows(parts: list[Argument], batch: int) -> Argument:
+    if not isinstance(parts[0], Tensor):
+        return parts[0]
+    if parts[0].dim() > 2:
+        return torch.cat(parts, dim=1)
+    return torch.cat([part.unflatten(0, (batch, -1)) for part in parts], dim=1).flatten(0, 1)
