@@ -164,7 +164,7 @@ def test_the_table_says_why_layouts_fall_out_and_what_more_would_bring(capsys):
         (["plan", "--model", "nothing-here", *PLAN[3:]], "no readable config.json"),
         ([*PLAN[:4], "97", *PLAN[5:], "--global_batch_size", "1"], "no layout of 97 ranks can run"),
         (
-            [*PLAN[:6], "rtx-4090", "--model", "llama-1b", "--block_size", "20000000"],
+            [*PLAN[:6], "rtx-4090", "--model", "llama-1b", "--block_size", "10000000"],
             "GiB on each device, which has 22.0",
         ),
         ([*PLAN, "--row", "99999"], "--row 99999: there are"),
