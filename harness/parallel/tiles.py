@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from harness.parallel.values import Argument
@@ -60,23 +60,32 @@ def tile_block(block: nn.Module, tokens: int) -> None:
     """
     whole = block.forward
 
-    def forward(hidden: Tensor, *args: Argument, **kwargs: Argument) -> Argument:
-        if hidden.dim() < 3 or hidden.shape[1] <= tokens:
-            return whole(hidden, *args, **kwargs)
-        outputs = [
-            _again(lambda part: whole(part.contiguous(), *args, **kwargs), hidden[:, start:stop])
-            for start, stop in tiles(hidden.shape[1], tokens)
-        ]
-        return _joined(outputs, hidden.shape[0])
+    def forward(*args: Argument, **kwargs: Argument) -> Argument:
+        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        batch, length = hidden.shape[:2]
+        if hidden.dim() < 3 or length <= tokens:
+            return whole(*args, **kwargs)
+
+        def of_tile(start: int, stop: int) -> Argument:
+            def cut(value: Tensor) -> Tensor:
+                return (
+                    value[:, start:stop].contiguous()
+                    if value.dim() > 2 and value.shape[:2] == hidden.shape[:2]
+                    else value
+                )
+
+            return whole(*tree_map_only(Tensor, cut, args), **tree_map_only(Tensor, cut, kwargs))
+
+        return _joined([_again(of_tile, start, stop) for start, stop in tiles(length, tokens)], batch)
 
     block.forward = forward
 
 
-def _again(run: Callable[[Tensor], Argument], part: Tensor) -> Argument:
-    """Return `run(part)`; where there will be a backward, it is computed again for that."""
+def _again(run: Callable[..., Argument], *given: Argument) -> Argument:
+    """Return `run(*given)`; where there will be a backward, it is computed again for that."""
     if not torch.is_grad_enabled():
-        return run(part)
-    return checkpoint(run, part, use_reentrant=False, preserve_rng_state=False)
+        return run(*given)
+    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
 
 
 def _joined(outputs: list[Argument], batch: int) -> Argument:
