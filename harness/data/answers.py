@@ -436,11 +436,14 @@ def _end_of(prompt: str, before: str) -> int | None:
     """Return where a prompt ends in text that begins with it, whatever space stands between its words; else None."""
     if before.startswith(prompt):
         return len(prompt)
-    spaced = r"\s*".join(re.escape(char) for char in "".join(prompt.split()))
-    found = re.match(rf"\s*{spaced}", before) if spaced else None
-    if found is None:
-        return None
-    return found.end() + _common(before[found.end() :], prompt[len(prompt.rstrip()) :])
+    end, words = 0, "".join(prompt.split())
+    for char in words:
+        while before[end : end + 1].isspace():
+            end += 1
+        if before[end : end + 1] != char:
+            return None
+        end += 1
+    return end + _common(before[end:], prompt[len(prompt.rstrip()) :]) if words else None
 
 
 def _without_end(text: str, other: str) -> tuple[str, str]:
