@@ -47,10 +47,14 @@ def composition(data: AnyDataset | None) -> JsonObject:
 
 
 def summary(found: JsonObject) -> Iterator[str]:
-    """Give a line on how many tokens are learnt, and one on how long conversations are."""
-    tokens, learnt = (sum(row[name] for row in found.get("sources", ())) for name in ("tokens", "learnt"))
+    """Give a line on how many tokens are learnt, also of each of several sources, and one on how long conversations
+    are."""
+    sources = found.get("sources", ())
+    tokens, learnt = (sum(row[name] for row in sources) for name in ("tokens", "learnt"))
     if tokens:
         yield f"{learnt:,} of {tokens:,} tokens are learnt ({learnt / tokens:.1%})"
+    for row in sources if len(sources) > 1 else ():
+        yield f"{row['name']}: {row['learnt']:,} of {row['tokens']:,} tokens are learnt"
     if "lengths" in found:
         lengths = found["lengths"]
         yield (
