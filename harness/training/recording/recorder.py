@@ -138,14 +138,17 @@ class Recorder:
             values = [value for each in counted if (value := getattr(each, name)) is not None]
             if values:
                 logs[name] = mean(values)
-        for name in {name: None for each in counted for name in each.source_losses}:
-            of_source = [each.source_losses[name] for each in counted if name in each.source_losses]
-            logs["source_losses"] = {**logs.get("source_losses", {}), name: mean(of_source)}
+        logs.pop("source_losses", None)
+        of_sources = {
+            f"{name}_loss": mean(each.source_losses[name] for each in counted if name in each.source_losses)
+            for name in {name: None for each in counted for name in each.source_losses}
+        }
+        logs |= of_sources  # flat, as loggers want numbers
         self._unlogged.clear()
         self.state.log_history.append(logs)
         if self._monitors is not None:
             shown = {f"train/{name}": logs[name] for name in SHOWN if logs.get(name) is not None}
-            shown |= {f"train/{name}_loss": value for name, value in logs.get("source_losses", {}).items()}
+            shown |= {f"train/{name}": value for name, value in of_sources.items()}
             self._monitors.write(shown, self.state.global_step)
         return logs
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from harness.data.tokenizer import ByteTokenizer
 from harness.resilience.process import signals
 from harness.training.evaluate import computed_metrics
 from harness.training.recording.files import MetricsFile, data_files
+from harness.training.recording.progress import _figures
 from harness.training.recording.recorder import Recorder, _shown
 from tests.unit.data.test_token_files import datatrove, megatron
 from tests.unit.training.full_disk import full_disk
@@ -91,6 +93,23 @@ def test_a_run_leaves_a_line_for_each_step_and_evaluation_and_says_what_it_was(
     kinds = (ScriptArguments, TrainingArguments, LoraArguments)
     _, again, _ = parse(kinds, ["--config", str(folder / "run.json")], prog="t", description="", epilog="")
     assert again == ours.args
+
+
+def test_losses_of_sources_are_written_as_they_are_and_logged_as_means(
+    make: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    trainer = make(report_to="csv")
+    plain = trainer.training_step()
+    losses: list[dict[str, float]] = [{"chat": 2.0, "text": 3.0}, {"chat": 1.0}]
+    with Recorder(trainer.run, trainer.state) as recorder:
+        for number, each in enumerate(losses, start=1):
+            record = replace(plain, step=number, source_losses=each)
+            recorder.step(record)
+        logs = recorder.log(record)
+    assert [row.get("source_losses") for row in rows(tmp_path / "run" / "metrics.jsonl")] == losses
+    assert (logs["chat_loss"], logs["text_loss"]) == (1.5, 3.0) and "source_losses" not in logs
+    assert {"train_chat_loss.csv", "train_text_loss.csv"} <= {path.name for path in tmp_path.rglob("*.csv")}
+    assert "(chat 1.0000)" in " ".join(_figures(record, "tokens")) and "source_losses" not in plain.as_dict()
 
 
 def test_a_disk_that_is_full_at_the_start_is_one_line(make: Callable[..., Trainer], tmp_path: Path) -> None:
