@@ -32,11 +32,12 @@ from harness.arguments import TrainingArguments
 from harness.compat.family_case import CPU, FamilyCase, NotTried, build_case, cut_family, needs_is_decoder
 from harness.compat.reference import BATCH, MICRO, STEPS, Curve, allowance, samples, worst
 from harness.compat.stored import stored_difference
+from harness.config.model.shape import experts_of
 from harness.config.values.json_object import JsonObject
 from harness.console import Console
 from harness.errors import UserError
 from harness.hf.locate import PLANS
-from harness.hf.matrix import CELLS, IS_DECODER, NEEDED, PLAN, YES, plan_digest
+from harness.hf.matrix import CELLS, IS_DECODER, NEEDED, NO_EXPERTS, PLAN, YES, plan_digest
 from harness.hf.skeleton import read_source
 from harness.hf.verify.comparison import find_difference
 from harness.parallel.comm import TensorParallel
@@ -63,6 +64,7 @@ def run_family(family: str, work: Path) -> dict[str, str]:
     exported = work / "exported"
     row["pipeline"] = _verdict(partial(_pipeline, trial, exported))
     row["tensor"] = _verdict(partial(_tensor, trial))
+    row["experts"] = _verdict(partial(_experts, trial)) if _has_experts(trial) else NO_EXPERTS
     row["zero3"] = _verdict(partial(_zero3, trial, None if exported.exists() else exported))
     row["import"] = _verdict(partial(_same_tensors, trial, exported)) if exported.exists() else row["zero3"]
     row["export"] = _verdict(partial(_loads, trial, exported)) if exported.exists() else row["zero3"]
@@ -101,6 +103,17 @@ def _pipeline(trial: FamilyCase, exported: Path) -> None:
 def _tensor(trial: FamilyCase) -> None:
     _compare_cut(trial, TensorParallel.of(dist.group.WORLD))
     _steps(trial, "tensor", {"tensor_parallel": {"autotp_size": 2}})
+
+
+def _experts(trial: FamilyCase) -> None:
+    _steps(trial, "experts", {"expert_parallel": {"enabled": True, "autoep_size": 2}})
+
+
+def _has_experts(trial: FamilyCase) -> bool:
+    """Whether the family is a mixture of experts, as its config or its plan says."""
+    text = _trained(trial)
+    declared = getattr(text, "base_model_ep_plan", None) or {}
+    return bool(declared) or experts_of(text.to_dict())[0] > 1
 
 
 def _zero3(trial: FamilyCase, exported: Path | None) -> None:
@@ -170,7 +183,7 @@ def _trainer(trial: FamilyCase, name: str, layout: JsonObject) -> Trainer:
     config = {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": BATCH // MICRO // (2 if "zero_optimization" in layout else 1),
+        "gradient_accumulation_steps": BATCH // MICRO // (1 if layout.keys() & {"pipeline", "tensor_parallel"} else 2),
         "zero_optimization": {"stage": 0},
         **layout,
     }

@@ -144,6 +144,8 @@ def _named_groups(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
     named = {tuple(range(layout.world_size)): "world", tuple(sorted(replica)): "model"}
     stage_ranks = layout.stage_ranks(place.stage)
     named.setdefault(tuple(stage_ranks), "stage")
+    for name, groups in (("expert", layout.expert_groups()), ("copies", layout.expert_copies())):
+        named.setdefault(next(tuple(ranks) for ranks in groups if rank in ranks), name)
     return named | {tuple(layout.ranks_along(axis, rank)): axis for axis in AXES}
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from harness.arguments import TrainingArguments
 from harness.config import Resolved
+from harness.config.model.shares import Stretch
 from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.deepspeed.instructions import announce_instructions, watch_instructions
 from harness.deepspeed.no_peers import Received, announce_halves, cut_step, expect_from_peers, replaced
@@ -28,11 +29,13 @@ from harness.dry_run.world import fake_tensors, fake_world
 from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
+from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.schedules.instructions import follow_schedule, most_in_flight, most_kept
 from harness.parallel.pipeline.schedules.orders import ORDERS
 from harness.parallel.pipeline.staged_module import build_layers, pack_payload
 from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.tensor import cross_entropy
+from harness.parallel.token_exchange import Route
 from harness.parallel.values import Value
 from harness.resilience.process.distributed import start
 from harness.topology.env import LaunchEnv
@@ -113,6 +116,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
             replaced(gradients, "BLOCK", 2**62),
             # these tensors are on no device: a loop over pieces that fit into a CPU's cache would have no end
             replaced(cross_entropy, "IN_CACHE", cross_entropy.ELEMENTS_AT_ONCE),
+            replaced(Route, "of", partial(_even_routes, layout=plan.layout)),
             fake_tensors(),
             Ledger(plan.layout, env.rank) as ledger,
         ):
@@ -139,6 +143,18 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
             messages=messages,
             notes=[note for note in (untried, EXPERTS if counted_apart else None) if note],
         )
+
+
+def _even_routes(
+    pieces: Sequence[Tensor], _stretches: Sequence[Stretch], place: TensorParallel, *, layout: Layout
+) -> list[Route]:
+    """Return the ways of tokens whose experts are not known: as many go to each expert."""
+    routes = []
+    for piece in pieces:
+        each = max(piece.numel() // layout.tp_size // place.size, 1)
+        none = torch.zeros(each * place.size, dtype=torch.long)
+        routes.append(Route(order=none, sizes=[[each] * place.size] * place.size, experts=none))
+    return routes
 
 
 def _two_steps(

@@ -17,12 +17,13 @@ from transformers import PretrainedConfig
 
 from harness.hf.locate import MODELS, plan_file
 
-CELLS = ("pipeline", "tensor", "zero3", "import", "export")
+CELLS = ("pipeline", "tensor", "experts", "zero3", "import", "export")
 STORED = MODELS / "matrix.json"
 PLAN = "plan"
 IS_DECODER, NEEDED = "is_decoder", "needed"
 DECLARED = ("base_model_tp_plan", "base_model_ep_plan")
 YES = "yes"
+NO_EXPERTS = "none"  # of a family that is no mixture of experts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,14 +21,17 @@ STORED = Matrix(transformers="5.0", families={"aa": RIGHT, "bee": REFUSED, "cc":
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        pytest.param(RIGHT, "pipeline, tensor, zero3, import, export", id="all holds"),
-        pytest.param(REFUSED, "pipeline, tensor, zero3, import, export refused: it looks ahead", id="one reason"),
+        pytest.param(RIGHT, "pipeline, tensor, experts, zero3, import, export", id="all holds"),
+        pytest.param(
+            REFUSED, "pipeline, tensor, experts, zero3, import, export refused: it looks ahead", id="one reason"
+        ),
         pytest.param(
             MIXED,
-            "pipeline, zero3, import; tensor wrong: losses are off by 1e-01; export not tried: no <model> | runs",
+            "pipeline, experts, zero3, import; tensor wrong: losses are off by 1e-01; "
+            "export not tried: no <model> | runs",
             id="several reasons",
         ),
-        pytest.param({}, "pipeline, tensor, zero3, import, export not tried", id="an empty row"),
+        pytest.param({}, "pipeline, tensor, experts, zero3, import, export not tried", id="an empty row"),
     ],
 )
 def test_a_row_is_one_line(row: dict[str, str], line: str) -> None:
@@ -51,7 +54,7 @@ def test_a_row_is_one_line(row: dict[str, str], line: str) -> None:
         pytest.param(
             {"new": REFUSED},
             False,
-            ["came: new is new: pipeline, tensor, zero3, import, export refused: it looks ahead"],
+            ["came: new is new: pipeline, tensor, experts, zero3, import, export refused: it looks ahead"],
             id="a new family",
         ),
         pytest.param(
@@ -67,22 +70,22 @@ def test_the_text_has_a_line_for_each_family_and_each_reason_once() -> None:
     lines = render(STORED, "text").splitlines()
     assert lines[0].split() == list(CELLS)
     assert [line.split()[0] for line in lines[1:7]] == ["aa", "bee", "it", "cc", "losses", "no"]
-    assert lines[1].split()[1:] == ["yes"] * 5 and lines[2].split()[1:] == ["refused"] * 5
-    assert lines[-1] == "transformers 5.0, 3 families: pipeline 2, tensor 1, zero3 2, import 2, export 1"
+    assert lines[1].split()[1:] == ["yes"] * 6 and lines[2].split()[1:] == ["refused"] * 6
+    assert lines[-1] == "transformers 5.0, 3 families: pipeline 2, tensor 1, experts 2, zero3 2, import 2, export 1"
 
 
 def test_the_page_escapes_what_would_break_its_table() -> None:
     page = render(STORED, "markdown")
     rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| ")}
-    assert rows["all"] == "| all | **2** | **1** | **2** | **2** | **1** | |"
+    assert rows["all"] == "| all | **2** | **1** | **2** | **2** | **2** | **1** | |"
     assert rows["cc"].endswith(
-        "| yes | wrong | yes | yes | not tried | losses are off by 1e-01; no &lt;model> \\| runs |"
+        "| yes | wrong | yes | yes | yes | not tried | losses are off by 1e-01; no &lt;model> \\| runs |"
     )
 
 
 def test_a_matrix_without_families_is_a_table_without_rows() -> None:
     empty = Matrix(transformers="5.0", families={})
-    assert render(empty, "text").endswith("0 families: pipeline 0, tensor 0, zero3 0, import 0, export 0")
+    assert render(empty, "text").endswith("0 families: pipeline 0, tensor 0, experts 0, zero3 0, import 0, export 0")
     assert json.loads(render(empty, "json")) == {"transformers": "5.0", "families": {}}
 
 

@@ -30,9 +30,9 @@ def test_the_stored_matrix_is_printed_in_every_form(capsys):
 
 
 def test_a_row_says_what_holds_and_why_the_rest_does_not():
-    assert spell(ROWS["half"]) == "pipeline, zero3, import, export; tensor refused: no plan | at all"
+    assert spell(ROWS["half"]) == "pipeline, experts, zero3, import, export; tensor refused: no plan | at all"
     assert "half  yes       refused   yes" in render(MATRIX, "text")
-    assert "| half | yes | refused | yes | yes | yes | no plan \\| at all |" in render(MATRIX, "markdown")
+    assert "| half | yes | refused | yes | yes | yes | yes | no plan \\| at all |" in render(MATRIX, "markdown")
     assert "| all | **2** | **1** |" in render(MATRIX, "markdown")
 
 
@@ -40,7 +40,7 @@ def test_what_came_and_went_is_told():
     rows = {"half": GOOD, "new": {**GOOD, "export": "wrong: other logits"}}
     assert differences(MATRIX, rows, everything=True) == [
         "came: half tensor: refused: no plan | at all -> yes",
-        "came: new is new: pipeline, tensor, zero3, import; export wrong: other logits",
+        "came: new is new: pipeline, tensor, experts, zero3, import; export wrong: other logits",
         "gone: good is no longer a family",
     ]
     assert differences(MATRIX, {"good": {**GOOD, "zero3": "refused: x"}}, everything=False) == [
