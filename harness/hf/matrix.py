@@ -76,14 +76,15 @@ def plan_digest(config_class: type[PretrainedConfig]) -> str | None:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def is_tested(config: PretrainedConfig, split: bool, path: Path = STORED) -> bool:
+def is_tested(config: PretrainedConfig, split: bool, path: Path = STORED, *, dealt: bool = False) -> bool:
     """Whether the family of `config` was tried with the installed transformers and found right.
 
-    `split`: over tensor-parallel ranks as well. A plan that is the config's own, or was edited, was not tried.
+    `split`: over tensor-parallel ranks as well; `dealt`: with experts on several data-parallel ranks. A plan that is
+    the config's own, or was edited, was not tried.
     """
     matrix = read_matrix(path)
     row = matrix.families.get(config.model_type, {})
-    cells = ("pipeline", "tensor") if split else ("pipeline",)
+    cells = ("pipeline", *(("tensor",) if split else ()), *(("experts",) if dealt else ()))
     return (
         matrix.transformers == installed_transformers()
         and all(row.get(cell) == YES for cell in cells)

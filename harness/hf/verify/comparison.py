@@ -24,6 +24,7 @@ from harness.hf.causal import CausalModel
 from harness.hf.layers.call import LayerOutput
 from harness.hf.skeleton import ModelSource
 from harness.hf.verify.tiny_copy import tiny_ids, tiny_model
+from harness.parallel import comm
 from harness.parallel.comm import TensorParallel
 from harness.parallel.context.stretches import ALONE, ContextParallel
 from harness.parallel.generators import own_generators
@@ -75,11 +76,13 @@ def find_difference(
     place: TensorParallel,
     device: torch.device,
     context: ContextParallel = ALONE,
+    neighbours: TensorParallel = comm.ALONE,
 ) -> Difference | None:
     """Return the worst difference between a tiny config's model when cut and when whole; None if there is none.
 
     The model is cut into two stages and, if `place` has a group, over its tensor-parallel ranks; `cut` gives each rank
-    of `context` a stretch of the tokens. Then all ranks of both groups call this, and get the same result.
+    of `context` a stretch of the tokens, or deals the experts among `neighbours`, which have the same tokens. Then all
+    ranks of these groups call this, and get the same result.
 
     Raises:
         UserError: the model cannot be cut.
@@ -87,7 +90,8 @@ def find_difference(
     found = None
     with own_generators(0, device):
         for seed in SEEDS:
-            found = worst_of(_try(config, cut, place, device, seed, context), place, context)
+            found = worst_of(_try(config, cut, place, device, seed, context, neighbours.size), place, context)
+            found = worst_of(found, neighbours)
             if found is None:
                 break
     return found
@@ -122,13 +126,19 @@ def worst_of(own: Difference | None, place: TensorParallel, context: ContextPara
 
 
 def _try(
-    config: PretrainedConfig, cut: Cut, place: TensorParallel, device: torch.device, seed: int, context: ContextParallel
+    config: PretrainedConfig,
+    cut: Cut,
+    place: TensorParallel,
+    device: torch.device,
+    seed: int,
+    context: ContextParallel,
+    times: int,
 ) -> Difference | None:
     model, moved = (on_device(tiny_model(config, seed=seed), device) for _ in range(2))
     ids = tiny_ids(model, seed).to(device)
     whole, allowed = _reference(model, moved, ids)
     try:
-        return _compare(model, whole, allowed, ids, cut, place, context)
+        return _compare(model, whole, allowed, ids, cut, place, context, times)
     except UserError:
         raise
     except Exception as error:  # a wrong plan ends in any of them
@@ -192,7 +202,9 @@ def _compare(
     cut: Cut,
     place: TensorParallel,
     context: ContextParallel,
+    times: int,
 ) -> Difference | None:
+    """Return how the cut model differs; `times`: how many ranks send the same tokens to the experts of this one."""
     source = replace(ModelSource.of_model(model), model=None)  # made from the config, as on ranks that read a file
     stages = [cut(source, place) for _ in range(2)]  # each runs a forward of its own, as ranks do
     depth = len(stages[0].layers)
@@ -210,7 +222,7 @@ def _compare(
     _sum_gradients([module for stage in built for module in stage.modules.values()], context)
     found = [_difference("logits", value.detach(), wanted, permitted, whole.logits)]
     found += _gradient_differences(
-        model, [module for stage in built for module in stage.modules.values()], whole, allowed
+        model, [module for stage in built for module in stage.modules.values()], whole, allowed, times
     )
     worst = max((pair for pair in found if pair is not None), key=lambda pair: pair[1], default=None)
     if worst is None:
@@ -236,7 +248,7 @@ def _own_logits(whole: Tensor, stage: CausalModel, place: TensorParallel) -> Ten
 
 
 def _gradient_differences(
-    model: PreTrainedModel, modules: list[nn.Module], whole: Numbers, allowed: Numbers
+    model: PreTrainedModel, modules: list[nn.Module], whole: Numbers, allowed: Numbers, times: int
 ) -> list[tuple[str, float] | None]:
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -253,6 +265,8 @@ def _gradient_differences(
         full = whole.gradients[key]
         shard = shards[key]
         wanted = full if shard is None else shard.take(full)
+        if shard is not None and shard.over_data:
+            gradient = gradient / times
         found.append(_difference(f"the gradient of {key}", gradient, wanted, allowed.gradients[key], full))
     return found
 

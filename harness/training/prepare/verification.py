@@ -20,8 +20,8 @@ from harness.hf.matrix import is_tested
 from harness.hf.skeleton import ModelSource
 from harness.hf.verify.comparison import NOT_CAUSAL, Difference, find_difference, looks_ahead, worst_of
 from harness.hf.verify.tiny_copy import shrink
-from harness.parallel.comm import TensorParallel
-from harness.parallel.token_exchange import NO_NEIGHBOURS
+from harness.parallel.comm import ALONE, TensorParallel
+from harness.parallel.token_exchange import Neighbours
 from harness.topology.agreement import values_of_all
 from harness.training.engine.context import EngineContext
 from harness.training.prepare.trainable import tokens_apart
@@ -37,7 +37,7 @@ def verify_plan(causal: CausalModel, context: EngineContext, console: Console) -
     """
     source, requested, tensor = causal.source, context.args.verify_plan, context.groups.layout.tp_size
     known = not (causal.unequal or causal.shares_sequence or causal.apart.is_any) and is_tested(
-        source.config, tensor > 1
+        source.config, tensor > 1, dealt=context.groups.ep_group is not None
     )
     if requested == "off" or (requested == "auto" and known):
         return
@@ -68,10 +68,14 @@ def _refusal(causal: CausalModel, context: EngineContext) -> tuple[float, str | 
         hint = "set is_decoder to true in its config.json" if hasattr(source.config, "is_decoder") else "choose another"
         return float("inf"), f"{text}: {hint}", None
     unequal: set[str] = set()
+    neighbours = TensorParallel.of(context.groups.ep_group)
     cut = partial(_cut, context=context, unequal=unequal)
-    difference = worst_of(find_difference(tiny, cut, TensorParallel(), context.device), tensor)
-    if difference is None and tensor.size > 1:
-        difference = find_difference(tiny, cut, tensor, context.device)
+    difference = find_difference(tiny, cut, ALONE, context.device)
+    difference = worst_of(worst_of(difference, tensor), neighbours)
+    dealt = difference is None and (tensor.size > 1 or neighbours.size > 1)
+    if dealt:
+        together = partial(cut, neighbours=neighbours)
+        difference = find_difference(tiny, together, tensor, context.device, neighbours=neighbours)
     if causal.context is not None:
         difference = worst_of(difference, tensor, causal.context)
         if difference is None:
@@ -81,7 +85,7 @@ def _refusal(causal: CausalModel, context: EngineContext) -> tuple[float, str | 
         equal = sorted(causal.unequal - unequal)
         untried = f"the ranks hold unequal shares of {equal[0]}, but equal ones in the tiny copy" if equal else None
         return 0.0, None, untried
-    return difference.off, _told(source, context, difference), None
+    return difference.off, _told(source, context, difference, dealt=dealt), None
 
 
 def _cut(
@@ -91,10 +95,11 @@ def _cut(
     unequal: set[str],
     *,
     shared: bool = False,
+    neighbours: TensorParallel = ALONE,
 ) -> CausalModel:
     """Return the cut model; `unequal` gets the names of parameters of which ranks hold unequal shares.
 
-    `shared`: whether context ranks share the tokens.
+    `shared`: whether context ranks share the tokens. `neighbours`: among which experts are dealt.
     """
     cut = assemble(
         source,
@@ -103,7 +108,7 @@ def _cut(
         dtype=torch.float32,
         seed=context.args.seed,
         finish=lambda _: None,
-        experts=NO_NEIGHBOURS if context.resolved.ep_size > 1 else None,
+        experts=Neighbours(place=neighbours) if context.resolved.ep_size > 1 else None,
         sequence_parallel=context.resolved.sequence_parallel,
         apart=tokens_apart(source, context, shared=shared, most=TINY_TILE),
     )
@@ -111,7 +116,8 @@ def _cut(
     return cut
 
 
-def _told(source: ModelSource, context: EngineContext, difference: Difference) -> str:
+def _told(source: ModelSource, context: EngineContext, difference: Difference, *, dealt: bool) -> str:
+    """Return the refusal; `dealt`: whether ranks had different experts where the model differs."""
     name = source.config.model_type
     if difference.context:
         return (
@@ -134,6 +140,11 @@ def _told(source: ModelSource, context: EngineContext, difference: Difference) -
         return (
             f"model type {name!r}, split over {size} tensor-parallel ranks, does not match the whole one: {difference} "
             "(on a tiny copy): correct its plan, or set tensor_parallel.autotp_size to 1"
+        )
+    if dealt:
+        return (
+            f"model type {name!r}, with its experts on {context.groups.layout.ep_size} ranks, does not match the whole "
+            f"one: {difference} (on a tiny copy): correct its expert-parallel plan, or remove expert_parallel"
         )
     return (
         f"model type {name!r}, cut into its layers, does not match the whole one: {difference} (on a tiny copy): "

@@ -6,6 +6,7 @@ The ranks are threads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 
+from harness.hf.causal import CausalModel, assemble
 from harness.hf.locate import PLANS
+from harness.hf.skeleton import ModelSource
+from harness.hf.verify import comparison
+from harness.hf.verify.comparison import Difference, find_difference
 from harness.hf.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
 from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.plans import beside
@@ -155,3 +160,41 @@ def test_a_shared_expert_runs_once_while_tokens_travel(monkeypatch: pytest.Monke
 
     assert order(early=True) == [["shared", "routed"]] * 2
     assert order(early=False) == [["routed", "shared"]] * 2
+
+
+def test_what_is_dealt_is_held_to_the_whole_model_on_a_tiny_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cpu, alone = tiny_config("mixtral", tensor=2), torch.device("cpu"), Lock()
+
+    def made(*args: Any, **options: Any) -> Any:
+        with alone:  # threads have one generator of random numbers
+            return tiny_model(*args, **options)
+
+    monkeypatch.setattr(comparison, "tiny_model", made)
+
+    def found(factor: float) -> list[Difference | None]:
+        def rank(number: int) -> Difference | None:
+            neighbours = TensorParallel(group=dist.group.WORLD, rank=number, size=2)
+
+            def finish(layer: Any) -> None:
+                for name, param in layer.named_parameters():
+                    if number == 1 and name.endswith("down_proj"):
+                        param.data.mul_(factor)
+
+            def cut_tiny(source: ModelSource, place: TensorParallel) -> CausalModel:
+                return assemble(
+                    source,
+                    tensor=place,
+                    device=cpu,
+                    dtype=torch.float32,
+                    seed=0,
+                    finish=finish,
+                    experts=Neighbours(place=neighbours),
+                )
+
+            return find_difference(config, cut_tiny, ALONE, cpu, neighbours)
+
+        return run_threads(2, rank)
+
+    assert found(1.0) == [None, None]
+    one, other = found(1.1)
+    assert one is not None and one == other and one.off > 1e-3
