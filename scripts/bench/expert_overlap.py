@@ -1,0 +1,143 @@
+"""How much of the tokens' journeys computation hides, over links of several speeds.
+
+    OMP_NUM_THREADS=1 python scripts/bench/expert_overlap.py [--rounds 5]
+
+A layer of eight experts and a shared one runs on two ranks. On one machine tokens arrive at once. So a link is simulated: what is sent arrives no earlier than it would over a link
+of that speed, and a rank that waits sleeps, as it would wait for a device. Each rank has a core. A layer's forward and
+backward are timed in turns: everything after the tokens; the shared expert while they travel; and that with the tokens
+in two or four pieces. Writes results/expert_overlap.json: seconds, and the share of them in which ranks slept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from harness.parallel import token_exchange  # noqa: E402
+from harness.parallel.collectives.of_group import leave_memory, share_memory, start_exchange  # noqa: E402
+from harness.parallel.comm import ALONE, TensorParallel  # noqa: E402
+from harness.parallel.plans import beside  # noqa: E402
+from harness.parallel.plans.apply import cut  # noqa: E402
+from harness.parallel.plans.experts import expert_parallel_plan  # noqa: E402
+from harness.parallel.token_exchange import Neighbours  # noqa: E402
+from scripts.bench.report import RESULTS, write_report  # noqa: E402
+from tests.distributed.ranks import run_ranks  # noqa: E402
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512,
+    "num_hidden_layers": 1, "first_k_dense_replace": 0, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
+    "kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
+TOKENS = 1024
+SPEEDS = (None, 2e8, 5e7)  # bytes a second; None: as fast as memory
+WAYS = {
+    "after the tokens": (False, 1),
+    "shared expert beside": (True, 1),
+    "in 2 pieces": (True, 2),
+    "in 4 pieces": (True, 4),
+}
+
+
+class Link:
+    """A link of one speed in the place of memory.
+
+    Attributes:
+        slept: seconds in which this rank waited for it.
+    """
+
+    def __init__(self, speed: float | None) -> None:
+        self.speed, self.slept, self._free = speed, 0.0, 0.0
+
+    def start(self, x: Tensor, sizes: Any, group: Any) -> Callable[[], Tensor]:
+        """Begin an exchange, which takes its time on the link after the one before it."""
+        rank = dist.get_rank(group)
+        rows = sum(n for other, n in enumerate(sizes[rank]) if other != rank)
+        wait = start_exchange(x, sizes, group)
+        took = 0.0 if self.speed is None else rows * x.shape[1] * x.element_size() / self.speed
+        self._free = due = max(self._free, time.perf_counter()) + took
+
+        def arrive() -> Tensor:
+            arrived = wait()
+            left = due - time.perf_counter()
+            if left > 0:
+                time.sleep(left)
+                self.slept += left
+            return arrived
+
+        return arrive
+
+
+def measure(rounds: int) -> list[dict[str, Any]]:
+    """Time a layer in all ways in turns; called on both ranks."""
+    torch.set_num_threads(1)
+    group = dist.group.WORLD
+    share_memory([group])
+    place = TensorParallel.of(group)
+    layers = {}
+    for way, (_, pieces) in WAYS.items():
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **SHAPE))
+        neighbours = Neighbours(place=place, pieces=pieces)
+        cut(model, "", expert_parallel_plan(model, tp_size=1), ALONE, model.config, neighbours=neighbours)
+        layers[way] = model.model.layers[0].mlp
+    found: list[dict[str, Any]] = []
+    for speed in SPEEDS:
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        slept: dict[str, list[float]] = {way: [] for way in WAYS}
+        for turn in range(rounds + 1):
+            for way, (early, _) in WAYS.items():
+                beside.WITHOUT_GAIN = set() if early else {"cpu"}
+                link = Link(speed)
+                token_exchange.start_exchange = link.start
+                x = torch.randn(1, TOKENS, SHAPE["hidden_size"], requires_grad=True)
+                dist.barrier()
+                begun = time.perf_counter()
+                layers[way](x).square().sum().backward()
+                dist.barrier()
+                if turn:  # the first warms up
+                    seconds[way].append(time.perf_counter() - begun)
+                    slept[way].append(link.slept)
+        for way in WAYS:
+            found.append(
+                {
+                    "bytes_per_second": speed,
+                    "way": way,
+                    "seconds": round(median(seconds[way]), 4),
+                    "of_the_first": round(median(seconds[way]) / median(seconds["after the tokens"]), 3),
+                    "slept": round(median(slept[way]) / median(seconds[way]), 3),
+                }
+            )
+    leave_memory()
+    return found
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=RESULTS / "expert_overlap.json")
+    args = parser.parse_args()
+    rows = run_ranks(2, measure, args.rounds, timeout_s=150)[0]
+    load = [round(each, 1) for each in os.getloadavg()]
+    write_report(args.output, {"load_average": load, "tokens": TOKENS, "rows": rows}, what=str(__doc__))
+    for row in rows:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
