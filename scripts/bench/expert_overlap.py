@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python scripts/bench/expert_overlap.py [--rounds 5]
 
-A layer of eight experts and a shared one runs on two ranks. On one machine tokens arrive at once. So a link is simulated: what is sent arrives no earlier than it would over a link
-of that speed, and a rank that waits sleeps, as it would wait for a device. Each rank has a core. A layer's forward and
-backward are timed in turns: everything after the tokens; the shared expert while they travel; and that with the tokens
-in two or four pieces. Writes results/expert_overlap.json: seconds, and the share of them in which ranks slept.
+A layer of eight experts and a shared one runs on two ranks, each of which has a core. On one machine tokens arrive at
+once. So a link is simulated: what is sent arrives no earlier than it would over a link of that speed, and a rank that
+waits sleeps, as it would wait for a device. Forward and backward of the layer are timed in turns: everything after the
+tokens; the shared expert while they travel; and that with the tokens in two or four pieces. Writes
+results/expert_overlap.json: seconds, and the share of them in which ranks slept.
 """
 
 from __future__ import annotations
