@@ -238,6 +238,27 @@ def test_what_the_harness_refuses(config: dict[str, Any], pointer: str) -> None:
     assert said(config, "DS108", target="hf") == []
 
 
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("pointer", "config"),
+    [
+        ("/zero_optimization/stage", {"zero_optimization": {"stage": 3}}),
+        ("/zero_optimization/reduce_scatter", {"zero_optimization": {"stage": 1, "reduce_scatter": False}}),
+        ("/zero_optimization/contiguous_gradients", {"zero_optimization": {"stage": 2, "contiguous_gradients": False}}),
+        ("/fp16/enabled", {"fp16": {"enabled": True}}),
+        ("/tiling/feed_forward", {"tiling": {"feed_forward": 16}}),
+    ],
+)
+def test_what_experts_on_other_data_ranks_exclude_is_refused(pointer, config):
+    base = {"train_micro_batch_size_per_gpu": 1, **config}
+    (found,) = said({**base, **EXPERTS}, "DS108", world_size=2)
+    assert pointer in str(found)
+    assert said({**base, **EXPERTS, "tensor_parallel": {"autotp_size": 2}}, "DS108", world_size=2) == []
+    assert said(base, "DS108", world_size=2) == []
+
+
 @pytest.mark.parametrize(
     ("config", "shown"),
     [

@@ -191,7 +191,7 @@ def test_what_is_dealt_is_held_to_the_whole_model_on_a_tiny_copy(monkeypatch: py
                     experts=Neighbours(place=neighbours),
                 )
 
-            return find_difference(config, cut_tiny, ALONE, cpu, neighbours)
+            return find_difference(config, cut_tiny, ALONE, cpu, neighbours=neighbours)
 
         return run_threads(2, rank)
 

@@ -12,6 +12,7 @@ from harness.config.rules.rule import Finding, rule
 from harness.config.schema import find
 from harness.config.schema.coercion import as_float
 from harness.config.values.idle_keys import IDLE, accelerated
+from harness.config.values.layout_keys import FEED_FORWARD_TILE
 from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import RunView
 
@@ -187,6 +188,13 @@ _REFUSED = (
         "contiguous_gradients false does not work at ZeRO stage 2 where data-parallel ranks hold different experts",
         "remove contiguous_gradients",
         "raises AssertionError when the engine starts",
+    ),
+    _Refusal(
+        FEED_FORWARD_TILE,
+        lambda view: view.exchanges_tokens and (view.size(FEED_FORWARD_TILE) or 0) > 0,
+        "tiling.feed_forward would have each tile of tokens travel to the experts of other ranks by itself",
+        "remove it: a rank computes its own experts alone",
+        "does not read it",
     ),
     _Refusal(
         "/fp16/enabled",
