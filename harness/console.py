@@ -118,6 +118,8 @@ def quiet(log: Path, rank: int) -> Iterator[Console]:
     """
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists() and not log.is_file():  # a pipe would be waited for
+            raise UserError(f"{log}: it is not a file: move it elsewhere")
         log_file = _LossyFile(log, "a")
     except OSError as problem:
         raise UserError(f"{log}: cannot be written: {reason(problem)}") from problem

@@ -55,6 +55,6 @@ def _place(trace: TracebackType | None) -> str:
     """Return the last line of the program outside of this package."""
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         # by module, as the constructor of a dataclass belongs to no file
-        if str(frame.f_globals.get("__name__")).partition(".")[0] != "harness":
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in {"harness", *sys.stdlib_module_names}:
             return f" ({frame.f_code.co_filename}:{line})"
     return ""

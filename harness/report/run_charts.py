@@ -360,7 +360,8 @@ def _unit(largest: float) -> tuple[float, str]:
 
 def _stages(run: RunFiles) -> Iterator[BarChart]:
     """Yield the parameters of each stage of a run that was not profiled, if its `run.json` has them."""
-    stages = [stage for stage in run.about.get("stages") or [] if _is_whole(stage)]
+    listed = run.about.get("stages")
+    stages = [stage for stage in listed if _is_whole(stage)] if isinstance(listed, list) else []
     if stages:
         millions = [stage["parameters"] / 1e6 for stage in stages]
         kinds = [", ".join(f"{count} x {kind}" for kind, count in stage["kinds"].items()) for stage in stages]

@@ -57,8 +57,9 @@ class RunFiles:
 
     @property
     def layout(self) -> JsonObject:
-        """Sizes by axis."""
-        return _object(self.about.get("layout"))
+        """Sizes by axis, where they are sizes."""
+        sizes = _object(self.about.get("layout"))
+        return {axis: size for axis, size in sizes.items() if type(size) is int and 0 < size < 2**31}
 
     @property
     def shown_profile(self) -> StepProfile | None:
@@ -137,11 +138,11 @@ MOST_OFF = 0.03  # share of a run's parameters by which the planner may miscount
 
 def predict_run(run: RunFiles, hardware: Hardware | None) -> Prediction | None:
     """Return what the planner predicts of a run, its times only on a hardware; None for a model that it cannot read."""
-    model, block = run.about.get("model"), (run.about.get("arguments") or {}).get("block_size")
+    model, block = run.about.get("model"), _object(run.about.get("arguments")).get("block_size")
     if not (isinstance(model, dict) and "model_type" in model and isinstance(block, int) and run.config):
         return None
     try:
-        resolved = resolve(from_values(run.config), AutoValues(world_size=int(run.layout.get("world_size", 1))))
+        resolved = resolve(from_values(run.config), AutoValues(world_size=run.layout.get("world_size", 1)))
         shape, counted = decoder_of(model, run.name), run.about.get("parameters")
         if isinstance(counted, int) and abs(shape.parameters / max(counted, 1) - 1) > MOST_OFF:
             return None  # the planner reads another model from the config than the one that ran

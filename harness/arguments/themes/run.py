@@ -8,7 +8,6 @@ from typing import ClassVar
 from harness.arguments.flags import Flags, flag
 from harness.errors import UserError
 
-MOST_SEED = 2**63 - 1  # torch takes one bit more, and ranks add to it
 NONFINITE = ("stop", "skip", "warn", "rollback")
 
 
@@ -55,8 +54,6 @@ class RunArguments(Flags):
         """Refuse what names nothing, and make paths absolute: the run may change its directory."""
         if not self.output_dir.strip():
             raise UserError("--output_dir is empty: give a directory")
-        if self.seed > MOST_SEED:
-            raise UserError(f"--seed {self.seed}: must be at most {MOST_SEED}")
         self.output_dir = str(Path(self.output_dir).absolute())
         if str(self.resume_from_checkpoint).lower() in ("true", "false"):  # as in HuggingFace
             self.resume_from_checkpoint = "auto" if str(self.resume_from_checkpoint).lower() == "true" else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,6 +10,10 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Union, get_args, get_origin
 
+from harness.config.values.json_file import parse_json
+
+MOST = 2**63 - 1
+"""Of a whole number, as in torch; with one bit more, what ranks add to a seed would not fit."""
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
@@ -53,7 +56,7 @@ def _mapping(value: object) -> object:
     if not text.lstrip().startswith("{"):
         return text
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
 
@@ -75,13 +78,18 @@ def _number(value: object) -> float:
 
 
 def _whole(value: object) -> int:
+    found: int | None = None
     if isinstance(value, str | Integral) and not isinstance(value, bool):
         with suppress(ValueError):
-            return int(value)  # a float would round what has more than 53 bits
-    number = _number(value)
-    if number != number or abs(number) == float("inf") or int(number) != number:
-        raise ValueError("not a whole number")
-    return int(number)
+            found = int(value)  # a float would round what has more than 53 bits
+    if found is None:
+        number = _number(value)
+        if number != number or abs(number) == float("inf") or int(number) != number:
+            raise ValueError("not a whole number")
+        found = int(number)
+    if abs(found) > MOST:
+        raise ValueError(f"more than {MOST}")
+    return found
 
 
 _CONVERSIONS: tuple[tuple[type, Callable[[object], object]], ...] = (

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PATIENCE_S = 10.0
+_LOOKS = 512  # a second
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ def once_per_host(
     """Let one rank of each host build what the others then read from its cache; all ranks call it.
 
     On the host of rank 0, which speaks to the user, that one builds; elsewhere the first that comes. Nobody is in a
-    collective meanwhile: the others look into the store every `poll_s` seconds, for as long as it takes, and return
-    when all ranks have their data. A UserError of one rank is raised by all.
+    collective meanwhile: the others look into the store, for as long as it takes, and return when all ranks have their
+    data. They look every `poll_s` seconds at first, then less often, so that all ranks together ask the store some
+    _LOOKS times a second. A UserError of one rank is raised by all.
 
     Args:
         host: which host this is; by default what the host says.
@@ -85,10 +87,12 @@ def once_per_host(
     ready, failed, heard = (f"prepared/{turn}/{name}" for name in ("ready", "failed", "heard"))
 
     def wait(is_over: Callable[[], bool]) -> None:
+        pause = poll_s
         while not is_over():
             if store.check([failed]):
                 raise UserError(store.get(failed).decode())
-            time.sleep(poll_s)
+            time.sleep(pause)
+            pause = min(1.5 * pause, max(poll_s, env.world_size / _LOOKS))
 
     try:
         if env.rank == 0:

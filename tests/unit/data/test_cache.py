@@ -130,3 +130,19 @@ def test_where_data_is_kept_and_what_is_said_where_it_cannot_be(tmp_path: Any, m
         f"cannot keep prepared data in {tmp_path}/usual (No space left on device): set HF_DATASETS_CACHE"
     )
     assert "in elsewhere (odd)" in str(cache_error(OSError("odd"), "elsewhere"))
+
+
+def test_thousands_of_ranks_that_wait_leave_the_store_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, pauses = dist.HashStore(), list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 30:  # rank 0 has built it, and all others have read it
+            store.set("prepared/1/built/here", "")
+            store.add("prepared/1/ready", 4095)
+
+    monkeypatch.setattr(cache.time, "sleep", sleep)
+    store.set("prepared/1/first", "here")
+    env = LaunchEnv(rank=9, world_size=4096, local_rank=1, local_world_size=8)
+    assert once_per_host(lambda: "built", env=env, store=store, host="here") == "built"
+    assert pauses[:3] == [0.5, 0.75, 1.125] and pauses[-1] == 4096 / 512

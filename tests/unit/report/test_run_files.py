@@ -16,8 +16,8 @@ from harness.errors import UserError
 from harness.report import run_charts as module
 from harness.report.charts import RUNS, of_run
 from harness.report.page import diagnostics, differences, facts
-from harness.report.run_charts import curves, marks_of, thinned
-from harness.report.run_files import RunFiles, read_run, read_runs
+from harness.report.run_charts import curves, marks_of, step_charts, thinned
+from harness.report.run_files import RunFiles, predict_run, read_run, read_runs
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -75,6 +75,16 @@ def test_a_run_json_that_cannot_be_read_is_told(about: str | None, words: str, t
     found = read_run(folder, "x")
     assert found.problem is not None and str(folder / "run.json") in found.problem and words in found.problem
     assert found.about == {} and [row["step"] for row in found.steps] == [1, 3]
+
+
+@pytest.mark.parametrize("value", [None, [], "x", -1, 1.5, True, float("inf"), 2**90, {"a": 1}])
+def test_values_of_another_kind_break_no_chart(value: object, tmp_path: Path) -> None:
+    model = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sound = {"config": {"train_batch_size": 8}, "model": model, "arguments": {"block_size": 64}}
+    for about in ({"stages": value}, {"layout": {"world_size": value}}, {"arguments": value}, {"parameters": value}):
+        found = read_run(write(tmp_path, '{"step": 1}\n', {**sound, **about}), "x")
+        predict_run(found, None)  # whatever it says: it raises nothing
+        assert facts(found) and step_charts(found) == []
 
 
 def test_bytes_that_are_no_text_hide_their_line_alone(tmp_path: Path) -> None:
