@@ -1,9 +1,12 @@
 #!/usr/bin/env python
-"""Hold the planner's predictions against published measurements, and write the table of both.
+r"""Hold the planner's predictions against published measurements, and write the table of both.
 
-    python scripts/bench/predictions.py published.csv --markdown docs/predictions.md
+    python scripts/bench/predictions.py published.csv --later scripts/bench/results/later_rows.csv \\
+        --markdown docs/predictions.md
 
 The CSV has a row for each measurement: the shape of the model, device, layout, batch, precision, and what was measured.
+`--later` has rows that were found when the model was finished.
+
 A row is predicted as `ds-harness plan --like PROGRAM` predicts its layout: by nothing that a user of the planner does
 not give (`published_systems.py`).
 """
@@ -177,6 +180,7 @@ def rows_table(found: Sequence[Compared], count: int) -> Iterator[str]:
     for one in sorted(found, key=lambda one: -abs(one.error))[:count]:
         case, strategy = one.case, one.case.strategy
         layout = f"{strategy.world_size}: pp{strategy.pp_size} tp{strategy.tp_size} dp{strategy.dp_size}"
+        layout += f" ZeRO-{strategy.zero_stage}" + (" recomputed" if strategy.recompute == "full" else "")
         yield (
             f"| {case.system} | {case.model} | {case.device} | {layout} | {strategy.micro_batch} x "
             f"{strategy.accumulation} | {case.seconds:.4g} | {one.predicted:.4g} | {one.error:+.1%} |"
@@ -190,14 +194,20 @@ def main() -> None:
     parser.add_argument(
         "--markdown", type=Path, help="write the page of the documentation, and the planner page's tables"
     )
+    parser.add_argument("--later", type=Path, help="the same, of measurements that were found afterwards")
     parser.add_argument("--worst", type=int, default=20, help="single rows to list")
     args = parser.parse_args()
     with args.csv.open(encoding="utf-8", newline="") as file:
         found, left_out = compare(csv.DictReader(file))
+    sources = "\n".join(source_table(found)) + "\n"
+    if args.later is not None:
+        with args.later.open(encoding="utf-8", newline="") as file:
+            later, _ = compare(csv.DictReader(file))
+        sources += "\nFound when the model was finished, and predicted as it was:\n"
+        sources += "\n".join(rows_table(later, len(later))) + "\n"
     lines = [
         *table("nodes", summary(found)),
         *ranking_table(found),
-        *source_table(found),
         *table("`--like`", by(found, lambda one: one.case.like)),
         *table("device", by(found, lambda one: one.case.device)),
         *table("layout", by(found, lambda one: one.case.kind)),
@@ -208,12 +218,15 @@ def main() -> None:
     ]
     text = "\n".join(lines) + "\n"
     if args.markdown is None:
-        print(text)
+        print(sources + text)
         return
-    head, mark, rest = args.markdown.read_text(encoding="utf-8").partition("<!-- tables -->\n")
-    _, end, tail = rest.partition("<!-- end of tables -->\n")
-    args.markdown.write_text(head + mark + text + end + tail, encoding="utf-8")
-    PAGE_TABLES.write_text(text.lstrip(), encoding="utf-8")
+    page = args.markdown.read_text(encoding="utf-8")
+    for name, made in (("sources", sources), ("tables", text)):
+        head, mark, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, tail = rest.partition(f"<!-- end of {name} -->\n")
+        page = head + mark + made + end + tail
+    args.markdown.write_text(page, encoding="utf-8")
+    PAGE_TABLES.write_text(sources.lstrip() + text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from published_shapes import Unusable, first_of, number, shape_of
 from harness.planner.hardware import Hardware, Link, load_hardware
 from harness.planner.search import Task, candidates
 from harness.planner.shape import DecoderShape
-from harness.planner.workload import HABITS, Schedule, Strategy, Workload
+from harness.planner.workload import HABITS, Offload, Schedule, Strategy, Workload
 
 DEVICES = {
     "A100-40GB": "a100-40gb",
@@ -198,6 +198,7 @@ def strategy_of(row: dict[str, str], like: str) -> Strategy:
     batch = number(row, "global_batch", micro * dp)
     if dp < 1 or batch % (dp * micro):
         raise Unusable("sizes that do not multiply")
+    moved: dict[str, Offload] = {"optimizer": "optimizer", "optimizer+parameters": "optimizer+parameters"}
     said = next((stage for stage in (3, 2, 1) if f"ZeRO-{stage}" in row["zero_or_distopt"]), 1)
     fixed = habits.zero_stage_of_pipeline if pp > 1 else habits.zero_stage
     zero = said if fixed is None else fixed
@@ -213,6 +214,7 @@ def strategy_of(row: dict[str, str], like: str) -> Strategy:
         micro_batch=micro,
         accumulation=batch // (dp * micro),
         zero_stage=zero,
+        offload=moved.get(row["zero_or_distopt"].partition("offload:")[2], "none"),
         recompute="full" if row["recompute"].startswith("full") else "none",
         schedule=next((value for name, value in schedules.items() if name in system), "1f1b"),
         chunks=parts,
