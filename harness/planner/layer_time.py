@@ -136,6 +136,9 @@ def update_issue(hardware: Hardware, layers: int) -> float:
 # single operations as a model's Python code does. Backward moves twice as much: it reads inputs and gradients.
 FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2}
 PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8}
+# Of a norm in 16 bits, whose Python code computes in fp32: widened 6, squared 8, averaged 4, scaled 8, narrowed 6, and
+# times its weight 4 bytes an element.
+NARROW_NORM_BYTES = 36
 # Of norms and rotations as harness/hf/fused.py has them; measured on a CPU alone, so not counted on a GPU.
 FEWER = {"norm": 5, "rotation": 5}
 # Rate of the backward kernel of attention beside the forward one (Dao 2023, section 4.1: 63% of the peak beside 73%).
@@ -244,7 +247,11 @@ def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, lay
     passes = FUSED if workload.habits.fused_elementwise else PLAIN
     tp = strategy.tp_size
     fewer = FEWER if workload.fewer_passes and not workload.habits.fused_elementwise else passes
-    norm = (passes if layer.plain_norms else fewer)["norm"]
+    norm: float = (passes if layer.plain_norms else fewer)["norm"]
+    if layer.native_norms:
+        norm = FUSED["norm"]
+    elif passes is PLAIN and workload.element_bytes < 4:
+        norm = NARROW_NORM_BYTES / workload.element_bytes
     outside = layer.hidden * (layer.norms * norm + 2 * passes["residual"])
     inside = (layer.query + layer.key) * fewer["rotation"]
     routed_width = layer.top_k * layer.expert_ffn

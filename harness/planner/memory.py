@@ -255,7 +255,8 @@ def _norm_bytes(workload: Workload, layer: LayerShape) -> float:
     float32 the harness has norms of its own (harness/hf/fused.py), measured on a CPU alone and so not counted on a GPU.
     """
     width = workload.element_bytes
-    fused = workload.habits.fused_elementwise or (workload.fewer_passes and not layer.plain_norms)
+    fused = workload.habits.fused_elementwise or layer.native_norms
+    fused = fused or (workload.fewer_passes and not layer.plain_norms)
     return 2 * width if fused else 4 + 2 * width
 
 

@@ -246,6 +246,7 @@ def _layer(sizes: Mapping[str, int], traits: Traits, *, is_dense: bool, has_wind
         window=sizes["window"] if has_window else 0,
         norms=traits.norms,
         plain_norms=traits.plain_norms,
+        native_norms=traits.norm_bias,  # RMS norms have none
     )
     return replace(shape, vectors=_vectors(shape, traits, head_dim))
 

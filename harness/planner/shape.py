@@ -20,7 +20,8 @@ class LayerShape:
         window: tokens that a token attends to at most; 0 is all before it.
         more: elements of matrices that the widths above do not explain; below 0 where they explain too many.
         vectors: elements of norms and biases.
-        norms: norms over the hidden state; `plain_norms`: in single operations that the harness does not fuse.
+        norms: norms over the hidden state; `plain_norms`: in single operations that the harness does not fuse;
+            `native_norms`: each is one kernel of torch's (LayerNorm).
     """
 
     hidden: int
@@ -44,6 +45,7 @@ class LayerShape:
     vectors: int = 0
     norms: int = 2
     plain_norms: bool = False
+    native_norms: bool = False
 
     @cached_property
     def attention_matrices(self) -> tuple[tuple[int, int], ...]:

@@ -182,7 +182,8 @@ def _data(
         ends = 2 * of_parameters + of_gradients  # of the first and the last layer
         gathers = 1 if strategy.gathers_once and held <= GATHERED else 2 * times
         moved = layers * (gathers * of_parameters + times * of_gradients)
-        return max(0.0, moved - compute) + contention * min(moved, compute) + ends
+        copied = 0.0 if hardware.is_host else _copied(hardware, workload, strategy, held * width)
+        return max(0.0, moved - compute) + contention * min(moved, compute) + ends + copied
     whole = strategy.whole_gradients or not stage
     each = _reduced_bytes(workload, strategy)
     if whole or hardware.is_host:  # DeepSpeed sums whole buckets, of which each rank takes its part
@@ -193,21 +194,20 @@ def _data(
     hidden = (compute * 2 / 3 if stage == 2 else window) if strategy.overlap_data else 0.0
     gather = _half_rings(hardware, strategy, held, experts, width, 1) if stage else 0.0
     shown = max(0.0, gather - window / 2) if workload.habits.overlap_parameters else gather
-    return (
-        max(0.0, reduce - hidden) + contention * min(reduce, hidden) + shown + _copied(hardware, strategy, held * each)
-    )
+    copied = _copied(hardware, workload, strategy, held * each)
+    return max(0.0, reduce - hidden) + contention * min(reduce, hidden) + shown + copied
 
 
-def _copied(hardware: Hardware, strategy: Strategy, gradients: float) -> float:
-    """Return the seconds in which a host's processor copies gradients, each copy read and written.
+def _copied(hardware: Hardware, workload: Workload, strategy: Strategy, gradients: float) -> float:
+    """Return the seconds in which DeepSpeed copies gradients, each copy read and written.
 
-    Once a step into flat buckets, and back or to a rank's part; ZeRO-2 does it for every micro-batch, by way of one
-    more bucket. A GPU's memory makes nothing of it.
+    Once a step into flat buckets, and back or to a rank's part, which only a host's memory is slow enough to show; from
+    ZeRO-2 on for every micro-batch, by way of one more bucket.
     """
-    if not hardware.is_host:
+    if not hardware.is_host and (strategy.zero_stage < 2 or workload.habits.zero_stage is not None):
         return 0.0
     part = 1 / strategy.dp_size
-    if strategy.zero_stage == 2:
+    if strategy.zero_stage >= 2:
         copies = strategy.accumulation * (2 + part)
     else:
         copies = 1 + (part if strategy.zero_stage else 1)

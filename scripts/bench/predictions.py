@@ -5,7 +5,7 @@ r"""Hold the planner's predictions against published measurements, and write the
         --markdown docs/predictions.md
 
 The CSV has a row for each measurement: the shape of the model, device, layout, batch, precision, and what was measured.
-`--later` has rows that were found when the model was finished.
+`--later` has rows that were found later.
 
 A row is predicted as `ds-harness plan --like PROGRAM` predicts its layout: by nothing that a user of the planner does
 not give (`published_systems.py`).
@@ -203,7 +203,7 @@ def main() -> None:
     if args.later is not None:
         with args.later.open(encoding="utf-8", newline="") as file:
             later, _ = compare(csv.DictReader(file))
-        sources += "\nFound when the model was finished, and predicted as it was:\n"
+        sources += "\nMeasurements that were found later, not among those rows:\n"
         sources += "\n".join(rows_table(later, len(later))) + "\n"
     lines = [
         *table("nodes", summary(found)),

@@ -56,6 +56,7 @@ def _shape(
     kv = int(kv_heads or heads) * head
     gated = not model.startswith(UNGATED) or model.startswith(("GPT OSS", "GPT-OSS"))
     common: dict[str, Any] = dict(hidden=width, heads=count, kv_heads=int(kv_heads or heads), gated=gated)
+    common |= dict(native_norms=not gated and not model.startswith("Nemotron"))
     common |= dict(query=count * head, key=kv, value=kv, output=count * head, vectors=2 * width)
     if model.startswith("DeepSeek"):
         common |= dict(query=count * 192, key=count * 192, value=count * 128, output=count * 128, **LATENT)
