@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.errors import UserError
 from harness.resilience.options import HOSTFILE, Options
-from harness.topology.env import LOOPBACK, inherited
+from harness.topology.env import inherited
 from harness.topology.placement import read_hostfile
-from harness.topology.slurm import Allocation
+from harness.topology.slurm import Allocation, address_of
 
-AGENT = (sys.executable, "-P", "-m", "harness.resilience.on_host.agent")
+LAUNCH = (sys.executable, "-P", "-m", "harness.cli", "launch")
 LOCALHOST = "localhost"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 COUNT_DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
@@ -49,26 +53,17 @@ class HostDevices:
             return False
         return not self.slurm
 
-    def agent(self, ssh_port: int | None) -> list[str]:
-        """Return the command that starts an agent there."""
+    def command(self, words: Sequence[str], ssh_port: int | None) -> list[str]:
+        """Return the command that runs `ds-harness launch` with these words there."""
+        launch = [*LAUNCH, *words]
         if self.is_here:
-            return list(AGENT)
+            return launch
         if self.slurm:
-            return [
-                "srun",
-                "--quiet",
-                "--overlap",
-                "-N1",
-                "-n1",
-                "-w",
-                self.name,
-                "--unbuffered",
-                "--cpu-bind=none",
-                *AGENT,
-            ]
+            options = ["--quiet", "--overlap", "-N1", "-n1", "-w", self.name, "--unbuffered", "--cpu-bind=none"]
+            return ["srun", *options, *launch]
         python_path = inherited("PYTHONPATH")
         variables = ["env", *(f"{name}={value}" for name, value in python_path.items())] if python_path else []
-        command = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([*variables, *AGENT])}"
+        command = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([*variables, *launch])}"
         return [*SSH, *(("-p", str(ssh_port)) if ssh_port else ()), self.name, command]
 
     def environment(self) -> dict[str, str]:
@@ -96,6 +91,8 @@ def find_hosts(options: Options) -> tuple[HostDevices, ...]:
 
 def _all_hosts(options: Options) -> list[HostDevices]:
     wanted = options.num_accelerators
+    if options.rdzv_endpoint:
+        return [HostDevices(name=LOCALHOST, devices=tuple(range(wanted or _count_devices())))]
     path = options.hostfile or (HOSTFILE if Path(HOSTFILE).is_file() else None)
     if path:
         found = [(host.name, wanted or host.slots) for host in read_hostfile(path)]
@@ -156,10 +153,41 @@ def _environment_files() -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def meeting_address(options: Options, first: HostDevices, count: int) -> str:
-    """Return the address at which rank 0 can be reached by `count` hosts."""
-    if options.master_addr:
-        return options.master_addr
-    if count == 1:
-        return LOOPBACK
-    return socket.gethostname() if first.name == LOCALHOST else first.name
+def address_here(host: str, port: int = 1) -> str:
+    """Return the address of this host from which packets to another would leave; none are sent.
+
+    `host` itself where this host has it but shares it with nobody, as a name that stands for the loopback.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(address_of(host) or host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            found = str(probe.getsockname()[0].partition("%")[0])
+    except OSError as error:
+        raise UserError(f"{host}: no way leads there: {error.strerror or error}") from error
+    is_name = not re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]+|localhost", host)
+    return host if found.startswith("127.") and is_name else found
+
+
+def listen(host: str, port: int, *, always: bool = False) -> socket.socket | None:
+    """Listen at an address; None if it is not of this host, or another launch of this host listens there already.
+
+    Args:
+        always: whether this host listens in any case, as behind a load balancer: then at all of its addresses.
+
+    Raises:
+        UserError: no such host, or the port cannot be opened.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except socket.gaierror as error:
+        if not always:
+            return None  # the name may come with its host
+        raise UserError(f"{host}: no such host: {error.strerror}") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise UserError(f"{host}:{port}: cannot listen there: {os.strerror(error.errno or 0)}") from error
+    return socket.create_server(("", port), backlog=2048) if always else None

@@ -1,63 +1,47 @@
 """`ds-harness launch`: where a run starts. Who starts whom, from the top:
 
-    ds-harness launch            this file: reads the flags
-      Supervisor                 supervisor.py, in the same process: attempt after attempt until one succeeds
-        agent, one on each host  on_host/agent.py: started directly, by ssh or by srun; starts the ranks of its host
-          rank                   harness/train.py or the user's script
-        standby, one on each host  on_host/standby.py: has imported torch, and becomes the ranks of the next attempt
+    ds-harness launch       this file: reads the flags
+      Agent                 elastic.py, in the same process: torch's elastic agent. It meets the agents of other hosts,
+                            starts the ranks of this one, and starts them again
+        rank                harness/train.py or the user's script
+        standby             on_host/standby.py: has imported torch, and forks the ranks of each start
+        keeper              on_host/keeper.py: ends the ranks if this command is killed
 
-With a flag that only the `deepspeed` command can follow, there is no supervisor: `run_deepspeed` starts that command,
-and DeepSpeed's own launcher starts the ranks. With --slurm nothing starts: a batch file is written, in which Slurm runs
-`ds-harness launch`.
+On several hosts this command runs on each (`--rdzv_endpoint`). With a hostfile, or in a Slurm job, it starts itself on
+each by ssh or srun instead: `starter.py`.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-import shlex
 import shutil
 import signal
-import subprocess
+import socket
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from harness.console import drop_output_without_reader, print_if_heard
 from harness.errors import UserError
-from harness.resilience.hosts import find_hosts
+from harness.resilience.hosts import HostDevices, address_here, find_hosts, listen
+from harness.resilience.on_host.keeper import GRACE_S, keep
+from harness.resilience.on_host.lines import LineReader
+from harness.resilience.on_host.processes import become_subreaper
+from harness.resilience.on_host.ranks import Command, Ranks
 from harness.resilience.options import USAGE, Options, read_options
-from harness.resilience.process.launcher import RESUME, with_resume
 from harness.resilience.process.signals import SIGNALS
-from harness.resilience.script import without
-from harness.resilience.supervisor import Supervisor
-from harness.topology.processes import DEEPSPEED_LAUNCH, children_of, command_of
+from harness.resilience.rounds import LOST, Place
+from harness.resilience.script import Script
+from harness.resilience.starter import Starter
+from harness.topology.env import LOOPBACK
+from harness.topology.processes import wait_readable
 
-BATCH = """#!/bin/bash
-# Written by `ds-harness launch --slurm`; add --partition, --account, --time as your cluster asks for them.
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={ranks}
-{devices}#SBATCH --no-kill
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@{seconds}
-cd {folder}
-
-{command} &
-supervisor=$!
-saved=
-trap 'saved=yes; kill -USR1 $supervisor' USR1
-trap 'kill -TERM $supervisor' TERM
-wait $supervisor
-code=$?
-while kill -0 $supervisor 2>/dev/null; do
-    wait $supervisor
-    code=$?
-done
-if [ -n "$saved" ] && [ $code -ne 0 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit $code
-"""
+SILENT_S = 60.0  # a starter on another host that sends nothing for so long is taken for gone
+IS_LINUX = sys.platform == "linux"  # elsewhere there are no subreapers, which a process that stands by needs
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -66,117 +50,132 @@ def launch(argv: Sequence[str]) -> int:
         print(USAGE)
         return 2
     options = read_options(argv)
-    if options.slurm:
-        print(f"written: {write_batch(options)}; start it with `sbatch {options.slurm}`")
-        return 0
-    if options.deepspeed_only:
-        return run_deepspeed(options.for_deepspeed)
-    return Supervisor(options, find_hosts(options)).run()
+    control = Control(is_started=options.started)
+    script = Script(options.script)
+    if options.max_restarts:
+        script.require_resumable()
+    hosts = find_hosts(options)
+    if len(hosts) > 1 or not hosts[0].is_here:
+        return Starter(options, hosts, control.received).run()
+    return run_agent(options, hosts[0], script, control)
 
 
-def run_deepspeed(argv: Sequence[str]) -> int:
-    """Run the `deepspeed` command with these arguments.
+class StarterGone(Exception):
+    """The launch that has started this one has ended or does not answer."""
 
-    Returns its exit code, or 128 + the number of the signal that ended it.
+
+class Control:
+    """Signals to this launch: from the system, and from the launch on another host that has started it.
+
+    That one sends lines: variables for this process, then numbers of signals; 0 only shows that it is alive.
+
+    Attributes:
+        received: the signals so far.
     """
-    program = _program()
-    received: list[int] = []
 
-    def pass_on(number: int, _frame: object) -> None:
-        received.append(number)
-        _signal(process.pid, number)
+    def __init__(self, *, is_started: bool) -> None:
+        self.received: list[int] = []
+        self._input = LineReader(0) if is_started else None
+        self._heard = time.monotonic()
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, lambda number, _: self.received.append(number))
+        while self._input is not None:
+            wait_readable([0], 1.0)
+            if lines := self._input.read():
+                os.environ.update(json.loads(lines[0]))
+                break
+            if self._input.is_closed:
+                raise UserError("the launch that has started this one is gone")
 
-    ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]  # as under nohup
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until there is a process to pass them on to
-    # The `deepspeed` command has no handler for Ctrl-C, and its child exits with 1 when it gets a signal. In a process
-    # group of their own the terminal does not signal them; `pass_on` signals the ranks, which save and stop.
-    process = subprocess.Popen([program, *argv], process_group=0, preexec_fn=_unblock)
-    for number in set(SIGNALS) - set(ignored):
-        signal.signal(number, pass_on)
-    _unblock()
-    code = process.wait()
-    if code and received:
-        return 128 + received[0]
-    return code if code >= 0 else 128 - code
-
-
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def _signal(runner: int, number: int) -> None:
-    """Send a signal to the ranks; end the `deepspeed` command if it has no ranks yet, or has them on other hosts."""
-    children = children_of(runner)
-    launches = [child for child in children if DEEPSPEED_LAUNCH in command_of(child)]
-    ranks = [rank for launch in launches for rank in children_of(launch)]
-    if ranks:
-        for rank in ranks:
-            _send(rank, number)
-    elif launches or not children:
-        with suppress(ProcessLookupError):
-            os.killpg(runner, signal.SIGTERM)
-    else:
-        _send(runner, signal.SIGTERM)  # pdsh: it ends what it has started on the hosts
+    def look(self) -> None:
+        """Read what the starter says. Raises StarterGone."""
+        if self._input is None:
+            return
+        for line in self._input.read():
+            self._heard = time.monotonic()
+            if line != "0":
+                self.received.append(int(line))
+        if self._input.is_closed or time.monotonic() - self._heard > SILENT_S:
+            raise StarterGone
 
 
-def _send(process: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(process, number)
-
-
-def _program() -> str:
-    """Return the `deepspeed` command of this Python's installation, else of $PATH."""
-    beside = Path(sys.executable).with_name("deepspeed")
-    found = str(beside) if beside.exists() else shutil.which("deepspeed")
-    if found is None:
-        raise UserError("no `deepspeed` command found: install deepspeed, or add its folder to PATH")
-    return found
-
-
-def write_batch(options: Options) -> str:
-    """Write the batch file for sbatch, and return its path.
-
-    Slurm sends SIGUSR1 to the batch shell some time before the time limit. The shell passes it on to the supervisor,
-    the ranks save, and the job goes back into the queue. Slurm itself requeues a job that is preempted or loses a node.
-
-    Raises:
-        UserError: flags choose the hosts, or do not say how many ranks each has; the file cannot be written.
-    """
-    assert options.slurm is not None
-    if options.hostfile or options.include or options.exclude:
-        raise UserError("--slurm: Slurm chooses the hosts: leave out --hostfile, --include and --exclude")
-    if not options.num_accelerators:
-        raise UserError("--slurm: give --num_accelerators, the ranks on each host")
-    if any(word.partition("=")[0] == RESUME for word in options.script):
-        raise UserError(f"--slurm: the job goes on from its newest checkpoint: leave out {RESUME}")
-    command = [
-        str(Path(sys.executable).with_name("ds-harness")),
-        "launch",
-        *without(options.flags, {"--slurm", "--slurm_seconds"}),
-        *options.script,
-    ]
-    path = Path(options.slurm)
-    text = BATCH.format(
-        nodes=options.num_nodes or 1,
-        ranks=options.num_accelerators,
-        devices=f"#SBATCH --gpus-per-node={options.num_accelerators}\n" if _has_gpus() else "",
-        seconds=options.slurm_seconds,
-        folder=shlex.quote(str(Path.cwd())),
-        command=shlex.join(with_resume(command)),
-    )
+def run_agent(options: Options, host: HostDevices, script: Script, control: Control) -> int:
+    """Run the agent of this host until the run is over; return the exit code."""
+    become_subreaper()
+    drop_output_without_reader()
     try:
-        path.write_text(text, encoding="utf-8")
+        root = Path(tempfile.mkdtemp(prefix="ds-harness-"))
     except OSError as error:
-        raise UserError(f"--slurm {path}: cannot be written: {error.strerror}") from error
-    return str(path)
-
-
-def _has_gpus() -> bool:
-    """Whether jobs may ask Slurm for GPUs; taken for granted where Slurm cannot be asked."""
-    if shutil.which("sinfo") is None:
-        return True
+        where = tempfile.gettempdir()
+        raise UserError(f"{where}: no folder can be made for what ranks record: {error.strerror}") from error
+    keeper = keep(root)
+    wants = options.max_restarts or len(host.devices) > 1
+    preloads = bool(wants) and script.is_known and not (options.no_standby or options.no_python) and IS_LINUX
+    command = Command(str(Path.cwd()), host.environment(), stopped_s=script.hang_seconds)
+    ranks = Ranks(root, command, preloads=preloads, spared=[keeper.pid])
     try:
-        shown = subprocess.run(["sinfo", "-h", "-o", "%G"], capture_output=True, text=True, timeout=30, check=False)
-    except (subprocess.TimeoutExpired, OSError):
-        return True
-    return shown.returncode != 0 or "gpu" in shown.stdout
+        return _meet_and_run(options, host, script, ranks, control)
+    except StarterGone:
+        ranks.end_slowly(GRACE_S)
+        return 128 + signal.SIGTERM
+    finally:
+        ranks.close()
+        shutil.rmtree(root, ignore_errors=True)
+        assert keeper.stdin is not None
+        keeper.stdin.close()
+        keeper.wait()
+
+
+def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ranks, control: Control) -> int:
+    endpoint, listener = _endpoint(options)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see `rendezvous`
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a store that is gone is a page of C++ frames
+    launched = int.from_bytes(os.urandom(4), "big")
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from harness.resilience.elastic import Agent
+    from harness.resilience.rendezvous import connect, serve
+
+    def look() -> None:
+        control.look()
+        ranks.look()
+
+    nodes = options.nodes or (1, 1)
+    place = Place(
+        host=options.host or (socket.gethostname() if options.rdzv_endpoint else host.name),
+        devices=host.devices,
+        address=options.local_addr or address_here(*endpoint),
+        position=options.node_rank or 0,
+        wanted=options.wanted or len(host.devices) * nodes[1],
+        min_nodes=nodes[0],
+        max_nodes=nodes[1],
+        serves=listener is not None,
+    )
+    served = None if listener is None else serve(endpoint, listener)
+    for incarnation in itertools.count():
+        try:
+            store = served or connect(endpoint, look)
+            name = (place.address, launched, incarnation)
+            Agent(place, name, options, script, ranks, store, look, control.received).run()
+        except SystemExit as end:
+            assert isinstance(end.code, int)
+            if end.code != LOST:
+                return end.code
+        except (RuntimeError, RendezvousError) as error:
+            reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+            text = f"the store of the run at {endpoint[0]}:{endpoint[1]} does not answer: {reason}"
+            print_if_heard(f"ds-harness launch: {text}", sys.stderr)
+        ranks.end()
+    raise AssertionError("agents do not run out")
+
+
+def _endpoint(options: Options) -> tuple[tuple[str, int], socket.socket | None]:
+    """Return where the agents meet, and a socket that listens there if the store is to be served by this launch."""
+    if not options.rdzv_endpoint:
+        listener = listen(LOOPBACK, 0)
+        assert listener is not None
+        return listener.getsockname()[:2], listener
+    host, _, port = options.rdzv_endpoint.rpartition(":")
+    endpoint = host.strip("[]"), int(port)
+    return endpoint, None if options.started else listen(*endpoint, always=options.node_rank == 0)

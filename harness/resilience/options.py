@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,33 +11,24 @@ from typing import NoReturn
 
 from harness.errors import UserError
 
+HERE = {  # flags with a value that a launch which starts others by ssh or srun has followed itself
+    *("--hostfile", "-H", "--include", "-i", "--exclude", "-e", "--num_nodes", "--num_accelerators", "--num_gpus"),
+    *("--nproc_per_node", "--nproc-per-node", "--ssh_port"),
+}
 HOSTFILE = "/job/hostfile"  # where the `deepspeed` command looks
 EXAMPLE = """example:
   ds-harness launch --max_restarts 20 --num_accelerators 8 scripts/train.py --deepspeed_config pipeline_3d \\
-      --max_steps 1000 --save_steps 100 --output_dir runs/a"""
+      --max_steps 1000 --save_steps 100 --output_dir runs/a
+
+  on each of two to four hosts:
+  ds-harness launch --nnodes 2:4 --nproc_per_node 8 --rdzv_endpoint host-a:29400 --max_restarts 20 \\
+      scripts/train.py --deepspeed_config pipeline_3d --max_steps 1000 --save_steps 100 --output_dir runs/a"""
 USAGE = f"usage: ds-harness launch [flags] SCRIPT ARGUMENTS (see --help)\n\n{EXAMPLE}"
-DESCRIPTION = """Start a training script on all devices, of one host or several, and keep it going.
+DESCRIPTION = """Start a training script on all devices, of one host or several, and keep it going. On several hosts run
+this command on each, with the same --rdzv_endpoint, as torchrun; or once, with a hostfile, and it uses ssh.
 
 Signals go to the ranks: they save and stop, and the exit code is 128 + the signal's number. With --max_restarts a run
 that fails goes on from its newest checkpoint, on the hosts that answer, with the same global batch."""
-
-# Flags of the `deepspeed` command that only it can follow, with the number of their values.
-DEEPSPEED_ONLY = {
-    "--launcher": 1,
-    "--launcher_args": 1,
-    "--node_rank": 1,
-    "--no_ssh": 0,
-    "--save_pid": 0,
-    "--enable_each_rank_log": 1,
-    "--autotuning": 1,
-    "--bind_cores_to_rank": 0,
-    "--bind_core_list": 1,
-    "--venv_script": 1,
-}
-
-
-# Flags that the `deepspeed` command does not know, with the number of their values.
-OWN = {"--max_restarts": 1, "--min_ranks": 1, "--no_standby": 0, "--slurm": 1, "--slurm_seconds": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +38,10 @@ class Options:
     Attributes:
         script: what runs on each rank, with its arguments.
         flags: what stands before it.
-        deepspeed_only: the flags that need the `deepspeed` command itself.
+        nnodes: least and largest number of hosts that run this command, as `2:4`; None for the only one.
+        rdzv_endpoint: HOST:PORT where they meet.
+        node_rank: place of this host among them; None if unknown.
+        started: whether another launch has started this one, and gives it the name `host` and its number of ranks.
     """
 
     script: tuple[str, ...]
@@ -65,21 +60,27 @@ class Options:
     no_python: bool
     no_local_rank: bool
     no_standby: bool
-    deepspeed_only: tuple[str, ...]
-    slurm: str | None
-    slurm_seconds: int
+    nnodes: str | None
+    rdzv_endpoint: str
+    rdzv_id: str
+    node_rank: int | None
+    local_addr: str
+    started: bool
+    host: str
+    wanted: int | None
 
     @property
-    def for_deepspeed(self) -> list[str]:
-        """What the `deepspeed` command is called with: the flags that it knows, and the script."""
-        kept: list[str] = []
-        skips = False
-        for word in self.flags:
-            name, equals, _ = word.partition("=")
-            if not skips and name not in OWN:
-                kept.append(word)
-            skips = not skips and not equals and OWN.get(name) == 1
-        return [*kept, *self.script]
+    def nodes(self) -> tuple[int, int] | None:
+        """The least and the largest number of hosts that run this command; None if it runs on one."""
+        if not self.rdzv_endpoint:
+            return None
+        least, _, most = (self.nnodes or "1").partition(":")
+        return int(least), int(most or least)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run goes on after a fault, or without some hosts."""
+        return bool(self.max_restarts) or (self.nodes is not None and self.nodes[0] < self.nodes[1])
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,10 +94,9 @@ def read_options(argv: Sequence[str]) -> Options:
     given = vars(parser.parse_args(argv))
     start = len(argv) - len(given.pop("arguments")) - 1
     start -= argv[start] != given.pop("script")  # argparse swallows a "--" behind the script
-    only = [name for name in DEEPSPEED_ONLY if given.pop(name.removeprefix("--"))]
-    for name in ("no_ssh_check", "force_multi", "quiet", "log_level"):
+    for name in ("no_ssh_check", "force_multi", "quiet", "log_level", "rdzv_backend"):
         given.pop(name)
-    options = Options(script=tuple(argv[start:]), flags=tuple(argv[:start]), deepspeed_only=tuple(only), **given)
+    options = Options(script=tuple(argv[start:]), flags=tuple(argv[:start]), **given)
     _require(options)
     return options
 
@@ -107,19 +107,34 @@ def _require(options: Options) -> None:
         raise UserError("--include and --exclude: give one of them")
     if (options.include or options.exclude) and (options.num_nodes or options.num_accelerators):
         raise UserError("--num_nodes and --num_accelerators cannot be combined with --include or --exclude")
-    for name in ("max_restarts", "min_ranks", "num_accelerators", "num_nodes", "slurm_seconds"):
-        value, least = getattr(options, name), 0 if name == "max_restarts" else 1
+    for name in ("max_restarts", "min_ranks", "num_accelerators", "num_nodes", "node_rank"):
+        value, least = getattr(options, name), 0 if name in ("max_restarts", "node_rank") else 1
         if value is not None and value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
     for name in ("master_port", "ssh_port"):
         port = getattr(options, name)
         if port is not None and not 0 < port < 2**16:
             raise UserError(f"--{name} {port}: must be a port, from 1 to {2**16 - 1}")
-    if options.deepspeed_only and options.max_restarts:
-        only = options.deepspeed_only[0]
-        raise UserError(f"{only} cannot be combined with --max_restarts: leave out one of them")
+    _require_meeting(options)
     if options.hostfile and not Path(options.hostfile).is_file():
         raise UserError(f"--hostfile {options.hostfile}: no such file")
+
+
+def _require_meeting(options: Options) -> None:
+    """Raise UserError for flags of the meeting of several hosts that are not of the right form, or not enough."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", options.nnodes or "1")
+    if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
+        raise UserError(f"--nnodes {options.nnodes}: must be a number of hosts, or the least and the largest, as 2:4")
+    if options.nnodes not in (None, "1", "1:1") and not options.rdzv_endpoint:
+        raise UserError(f"--nnodes {options.nnodes}: give --rdzv_endpoint HOST:PORT too, the same on all hosts")
+    host, _, port = options.rdzv_endpoint.rpartition(":")
+    if options.rdzv_endpoint and not (host and port.isdigit() and 0 < int(port) < 2**16):
+        raise UserError(f"--rdzv_endpoint {options.rdzv_endpoint}: must be HOST:PORT")
+    chosen = [name for name in ("hostfile", "include", "exclude", "num_nodes") if getattr(options, name)]
+    if options.rdzv_endpoint and chosen:
+        raise UserError(
+            f"--{chosen[0]} and --rdzv_endpoint: give one of them; with --rdzv_endpoint each host starts its own"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,7 +148,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--max_restarts", type=int, default=0, metavar="N", help="start again up to N times (default: 0)")
     add("--min_ranks", type=int, metavar="K", help="wait for hosts rather than go on with fewer ranks (default: 1)")
-    add("--num_accelerators", "--num_gpus", type=int, metavar="N", help="ranks on each host (default: all devices)")
+    per_host = ("--num_accelerators", "--num_gpus", "--nproc_per_node", "--nproc-per-node")
+    add(*per_host, type=int, metavar="N", help="ranks on each host (default: all devices)")
+    add("--nnodes", metavar="N[:M]", help="hosts that run this command, or the least and the largest number of them")
+    add("--rdzv_endpoint", "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where they meet: one of them")
+    add("--rdzv_id", "--rdzv-id", default="run", metavar="ID", help="tells runs with one endpoint apart")
+    add("--rdzv_backend", "--rdzv-backend", choices=["c10d"], help=argparse.SUPPRESS)
+    add("--node_rank", "--node-rank", type=int, metavar="N", help="order of this host (default: by address)")
+    add("--local_addr", "--local-addr", default="", metavar="A", help="address of this host (default: found)")
     add("--num_nodes", type=int, metavar="N", help="use the first N hosts")
     add("-H", "--hostfile", metavar="FILE", help=f"lines `host slots=N` (default: {HOSTFILE} if there is one)")
     add("-i", "--include", default="", metavar="SPEC", help="hosts and devices to use, as host-a@host-b:0,2")
@@ -145,13 +167,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--no_python", action="store_true", help="the script is a command of its own")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
     add("--no_standby", action="store_true", help="keep no process ready on each host for the next restart")
-    add("--slurm", metavar="FILE", help="write a batch file for sbatch instead, for --num_nodes hosts")
-    add("--slurm_seconds", type=int, default=120, metavar="S", help="save so long before Slurm's time limit")
-    for name, values in DEEPSPEED_ONLY.items():
-        if values:
-            add(name, default="", help=argparse.SUPPRESS)
-        else:
-            add(name, action="store_true", help=argparse.SUPPRESS)
+    add("--started", action="store_true", help=argparse.SUPPRESS)
+    add("--host", default="", help=argparse.SUPPRESS)
+    add("--wanted", type=int, help=argparse.SUPPRESS)
     for names in (("--no_ssh_check",), ("--force_multi",), ("-q", "--quiet")):
         add(*names, action="store_true", help=argparse.SUPPRESS)
     add("--log_level", default="", help=argparse.SUPPRESS)

@@ -62,6 +62,15 @@ class Script:
         self._earlier = _earlier_checkpoints(self._folder())
 
     @property
+    def earlier(self) -> tuple[tuple[int, int], ...] | None:
+        """The identities of the checkpoints that the folder held before the run; None if it held no run."""
+        return None if self._earlier is None else tuple(sorted(self._earlier))
+
+    @earlier.setter
+    def earlier(self, identities: Sequence[tuple[int, int]] | None) -> None:
+        self._earlier = None if identities is None else frozenset(identities)
+
+    @property
     def is_known(self) -> bool:
         """Whether it is the harness's own. Another script may set variables before its imports: no standby for it."""
         own = Path(__file__).resolve().parents[2] / "scripts" / "train.py"

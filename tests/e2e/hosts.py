@@ -1,6 +1,7 @@
 """Hosts made on one machine: each a network namespace with an address, an sshd and a view of the files of its own.
 
-They are joined by a bridge, so a cable can be cut and a host be killed. Needs root, ip, sshd and pdsh.
+They are joined by a bridge, so a cable can be cut and a host be killed. Needs root and ip; with ssh, sshd and pdsh too.
+A host without ssh stands for a pod: each starts its own part of a run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-PROGRAMS = ("ip", "sshd", "pdsh", "ssh", "ssh-keygen", "nsenter", "unshare")
+PROGRAMS = ("ip", "nsenter", "unshare")
+SSH_PROGRAMS = ("sshd", "pdsh", "ssh", "ssh-keygen")
 NETWORK = "10.213.77"
 SSHD = """Port 22
 ListenAddress {address}
@@ -29,11 +31,12 @@ ClientAliveCountMax 2
 """
 
 
-def missing() -> str:
+def missing(*, ssh: bool = True) -> str:
     """Why hosts cannot be made here; empty if they can."""
     if os.geteuid() != 0:
         return "needs root"
-    absent = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    wanted = [*PROGRAMS, *(SSH_PROGRAMS if ssh else ())]
+    absent = [name for name in wanted if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
     if absent:
         return f"needs {', '.join(absent)}"
     probe = subprocess.run(["ip", "netns", "add", "dsh-probe"], capture_output=True, text=True)
@@ -48,7 +51,7 @@ class Host:
     Attributes:
         name: of its network namespace.
         cable: the end of its cable at the bridge.
-        sshd: the process in whose namespaces its processes run.
+        sshd: the process in whose namespaces its processes run; without ssh one that sleeps.
     """
 
     name: str
@@ -103,18 +106,20 @@ class Hosts:
 
 
 @contextmanager
-def some_hosts(count: int, folder: Path) -> Iterator[Hosts]:
+def some_hosts(count: int, folder: Path, *, ssh: bool = True) -> Iterator[Hosts]:
     """Make hosts, and remove all that belongs to them at the end."""
     folder.mkdir(parents=True, exist_ok=True)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
+    if ssh:
+        Path("/run/sshd").mkdir(exist_ok=True)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
     bridge, made = f"dsh{os.getpid() % 100000}", []
     _ip("link", "add", bridge, "type", "bridge")
     _ip("link", "set", bridge, "up")
     try:
         for number in range(count):
-            made.append(_host(number, bridge, folder))
-        _plain_ssh(folder)
+            made.append(_host(number, bridge, folder, ssh=ssh))
+        if ssh:
+            _plain_ssh(folder)
         yield Hosts(made, folder)
     finally:
         for host in made:
@@ -123,7 +128,7 @@ def some_hosts(count: int, folder: Path) -> Iterator[Hosts]:
         _ip("link", "del", bridge)
 
 
-def _host(number: int, bridge: str, folder: Path) -> Host:
+def _host(number: int, bridge: str, folder: Path, *, ssh: bool) -> Host:
     name, cable, address = f"{bridge}h{number}", f"{bridge}c{number}", f"{NETWORK}.{number + 1}"
     _ip("netns", "add", name)
     _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -135,7 +140,8 @@ def _host(number: int, bridge: str, folder: Path) -> Host:
     config.write_text(SSHD.format(address=address, key=folder / "key"))
     sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin") or "sshd"
     inside = ["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "--propagation", "slave"]
-    inside += ["sh", "-c", f"hostname host-{number}; exec {sshd} -D -f {config}"]
+    stays = f"{sshd} -D -f {config}" if ssh else "sleep infinity"
+    inside += ["sh", "-c", f"hostname host-{number}; exec {stays}"]
     process = subprocess.Popen(inside, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return Host(name, address, cable, process)
 

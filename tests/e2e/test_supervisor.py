@@ -149,22 +149,26 @@ def test_what_the_user_must_fix_is_not_tried_again(start: Callable[..., subproce
 
 
 def test_the_ranks_end_with_their_supervisor(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    """Though a rank is stopped, and their agent as well."""
+    """Though a rank is stopped, and their supervisor was as well."""
     stopped = "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(60)"
     supervisor = start(stopped)
     ranks = [pid(tmp_path / f"0-{rank}-1") for rank in range(2)]
-    agent = parent_of(ranks[0])
-    os.kill(agent, signal.SIGSTOP)
+    supervisor.send_signal(signal.SIGSTOP)
     supervisor.kill()
-    wait_until(lambda: all(map(is_gone, [*ranks, agent])))
+    wait_until(lambda: all(map(is_gone, ranks)))
 
 
-def test_an_agent_that_is_killed_is_replaced(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    supervisor = start("time.sleep(60 * (attempt == 0))", "--max_restarts", 2)
+def test_the_launch_of_a_host_that_is_killed_is_replaced(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Two hosts of a hostfile, which are this one: the launch of one, which has started its rank, is killed."""
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    supervisor = start("time.sleep(60 * (attempt == 0))", "--max_restarts", 2, "--hostfile", hostfile)
     rank = pid(tmp_path / "0-1-1")
     os.kill(parent_of(rank), signal.SIGKILL)
     wait_until(lambda: is_gone(rank))
-    assert "no answer from the agent on localhost, in step 1" in said(supervisor, 0)
+    assert "no answer from the agent on 127.0.0.1, in step 1" in said(supervisor, 0)
 
 
 def test_a_signal_ends_the_run_whatever_the_ranks_do(

@@ -41,19 +41,18 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def sweep(records: str, spared: str = "", kept: Collection[int] = ()) -> list[int]:
+def sweep(records: str, kept: Collection[int] = ()) -> list[int]:
     """Kill all processes of a run but this one, and wait until they are gone.
 
     Args:
         records: prefix of the records folders of the attempts to kill, as in DS_HARNESS_RECORDS.
-        spared: records folder of an attempt to leave alone. Descendants of this process are then left alone, too.
         kept: processes to leave alone, with their descendants.
 
     Returns:
         The processes that could not be killed within SWEEP_S.
     """
     until = time.monotonic() + SWEEP_S
-    while found := _members(records, spared, kept):
+    while found := members(records, kept):
         for process in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
@@ -74,8 +73,8 @@ def reap() -> list[tuple[int, int]]:
     return ended
 
 
-def _members(records: str, spared: str, kept: Collection[int]) -> list[int]:
-    """Return the processes of the run: those with its records folder in their environment, and all descendants."""
+def members(records: str, kept: Collection[int] = ()) -> list[int]:
+    """Return the processes of a run but this one: those with its records in their environment, and all descendants."""
     parents: dict[int, int] = {}
     marked: set[int] = set()
     marker = f"\0{RECORDS}={records}".encode()
@@ -88,10 +87,9 @@ def _members(records: str, spared: str, kept: Collection[int]) -> list[int]:
                 continue
             parents[int(folder.name)] = int(parent)
             environment = b"\0" + (folder / "environ").read_bytes()
-            if marker in environment and not (spared and f"\0{RECORDS}={spared}\0".encode() in environment):
+            if marker in environment:
                 marked.add(int(folder.name))
-    if not spared:
-        marked |= {process for process in parents if _descends(process, [os.getpid()], parents)}
+    marked |= {process for process in parents if _descends(process, [os.getpid()], parents)}
     left_alone = {process for process in marked if process in kept or _descends(process, kept, parents)}
     return sorted(marked - left_alone - {os.getpid()})
 

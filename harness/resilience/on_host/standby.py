@@ -1,7 +1,12 @@
-"""A standby process: it does the imports of a rank in advance, and then forks all ranks of its host.
+"""A process that has done the imports of a rank, and forks the ranks of its host, start after start.
 
-An agent keeps one for the next attempt, so that a restart does not wait for imports. The standby reads one line, forks
-a rank for each command in it, writes their pids and exits. The agent, a subreaper, becomes the ranks' parent.
+So neither the first start nor a restart has each rank import torch, transformers and DeepSpeed by itself. For each
+start it forks a child; the child forks the ranks, writes their pids and exits. The agent, a subreaper, becomes the
+ranks' parent: it sees how they end.
+
+multiprocessing's own fork server, which torch's elastic agent can start functions with, does not serve: it blocks the
+agent for ever when it is stopped itself, a rank has to return a value instead of exiting, and no rank can be told from
+another in /proc.
 """
 
 from __future__ import annotations
@@ -14,32 +19,54 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness.resilience.on_host.messages import LineReader, Order, Preparation
+from harness.console import drop_output_without_reader
+from harness.resilience.on_host.lines import LineReader
 from harness.resilience.on_host.processes import die_with_parent, end_with_parent
 from harness.topology.env import RECORDS, inherited, replace_environment
 from harness.topology.processes import present_as
 
 # Count devices through NVML: a CUDA context in this process would not work in its forks.
 WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-TITLE = "ds-harness: ready for a restart"  # its command line in ps
+TITLE = "ds-harness: ready for a start"  # its command line in ps
 # Bytes reserved in argv and environ, which a rank overwrites in place with its own: others read them in /proc.
 ROOM = 1 << 12
 PADDING = "DS_HARNESS_ROOM"
+DONE = [-1, 0]  # follows the pids of a start
+PRELOADED = (
+    "torch.distributed",
+    "transformers.generation",  # this and the next two: imported by every model
+    "transformers.modeling_layers",
+    "transformers.masking_utils",
+    "deepspeed.runtime.zero.muon.original_muon",  # imports torch's compiler, as the first engine would
+    "deepspeed.module_inject.auto_ep_layer",  # this and the next two: imported by the first engine
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "torch._subclasses.schema_check_mode",
+    "harness.training.trainer",
+)
 
 
 class Standby:
-    """The standby process, from its agent's side."""
+    """The process, from its agent's side.
 
-    def __init__(self, wanted: Preparation) -> None:
-        self._wanted = wanted
-        self._out = os.dup(1) if wanted.out is None else wanted.out
+    Args:
+        root: folder of the records of the run, by which its processes are found.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        folder: str,
+        environment: Mapping[str, str],
+        modules: Sequence[str] = PRELOADED,
+    ) -> None:
+        self._out = os.dup(1)
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-m", __name__, *wanted.modules, " " * ROOM],
-            cwd=wanted.folder,
-            env={**inherited(), **wanted.environment, **WITHOUT_DRIVER, RECORDS: wanted.records, PADDING: " " * ROOM},
+            [sys.executable, "-u", "-P", "-m", __name__, *modules, " " * ROOM],
+            cwd=folder,
+            env={**inherited(), **environment, **WITHOUT_DRIVER, RECORDS: root, PADDING: " " * ROOM},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -50,22 +77,18 @@ class Standby:
         assert self.process.stdout is not None
         self._answers = LineReader(self.process.stdout.fileno())
 
-    def start(self, order: Order) -> bool:
-        """Turn it into the ranks of an order; return False if it has exited or was prepared for another one."""
-        mine = (self._wanted.records, self._wanted.folder, self._wanted.environment)
-        if self.process.poll() is not None or mine != (order.records, order.folder, order.environment):
-            return False
-        request = {"agent": os.getpid(), "out": self._out, "ranks": order.ranks}
+    def start(self, ranks: Sequence[tuple[int, list[str], dict[str, str]]]) -> bool:
+        """Have it fork these ranks (number, command, environment); return False if it has exited."""
+        request = {"agent": os.getpid(), "out": self._out, "ranks": ranks}
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.close()
-        except BrokenPipeError:
+        except OSError:
             return False
-        return True
+        return self.process.poll() is None
 
     def started(self) -> list[tuple[int, int]]:
-        """Return (rank, process) of the ranks that were forked since the last call."""
+        """Return (rank, process) of the ranks that were forked since the last call; rank -1 ends a start."""
         return [(rank, process) for rank, process in map(json.loads, self._answers.read())]
 
     def has_ended(self) -> bool:
@@ -76,33 +99,43 @@ class Standby:
         """Kill it, stopped or not."""
         self.process.kill()
         self.process.wait()
+        for end in (self.process.stdin, self.process.stdout):
+            assert end is not None
+            end.close()
+        os.close(self._out)
 
 
 def main() -> None:
-    """Import, then fork the ranks that the agent asks for. In a rank, return when its script has ended."""
+    """Import, then fork the ranks of each start. In a rank, return when its script has ended."""
     present_as([TITLE])
     environment, answers = {name: value for name, value in inherited().items() if name != PADDING}, os.dup(1)
     os.dup2(2, 1)  # output of imports must not mix with the answers
     for module in sys.argv[1:-1]:
         importlib.import_module(module)
     gc.freeze()  # else each garbage collection of a rank walks all imported objects and copies their pages
-    if not (line := sys.stdin.readline()):
-        return
-    request, standby = json.loads(line), os.getpid()
+    while line := sys.stdin.readline():
+        if (child := os.fork()) == 0:
+            if _fork_ranks(json.loads(line), environment, answers):
+                return
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def _fork_ranks(request: dict[str, object], environment: dict[str, str], answers: int) -> bool:
+    """Fork the ranks of a start. Returns True in a rank, when its script has ended, and False in the caller."""
+    forker, out, agent = os.getpid(), request["out"], request["agent"]
+    assert isinstance(out, int) and isinstance(agent, int) and isinstance(request["ranks"], list)
     for rank, command, own in request["ranks"]:
         if (process := os.fork()) == 0:
             os.close(answers)
-            _leave(standby)
-            _become_rank(command, {**own, **environment, **own}, request["out"], request["agent"])
-            return
+            os.setsid()
+            while os.getppid() == forker:  # until it has exited, and the agent is the parent
+                time.sleep(0.001)
+            _become_rank(command, {**own, **environment, **own}, out, agent)
+            return True
         os.write(answers, f"{json.dumps([rank, process])}\n".encode())
-
-
-def _leave(standby: int) -> None:
-    """Start a session of its own, and wait until the standby has exited: the agent is the parent then."""
-    os.setsid()
-    while os.getppid() == standby:
-        time.sleep(0.001)
+    os.write(answers, f"{json.dumps(DONE)}\n".encode())
+    return False
 
 
 def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, agent: int) -> None:
@@ -113,6 +146,7 @@ def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, 
     for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1)):
         os.dup2(source, target)
         os.close(source)
+    drop_output_without_reader()
     replace_environment(environment)
     if _has_driver():
         os.execve(command[0], list(command), environment)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.cli import main
 from harness.errors import UserError
-from harness.resilience import options
-from harness.resilience.launch import write_batch
-from harness.resilience.options import DEEPSPEED_ONLY, USAGE, Options, _parser, read_options
+from harness.resilience.options import USAGE, read_options
 from harness.resilience.script import without
 
 PLAIN = read_options(["train.py"])
@@ -42,20 +35,17 @@ def changed(*argv: str) -> dict[str, object]:
         pytest.param("--module", {"module": True}, id="module"),
         pytest.param("--no_python --no_local_rank", {"no_python": True, "no_local_rank": True}, id="a command"),
         pytest.param("--no_standby", {"no_standby": True}, id="no standby"),
-        pytest.param("--slurm_seconds 1", {"slurm_seconds": 1}, id="the shortest time to save"),
+        pytest.param("--nproc_per_node 4", {"num_accelerators": 4}, id="torchrun's name"),
+        pytest.param("--nproc-per-node 4 --rdzv-backend c10d", {"num_accelerators": 4}, id="and its other one"),
+        pytest.param("--node_rank 0 --local_addr 10.0.0.7", {"node_rank": 0, "local_addr": "10.0.0.7"}, id="this host"),
+        pytest.param(
+            "--rdzv_id 7 --rdzv_endpoint a:29400", {"rdzv_id": "7", "rdzv_endpoint": "a:29400"}, id="a meeting"
+        ),
         pytest.param("-q --force_multi --no_ssh_check --log_level info", {}, id="what changes nothing here"),
     ],
 )
 def test_a_flag_sets_what_it_names_and_nothing_else(words: str, means: dict[str, object]) -> None:
     assert changed(*words.split()) == means
-
-
-@pytest.mark.parametrize("flag", DEEPSPEED_ONLY)
-def test_what_only_deepspeed_can_do_is_noted(flag: str) -> None:
-    words = [flag, *["value"] * DEEPSPEED_ONLY[flag]]
-    assert changed(*words) == {"deepspeed_only": (flag,)}
-    with pytest.raises(UserError, match=f"{flag} cannot be combined with --max_restarts: leave out one of them"):
-        read_options([*words, "--max_restarts", "1", "train.py"])
 
 
 @pytest.mark.parametrize(
@@ -65,7 +55,16 @@ def test_what_only_deepspeed_can_do_is_noted(flag: str) -> None:
         ("--min_ranks 0", "--min_ranks 0: must be at least 1"),
         ("--num_accelerators 0", "--num_accelerators 0: must be at least 1"),
         ("--num_nodes -3", "--num_nodes -3: must be at least 1"),
-        ("--slurm_seconds 0", "--slurm_seconds 0: must be at least 1"),
+        ("--nnodes 0 --rdzv_endpoint a:1", "--nnodes 0: must be a number of hosts, or the least and the largest"),
+        ("--nnodes 4:2 --rdzv_endpoint a:1", "--nnodes 4:2: must be a number of hosts"),
+        ("--nnodes two --rdzv_endpoint a:1", "--nnodes two: must be a number of hosts"),
+        ("--nnodes 2", "--nnodes 2: give --rdzv_endpoint HOST:PORT too, the same on all hosts"),
+        ("--rdzv_endpoint a", "--rdzv_endpoint a: must be HOST:PORT"),
+        ("--rdzv_endpoint :1", "--rdzv_endpoint :1: must be HOST:PORT"),
+        ("--rdzv_endpoint a:65536", "--rdzv_endpoint a:65536: must be HOST:PORT"),
+        ("--rdzv_endpoint a:1 --num_nodes 2", "--num_nodes and --rdzv_endpoint: give one of them"),
+        ("--rdzv_backend etcd", "invalid choice: 'etcd'"),
+        ("--node_rank -1", "--node_rank -1: must be at least 0"),
         ("--master_port 0", "--master_port 0: must be a port, from 1 to 65535"),
         ("--master_port 65536", "--master_port 65536: must be a port, from 1 to 65535"),
         ("--ssh_port -22", "--ssh_port -22: must be a port, from 1 to 65535"),
@@ -83,8 +82,8 @@ def test_a_value_that_cannot_be_is_one_line(words: str, said: str) -> None:
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-OWN = st.sampled_from([["--max_restarts", "2"], ["--module"], ["--slurm_seconds=9"], ["--num_gpus", "1"], ["--"]])
-OTHERS = st.sampled_from(["--max_restarts", "7", "--slurm", "--", "-x", "train.py", "--hostfile=/no", "", "é ü"])
+OWN = st.sampled_from([["--max_restarts", "2"], ["--module"], ["--rdzv_id=9"], ["--num_gpus", "1"], ["--"]])
+OTHERS = st.sampled_from(["--max_restarts", "7", "--nnodes", "--", "-x", "train.py", "--hostfile=/no", "", "é ü"])
 
 
 @given(st.lists(OWN, max_size=3), st.lists(OTHERS, max_size=5))
@@ -94,22 +93,6 @@ def test_every_word_behind_the_script_is_the_scripts(own: list[list[str]], scrip
     assert options.script == ("train.py", *script)
     assert options.flags == tuple(flags)
     assert options.max_restarts == (2 if "--max_restarts" in flags else 0)
-
-
-def batch_command(options: Options) -> list[str]:
-    """The words that a batch file starts."""
-    text = Path(write_batch(options)).read_text(encoding="utf-8")
-    (line,) = [line for line in text.splitlines() if " launch " in line and line.endswith(" &")]
-    return shlex.split(line.removesuffix(" &"))[2:]
-
-
-def test_a_scripts_own_flags_are_kept_that_have_the_names_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "")  # Slurm cannot be asked for GPUs
-    own, script = ["--slurm", str(tmp_path / "job"), "--num_gpus", "2"], ["mine.py", "--slurm", "yes", "--", "a b"]
-    words = batch_command(read_options([*own, *script]))
-    assert words == ["--num_gpus", "2", *script, "--resume_from_checkpoint", "auto"]
 
 
 @pytest.mark.parametrize(
@@ -127,24 +110,20 @@ def test_flags_are_taken_out_with_their_values(words: list[str], flags: set[str]
     assert without(words, flags) == left
 
 
-def own_flags() -> dict[str, int]:
-    """The flags of the launch that the `deepspeed` command refuses, with the number of their values."""
-    folder = Path(str(find_spec("deepspeed").origin)).parent
-    theirs = set(re.findall(r'"(--?[a-zA-Z_]+)"', (folder / "launcher" / "runner.py").read_text()))
-    return {
-        name: 0 if action.nargs == 0 else 1
-        for action in _parser()._actions
-        for name in action.option_strings
-        if name not in theirs and action.dest != "help"
-    }
-
-
-def test_the_deepspeed_command_gets_no_flag_that_it_does_not_know() -> None:
-    assert own_flags() == options.OWN
-    own = [word for name, values in options.OWN.items() for word in [name, *["0"] * values]]
-    own[own.index("--min_ranks") + 1] = own[own.index("--slurm_seconds") + 1] = "1"
-    words = ["--no_standby", "--node_rank", "1", *own, "--min_ranks=2", "--num_gpus", "2", "train.py", "--no_standby"]
-    assert read_options(words).for_deepspeed == ["--node_rank", "1", "--num_gpus", "2", "train.py", "--no_standby"]
+@pytest.mark.parametrize(
+    ("words", "nodes", "goes_on"),
+    [
+        ("", None, False),
+        ("--rdzv_endpoint a:1", (1, 1), False),
+        ("--nnodes 2 --rdzv_endpoint a:1", (2, 2), False),
+        ("--nnodes=2:4 --rdzv-endpoint a:1", (2, 4), True),
+        ("--nnodes 2 --rdzv_endpoint [fd00::1]:1 --max_restarts 1", (2, 2), True),
+        ("--max_restarts 1", None, True),
+    ],
+)
+def test_hosts_that_meet_are_counted_as_by_torchrun(words: str, nodes: tuple[int, int] | None, goes_on: bool) -> None:
+    options = read_options([*words.split(), "train.py"])
+    assert (options.nodes, options.goes_on) == (nodes, goes_on)
 
 
 def test_the_verb_without_words_shows_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,9 @@
-"""Hosts: as hostfiles, flags and Slurm name them; how their agents are started, and with which variables."""
+"""Hosts: as hostfiles, flags and Slurm name them; how a launch is started on them, and with which variables."""
 
 from __future__ import annotations
 
 import shlex
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 
 from harness.errors import UserError
 from harness.resilience import hosts as module
-from harness.resilience.hosts import AGENT, HostDevices, _node_list, find_hosts, meeting_address
-from harness.resilience.launch import _program
+from harness.resilience.hosts import LAUNCH, HostDevices, _node_list, address_here, find_hosts, listen
 from harness.resilience.options import read_options
 
 AWAY = "203.0.113.7"  # an address of nobody, RFC 5737
@@ -108,20 +106,21 @@ def test_a_list_of_hosts_is_read_as_it_is_written(nodes: list[tuple[str, list[in
     assert _node_list(written) == nodes
 
 
-def test_an_agent_starts_here_by_ssh_or_in_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_launch_starts_here_by_ssh_or_in_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "my runs"
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert HostDevices(name="localhost", devices=(0,)).agent(22) == list(AGENT)
-    *ssh, name, command = HostDevices(name=AWAY, devices=(0,)).agent(2222)
+    words, launch = ["--started", "a b"], [*LAUNCH, "--started", "a b"]
+    assert HostDevices(name="localhost", devices=(0,)).command(words, 22) == launch
+    *ssh, name, command = HostDevices(name=AWAY, devices=(0,)).command(words, 2222)
     assert ssh[-2:] == ["-p", "2222"] and "BatchMode=yes" in ssh and name == AWAY
-    assert command == f"cd {shlex.quote(str(folder))} && exec {shlex.join(AGENT)}"
-    assert "-p" not in HostDevices(name=AWAY, devices=(0,)).agent(None)
+    assert command == f"cd {shlex.quote(str(folder))} && exec {shlex.join(launch)}"
+    assert "-p" not in HostDevices(name=AWAY, devices=(0,)).command(words, None)
     monkeypatch.setenv("PYTHONPATH", "/my code")
-    assert "exec env 'PYTHONPATH=/my code' " in HostDevices(name=AWAY, devices=(0,)).agent(None)[-1]
-    srun = HostDevices(name="n1", devices=(0,), slurm=True).agent(2222)
-    assert srun[0] == "srun" and srun[srun.index("-w") + 1] == "n1" and srun[-len(AGENT) :] == list(AGENT)
+    assert "exec env 'PYTHONPATH=/my code' " in HostDevices(name=AWAY, devices=(0,)).command(words, None)[-1]
+    srun = HostDevices(name="n1", devices=(0,), slurm=True).command(words, 2222)
+    assert srun[0] == "srun" and srun[srun.index("-w") + 1] == "n1" and srun[-len(launch) :] == launch
 
 
 def test_a_host_is_here_by_its_name_or_address() -> None:
@@ -151,30 +150,22 @@ def test_another_host_gets_the_variables_that_deepspeed_hands_on(
     assert HostDevices(name="localhost", devices=(0, 1)).environment() == {}
 
 
-@pytest.mark.parametrize(
-    ("flags", "name", "count", "address"),
-    [
-        ([], "localhost", 1, "127.0.0.1"),
-        ([], "a", 1, "127.0.0.1"),
-        ([], "a", 2, "a"),
-        ([], "localhost", 2, socket.gethostname()),
-        (["--master_addr", "10.0.0.1"], "localhost", 1, "10.0.0.1"),
-    ],
-)
-def test_where_the_ranks_meet(flags: list[str], name: str, count: int, address: str) -> None:
-    options = read_options([*flags, "train.py"])
-    assert meeting_address(options, HostDevices(name=name, devices=(0,)), count) == address
+def test_the_address_of_this_host_is_the_one_that_others_reach() -> None:
+    assert address_here("127.0.0.1") == "127.0.0.1" and address_here("localhost") == "127.0.0.1"
+    assert address_here("::1").startswith("::1")
+    with pytest.raises(UserError, match=r"no-such-host\.invalid: no way leads there"):
+        address_here("no-such-host.invalid")
 
 
-def test_the_deepspeed_command_is_that_of_this_python_or_of_the_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="no `deepspeed` command found: install deepspeed, or add its folder to PATH"):
-        _program()
-    for folder in (tmp_path, tmp_path / "bin"):
-        folder.mkdir(exist_ok=True)
-        (folder / "deepspeed").write_text("#!/bin/sh\n")
-        (folder / "deepspeed").chmod(0o755)
-        assert _program() == str(folder / "deepspeed")
+def test_one_launch_of_a_host_listens_and_only_at_its_own_address() -> None:
+    first = listen("127.0.0.1", 0)
+    assert first is not None
+    port = first.getsockname()[1]
+    assert listen("127.0.0.1", port) is None  # another one does
+    assert listen(AWAY, port) is None and listen("no-such-host.invalid", port) is None
+    with pytest.raises(UserError, match=r"no-such-host\.invalid: no such host"):
+        listen("no-such-host.invalid", port, always=True)
+    first.close()
+    behind = listen(AWAY, 0, always=True)  # as behind a load balancer
+    assert behind is not None and behind.getsockname()[0] == "0.0.0.0"
+    behind.close()

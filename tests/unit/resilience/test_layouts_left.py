@@ -15,7 +15,7 @@ from harness.resilience.on_host.processes import _descends
 from harness.resilience.process.records import Position, read_failures, read_positions, succeeded
 from harness.resilience.script import Start, _flags, _smaller
 from harness.topology.layout import Layout
-from tests.unit.resilience.piped import failure, write_failure, write_position
+from tests.unit.resilience.simulated import failure, write_failure, write_position
 
 SIZES = st.integers(1, 4)
 

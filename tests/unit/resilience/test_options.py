@@ -48,7 +48,7 @@ def test_hosts_and_devices_are_chosen_as_by_deepspeed(hostfile: str) -> None:
         (["--include", "a", "--exclude", "b"], "give one of them"),
         (["--include", "a", "--num_nodes", "1"], "cannot be combined"),
         (["--max_restarts", "-1"], "--max_restarts -1: must be at least 0"),
-        (["--launcher", "openmpi", "--max_restarts", "2"], "--launcher cannot be combined with --max_restarts"),
+        (["--launcher", "openmpi"], "see --help"),
         (["--hostfile", "/nowhere"], "no such file"),
         (["--max_restart", "2"], "see --help"),
     ],

@@ -1,0 +1,309 @@
+"""The agent of a host: torch's elastic agent meets the others and starts ranks; diagnosis and decisions are ours.
+
+The engine's loop is unchanged: meet, give each worker its rank, start, monitor, and meet again. In between the agents
+talk through the store of the rendezvous, under keys of the start's number:
+
+    plan, plan/NODE   what to start, and the ranks of a host; by the leader, in the store of the meeting
+    over              empty, then why the start is over: set by whoever sees it first
+    signal            "0", then a signal for the ranks of all hosts
+    ended/I           how the ranks of the team's host I have ended
+    verdict           what follows; by the leader
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from harness.resilience.cause import oom_kills
+from harness.resilience.hosts import DEVICES
+from harness.resilience.judging import Verdict
+from harness.resilience.leading import ANSWER_S, HOSTS_S, LOOK_S, Leader
+from harness.resilience.on_host.ranks import Ranks
+from harness.resilience.options import Options
+from harness.resilience.process.records import read_positions
+from harness.resilience.rendezvous import AGAIN_S, LAST_CALL_S, PULSE_S, Pulse, meet, run_store
+from harness.resilience.reports import BY_SIGNAL, ENDS, Report, have_told, why_over
+from harness.resilience.rounds import LOST, Offer, Place, free_port
+from harness.resilience.script import Script
+from harness.topology.env import inherited
+
+NEWS_S = 0.2  # interval of looks at the store
+PLAN_S = 120.0  # a leader that plans no start within this time is lost
+LEAVE_S = 10.0  # an agent whose launch serves the store waits so long for the others to read the last verdict
+SIGNAL_S = 1.0  # Slurm and Kubernetes signal ranks and agent in no order: time for the agent to get its own
+
+
+class Left(SystemExit):
+    """This agent leaves the run: with the exit code of the launch, or with LOST."""
+
+
+class Agent(LocalElasticAgent):
+    """The agent of one host.
+
+    Args:
+        name: address of this host, a number of its launch, and how many agents that launch has had.
+        store: of the agents.
+        look: looks at the ranks, and at what a launch on another host says; called several times a second.
+        received: signals to the launch.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        name: tuple[str, int, int],
+        options: Options,
+        script: Script,
+        ranks: Ranks,
+        store: dist.Store,
+        look: Callable[[], None],
+        received: list[int],
+    ) -> None:
+        self.place, self.options, self.ranks = place, options, ranks
+        self._look, self._received = look, received
+        self.store = run_store(store, options.rdzv_id)
+        self.handler = meet(store, options.rdzv_id, (place.min_nodes, place.max_nodes), name, self._wait_for_others)
+        self.pulse = Pulse(self.store, self.handler.node)
+        self.leader = Leader(place, options, script, self.store, self._sleep, received)
+        self._leads = False
+        self._number, self._index, self._hosts, self._passed = -1, 0, 0, 0
+        self._plan: dict[str, Any] = {}
+        self._signalled = self._finished = False
+        self._kills = oom_kills()
+        if place.serves:
+            self.store.set("server", self.handler.node)
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=max(len(place.devices), 1),
+            rdzv_handler=self.handler,
+            entrypoint=script.words[0],
+            max_restarts=max(options.max_restarts, 1),
+            monitor_interval=LOOK_S,
+            event_log_handler="null",
+        )
+        super().__init__(spec, None)  # type: ignore[arg-type]  # no logs: ranks write their own
+
+    def _assign_worker_ranks(
+        self,
+        store: dist.Store,
+        group_rank: int,
+        group_world_size: int,
+        spec: WorkerSpec,  # noqa: ARG002
+    ) -> list[Worker]:
+        """Exchange what the hosts have and what they start; return the ranks of this host."""
+        self._leads, self._hosts = group_rank == 0, group_world_size
+        place = self.place
+        offer = Offer(
+            node=self.handler.node,
+            host=place.host,
+            address=place.address,
+            position=place.position,
+            devices=place.devices,
+            port=self.options.master_port or free_port(),
+        )
+        store.set(f"offer/{group_rank}", json.dumps(asdict(offer)))
+        if self._leads:
+            keys = [f"offer/{rank}" for rank in range(group_world_size)]
+            self._await(store, keys)
+            offers = [Offer.load(json.loads(content)) for content in store.multi_get(keys)]
+            if (verdict := self.leader.plan(offers, store)) is not None:
+                self._leave(verdict.code or 0)
+        self._await(store, ["plan", f"plan/{offer.node}"])
+        self._plan = {**json.loads(store.get("plan")), **json.loads(store.get(f"plan/{offer.node}"))}
+        self._number, self._index = self._plan["start"], self._plan["index"]
+        self._signalled = self._finished = False
+        first, total = self._plan["first"], self._plan["ranks"]
+        return [
+            Worker(local, first + local, first + local, total, total) for local in range(len(self._plan["devices"]))
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks of this host."""
+        plan, size = self._plan, str(len(worker_group.workers))
+        common = {
+            "MASTER_ADDR": plan["address"],
+            "MASTER_PORT": str(plan["port"]),
+            "WORLD_SIZE": str(plan["ranks"]),
+            "CROSS_SIZE": str(plan["hosts"]),
+            "CROSS_RANK": str(self._index),
+            "LOCAL_WORLD_SIZE": size,
+            "LOCAL_SIZE": size,
+        }
+        devices: list[int] = plan["devices"]
+        if devices != list(range(len(devices))):
+            visible = inherited().get(DEVICES, "").split(",")  # a starter may have chosen among those of the host
+            common[DEVICES] = ",".join(visible[each] if each < len(visible) > 1 else str(each) for each in devices)
+        ranks = []
+        for worker in worker_group.workers:
+            numbers = {"RANK": str(worker.global_rank), "LOCAL_RANK": str(worker.local_rank)}
+            ranks.append((worker.global_rank, self._command(worker.local_rank), {**common, **numbers}))
+        self._kills = oom_kills()
+        try:
+            self.ranks.start(self._number, ranks)
+        except OSError as error:
+            self._tell_over(f"fault {self.ranks.records}: cannot be made: {error.strerror}")
+        return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+
+    def _command(self, local_rank: int) -> list[str]:
+        options = self.options
+        python = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]
+        script, *arguments = self._plan["words"]
+        local = [] if options.no_local_rank else [f"--local_rank={local_rank}"]
+        return [*python, script, *local, *arguments]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # noqa: ARG002
+        """Watch until the start is over, and follow the verdict: leave, or have the engine meet again."""
+        verdict = self._conclude(self._watch())
+        self.ranks.end()
+        if verdict.code is not None:
+            self._leave(verdict.code)
+        if self._received:
+            self._leave(128 + self._received[0])
+        self._pause(verdict.pause)
+        self._remaining_restarts = 1  # the engine's own count: ours is in the history
+        return RunResult(state=WorkerState.FAILED)
+
+    def _watch(self) -> str:
+        """Return why the start is over, once it is."""
+        begun = news = pulse = time.monotonic()
+        while True:
+            self._sleep(LOOK_S)
+            if why := self._over_here():
+                self._tell_over(why)
+            now = time.monotonic()
+            if now - news < NEWS_S and not why:
+                continue
+            news = now
+            keys = [f"{self._number}/over", f"{self._number}/signal"]
+            over, number = (value.decode() for value in self.store.multi_get(keys))
+            if over:
+                return over
+            if self._received and not self._plan["ranks"]:
+                self._leave(128 + self._received[0])
+            if number != "0" and not self._signalled and not self._received:
+                self._signalled = True
+                self.ranks.signal(int(number))
+            if self._leads and now - pulse > PULSE_S:
+                pulse = now
+                self._look_at_hosts(now - begun)
+
+    def _look_at_hosts(self, waited: float) -> None:
+        """End the start if an agent is lost; have the ranks save and stop if further hosts make a better layout."""
+        positions = read_positions(self.ranks.records)
+        self.store.set("step", str(max((each.step for each in positions.values()), default=0)))
+        if lost := self.pulse.lost([offer.node for offer in self.leader.team.offers]):
+            self._tell_over(f"hosts {' '.join(lost)}")
+            return
+        waiting = self.handler.waiting()
+        if not self._plan["ranks"]:
+            if waiting or waited > HOSTS_S:
+                self._tell_over("hosts")
+        elif waiting and positions and not self.leader.grows and self.leader.would_grow(waiting):
+            self.leader.grows = True
+            self.store.set(f"{self._number}/signal", str(int(signal.SIGUSR1)))
+
+    def _over_here(self) -> str:
+        """Return why the start is over, by the ranks of this host; empty while it is not."""
+        why = why_over(self.ranks.records, self.ranks.exits, self.ranks.count)
+        if why != "finished":
+            return why
+        if self._finished:
+            return ""
+        self._finished = True
+        ended = self.store.add(f"{self._number}/finished", self.ranks.count)
+        return "done" if ended == self._plan["ranks"] else ""  # else rank 0 may still be exporting the model
+
+    def _tell_over(self, why: str) -> None:
+        self.store.compare_set(f"{self._number}/over", "", why)
+
+    def _conclude(self, over: str) -> Verdict:
+        """Report how the ranks of this host ended; return the leader's verdict."""
+        why, _, detail = over.partition(" ")
+        ranks, seen, begun = self.ranks, time.time(), time.monotonic()
+        while not have_told(ranks.records, ranks.exits, ranks.count, why, time.monotonic() - begun):
+            self._sleep(LOOK_S)
+        if any(code in BY_SIGNAL for _, code, _ in ranks.exits):
+            self._pause(SIGNAL_S)
+        if ranks.count:
+            report = Report.of(ranks.records, ranks.exits, seen, self._kills, self._received)
+            self.store.set(f"{self._number}/ended/{self._index}", json.dumps(asdict(report)))
+        ranks.end()
+        if self._leads:
+            lost = set(detail.split()) if why == "hosts" else set()
+            return self.leader.judge(lost, detail if why == "fault" else "", ENDS[why] + ANSWER_S)
+        key, until = f"{self._number}/verdict", time.monotonic() + ENDS[why] + 2 * ANSWER_S
+        while not self.store.check([key]):
+            if time.monotonic() > until:
+                return Verdict()  # the leader is lost: the next one judges
+            self._sleep(NEWS_S)
+        verdict = Verdict(**json.loads(self.store.get(key)))
+        for line in () if self.options.started else verdict.lines:
+            self.leader.say(line)
+        if self.handler.node in self.leader.history.gone and verdict.code is None and not self._received:
+            raise Left(LOST)  # the others have taken this host for lost
+        return verdict
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """End the ranks of this host."""
+        super()._shutdown(death_sig, timeout)
+        self.ranks.end()
+
+    def _wait_for_others(self) -> None:
+        """Do what must be done while this agent waits to take part: the rendezvous calls it before each look."""
+        self._tick()
+        if self._received:
+            self._leave(128 + self._received[0])
+        if self.store.check(["end"]):
+            raise Left(int(self.store.get("end")))
+        holder, history = self.handler.holder, self.leader.history
+        gone = set(history.gone)
+        if history.start >= 0:
+            gone |= set(self.pulse.lost(self.handler.participants()))
+        holder.gone = frozenset(gone)
+        holder.last_call = AGAIN_S if history.start >= 0 else LAST_CALL_S
+        if self.store.check(["expected"]):
+            holder.expected = int(self.store.get("expected"))
+
+    def _leave(self, code: int) -> None:
+        """Leave with an exit code; wait for the others to read the verdict if the store ends with this launch."""
+        self.pulse.close()
+        count, until = self.store.add("left", 1), time.monotonic() + LEAVE_S
+        while self.place.serves and count < self._hosts and time.monotonic() < until:
+            self._sleep(LOOK_S)
+            count = self.store.add("left", 0)
+        raise Left(code)
+
+    def _await(self, store: dist.Store, keys: list[str]) -> None:
+        """Wait for keys; Left(LOST) without them: whoever should set them is lost."""
+        until = time.monotonic() + PLAN_S
+        while not store.check(keys):
+            if self.store.check(["end"]):
+                self._leave(int(self.store.get("end")))
+            if time.monotonic() > until:
+                raise Left(LOST)
+            self._sleep(LOOK_S)
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._received:
+            self._sleep(LOOK_S)
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self._tick()
+
+    def _tick(self) -> None:
+        """Let signals and the launch through, and look at the ranks."""
+        self._look()
+        for number in self._received[self._passed :]:
+            self.ranks.signal(number)
+        self._passed = len(self._received)

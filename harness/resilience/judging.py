@@ -1,0 +1,138 @@
+"""After each start: is the run over, or does it begin again, when, and with which words? Pure rules on its history."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TypeAlias
+
+from harness.resilience.cause import Cause
+from harness.wording import counted
+
+SAME_STEP = 3  # give up after so many failures of the code in a row at one step
+SAME_STEP_ELSEWHERE = 5  # the same for failures that may pass: a full disk, a network
+PAUSE_S = 2.0  # before a restart at the same step
+PAUSES_S = (10.0, 60.0, 300.0)  # the same if the cause may pass: before the second, the third and later restarts
+Device: TypeAlias = tuple[str, int]
+"""Name of the host, and number of the device there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A cause that led to a restart, with the device of the rank that failed first, if known."""
+
+    step: int
+    text: str
+    device: Device | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What all agents must know of a run. Its leader keeps it in the store, and another agent may become the leader.
+
+    Attributes:
+        start: number of the current start, from 0; -1 before the first.
+        is_open: whether nobody has judged the current start yet.
+        failing: devices that are left out.
+        earlier: identities of the checkpoints that lay in the output directory before this run.
+        gone: names, in the rendezvous, of agents that were lost or have left.
+    """
+
+    start: int = -1
+    is_open: bool = False
+    faults: tuple[Fault, ...] = ()
+    failing: tuple[Device, ...] = ()
+    earlier: tuple[tuple[int, int], ...] | None = None
+    gone: tuple[str, ...] = ()
+
+    def dump(self) -> str:
+        """Serialise."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> History:
+        """Read what `dump` has made."""
+        fields = json.loads(text)
+        for name, value in fields.items():
+            if isinstance(value, list):
+                fields[name] = tuple(tuple(each) if isinstance(each, list) else each for each in value)
+        fields["faults"] = tuple(
+            Fault(**{**each, "device": None if each["device"] is None else tuple(each["device"])})
+            for each in fields["faults"]
+        )
+        return cls(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the agents do after a start.
+
+    Attributes:
+        code: exit code of the launch; None to start again, after `pause` seconds.
+        lines: what the user is told.
+    """
+
+    code: int | None = None
+    pause: float = 0.0
+    lines: tuple[str, ...] = field(default=())
+
+
+def judge(
+    history: History,
+    cause: Cause | None,
+    device: Device | None,
+    *,
+    most: int,
+    leaves_out: bool,
+    received: int = 0,
+    goes_on: str = "",
+) -> tuple[Verdict, History]:
+    """Return what follows a start that ended by `cause` (None: by success), and the history with it.
+
+    Args:
+        device: of the rank that failed first.
+        most: how many restarts are allowed.
+        leaves_out: whether a device may be left out (`--min_ranks`).
+        received: signal that asked the launch to end; 0 if none did.
+        goes_on: why ranks that saved and stopped go on: hosts have come or left. Empty if they do not.
+    """
+    history = replace(history, is_open=False)
+    restarts, lines = len(history.faults), []
+    if cause is None:
+        return Verdict(code=0, lines=(f"done, after {counted(restarts, 'restart')}",) if restarts else ()), history
+    if goes_on and (cause.is_stop or received):
+        return Verdict(lines=(goes_on,)), history
+    if received:
+        return Verdict(code=128 + received), history
+    if not (cause.is_final and cause.rank == 0):  # rank 0 has printed the error itself
+        lines.append(cause.text)
+    if cause.is_final and restarts == 0:
+        return Verdict(code=cause.code, lines=tuple(lines)), history
+    faults = (*history.faults, Fault(step=cause.step, text=cause.text, device=device))
+    history = replace(history, faults=faults)
+    same = len(list(itertools.takewhile(lambda fault: fault.step == cause.step, reversed(faults))))
+    allowed = SAME_STEP_ELSEWHERE if cause.may_pass else SAME_STEP
+    if restarts == most or same >= allowed:
+        if most:
+            used_up = f"{counted(most, 'restart')} {'is' if most == 1 else 'are'} used up"
+            why = used_up if restarts == most else f"{same} faults in a row at step {cause.step}"
+            lines.append("\n  ".join([f"gave up: {why}", *(f"step {fault.step}: {fault.text}" for fault in faults)]))
+        return Verdict(code=cause.code, lines=tuple(lines)), history
+    out = _device_to_leave_out(faults) if leaves_out else None
+    if out is not None:
+        history = replace(history, failing=(*history.failing, out))
+        lines.append(f"device {out[1]} of {out[0]} is left out: it failed twice before the first step")
+    pause = 0.0 if same == 1 or out is not None else PAUSE_S
+    if pause and cause.may_pass:
+        pause = PAUSES_S[min(same - 2, len(PAUSES_S) - 1)]
+    lines.append(f"restart {restarts + 1} of {most}{f' in {pause:.0f} s' if pause else ''}")
+    return Verdict(pause=pause, lines=tuple(lines)), history
+
+
+def _device_to_leave_out(faults: Sequence[Fault]) -> Device | None:
+    """Return a device that failed twice in a row before the first step; None without one."""
+    device = faults[-1].device
+    is_twice = device is not None and [(each.step, each.device) for each in faults[-2:]] == [(0, device)] * 2
+    return device if is_twice else None

@@ -1,0 +1,231 @@
+"""What the leader of a run does for all hosts: it plans each start, and judges it when it is over.
+
+The agent that the rendezvous numbers 0 leads. What must outlive it is in the store, where the next leader finds it: the
+history of the run, and the team of the start that nobody has judged yet.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+
+import torch.distributed as dist
+
+from harness.checkpoint.directories import RESTARTS
+from harness.console import print_if_heard
+from harness.resilience.cause import Cause
+from harness.resilience.judging import History, Verdict, judge
+from harness.resilience.options import Options
+from harness.resilience.reports import Report, cause_of
+from harness.resilience.rounds import Offer, Place, Team, team_of
+from harness.resilience.script import Script
+from harness.topology.env import LOOPBACK
+
+ANSWER_S = 10.0  # an agent that does not report how its ranks ended within this time is lost
+HOSTS_S = 1800.0  # longest wait for missing hosts
+LOOK_S = 0.05
+
+
+class Leader:
+    """Plans and judges.
+
+    Args:
+        store: of the agents.
+        sleep: waits for some seconds, and lets signals and the launch through meanwhile.
+        received: signals to the launch of this agent.
+
+    Attributes:
+        team: the hosts of the current start.
+        grows: whether its ranks were told to save and stop because further hosts are there.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        options: Options,
+        script: Script,
+        store: dist.Store,
+        sleep: Callable[[float], None],
+        received: Sequence[int],
+    ) -> None:
+        self.place, self.options, self.script, self.store = place, options, script, store
+        self._sleep, self._received = sleep, received
+        self.team = Team(offers=())
+        self.grows = False
+        self._history = History()
+        self._waits_since = 0.0  # when too few hosts were there for the first time; 0: they suffice
+        self._may_wait = place.min_nodes < place.max_nodes or bool(options.max_restarts)
+        self._fewest = options.min_ranks or (1 if self._may_wait else place.wanted)
+
+    @property
+    def history(self) -> History:
+        """The history of the run, as the store has it: another agent may have led. As this agent knows it if not."""
+        if self.store.check(["history"]):
+            self._history = History.load(self.store.get("history").decode())
+        return self._history
+
+    def plan(self, offers: Sequence[Offer], meeting: dist.Store) -> Verdict | None:
+        """Write what each host starts into the store of the meeting.
+
+        Returns:
+            A verdict that ends the run instead: no layout fits, or the start before has already used up the restarts.
+        """
+        if (history := self.history).is_open:
+            verdict = self._judge_abandoned(history, {offer.node for offer in offers})
+            if verdict.code is not None:
+                return verdict
+            history = self.history
+        team = team_of(offers, history.failing, self.script, self.place.wanted, self._fewest)
+        if (problem := self._problem(team)) is not None:
+            return problem
+        number, start = history.start + 1, team.start
+        if number == 0:
+            history = replace(history, earlier=self.script.earlier)
+        elif start is not None:
+            self.script.earlier = history.earlier
+            start = self.script.again(start)
+        self.team, self.grows = team, False
+        several = len([offer for offer in team.offers if offer.devices]) > 1
+        first = team.offers[0]
+        plan = {
+            "start": number,
+            "words": start.words if start else (),
+            "ranks": start.ranks if start else 0,
+            "hosts": len(team.offers),
+            "address": self.options.master_addr or (first.address if several else LOOPBACK),
+            "port": first.port,
+        }
+        for key, value in (("over", ""), ("signal", "0"), ("team", team.dump())):
+            self.store.set(f"{number}/{key}", value)
+        self._write(replace(history, start=number, is_open=start is not None, gone=()))
+        for index, offer in enumerate(team.offers):
+            part = {"index": index, "first": team.first_rank(index), "devices": offer.devices}
+            meeting.set(f"plan/{offer.node}", json.dumps(part))
+        meeting.set("plan", json.dumps(plan))
+        return None
+
+    def _problem(self, team: Team) -> Verdict | None:
+        """Say that no layout fits, and whether further hosts are waited for; return a verdict if they are not."""
+        missing = self.store.get("missing").decode() if self.store.check(["missing"]) else ""
+        if team.start is not None:
+            self._waits_since = 0.0
+            if missing:
+                self.say(f"no answer from {missing}: going on without")
+            return None
+        problem = f"{team.available} of {self.place.wanted} devices are left"
+        problem = f"no answer from {missing}" if missing else problem
+        now = time.monotonic()
+        may_come = self._may_wait and (bool(missing) or len(team.offers) < self.place.max_nodes)
+        if not may_come or (self._waits_since and now - self._waits_since > HOSTS_S):
+            text = f"{problem}, and no layout of at least {self._fewest} ranks fits what is left"
+            return self.publish(Verdict(code=1, lines=(text,)), self.history)
+        if not self._waits_since:
+            self._waits_since = now
+            self.say(f"{problem}: waiting for at least {self._fewest} ranks")
+        return None
+
+    def would_grow(self, waiting: int) -> bool:
+        """Whether more ranks could be used if the waiting hosts had as many devices as this one."""
+        used = sum(len(offer.devices) for offer in self.team.offers)
+        most = min(self.place.wanted, used + waiting * len(self.place.devices))
+        better = self.script.first(most) if most == self.place.wanted else self.script.on_fewer(self.place.wanted, most)
+        return better is not None and better.ranks > used
+
+    def judge(self, lost: set[str], text: str, seconds: float) -> Verdict:
+        """Judge the current start, waiting some seconds for the reports of the hosts; tell all agents the verdict.
+
+        Args:
+            lost: agents that will not report.
+            text: what an agent itself could not do; empty if it was a rank that failed.
+        """
+        return self._judge(self.team, self.history, lost, text, seconds)
+
+    def _judge_abandoned(self, history: History, here: set[str]) -> Verdict:
+        """Judge a start whose leader is lost: its agent was killed, or its host."""
+        team = Team.load(self.store.get(f"{history.start}/team").decode())
+        self.store.compare_set(f"{history.start}/over", "", "fault")
+        verdict = self._judge(team, history, {offer.node for offer in team.offers} - here, "", ANSWER_S)
+        until = time.monotonic() + verdict.pause
+        while time.monotonic() < until and not self._received:
+            self._sleep(LOOK_S)
+        return verdict
+
+    def _judge(self, team: Team, history: History, lost: set[str], text: str, seconds: float) -> Verdict:
+        if not any(offer.devices for offer in team.offers):
+            return self.publish(Verdict(), replace(history, is_open=False, gone=tuple(sorted(lost))))
+        reports = self._reports(team, history.start, lost, seconds)
+        lost |= {offer.node for index, offer in enumerate(team.offers) if offer.devices and index not in reports}
+        received = [*(report.received for report in reports.values() if report.received), *self._received]
+        leaving = {team.offers[index].node for index, report in reports.items() if report.received}
+        step = int(self.store.get("step")) if self.store.check(["step"]) else 0
+        cause = cause_of(team, reports, lost, text, step)
+        goes_on = ""
+        if self.grows:
+            goes_on = "a host is back: going on with all hosts that answer"
+        elif received and self._can_spare(team, lost | leaving):
+            names = ", ".join(offer.host for offer in team.offers if offer.node in leaving)
+            goes_on = f"going on without {names}, which was told to stop"
+        known = len(history.faults)
+        verdict, history = judge(
+            history,
+            cause,
+            None if cause is None else team.device(cause.rank),
+            most=self.options.max_restarts,
+            leaves_out=bool(self.options.min_ranks),
+            received=received[0] if received else 0,
+            goes_on=goes_on,
+        )
+        if cause is not None and len(history.faults) > known:
+            self._log(cause, team.text)
+        return self.publish(verdict, replace(history, gone=tuple(sorted(lost | leaving))))
+
+    def _reports(self, team: Team, number: int, lost: set[str], seconds: float) -> dict[int, Report]:
+        """Return the reports of the hosts by their place in the team; those that come within some seconds."""
+        reports: dict[int, Report] = {}
+        wanted = {index for index, offer in enumerate(team.offers) if offer.devices and offer.node not in lost}
+        until = time.monotonic() + seconds
+        while (missing := wanted - reports.keys()) and time.monotonic() < until:
+            for index in missing:
+                if self.store.check([f"{number}/ended/{index}"]):
+                    reports[index] = Report(**json.loads(self.store.get(f"{number}/ended/{index}")))
+            if wanted - reports.keys():
+                self._sleep(LOOK_S)
+        return reports
+
+    def _can_spare(self, team: Team, leaving: set[str]) -> bool:
+        """Whether the run goes on without these agents: there are enough others, and the store stays."""
+        left = [offer.node for offer in team.offers if offer.node not in leaving]
+        server = self.store.get("server").decode() if self.store.check(["server"]) else ""
+        is_elastic = self.place.min_nodes < self.place.max_nodes and bool(self.options.rdzv_endpoint)
+        return is_elastic and len(left) >= self.place.min_nodes and (not server or server in left)
+
+    def publish(self, verdict: Verdict, history: History) -> Verdict:
+        """Tell the user and all agents the verdict on the current start; return it."""
+        for line in verdict.lines:
+            self.say(line)
+        self._write(history)
+        if verdict.code is not None:
+            self.store.set("end", str(verdict.code))
+        self.store.set(f"{history.start}/verdict", json.dumps(asdict(verdict)))
+        return verdict
+
+    def _write(self, history: History) -> None:
+        self._history = history
+        self.store.set("history", history.dump())
+
+    def _log(self, cause: Cause, start: str) -> None:
+        """Add a line to `restarts.jsonl` in the output directory."""
+        folder = self.script.output_dir
+        line = {"time": time.time(), "step": cause.step, "cause": cause.text, "start": start}
+        with suppress(OSError):
+            if folder is not None and folder.is_dir():
+                with (folder / RESTARTS).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+    def say(self, text: str) -> None:
+        """Print a line for the user."""
+        print_if_heard(f"ds-harness launch: {text}", sys.stderr)

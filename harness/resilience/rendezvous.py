@@ -1,0 +1,249 @@
+"""The c10d rendezvous of torch.distributed.elastic, with other judgements of who is dead and who is still to come.
+
+torch compares times that different hosts have written with its own clock: hosts whose clocks differ by 15 seconds never
+meet. And each of N agents sends a heartbeat through the state of all N. Here an agent counts in a key of its own, and
+others see on their own clock when it last counted. Only the leader looks at all of them while ranks run.
+
+A start's ranks meet in a store of their own. torch 2.13 serves them the store of the agents, where the addresses of the
+start before are left: gloo connects to a rank that is gone ("connection refused"), or waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+    _NodeDesc,
+    _remove_participant_epilogue,
+)
+
+from harness.console import print_if_heard
+from harness.topology.env import LOOPBACK
+
+PULSE_S = 2.0
+LOST_S = 20.0  # an agent whose count has stood still for so long is lost; packet loss alone delays it by some seconds
+LAST_CALL_S = 30.0  # wait for further hosts before the first start
+AGAIN_S = 5.0  # the same before later ones: hosts that are there come at once
+JOIN_S = 10 * 365 * 86400.0  # torch's limit for the wait for hosts; the agent has limits of its own
+TRY_S = 10.0  # one attempt to reach the store
+FIND_S = 600.0  # wait for somebody to serve it
+ANSWER_S = 60.0  # of the store
+UNHEARD_S = 30  # a connection to it on which nothing is acknowledged for so long is given up
+
+
+def serve(endpoint: tuple[str, int], listener: socket.socket) -> dist.Store:
+    """Serve the store of the agents in this process, and return a connection to it."""
+    address = listener.getsockname()[0]
+    return dist.TCPStore(
+        LOOPBACK if address in ("0.0.0.0", "::") else address,
+        endpoint[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def run_store(store: dist.Store, run_id: str) -> dist.Store:
+    """Return the keys of one run in the store of the agents, which several runs may use."""
+    return dist.PrefixStore(f"ds-harness/{run_id}", store)
+
+
+def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:
+    """Return a connection to the store, as soon as somebody serves it; call `look` meanwhile.
+
+    Raises SystemExit if nobody does within FIND_S.
+    """
+    until = time.monotonic() + FIND_S
+    while True:
+        look()
+        try:
+            store = dist.TCPStore(*endpoint, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TRY_S))
+        except (RuntimeError, ValueError):
+            if time.monotonic() > until:
+                text = "nobody serves the store of the run: is the host of --rdzv_endpoint up?"
+                print_if_heard(f"ds-harness launch: {endpoint[0]}:{endpoint[1]}: {text}", sys.stderr)
+                raise SystemExit(1) from None
+            time.sleep(0.2)
+            continue
+        store.set_timeout(timedelta(seconds=ANSWER_S))
+        give_up_when_unheard(endpoint[1])
+        return store
+
+
+def give_up_when_unheard(port: int) -> None:
+    """Have the kernel break this process's connections to a port on which the other side is silent.
+
+    A store on a host that is gone would block a call for as long as TCP tries, a quarter of an hour.
+    """
+    folder = Path("/proc/self/fd")
+    sockets = [each for each in folder.iterdir() if _link(each).startswith("socket:")] if folder.is_dir() else []
+    for each in sockets:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(each.name))) as connection:
+            if connection.getpeername()[1] == port:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in (
+                    (socket.TCP_KEEPIDLE, 5),
+                    (socket.TCP_KEEPINTVL, 5),
+                    (socket.TCP_USER_TIMEOUT, UNHEARD_S * 1000),
+                ):
+                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:
+        return ""
+
+
+class Pulse:
+    """The counts by which agents see each other live: a thread counts for this one.
+
+    Args:
+        store: of the agents; the thread opens a connection of its own.
+    """
+
+    def __init__(self, store: dist.Store, node: str) -> None:
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._store, self._node = store, node
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        self._open = True
+        own.add(_pulse(node), 1)
+        threading.Thread(target=self._beat, args=(own,), name="pulse", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop counting."""
+        self._open = False
+
+    def lost(self, nodes: Sequence[str]) -> list[str]:
+        """Return which of these agents have not counted for LOST_S. To be asked every few seconds."""
+        others = [node for node in nodes if node != self._node]
+        now = time.monotonic()
+        for node, count in zip(others, self._store.multi_get(list(map(_pulse, others))) if others else [], strict=True):
+            if self._seen.get(node, (b"", 0.0))[0] != count:
+                self._seen[node] = count, now
+        return [node for node in others if now - self._seen[node][1] > LOST_S]
+
+    def _beat(self, store: dist.Store) -> None:
+        while self._open:
+            time.sleep(PULSE_S)
+            with suppress(RuntimeError):  # the store is gone for now: whoever needs it will say so
+                store.add(_pulse(self._node), 1)
+
+
+def _pulse(node: str) -> str:
+    return f"pulse/{node}"
+
+
+class StateHolder(_BackendRendezvousStateHolder):
+    """The state of the rendezvous, without those who are gone.
+
+    Attributes:
+        gone: names of agents to leave out.
+        expected: number of hosts that are worth waiting for.
+        last_call: seconds without a newcomer after which the hosts that are there start.
+    """
+
+    def __init__(
+        self, backend: C10dRendezvousBackend, settings: RendezvousSettings, node: _NodeDesc, tick: Callable[[], None]
+    ) -> None:
+        super().__init__(backend, settings)
+        self._node, self._tick = node, tick
+        self.gone: frozenset[str] = frozenset()
+        self.expected = settings.max_nodes
+        self.last_call = LAST_CALL_S
+        self._came: tuple[frozenset[_NodeDesc], float] = (frozenset(), 0.0)
+
+    def sync(self) -> bool | None:
+        """Read or write the state; end the wait for newcomers when it has been long enough."""
+        self._tick()
+        has_set: bool | None = super().sync()
+        state = self.state
+        here = frozenset(state.participants)
+        if here != self._came[0]:
+            self._came = here, time.monotonic()
+        if state.complete or len(here) < self._settings.min_nodes:
+            return has_set
+        is_over = len(here) >= self.expected or time.monotonic() - self._came[1] > self.last_call
+        state.deadline = datetime.min.replace(tzinfo=UTC) if is_over else datetime.max.replace(tzinfo=UTC)
+        return has_set
+
+    def _sanitize(self) -> None:
+        """Remove agents that are gone, and earlier ones of the launches whose agents are here."""
+        state = self._state
+        everyone = {*state.participants, *state.wait_list, *state.redundancy_list, self._node}
+        latest: dict[tuple[str, int], int] = {}
+        for node in everyone:
+            latest[node.addr, node.pid] = max(node.local_id, latest.get((node.addr, node.pid), 0))
+        dead = {node for node in everyone if str(node) in self.gone or node.local_id < latest[node.addr, node.pid]}
+        removed = bool(dead & state.participants.keys())
+        for node in dead:
+            state.participants.pop(node, None)
+            state.last_heartbeats.pop(node, None)
+            state.wait_list.discard(node)
+            state.redundancy_list.discard(node)
+        if removed:
+            _remove_participant_epilogue(state, self._settings)
+
+
+class Rendezvous(DynamicRendezvousHandler):
+    """The handler for torch's elastic agent."""
+
+    holder: StateHolder
+    node: str
+
+    @property
+    def use_agent_store(self) -> bool:
+        """False: the ranks of each start open a store of their own."""
+        return False
+
+    def _start_heartbeats(self) -> None:
+        """Do nothing: see `Pulse`."""
+
+    def participants(self) -> list[str]:
+        """Return the names of the agents that take part."""
+        return [str(node) for node in self.holder.state.participants]
+
+    def waiting(self) -> int:
+        """Return how many further agents wait to take part."""
+        self.holder.sync()
+        return len(self.holder.state.wait_list)
+
+
+def meet(
+    store: dist.Store,
+    run_id: str,
+    nodes: tuple[int, int],
+    name: tuple[str, int, int],
+    tick: Callable[[], None],
+) -> Rendezvous:
+    """Return the rendezvous of a run.
+
+    Args:
+        nodes: least and largest number of agents.
+        name: address of this host, the number of its launch, and which of the launch's agents this is.
+        tick: called at least every few seconds while this agent waits for others.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    node = _NodeDesc(*name)
+    timeout = RendezvousTimeout(join=timedelta(seconds=JOIN_S))
+    settings = RendezvousSettings(run_id, *nodes, timeout, timedelta(seconds=JOIN_S), 1)
+    holder = StateHolder(C10dRendezvousBackend(store, run_id), settings, node, tick)
+    found = Rendezvous(node, settings, "c10d", store, holder)
+    found.holder, found.node = holder, str(node)
+    return found

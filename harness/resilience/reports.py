@@ -1,0 +1,146 @@
+"""How the ranks of a start ended: what each host reports, and what the cause was by the reports of all."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from harness.resilience.cause import Cause, Ended, first_cause, oom_kills
+from harness.resilience.process.records import (
+    STOPPED,
+    Failure,
+    Position,
+    read_failures,
+    read_positions,
+    succeeded,
+)
+from harness.resilience.process.signals import SIGNALS
+from harness.resilience.rounds import Team
+
+TOLD_S = 2.0  # after a failure: time for the other ranks to record why they fail
+DONE_S = 60.0  # after a stop by a signal, or success: time for the other ranks to exit
+ENDS = {"fault": TOLD_S, "stop": DONE_S, "done": DONE_S, "hosts": TOLD_S}
+"""Why a start is over, and how long ranks that are left may take."""
+BY_SIGNAL = {code for number in SIGNALS for code in (128 + number, -number)}
+"""Exit codes of ranks that a signal has ended."""
+Exit: TypeAlias = tuple[int, int, float]
+"""Rank, exit code (negative for a signal), and time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How the ranks of a host ended; times are seconds before the report.
+
+    Attributes:
+        success: whether rank 0 has recorded success; None for a program that does not record it.
+        received: signal that asked this host's launch to end; 0 if none did.
+    """
+
+    exits: list[tuple[int, int, float]]
+    failures: list[dict[str, Any]]
+    positions: list[dict[str, Any]]
+    success: bool | None
+    kills: int | None
+    received: int
+
+    @classmethod
+    def of(
+        cls, records: Path, exits: Sequence[Exit], seen: float, kills: int | None, received: Sequence[int]
+    ) -> Report:
+        """Return what a host knows of the end of its ranks.
+
+        Args:
+            exits: of the ranks that exited by themselves.
+            seen: time at which this host saw that the start was over, as all hosts did then. Clocks of hosts differ.
+            kills: how many processes the kernel had killed for memory when the start began; None if unknown.
+            received: signals that asked the launch to end.
+        """
+        now = oom_kills()
+        return cls(
+            exits=[(rank, code, at - seen) for rank, code, at in exits],
+            failures=[{**asdict(failure), "time": failure.time - seen} for failure in read_failures(records)],
+            positions=[asdict(position) for position in read_positions(records).values()],
+            success=succeeded(records),
+            kills=None if now is None or kills is None else now - kills,
+            received=received[0] if received else 0,
+        )
+
+
+def why_over(records: Path, exits: Sequence[Exit], count: int) -> str:
+    """Return why a start is over, by the `count` ranks of one host; empty while it is not.
+
+    "finished": all have exited with 0, which ends nothing as long as there are ranks elsewhere.
+    """
+    if not count:
+        return ""
+    failures = read_failures(records)
+    if _is_bad(failures, exits):
+        return "fault"
+    if failures:
+        return "stop"
+    if succeeded(records):
+        return "done"
+    return "finished" if len(exits) == count else ""
+
+
+def have_told(records: Path, exits: Sequence[Exit], count: int, why: str, waited: float) -> bool:
+    """Whether the ranks of a host have ended or said why they fail, or have had the time to, `waited` seconds."""
+    failures = read_failures(records) if count else []
+    wrong = [failure for failure in failures if failure.error != STOPPED]
+    told = {rank for rank, _, _ in exits} | {failure.rank for failure in wrong}
+    if len(told) == count and not any(failure.is_user_error for failure in wrong if len(exits) < count):
+        return True
+    return waited > (TOLD_S if _is_bad(failures, exits) else ENDS[why])
+
+
+def _is_bad(failures: Sequence[Failure], exits: Sequence[Exit]) -> bool:
+    """Whether a rank has failed, otherwise than by a signal after which it saved."""
+    recorded = {failure.rank for failure in failures}
+    wrong = any(failure.error != STOPPED for failure in failures)
+    return wrong or any(code and rank not in recorded for rank, code, _ in exits)
+
+
+def cause_of(team: Team, reports: Mapping[int, Report], lost: set[str], text: str, last_step: int) -> Cause | None:
+    """Return what ended a start; None for success.
+
+    Args:
+        reports: of the hosts, by their place in the team.
+        lost: agents that have not reported.
+        text: what the agent itself could not do; empty if it was a rank that failed.
+        last_step: the last step that any agent has told the others.
+    """
+    hosts = {index: offer.host for index, offer in enumerate(team.offers)}
+    ended = [
+        Ended(rank=rank, host=hosts[index], code=code, time=at)
+        for index, report in reports.items()
+        for rank, code, at in report.exits
+    ]
+    successes = [report.success for report in reports.values()]
+    ranks = sum(len(offer.devices) for offer in team.offers)
+    if True in successes or (False not in successes and [end.code for end in ended] == [0] * ranks):
+        return None
+    failures = sorted(
+        (Failure(**each) for report in reports.values() for each in report.failures), key=lambda failure: failure.time
+    )
+    positions = {each["rank"]: Position(**each) for report in reports.values() for each in report.positions}
+    step = max((position.step for position in positions.values()), default=last_step)
+    if text:
+        return Cause(text=text, step=step, may_pass=True)
+    names = ", ".join(offer.host for offer in team.offers if offer.node in lost)
+    if names:  # what other ranks say of their lost peers is a consequence
+        missed = {failure.rank for failure in failures if failure.is_lost_peer}
+        failures = [failure for failure in failures if failure.rank not in missed]
+        ended = [end for end in ended if end.rank not in missed]
+    kills = [report.kills for report in reports.values() if report.kills is not None]
+    cause = first_cause(failures, ended, positions, oom_kills=sum(kills) if kills else None)
+    if cause is not None and not (names and _follows_from_loss(cause)):
+        return cause
+    return Cause(text=f"no answer from the agent on {names or 'a host'}, in step {step}", step=step, may_pass=True)
+
+
+def _follows_from_loss(cause: Cause) -> bool:
+    """Whether a rank that ended by SIGTERM has only followed its agent."""
+    return cause.code == 128 + signal.SIGTERM

@@ -1,0 +1,142 @@
+"""Which ranks run where: the layout for the hosts that have met, and the place of each host's ranks in it."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from harness.errors import UserError
+from harness.resilience.judging import Device
+from harness.resilience.script import Script, Start
+from harness.topology.env import PORTS
+from harness.topology.placement import Host, place
+
+LOST = 75  # exit code of an agent that begins anew: the store is gone, or the others have gone on without it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This host among those of a run.
+
+    Attributes:
+        devices: numbers of its devices for ranks.
+        address: at which other hosts reach it.
+        position: where it stands among all hosts: ranks fill the hosts in this order, then by address.
+        wanted: number of ranks of all hosts at full strength.
+        min_nodes, max_nodes: least and largest number of hosts.
+        serves: whether the store of the agents ends with this launch.
+    """
+
+    host: str
+    devices: tuple[int, ...]
+    address: str
+    position: int
+    wanted: int
+    min_nodes: int
+    max_nodes: int
+    serves: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a host brings to a start.
+
+    Attributes:
+        node: name of its agent in the rendezvous.
+        position: where it stands among all hosts.
+        port: free on it, for rank 0.
+    """
+
+    node: str
+    host: str
+    address: str
+    position: int
+    devices: tuple[int, ...]
+    port: int
+
+    @classmethod
+    def load(cls, fields: dict[str, Any]) -> Offer:
+        """Return the offer of these fields, as JSON has them."""
+        return cls(**{**fields, "devices": tuple(fields["devices"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    """The hosts of a start, in the order of their ranks, each with the devices in use; and what they start.
+
+    Attributes:
+        start: None while too few hosts are there to start anything, and in a team that was read from the store.
+        text: what it starts, for the record of a fault.
+        available: number of devices that it could use.
+    """
+
+    offers: tuple[Offer, ...]
+    start: Start | None = None
+    text: str = ""
+    available: int = 0
+
+    def dump(self) -> str:
+        """Serialise."""
+        return json.dumps({"offers": [asdict(offer) for offer in self.offers], "text": self.text})
+
+    @classmethod
+    def load(cls, text: str) -> Team:
+        """Read what `dump` has made."""
+        fields = json.loads(text)
+        return cls(offers=tuple(map(Offer.load, fields["offers"])), text=fields["text"])
+
+    def device(self, rank: int | None) -> Device | None:
+        """Return host and device of a rank."""
+        devices = [(offer.host, device) for offer in self.offers for device in offer.devices]
+        return devices[rank] if rank is not None and rank < len(devices) else None
+
+    def first_rank(self, index: int) -> int:
+        """Return the first rank of a host."""
+        return sum(len(offer.devices) for offer in self.offers[:index])
+
+
+def team_of(offers: Sequence[Offer], failing: Sequence[Device], script: Script, wanted: int, fewest: int) -> Team:
+    """Return the best layout for these hosts: as typed on all `wanted` devices, else one with the same global batch.
+
+    Hosts fill up with ranks in the order of their positions; some may get none. The team starts nothing if no layout
+    of at least `fewest` ranks fits.
+    """
+    left = []
+    for offer in sorted(offers, key=lambda each: (each.position, each.node)):
+        devices = tuple(device for device in offer.devices if (offer.host, device) not in failing)
+        left.append(replace(offer, devices=devices))
+    ranks = sum(len(offer.devices) for offer in left)
+    start = script.first(ranks) if ranks == wanted else script.on_fewer(wanted, ranks) if ranks else None
+    if start is None or start.ranks < fewest:
+        return Team(offers=tuple(replace(offer, devices=()) for offer in left), available=ranks)
+    return Team(offers=_used(left, start), start=start, text=str(start))
+
+
+def _used(offers: Sequence[Offer], start: Start) -> tuple[Offer, ...]:
+    """Reduce the devices to those of the layout, keeping tensor-parallel groups inside hosts if possible.
+
+    Hosts without ranks come last.
+    """
+    hosts = [Host(name=str(index), slots=len(offer.devices)) for index, offer in enumerate(offers) if offer.devices]
+    placed = place(start.layout, hosts) if start.layout else None
+    slots = {int(host.name): host.slots for host in placed} if placed else None
+    left, used = start.ranks, []
+    for index, offer in enumerate(offers):
+        count = min(left, len(offer.devices) if slots is None else slots.get(index, 0))
+        used.append(replace(offer, devices=offer.devices[:count]))
+        left -= count
+    return tuple(sorted(used, key=lambda offer: not offer.devices))
+
+
+def free_port() -> int:
+    """Return a free port below the ephemeral range, from which the system could give it to another process."""
+    for port in random.sample(PORTS, 100):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise UserError("no port is free: give --master_port")

@@ -1,0 +1,180 @@
+"""Start `ds-harness launch` on each host by ssh or srun, again on hosts that were lost, and serve the agents' store."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from harness.console import drop_output_without_reader, print_if_heard
+from harness.errors import UserError
+from harness.resilience.hosts import HostDevices, address_here, listen
+from harness.resilience.on_host.processes import become_subreaper, continue_without_parent
+from harness.resilience.on_host.ranks import is_stopped
+from harness.resilience.options import HERE, Options
+from harness.resilience.script import without
+from harness.topology.env import LOOPBACK
+
+STOPPED_S = 10.0  # a launch on this host that is stopped for so long is replaced
+HOST_RETRY_S = 30.0  # interval of attempts to reach missing hosts
+END_S = 20.0  # after the end of the run: time for all launches to exit
+PING_S = 1.0
+LOOK_S = 0.1
+OWN_ERRORS = (1, 2)  # exit codes of a launch that the user must mend
+
+
+class HostLaunch:
+    """The launch on a host, from the starter's side."""
+
+    def __init__(self, host: HostDevices, words: Sequence[str], ssh_port: int | None) -> None:
+        drop_output_without_reader()  # ranks inherit these streams
+        self.host, self.begun = host, time.monotonic()
+        self._ran = time.monotonic()
+        self.process = subprocess.Popen(
+            host.command(words, ssh_port),
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=continue_without_parent,
+        )
+        assert self.process.stdin is not None
+        self.send(json.dumps(host.environment()))
+        os.set_blocking(self.process.stdin.fileno(), False)  # else a stopped one would block this process
+
+    def send(self, line: str) -> None:
+        """Send a line. It is lost if the launch has exited, or has been stopped for so long that the pipe is full."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.write(line.encode() + b"\n")
+
+    def is_lost(self) -> bool:
+        """Whether it has exited, or has been stopped for STOPPED_S."""
+        if not is_stopped(self.process.pid):
+            self._ran = time.monotonic()
+        return self.process.poll() is not None or time.monotonic() - self._ran > STOPPED_S
+
+    def end(self) -> int:
+        """Kill it: its keeper ends what it leaves. Returns its exit code."""
+        self.process.kill()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait()
+
+
+class Starter:
+    """Keeps a launch on each host until the run is over.
+
+    Args:
+        received: signals that this process gets.
+
+    Attributes:
+        missing: when each host without a launch is tried again.
+    """
+
+    def __init__(self, options: Options, hosts: Sequence[HostDevices], received: Sequence[int]) -> None:
+        self.options, self.hosts, self.received = options, hosts, received
+        self.launches: dict[int, HostLaunch] = {}
+        self.missing: dict[int, float] = {}
+        self._told = ""
+        self._address = LOOPBACK
+        for host in hosts:
+            if not host.is_here:
+                with suppress(UserError):  # a host that is not there now
+                    self._address = address_here(host.name)
+                    break
+        listener = listen(self._address, 0)
+        if listener is None:
+            raise UserError(f"{self._address}: no port can be opened there")
+        self._listener, self._endpoint = listener, listener.getsockname()[:2]
+
+    def run(self) -> int:
+        """Run the script to its end; return the exit code."""
+        become_subreaper()
+        for index in range(len(self.hosts)):
+            self._begin(index)
+        from harness.resilience.rendezvous import run_store, serve  # imports torch, as the launches do meanwhile
+
+        self.store = run_store(serve(self._endpoint, self._listener), self.options.rdzv_id)
+        try:
+            return self._keep()
+        finally:
+            for each in self.launches.values():
+                each.end()
+
+    def _begin(self, index: int) -> None:
+        """Start the launch of a host."""
+        options, host, count = self.options, self.hosts[index], len(self.hosts)
+        words = {
+            "--nnodes": f"{1 if options.max_restarts else count}:{count}",
+            "--rdzv_endpoint": f"{self._endpoint[0]}:{self._endpoint[1]}",
+            "--node_rank": str(index),
+            "--local_addr": self._address if host.is_here else host.name,
+            "--nproc_per_node": str(len(host.devices)),
+            "--host": host.name,
+            "--wanted": str(sum(len(each.devices) for each in self.hosts)),
+        }
+        flags = [*without(options.flags, HERE), *(word for pair in words.items() for word in pair), "--started"]
+        self.launches[index] = HostLaunch(host, [*flags, *options.script], options.ssh_port)
+
+    def _keep(self) -> int:
+        """Keep the launches going until the run is over; return the exit code."""
+        passed, pinged = 0, 0.0
+        while True:
+            time.sleep(LOOK_S)
+            for number in self.received[passed:]:
+                self._send(number)
+            passed = len(self.received)
+            if time.monotonic() - pinged > PING_S:
+                pinged = time.monotonic()
+                self._send(0)
+                if self.store.check(["end"]):
+                    return self._last(int(self.store.get("end")))
+            for index, each in list(self.launches.items()):
+                if each.is_lost() and (code := self._lose(index, each)) is not None:
+                    return code
+            for index, at in list(self.missing.items()):
+                if time.monotonic() > at:
+                    del self.missing[index]
+                    self._begin(index)
+            self._tell_missing()
+
+    def _send(self, number: int) -> None:
+        for each in self.launches.values():
+            each.send(str(number))
+
+    def _lose(self, index: int, launch: HostLaunch) -> int | None:
+        """Take note that a launch has ended; return the exit code if the run ends by that."""
+        code = launch.end()
+        del self.launches[index]
+        if self.store.check(["end"]):
+            return self._last(int(self.store.get("end")))
+        if self.received:
+            return None if self.launches else 128 + self.received[0]
+        host = self.hosts[index]
+        if code in OWN_ERRORS and not host.slurm:
+            return code
+        if not self.options.max_restarts:
+            print_if_heard(f"ds-harness launch: no answer from {host.name}", sys.stderr)
+            return 1
+        was_there = host.is_here or time.monotonic() - launch.begun > HOST_RETRY_S
+        self.missing[index] = time.monotonic() + (0.0 if was_there else HOST_RETRY_S)
+        return None
+
+    def _last(self, code: int) -> int:
+        """Wait until all launches have exited, which read the same verdict; return the exit code."""
+        until = time.monotonic() + END_S
+        while time.monotonic() < until and any(each.process.poll() is None for each in self.launches.values()):
+            time.sleep(LOOK_S)
+        return 128 + self.received[0] if self.received and code else code
+
+    def _tell_missing(self) -> None:
+        """Tell the agents which hosts do not answer, so that they do not wait for them."""
+        names = ", ".join(self.hosts[index].name for index in sorted(self.missing))
+        if names != self._told:
+            self._told = names
+            self.store.set("expected", str(max(len(self.hosts) - len(self.missing), 1)))
+            self.store.set("missing", names)

@@ -1,0 +1,216 @@
+"""Hosts that meet without ssh: who starts what, who is lost, who comes back, and which verdict all of them follow.
+
+Agents in threads with the real store, rendezvous and leader; their ranks are played.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta, tzinfo
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from harness.resilience import elastic, leading, rendezvous
+from tests.unit.resilience.simulated import PlayedRanks, SimulatedRun
+
+Play = Callable[[PlayedRanks], None]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds instead of minutes until a host counts as lost."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    for module, name, seconds in (
+        (rendezvous, "PULSE_S", 0.1),
+        (rendezvous, "LOST_S", 1.0),
+        (elastic, "PULSE_S", 0.1),
+        (elastic, "LAST_CALL_S", 1.0),
+        (elastic, "AGAIN_S", 0.5),
+        (elastic, "ANSWER_S", 1.0),
+        (elastic, "SIGNAL_S", 0.1),
+        (leading, "ANSWER_S", 1.0),
+    ):
+        monkeypatch.setattr(module, name, seconds)
+    engine = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+    monkeypatch.setattr(f"{engine}._delay", lambda seconds: time.sleep(0.02))
+    monkeypatch.setattr(f"{engine}._BackendRendezvousStateHolder.__init__.__defaults__", (0,))
+    monkeypatch.setitem(elastic.ENDS, "fault", 0.2)
+    monkeypatch.setitem(elastic.ENDS, "hosts", 0.2)
+    monkeypatch.setitem(elastic.ENDS, "stop", 2.0)
+
+
+def trains(ranks: PlayedRanks) -> None:
+    """Be in step 2, until a signal asks to save and stop."""
+    ranks.step(2)
+    if ranks.signals:
+        for rank in ranks.ranks:
+            number = ranks.signals[0]
+            ranks.fail(rank, error="Stopped", message=str(128 + number))
+            ranks.exit(rank, 128 + number)
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def succeeds_at(number: int, before: Play = trains) -> Play:
+    """Do as `before` until that start, which succeeds."""
+    return lambda ranks: before(ranks) if ranks.number < number else ranks.succeed()
+
+
+def test_ranks_fill_the_hosts_in_their_order_and_all_launches_end_alike(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path, "--nnodes 2 --nproc_per_node 2", slots=2)
+    second = run.add(succeeds_at(0), index=1)
+    first = run.add(succeeds_at(0), index=0)
+    assert run.codes() == [0, 0]
+    (rank, command, environment), _ = second.ranks.commands
+    assert rank == 2 and command[2:4] == ["scripts/train.py", "--local_rank=0"]
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR")
+    assert [environment[name] for name in names] == ["2", "0", "4", "2", "1", "2", "10.0.0.0"]
+    assert first.ranks.commands[0][2]["MASTER_PORT"] == environment["MASTER_PORT"]
+
+
+def test_a_rank_that_is_killed_is_named_by_all_and_each_start_has_a_port_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twice in a row: in torch's own restart the addresses of the start before are found again."""
+    run = SimulatedRun(tmp_path, "--nnodes 2 --nproc_per_node 1 --max_restarts 3")
+    ports = set()
+
+    def dies(ranks: PlayedRanks) -> None:
+        ports.add((ranks.number, ranks.commands[0][2]["MASTER_PORT"]))
+        ranks.step(2 + ranks.number)
+        ranks.exit(1, -signal.SIGKILL)
+        ranks.fail(0, is_lost_peer=True, message="Connection closed by peer")
+
+    for _ in range(2):
+        run.add(succeeds_at(2, dies))
+    assert run.codes() == [0, 0]
+    said = capsys.readouterr().err
+    assert said.count("rank 1 (a, stage 0) was killed by SIGKILL in step 2") == 2  # one line for each launch
+    assert said.count("restart 2 of 3") == 2 and said.count("done, after 2 restarts") == 2
+    assert len(ports) == 2 and len({port for _, port in ports}) == 2
+    assert "--resume_from_checkpoint" in run.hosts[0].ranks.commands[0][1]
+
+
+def test_a_lost_host_is_left_out_with_the_same_batch_and_taken_in_again_when_it_is_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = SimulatedRun(tmp_path, "--nnodes 1:2 --nproc_per_node 2 --max_restarts 3", slots=2)
+    first, second = run.add(succeeds_at(2)), run.add(trains)
+    wait_until(lambda: second.ranks.number == 0)
+    second.is_killed = True
+    wait_until(lambda: first.ranks.number == 1)
+    words = first.ranks.commands[0][1]
+    assert words[words.index("--global_batch_size") + 1] == "16"  # as on four ranks: two data-parallel ones of 8
+    assert first.ranks.commands[0][2]["WORLD_SIZE"] == "2"
+    back = run.add(succeeds_at(2), index=1)
+    assert run.codes()[::2] == [0, 0]
+    assert first.ranks.commands[0][2]["WORLD_SIZE"] == "4" and back.ranks.ranks == [2, 3]
+    said = capsys.readouterr().err
+    assert "no answer from the agent on host-1, in step 2" in said
+    assert "a host is back: going on with all hosts that answer" in said and "done, after 1 restart" in said
+
+
+def test_the_host_that_leads_may_be_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = SimulatedRun(tmp_path, "--nnodes 1:2 --nproc_per_node 1 --max_restarts 3 ", script=KNOWN_ZERO)
+    first, second = run.add(trains), run.add(succeeds_at(1, lost_peer_when(lambda: first.is_killed)))
+    wait_until(lambda: second.ranks.number == 0)
+    first.is_killed = True
+    assert run.codes()[1] == 0
+    assert second.ranks.ranks == [0]
+    assert "no answer from the agent on host-0, in step" in capsys.readouterr().err
+
+
+KNOWN_ZERO = ("scripts/train.py", "--deepspeed_config", "zero2", "--max_steps", "9")
+
+
+def lost_peer_when(is_lost: Callable[[], bool]) -> Play:
+    def play(ranks: PlayedRanks) -> None:
+        ranks.step(2)
+        for rank in ranks.ranks if is_lost() else ():
+            ranks.fail(rank, is_lost_peer=True, message="Connection closed by peer")
+            ranks.exit(rank, 1)
+
+    return play
+
+
+def test_a_launch_that_is_told_to_stop_leaves_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when a pod is evicted: the ranks of all hosts save and stop, and nothing counts as a fault."""
+    run = SimulatedRun(tmp_path, "--nnodes 1:2 --nproc_per_node 1", script=KNOWN_ZERO)
+    told: list[int] = []
+
+    def stops(ranks: PlayedRanks) -> None:
+        ranks.signals = ranks.signals or told[:1]  # the ranks tell each other
+        trains(ranks)
+
+    first, second = run.add(succeeds_at(1, stops)), run.add(stops)
+    wait_until(lambda: second.ranks.number == 0)
+    told.append(signal.SIGTERM)
+    second.received.append(signal.SIGTERM)
+    assert run.codes() == [0, 128 + signal.SIGTERM]
+    assert first.ranks.ranks == [0] and "going on without host-1, which was told to stop" in capsys.readouterr().err
+
+
+def test_where_all_hosts_are_needed_a_signal_to_one_ends_the_run(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path, "--nnodes 2 --nproc_per_node 1 --max_restarts 3", script=KNOWN_ZERO)
+    told: list[int] = []
+
+    def stops(ranks: PlayedRanks) -> None:
+        ranks.signals = ranks.signals or told[:1]
+        trains(ranks)
+
+    hosts = [run.add(stops), run.add(stops)]
+    wait_until(lambda: hosts[1].ranks.number == 0)
+    told.append(signal.SIGUSR1)
+    hosts[1].received.append(signal.SIGUSR1)
+    assert run.codes() == [128 + signal.SIGUSR1] * 2
+
+
+def test_too_few_ranks_are_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = SimulatedRun(tmp_path, "--nnodes 1:2 --nproc_per_node 1 --min_ranks 2", script=KNOWN_ZERO)
+    run.add(succeeds_at(1))
+    wait_until(lambda: run.hosts[0].ranks.number == 0)
+    assert run.hosts[0].ranks.commands == []
+    run.add(succeeds_at(1))
+    assert run.codes() == [0, 0]
+    assert capsys.readouterr().err.count("1 of 2 devices are left: waiting for at least 2 ranks") == 1
+
+
+def test_a_script_whose_layouts_are_not_known_waits_for_all_hosts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = SimulatedRun(tmp_path, "--nnodes 1:2 --nproc_per_node 1", script=("mine.py", "--depth", "3"))
+    run.add(trains)
+    wait_until(lambda: "waiting for at least 1 ranks" in capsys.readouterr().err)  # a script of unknown layouts
+    run.hosts[0].received.append(signal.SIGINT)
+    assert run.codes() == [128 + signal.SIGINT]
+
+
+class Skewed(datetime):
+    """A clock that each call reads on another host, minutes apart."""
+
+    calls: ClassVar[list[None]] = []
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        cls.calls.append(None)
+        return datetime.now(tz) - timedelta(minutes=len(cls.calls) % 7)
+
+
+def test_clocks_of_hosts_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's rendezvous takes an agent for dead whose clock is 15 s behind."""
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.dynamic_rendezvous.datetime", Skewed)
+    run = SimulatedRun(tmp_path, "--nnodes 3 --nproc_per_node 1", script=("mine.py",))
+    for _ in range(3):
+        run.add(succeeds_at(0))
+    assert run.codes() == [0, 0, 0] and Skewed.calls
