@@ -26,6 +26,7 @@ VERBS = {
     "generate": ("harness.checkpoint.generation", "let a trained model continue a prompt"),
     "report": ("harness.report.commands", "show runs in one HTML file"),
     "dry-run": ("harness.dry_run.command", "build one rank of a run without the others: memory, messages, errors"),
+    "cluster": ("harness.cluster.commands", "write the file by which Kubernetes or Slurm runs it on many hosts"),
     "launch": ("harness.resilience.launch", "start a run on its devices and hosts, and keep it going"),
 }
 

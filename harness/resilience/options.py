@@ -7,9 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from harness.errors import UserError
+from harness.topology.env import inherited
+from harness.topology.launchers import HostPlace
 
 HERE = {  # flags with a value that a launch which starts others by ssh or srun has followed itself
     *("--hostfile", "-H", "--include", "-i", "--exclude", "-e", "--num_nodes", "--num_accelerators", "--num_gpus"),
@@ -96,9 +98,25 @@ def read_options(argv: Sequence[str]) -> Options:
     start -= argv[start] != given.pop("script")  # argparse swallows a "--" behind the script
     for name in ("no_ssh_check", "force_multi", "quiet", "log_level", "rdzv_backend"):
         given.pop(name)
+    _fill_from_launcher(given)
     options = Options(script=tuple(argv[start:]), flags=tuple(argv[:start]), **given)
     _require(options)
     return options
+
+
+def _fill_from_launcher(given: dict[str, Any]) -> None:
+    """Set what was not given and what a launcher of hosts says of this one: Kubeflow, JobSet, Slurm and others."""
+    if any(given[name] for name in ("hostfile", "include", "exclude", "num_nodes", "rdzv_endpoint")):
+        return
+    if (host := HostPlace.from_environ(inherited())) is None:
+        return
+    found = {
+        "nnodes": host.nodes,
+        "rdzv_endpoint": host.endpoint,
+        "node_rank": host.rank,
+        "num_accelerators": host.ranks,
+    }
+    given.update({name: value for name, value in found.items() if given[name] is None or given[name] == ""})
 
 
 def _require(options: Options) -> None:

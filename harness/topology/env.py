@@ -1,9 +1,7 @@
 """What the launcher told this process: the one place that reads the launchers' environment variables.
 
-Knows the names of the deepspeed launcher and torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT;
-LOCAL_WORLD_SIZE from torchrun, LOCAL_SIZE from deepspeed), of Open MPI, MVAPICH, MPICH and its relatives (PMI), and of
-Slurm's `srun`. What RANK and the others say goes before what these say. A process without any of them runs alone: it
-is rank 0 of 1.
+`launchers` has their names. What RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say goes before what a
+launcher's own variables say. A process without any of them runs alone: it is rank 0 of 1.
 """
 
 import os
@@ -17,6 +15,16 @@ from pathlib import Path
 
 from harness.errors import UserError
 from harness.topology.interfaces import interface_to, require_interfaces
+from harness.topology.launchers import (
+    MVAPICH,
+    OPEN_MPI,
+    PLAIN,
+    PMI,
+    SLURM,
+    HostPlace,
+    Names,
+    launcher_of_ranks,
+)
 from harness.topology.processes import DEEPSPEED_LAUNCH, ancestor
 from harness.topology.slurm import first_host, in_step, tasks_on_node
 
@@ -25,42 +33,6 @@ TIMEOUT_MINUTES = 30
 DEEPSPEED_PORT = 29500  # what its launcher takes where no --master_port is given
 RECORDS = "DS_HARNESS_RECORDS"  # the folder in which the ranks of one attempt leave records for their supervisor
 PORTS = range(15000, 31000)  # of runs that are given none; below those that the system hands out itself
-
-
-@dataclass(frozen=True)
-class Names:
-    """How one launcher calls a process's place; of several names the first that is set counts."""
-
-    rank: str
-    world_size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_world_size: tuple[str, ...]
-    launch: tuple[str, ...] = ()  # what the ranks of one launch, and no others, have in common
-
-
-PLAIN = Names("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
-OPEN_MPI = Names(
-    "OMPI_COMM_WORLD_RANK",
-    ("OMPI_COMM_WORLD_SIZE",),
-    ("OMPI_COMM_WORLD_LOCAL_RANK",),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-)
-MVAPICH = Names(
-    "MV2_COMM_WORLD_RANK",
-    ("MV2_COMM_WORLD_SIZE",),
-    ("MV2_COMM_WORLD_LOCAL_RANK",),
-    ("MV2_COMM_WORLD_LOCAL_SIZE",),
-)
-PMI = Names(
-    "PMI_RANK",
-    ("PMI_SIZE",),
-    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-)
-SLURM = Names(
-    "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_STEP_ID")
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +52,10 @@ class LaunchEnv:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "LaunchEnv":
         """Read the launcher's variables; UserError names one that is missing, no number or out of range."""
-        names = _launcher(environ)
+        host = HostPlace.from_environ(environ)
+        names = launcher_of_ranks(environ)
+        if host is not None and (names is None or (names is PLAIN and "LOCAL_RANK" not in environ)):
+            return cls._only_rank_of(host)
         if names is None:
             return cls()
         parents = {RECORDS: "ds-harness", "TORCHELASTIC_RUN_ID": "torchrun"}
@@ -124,6 +99,22 @@ class LaunchEnv:
             launched=True,
             parent=parent or ("slurm" if in_step(environ) else ""),
             has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",  # torchrun
+        )
+
+    @classmethod
+    def _only_rank_of(cls, host: HostPlace) -> "LaunchEnv":
+        """Return the place of a process that is the only rank of its host. UserError if its host is to have more."""
+        address, _, port = host.endpoint.rpartition(":")
+        if host.rank is None or not host.nodes.isdigit() or (host.ranks or 1) > 1:
+            raise UserError(
+                f"{host.launcher} has started one process on each of {host.nodes} hosts, which have "
+                f"{host.ranks or 'several'} ranks: let it start `ds-harness launch`, which starts the ranks"
+            )
+        size = int(host.nodes)
+        if not host.rank < size:
+            raise UserError(f"{host.launcher} says that this is host {host.rank} of {size}: they count from 0")
+        return cls(
+            rank=host.rank, world_size=size, master_addr=address, master_port=int(port), launched=True, parent="hosts"
         )
 
     def export(self, environ: MutableMapping[str, str]) -> None:
@@ -191,23 +182,6 @@ def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
 def cache_folder() -> Path:
     """Return where a user's programs keep what they can make again: XDG_CACHE_HOME, else ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds-harness"
-
-
-def _launcher(environ: Mapping[str, str]) -> Names | None:
-    """Return the names that this process's rank is to be read by; None for a process alone."""
-    if "RANK" in environ:
-        return PLAIN
-    for names in (OPEN_MPI, MVAPICH):
-        if names.rank in environ:
-            return names
-    by_srun = [environ.get(name) for name in (SLURM.rank, SLURM.world_size[0])]
-    if PMI.rank in environ and by_srun != [environ.get(name) for name in (PMI.rank, *PMI.world_size)]:
-        return PMI  # not of `srun --mpi=pmi2`, whose own variables say more
-    if in_step(environ):
-        return SLURM
-    if "PMIX_RANK" in environ:
-        raise UserError("PMIX_RANK is set, but the number of ranks is not: set RANK, WORLD_SIZE and LOCAL_RANK")
-    return PLAIN if "WORLD_SIZE" in environ else None
 
 
 def _world_size(environ: Mapping[str, str], names: Names) -> int | None:

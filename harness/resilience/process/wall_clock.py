@@ -23,15 +23,21 @@ class WallClock:
     def _begin(self, since: float) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._doing, self._since = STARTING, since
+        self._longest: dict[str, float] = {}
 
     @contextmanager
     def spent_on(self, doing: str) -> Iterator[None]:
         """Count the time of the block for `doing`."""
-        outer = self._turn_to(doing)
+        outer, begun = self._turn_to(doing), time.monotonic()
         try:
             yield
         finally:
             self._turn_to(outer)
+            self._longest[doing] = max(self._longest.get(doing, 0.0), time.monotonic() - begun)
+
+    def longest_s(self, doing: str) -> float:
+        """Return the seconds of the longest block of an activity so far, with what was done inside it."""
+        return round(self._longest.get(doing, 0.0), 3)
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds so far, in the order in which the activities first ended, and `total`."""

@@ -173,6 +173,7 @@ def note_wall_clock(output_dir: Path, first_step: float | None = None) -> None:
         content = read_json(path)
         first_step = first_step or content.get("wall_clock", {}).get("first_step")
         content["wall_clock"] = {**CLOCK.seconds(), "first_step": first_step}
+        content["longest_save_s"] = CLOCK.longest_s("saving")
         replace_text(path, json.dumps(content, indent=2) + "\n")
 
 

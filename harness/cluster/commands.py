@@ -1,0 +1,146 @@
+"""The verb `ds-harness cluster`: what Kubernetes or Slurm is given to start a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from harness.cluster.kubernetes import job_set, train_job
+from harness.cluster.slurm import batch
+from harness.errors import UserError
+from harness.resilience.process.launcher import RESUME, with_resume
+from harness.resilience.script import value_of
+from harness.verb_parser import VerbParser, positive
+
+DESCRIPTION = """Writes the file by which a cluster runs a training script on its hosts, under `ds-harness launch`: a
+job of Kubernetes (`kubectl apply -f`) or a batch file of Slurm (`sbatch`). It starts no job."""
+EXAMPLE = """example:
+  ds-harness cluster kubernetes --nodes 4 --gpus 8 --image registry/train:1 --volume checkpoints --output job.yaml \\
+      -- scripts/train.py --deepspeed_config pipeline_3d --max_steps 1000 --output_dir /data/run
+  ds-harness cluster slurm --nodes 4 --gpus 8 --output job.sbatch \\
+      -- scripts/train.py --deepspeed_config pipeline_3d --max_steps 1000 --output_dir runs/a"""
+SAVE_S = 60.0  # of a run that has not been measured
+SPARE_S = 60.0  # beyond the save: the end of a step before it, and of the processes after it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run on a cluster.
+
+    Attributes:
+        least: number of hosts that the run may shrink to.
+        ranks: on each host.
+        grace_s: time that a save at the end may take.
+        words: the script and its arguments.
+        volume: claim that holds the output directory; `mount`: where pods see it.
+        shared_gib: size of /dev/shm in GiB.
+    """
+
+    name: str
+    nodes: int
+    least: int
+    ranks: int
+    gpus: bool
+    restarts: int
+    grace_s: int
+    words: tuple[str, ...]
+    image: str = ""
+    volume: str = ""
+    mount: str = "/data"
+    namespace: str = ""
+    cpus: str = ""
+    memory: str = ""
+    shared_gib: int = 16
+
+
+def cluster(argv: Sequence[str]) -> int:
+    """Write the file; returns the exit code."""
+    own, script = _parted(argv)
+    parser = VerbParser("cluster", DESCRIPTION, EXAMPLE)
+    add = parser.add_argument
+    add("kind", choices=("kubernetes", "slurm"))
+    add("--nodes", type=positive, default=1, help="hosts (default: 1)")
+    add("--min_nodes", type=positive, help="fewest hosts to go on with (default: --nodes, all of them)")
+    add("--gpus", type=positive, metavar="N", help="GPUs on each host, one for each rank")
+    add("--ranks", type=positive, metavar="N", help="ranks on each host without GPUs (default: --gpus)")
+    add("--max_restarts", type=int, default=20, metavar="N", help="of `ds-harness launch` (default: 20)")
+    add("--save_seconds", type=float, metavar="S", help="how long a save takes (default: as run.json has it, else 60)")
+    add("--name", default="ds-harness", help="of the job (default: ds-harness)")
+    add("--output", type=Path, metavar="FILE", help="where to write (default: standard output)")
+    add("--resource", choices=("TrainJob", "JobSet"), default="TrainJob", help="kubernetes: of which kind (TrainJob)")
+    add("--image", default="ds-harness:latest", help="kubernetes: the container image (see scripts/Containerfile)")
+    add("--volume", default="", metavar="CLAIM", help="kubernetes: PersistentVolumeClaim for --output_dir")
+    add("--mount", default="/data", metavar="DIR", help="kubernetes: where pods see it (default: /data)")
+    add("--namespace", default="", help="kubernetes: of the job (default: that of kubectl)")
+    add("--cpus", default="", metavar="N", help="kubernetes: processors of each pod")
+    add("--memory", default="", metavar="SIZE", help="kubernetes: memory of each pod, as 900Gi")
+    add("--shared_memory", type=positive, default=16, metavar="GIB", help="kubernetes: size of /dev/shm (default: 16)")
+    args = parser.parse_args(own)
+    if not script:
+        parser.error("the training script is missing: add -- SCRIPT ARGUMENTS")
+    ranks = args.ranks or args.gpus
+    if ranks is None:
+        parser.error("give --gpus, or --ranks for hosts without GPUs")
+    if args.min_nodes is not None and args.min_nodes > args.nodes:
+        parser.error(f"--min_nodes {args.min_nodes} is more than --nodes {args.nodes}")
+    if any(word.partition("=")[0] == RESUME for word in script):
+        raise UserError(f"the job goes on from its newest checkpoint: leave out {RESUME}")
+    folder = value_of(script, "--output_dir")
+    if args.kind == "kubernetes" and args.volume and not (folder or "").startswith(args.mount.rstrip("/") + "/"):
+        raise UserError(f"--output_dir {folder}: must lie in the volume, for instance {args.mount.rstrip('/')}/run")
+    save = args.save_seconds if args.save_seconds is not None else measured_save(folder) or SAVE_S
+    job = Job(
+        name=args.name,
+        nodes=args.nodes,
+        least=args.min_nodes or args.nodes,
+        ranks=ranks,
+        gpus=args.gpus is not None,
+        restarts=args.max_restarts,
+        grace_s=int(2 * save + SPARE_S),
+        words=tuple(with_resume(script)),
+        image=args.image,
+        volume=args.volume,
+        mount=args.mount,
+        namespace=args.namespace,
+        cpus=args.cpus,
+        memory=args.memory,
+        shared_gib=args.shared_memory,
+    )
+    if args.kind == "slurm":
+        text, how = batch(job), "sbatch"
+    else:
+        documents = train_job(job) if args.resource == "TrainJob" else [job_set(job)]
+        text = yaml.safe_dump_all(documents, sort_keys=False, width=100)
+        how = "kubectl apply -f"
+    if args.output is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        args.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{args.output}: cannot be written: {error.strerror}") from error
+    print(f"written: {args.output}; start it with `{how} {args.output}`")
+    return 0
+
+
+def measured_save(folder: str | None) -> float | None:
+    """Return the longest save of an earlier run in this folder in seconds; None if none was measured here."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        found = json.loads((Path(folder or "") / "run.json").read_text(encoding="utf-8"))
+        return float(found["longest_save_s"]) or None
+    return None
+
+
+def _parted(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words before and behind the first `--`."""
+    words = list(argv)
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]

@@ -1,0 +1,158 @@
+"""The same run as a TrainJob of Kubeflow Trainer v2, with a runtime of its own, or as a JobSet.
+
+Every pod runs one `ds-harness launch`, which finds the others through the first pod. Its exit codes say what Kubernetes
+is to do with a pod that has ended: see CODES.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from harness.cluster.commands import Job
+
+Document: TypeAlias = dict[str, Any]
+PORT = 29400
+CODES = {
+    "FailJob": (1, 2, 126, 127),  # what the user must mend, by a launch that has given up
+    "Ignore": (129, 130, 138, 143),  # the ranks have saved on a signal: the pod is started again and they go on
+}
+NODE = "node"  # name that Kubeflow's runtimes give to the pods that train, and to their container
+BACKOFF = 100  # pods that may be killed (out of memory, a host that is gone) before the job fails
+
+
+def train_job(job: Job) -> list[Document]:
+    """Return a TrainingRuntime, which is `torch-distributed` with our failure policy, and a TrainJob of it.
+
+    A TrainJob itself cannot state a failure policy.
+    """
+    runtime = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": {
+            **_metadata(job, f"{job.name}-torch-distributed"),
+            "labels": {"trainer.kubeflow.org/framework": "torch"},
+        },
+        "spec": {
+            "mlPolicy": {"numNodes": job.nodes, "torch": {}},
+            "template": {
+                "spec": {
+                    "replicatedJobs": [
+                        {
+                            "name": NODE,
+                            "template": {
+                                "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+                                "spec": _job_spec(job, with_size=False),
+                            },
+                        }
+                    ]
+                }
+            },
+        },
+    }
+    trainer = {
+        "image": job.image,
+        "command": _command(job),
+        "numNodes": job.nodes,
+        "numProcPerNode": job.ranks,
+        "resourcesPerNode": _resources(job),
+    }
+    wanted = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(job, job.name),
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "TrainingRuntime",
+                "name": f"{job.name}-torch-distributed",
+            },
+            "trainer": trainer,
+        },
+    }
+    return [runtime, wanted]
+
+
+def job_set(job: Job) -> Document:
+    """Return a JobSet: one indexed job, a pod for each host. Pods know each other by name."""
+    spec = _job_spec(job, with_size=True)
+    (container,) = spec["template"]["spec"]["containers"]
+    container |= {
+        "command": _command(job),
+        "env": [
+            {"name": "NNODES", "value": str(job.nodes)},
+            {"name": "NPROC_PER_NODE", "value": str(job.ranks)},
+            {"name": "MASTER_ADDR", "value": f"{job.name}-{NODE}-0-0.{job.name}"},
+            {"name": "MASTER_PORT", "value": str(PORT)},
+        ],
+        "resources": _resources(job),
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(job, job.name),
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": 0},  # ds-harness launch restarts; a job that fails has given up
+            "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": spec}}],
+        },
+    }
+
+
+def _job_spec(job: Job, *, with_size: bool) -> Document:
+    size = {"parallelism": job.nodes, "completions": job.nodes} if with_size else {}
+    rules: list[Document] = [
+        {
+            "action": "Ignore",  # evicted, preempted, drained: no fault of the run
+            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+        }
+    ]
+    for action, codes in CODES.items():
+        rules.append(
+            {
+                "action": action,
+                "onExitCodes": {"containerName": NODE, "operator": "In", "values": list(codes)},
+            }
+        )
+    volumes: list[Document] = [
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{job.shared_gib}Gi"}}
+    ]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    if job.volume:
+        volumes.append({"name": "output", "persistentVolumeClaim": {"claimName": job.volume}})
+        mounts.append({"name": "output", "mountPath": job.mount})
+    return {
+        **size,
+        "completionMode": "Indexed",
+        "backoffLimit": BACKOFF,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": rules},
+        "template": {
+            "spec": {
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": job.grace_s,
+                "containers": [{"name": NODE, "image": job.image, "volumeMounts": mounts}],
+                "volumes": volumes,
+            }
+        },
+    }
+
+
+def _command(job: Job) -> list[str]:
+    elastic = ["--nnodes", f"{job.least}:{job.nodes}"] if job.least < job.nodes else []
+    return ["ds-harness", "launch", "--max_restarts", str(job.restarts), *elastic, *job.words]
+
+
+def _resources(job: Job) -> Document:
+    wanted: Document = {}
+    if job.cpus:
+        wanted["cpu"] = job.cpus
+    if job.memory:
+        wanted["memory"] = job.memory
+    if job.gpus:
+        wanted["nvidia.com/gpu"] = str(job.ranks)
+    return {"requests": wanted, "limits": wanted.copy()} if wanted else {}
+
+
+def _metadata(job: Job, name: str) -> Document:
+    return {"name": name, **({"namespace": job.namespace} if job.namespace else {})}
