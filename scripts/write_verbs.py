@@ -28,6 +28,7 @@ PAGES = {
     "generate": "quick-start.md",
     "report": "report.md",
     "dry-run": "dry-run.md",
+    "cluster": "hosts.md",
     "launch": "when-things-break.md",
 }
 

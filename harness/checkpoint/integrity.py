@@ -10,12 +10,14 @@ from __future__ import annotations
 import itertools
 import stat
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from harness.checkpoint.atomic import sync_folder
 from harness.checkpoint.directories import (
     MANIFEST,
     METRICS,
@@ -30,6 +32,8 @@ from harness.checkpoint.directories import (
 )
 from harness.config.values.json_file import read_json
 from harness.errors import UserError
+
+SEEN_S = 90.0  # a host of NFS keeps what it knows of a folder for up to 60 s (acdirmax)
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -147,6 +151,28 @@ def require_unused(output_dir: Path) -> None:
             f"--output_dir {output_dir} already holds a run: give another directory, "
             "--resume_from_checkpoint auto to continue it, or --overwrite_output_dir to begin afresh"
         )
+
+
+def wait_until_seen(checkpoint: Path, host: str, seconds: float = SEEN_S) -> None:
+    """Wait until this host sees a whole checkpoint that another host has completed.
+
+    A host of NFS keeps what it knows of a folder, also that a name is not there, until it asks the server again. To
+    open and sync the folder makes it ask.
+
+    Raises:
+        UserError: it is still not whole here after some seconds.
+    """
+    until = time.monotonic() + seconds
+    while (found := damage(checkpoint)) is not None:
+        if time.monotonic() > until:
+            raise UserError(
+                f"{checkpoint}: rank 0 resumes from it, but host {host} does not see it whole after {seconds:.0f} s "
+                f"({found}): give an --output_dir on a file system that all hosts share"
+            )
+        for folder in (checkpoint.parent, checkpoint):
+            with suppress(OSError):
+                sync_folder(folder)
+        time.sleep(0.5)
 
 
 def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | None:

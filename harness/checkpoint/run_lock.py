@@ -11,12 +11,15 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from harness.config.values.json_file import regular_bytes
 from harness.errors import UserError, reason
 
 LOCK = "run.lock"
 WAIT_S = 5.0  # for a predecessor that is just ending
+MARK = [uuid4().hex[:8]]
+"""A name of this process that no other one has."""
 HELD: dict[Path, int] = {}
 """The lock's descriptor by directory, of the directories that this process has locked."""
 
@@ -49,15 +52,32 @@ def unlock_directory(directory: Path) -> None:
 def _holder(directory: Path) -> str:
     """Return what the lock's file says of its holder."""
     with suppress(OSError, ValueError):
-        return regular_bytes(directory / LOCK, 1000).decode().strip()
+        return regular_bytes(directory / LOCK, 1000).decode().partition("\n")[0]
     return "its lock does not say which"
 
 
 def _is_held(directory: Path) -> bool:
-    """Whether this process has the lock on the file that is there now."""
+    """Whether this process has the lock on the file that is there now.
+
+    UserError if another process has written its name there since: the file system gives a lock to both.
+    """
     with suppress(FileNotFoundError, KeyError):
-        return os.path.samestat((directory / LOCK).stat(), os.fstat(HELD[directory]))
+        if os.path.samestat((directory / LOCK).stat(), os.fstat(HELD[directory])):
+            written = ""
+            with suppress(OSError, ValueError):
+                written = regular_bytes(directory / LOCK, 1000).decode()
+            if written.strip() and written != _content():  # an empty one was written on a full disk
+                raise UserError(
+                    f"--output_dir {directory}: another run has begun there ({_holder(directory)}), which its file "
+                    "system does not prevent by a lock: end one of them"
+                )
+            return True
     return False
+
+
+def _content() -> str:
+    """Return what the lock's file says: in containers many are process 1, and may share a host's name."""
+    return f"process {os.getpid()} on {socket.gethostname()}\n{MARK[0]}\n"
 
 
 def _try_to_lock(directory: Path) -> bool:
@@ -73,12 +93,13 @@ def _try_to_lock(directory: Path) -> bool:
     HELD[directory] = descriptor
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(descriptor, _content().encode(), 0)
     return True
 
 
 def _forget() -> None:
     """In a forked child: let go of the lock, which would outlive the run otherwise."""
+    MARK[0] = uuid4().hex[:8]
     for directory in list(HELD):
         unlock_directory(directory)
 

@@ -268,5 +268,6 @@ def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) ->
         left_out.append(f"{checkpoint} is damaged ({reason})")
         if not auto:
             raise UserError(f"{left_out[0]}: resume from another checkpoint")
-        checkpoint = newest_whole(output_dir, before=checkpoint)
+        older = newest_whole(output_dir, before=checkpoint) if dist.get_rank() == 0 else None
+        checkpoint = values_of_all(older)[0]
     return checkpoint, left_out

@@ -76,6 +76,7 @@ class Agent(LocalElasticAgent):
         self.leader = Leader(place, options, script, self.store, self._sleep, received)
         self._leads = False
         self._number, self._index, self._hosts, self._passed = -1, 0, 0, 0
+        self._joins_since = time.monotonic()
         self._plan: dict[str, Any] = {}
         self._signalled = self._finished = False
         self._kills = oom_kills()
@@ -169,6 +170,7 @@ class Agent(LocalElasticAgent):
         if self._received:
             self._leave(128 + self._received[0])
         self._pause(verdict.pause)
+        self._joins_since = time.monotonic()
         self._remaining_restarts = 1  # the engine's own count: ours is in the history
         return RunResult(state=WorkerState.FAILED)
 
@@ -252,6 +254,14 @@ class Agent(LocalElasticAgent):
             raise Left(LOST)  # the others have taken this host for lost
         return verdict
 
+    def run(self, role: str = "rank") -> RunResult:
+        """Run until this agent leaves, which it does by SystemExit."""
+        try:
+            result: RunResult = super().run(role)
+            return result
+        finally:
+            self.pulse.close()
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End the ranks of this host."""
         super()._shutdown(death_sig, timeout)
@@ -266,7 +276,7 @@ class Agent(LocalElasticAgent):
             raise Left(int(self.store.get("end")))
         holder, history = self.handler.holder, self.leader.history
         gone = set(history.gone)
-        if history.start >= 0:
+        if history.start >= 0 and time.monotonic() - self._joins_since > AGAIN_S:  # each agent asks for all others
             gone |= set(self.pulse.lost(self.handler.participants()))
         holder.gone = frozenset(gone)
         holder.last_call = AGAIN_S if history.start >= 0 else LAST_CALL_S
@@ -275,7 +285,6 @@ class Agent(LocalElasticAgent):
 
     def _leave(self, code: int) -> None:
         """Leave with an exit code; wait for the others to read the verdict if the store ends with this launch."""
-        self.pulse.close()
         count, until = self.store.add("left", 1), time.monotonic() + LEAVE_S
         while self.place.serves and count < self._hosts and time.monotonic() < until:
             self._sleep(LOOK_S)

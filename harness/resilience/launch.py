@@ -84,6 +84,7 @@ class Control:
             wait_readable([0], 1.0)
             if lines := self._input.read():
                 os.environ.update(json.loads(lines[0]))
+                self.received += [int(line) for line in lines[1:] if line != "0"]
                 break
             if self._input.is_closed:
                 raise UserError("the launch that has started this one is gone")
@@ -135,7 +136,7 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from harness.resilience.elastic import Agent
-    from harness.resilience.rendezvous import connect, serve
+    from harness.resilience.rendezvous import connect, give_up_when_unheard, serve
 
     def look() -> None:
         control.look()
@@ -157,7 +158,9 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
         try:
             store = served or connect(endpoint, look)
             name = (place.address, launched, incarnation)
-            Agent(place, name, options, script, ranks, store, look, control.received).run()
+            agent = Agent(place, name, options, script, ranks, store, look, control.received)
+            give_up_when_unheard(endpoint[1])
+            agent.run()
         except SystemExit as end:
             assert isinstance(end.code, int)
             if end.code != LOST:

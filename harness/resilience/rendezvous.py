@@ -81,7 +81,6 @@ def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:
             time.sleep(0.2)
             continue
         store.set_timeout(timedelta(seconds=ANSWER_S))
-        give_up_when_unheard(endpoint[1])
         return store
 
 

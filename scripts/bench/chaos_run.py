@@ -75,9 +75,9 @@ class Run:
                 state, parent = (path.parent / "stat").read_text().rpartition(")")[2].split()[:2]
                 if state in "ZX":
                     continue
-                if "harness.resilience.on_host.agent" in text and int(parent) == self.supervisor.pid:
-                    found["next agent" if "agent" in found else "agent"] = process
-                elif TITLE in text and int(parent) in found.values():
+                if "harness.resilience.on_host.keeper" in text and int(parent) == self.supervisor.pid:
+                    found["keeper"] = process
+                elif TITLE in text and int(parent) == self.supervisor.pid:
                     found["standby"] = process
                 elif str(self.output) in text:
                     rank = re.search(r"--local_rank=(\d+)", text)

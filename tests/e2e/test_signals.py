@@ -56,8 +56,7 @@ class Run:
 
     def has_standby(self) -> bool:
         """Whether a process stands by for the next restart."""
-        below = [process for agent in children_of(self.launcher.pid) for process in children_of(agent)]
-        return any(command_of(process)[:1] == (TITLE,) for process in below)
+        return any(command_of(process)[:1] == (TITLE,) for process in children_of(self.launcher.pid))
 
     def end(self) -> int:
         """The launcher's exit code; returns when no process of the run is left."""

@@ -16,6 +16,7 @@ from harness.topology.processes import DEEPSPEED_LAUNCH, above, command_of, pare
 
 RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # names of the command that the user starts
 WRAPPER = ("ds-harness", "launch")  # may have started that command
+STARTED = "--started"  # of a launch that another one has started, on another host
 RESUME = "--resume_from_checkpoint"
 WAKES_EVERY_S = 0.06  # an interrupted `deepspeed` command sleeps at most 0.05 s at a time, for 0.25 s in all
 
@@ -48,8 +49,9 @@ class Launcher:
             process = upper
         if parent:
             command = command_of(os.getppid()) if parent == "torchrun" else ()
-            if parent == WRAPPER[0]:
-                command = next((words for _, words in above() if _is_wrapper(words)), ())
+            if parent == WRAPPER[0]:  # the outermost: one that starts others on each host stands above them
+                command = next(reversed([words for _, words in above() if _is_wrapper(words)]), ())
+                command = () if STARTED in command else command
             return cls(links=((os.getpid(), os.getppid()),), command=command or None)
         return cls(command=tuple(sys.orig_argv))
 
@@ -60,9 +62,6 @@ class Launcher:
         if not any(Path(word).name in RUNNERS for word in command[:3]):  # started by ssh, or by hand
             return cls(links=tuple(links), is_deepspeed=True)
         links = [*links, (launch, runner)]
-        outer = command_of(parent_of(runner))
-        if _is_wrapper(outer):
-            links, command = [*links, (runner, parent_of(runner))], outer
         return cls(links=tuple(links), command=command, runner=runner, is_deepspeed=True)
 
     def is_gone(self) -> bool:

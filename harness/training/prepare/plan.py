@@ -132,8 +132,9 @@ def plan_run(inputs: RunInputs) -> RunPlan:
         _require_config_for_layers(resolved)
     adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
     checkpoint = None
-    if not inputs.may_hold_a_run:
-        named, overwrites = args.resume_from_checkpoint, args.overwrite_output_dir
+    named, overwrites = args.resume_from_checkpoint, args.overwrite_output_dir
+    # Of `auto` rank 0 alone looks at the checkpoints that there are, and the others are told which one it is.
+    if not inputs.may_hold_a_run and (env.rank == 0 or named != "auto"):
         checkpoint = find_resume(Path(args.output_dir), named, overwrites=overwrites)
     if checkpoint is not None:
         require_same_optimizer(checkpoint, resolved)
@@ -229,7 +230,7 @@ def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:
     `args`: the run's, or those that `train(resume_from_checkpoint=...)` has changed.
     """
     auto, output_dir, console = args.resume_from_checkpoint == "auto", plan.output_dir, plan.console
-    incomplete = damaged(output_dir, plan.checkpoint) if auto else []
+    incomplete = damaged(output_dir, plan.checkpoint) if auto and plan.env.rank == 0 else []
     chosen, changed = training_state.first_unchanged(plan.checkpoint, output_dir, auto=auto)
     if chosen is not None and chosen != plan.checkpoint:
         require_same_optimizer(chosen, plan.resolved)

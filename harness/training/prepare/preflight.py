@@ -35,9 +35,10 @@ def check_before_start(
     args.overwrite_output_dir |= not script.trains  # an evaluation overwrites nothing
     if env.rank == 0:
         lock_directory(output_dir)
-    resume = find_resume(output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
-    if resume is not None:
-        require_same_optimizer(resume, config.resolved)
+    if env.rank == 0 or args.resume_from_checkpoint != "auto":
+        resume = find_resume(output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
+        if resume is not None:
+            require_same_optimizer(resume, config.resolved)
     require_writable(output_dir)
     return config
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from harness.checkpoint import directories
-from harness.checkpoint.atomic import room
-from harness.checkpoint.integrity import run_id
+from harness.checkpoint.atomic import room, sync_folder
+from harness.checkpoint.integrity import run_id, wait_until_seen
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.checkpoint.trial import try_saving
 from harness.config.schema.support import version_warning
@@ -168,9 +168,9 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
                 "training data": plan.digest,
                 "evaluation data": evaluation_digest(plan.data.evaluation),
                 "set of adapters": plan.adapters,
-                "checkpoint to resume": str(plan.checkpoint),
             },
         )
+        plan.checkpoint = _checkpoint_of_rank_0(plan)
         all_or_none(lambda: lock_directory(plan.output_dir) if env.rank == 0 else None)
         foreign_groups = open_groups()
         groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
@@ -184,6 +184,14 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     resolved = settle_compression(plan.resolved, groups, device, console)
     context = EngineContext(args=args, resolved=resolved, groups=groups, device=device, max_steps=plan.max_steps)
     return context, foreign_groups
+
+
+def _checkpoint_of_rank_0(plan: RunPlan) -> Path | None:
+    """Return the checkpoint that rank 0 resumes, once this host sees it; all ranks call it."""
+    chosen = values_of_all(plan.checkpoint)[0]
+    if chosen is not None:
+        all_or_none(lambda: wait_until_seen(chosen, THIS_RANK.host))
+    return chosen
 
 
 def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:
@@ -325,5 +333,7 @@ def _appears(path: Path) -> bool:
     """Whether a file is there, now or soon."""
     until = time.monotonic() + PATIENCE_S
     while not path.exists() and time.monotonic() < until:
+        with suppress(OSError):
+            sync_folder(path.parent)  # a host of NFS asks the server again
         time.sleep(0.1)
     return path.exists()

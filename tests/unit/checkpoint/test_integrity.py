@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from harness.checkpoint.integrity import (
     newest_whole,
     require_listed_weights,
     run_id,
+    wait_until_seen,
 )
 from harness.errors import UserError
 from tests.unit.checkpoint.saved import change, save
@@ -287,3 +290,16 @@ def test_a_pipe_among_checkpoints_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / RUN)
     assert foreign(tmp_path) == [] and newest_whole(tmp_path) == sound
     assert find_resume(tmp_path, "auto") == sound
+
+
+def test_a_host_waits_for_a_checkpoint_that_it_sees_late(tmp_path: Path) -> None:
+    """As on NFS, where a host may not see for a minute what another one has renamed."""
+    checkpoint = save(tmp_path, 5)
+    hidden = checkpoint.rename(tmp_path / "hidden")
+    threading.Timer(0.3, lambda: hidden.rename(checkpoint)).start()
+    begun = time.monotonic()
+    wait_until_seen(checkpoint, "b", seconds=10)
+    assert 0.2 < time.monotonic() - begun < 5
+    (checkpoint / MANIFEST).unlink()
+    with pytest.raises(UserError, match="host b does not see it whole after 0 s .manifest.json is missing.: give an"):
+        wait_until_seen(checkpoint, "b", seconds=0.1)

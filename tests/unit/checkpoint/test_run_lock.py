@@ -49,7 +49,7 @@ def test_a_second_run_is_refused_until_the_first_one_is_dead(tmp_path: Path, mon
         process.wait()
         os.kill(child, 0)  # still there
         lock_directory(directory)
-        assert (directory / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+        assert (directory / LOCK).read_text().startswith(f"process {os.getpid()} on {socket.gethostname()}\n")
     finally:
         os.kill(child, signal.SIGKILL)
         unlock_directory(directory)
@@ -83,3 +83,18 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"--output_dir {tmp_path}/file/run: cannot be written: Not a directory"):
         lock_directory(tmp_path / "file" / "run")
+
+
+def test_a_lock_that_another_process_has_been_given_too_is_noticed(tmp_path: Path) -> None:
+    """As where each host keeps locks of its own: NFS without its lock service, Lustre with `localflock`."""
+    lock_directory(tmp_path)
+    lock_directory(tmp_path)
+    (tmp_path / LOCK).write_text("")  # written on a full disk
+    lock_directory(tmp_path)
+    name = f"process {os.getpid()} on {socket.gethostname()}"  # of two containers, both process 1 of one host's name
+    (tmp_path / LOCK).write_text(f"{name}\nanother\n")
+    with pytest.raises(
+        UserError, match=f"another run has begun there \\({name}\\), which its file system does not prev"
+    ):
+        lock_directory(tmp_path)
+    unlock_directory(tmp_path)
