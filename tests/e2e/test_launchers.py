@@ -24,7 +24,8 @@ CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 AuthType=auth/munge
-AuthInfo=cred_expire=5
+AuthInfo=cred_expire=5{socket}
+{plugins}
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 CompleteWait=0
 KillWait=1
@@ -55,13 +56,17 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A Slurm of two nodes on this machine; the environment in which its commands work."""
     if not all(map(shutil.which, ("slurmctld", "slurmd", "srun", "munge"))) or os.getuid():
         pytest.skip("Slurm is not installed, or cannot be started")
-    if subprocess.run(["munge", "-n"], capture_output=True, check=False).returncode:
+    socket_of_munge, plugins = (os.environ.get(name, "") for name in ("TEST_MUNGE_SOCKET", "TEST_SLURM_PLUGINS"))
+    where = ["-S", socket_of_munge] if socket_of_munge else []  # of a Slurm in a folder of its own
+    if subprocess.run(["munge", "-n", *where], capture_output=True, check=False).returncode:
         pytest.skip("munged does not run")
     folder = tmp_path / "slurm"
     for name in ("state", "n1", "n2"):
         (folder / name).mkdir(parents=True)
     ports = {name: free_port() for name in ("port", "port1", "port2")}
-    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=socket.gethostname(), **ports))
+    more = {"socket": f",socket={socket_of_munge}" if socket_of_munge else ""}
+    more["plugins"] = f"PluginDir={plugins}" if plugins else ""
+    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=socket.gethostname(), **ports, **more))
     env = {**environment(), "SLURM_CONF": str(folder / "slurm.conf")}
     try:
         for command in (["slurmctld"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
@@ -98,6 +103,51 @@ def run(launcher: list[str], folder: Path, env: dict[str, str]) -> None:
 
 def test_srun_starts_one_run_over_two_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
     run(["srun", "-N2", "-n2"], tmp_path / "run", slurm)
+
+
+TASK = """
+import json, os, sys
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+from harness.data.on_disk.cache import once_per_host
+from harness.topology.env import LaunchEnv
+from harness.topology.rendezvous import open_store
+
+env = LaunchEnv.from_environ(os.environ)
+node = os.environ["SLURM_NODEID"]
+store = open_store(env, timedelta(seconds=60))
+folder, built = Path(sys.argv[1]), []
+
+def build():
+    path = folder / f"built-on-{node}"
+    if not path.exists():
+        built.append(node)
+        path.touch()
+    return len(list(folder.glob(path.name)))
+
+assert once_per_host(build, env=env, store=store, host=f"node-{node}", poll_s=0.05) == 1
+(folder / f"rank-{env.rank}").write_text(json.dumps([node, env.local_rank, env.local_world_size, built]))
+"""
+
+
+def test_tasks_that_srun_deals_out_know_their_hosts(slurm: dict[str, str], tmp_path: Path) -> None:
+    """In blocks, in turn and in planes; one task of each host builds what the others wait for."""
+    wanted = {"block": "0011", "cyclic": "0101", "plane=1": "0101"}
+    for way, nodes in wanted.items():
+        folder = tmp_path / way
+        folder.mkdir()
+        (tmp_path / "task.py").write_text(TASK)
+        command = ["srun", "-N2", "-n4", "-m", way, sys.executable, tmp_path / "task.py", folder]
+        environ = {**slurm, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(list(map(str, command)), env=environ, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = [json.loads((folder / f"rank-{rank}").read_text()) for rank in range(4)]
+        assert "".join(node for node, *_ in found) == nodes
+        for node in "01":
+            here = [row for row in found if row[0] == node]
+            assert [(local, size) for _, local, size, _ in here] == [(0, 2), (1, 2)]
+            assert sum((built for *_, built in here), []) == [node]
 
 
 RANK = """
@@ -138,8 +188,8 @@ def test_sbatch_runs_the_supervisor_and_puts_the_job_back_into_the_queue(slurm: 
         return path.read_text()
 
     (tmp_path / "rank.py").write_text(RANK)
-    flags = ["--max_restarts", 2, "--num_nodes", 2, "--num_accelerators", 1, "--slurm", "job.sbatch"]
-    command("ds-harness", "launch", *flags, tmp_path / "rank.py", "--output_dir", tmp_path / "run")
+    flags = ["--max_restarts", 2, "--nodes", 2, "--ranks", 1, "--output", "job.sbatch"]
+    command("ds-harness", "cluster", "slurm", *flags, "--", tmp_path / "rank.py", "--output_dir", tmp_path / "run")
     job = command("sbatch", "--parsable", f"--export=ALL,PYTHONPATH={ROOT}", "job.sbatch").strip()
     wait_for(tmp_path / "0-1-0")
     resumed = f"--output_dir {tmp_path / 'run'} --resume_from_checkpoint auto"

@@ -301,5 +301,7 @@ def test_a_host_waits_for_a_checkpoint_that_it_sees_late(tmp_path: Path) -> None
     wait_until_seen(checkpoint, "b", seconds=10)
     assert 0.2 < time.monotonic() - begun < 5
     (checkpoint / MANIFEST).unlink()
-    with pytest.raises(UserError, match="host b does not see it whole after 0 s .manifest.json is missing.: give an"):
+    with pytest.raises(
+        UserError, match=r"host b does not see it whole after 0 s \(manifest\.json is missing\): give an"
+    ):
         wait_until_seen(checkpoint, "b", seconds=0.1)
