@@ -69,7 +69,9 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=socket.gethostname(), **ports, **more))
     env = {**environment(), "SLURM_CONF": str(folder / "slurm.conf")}
     try:
-        for command in (["slurmctld"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
+        stepd = shutil.which("slurmstepd")
+        daemon = ["slurmd", *(["-d", stepd] if stepd and plugins else [])]
+        for command in (["slurmctld"], [*daemon, "-N", "n1"], [*daemon, "-N", "n2"]):
             subprocess.run(command, env=env, check=True, capture_output=True)
         until = time.monotonic() + 30
         while "idle" not in subprocess.run(["sinfo", "-h"], env=env, capture_output=True, text=True).stdout:
@@ -147,7 +149,7 @@ def test_tasks_that_srun_deals_out_know_their_hosts(slurm: dict[str, str], tmp_p
         for node in "01":
             here = [row for row in found if row[0] == node]
             assert [(local, size) for _, local, size, _ in here] == [(0, 2), (1, 2)]
-            assert sum((built for *_, built in here), []) == [node]
+            assert [name for *_, built in here for name in built] == [node]
 
 
 RANK = """
