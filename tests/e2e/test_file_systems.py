@@ -29,7 +29,8 @@ def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         if subprocess.run(["mount", "-t", "ramfs", "none", place], capture_output=True).returncode:
             pytest.skip("ramfs cannot be mounted here")
     else:
-        if find_spec("mfusepy") is None or not (find_library("fuse3") or find_library("fuse")):
+        library = os.environ.get("FUSE_LIBRARY_PATH") or find_library("fuse3") or find_library("fuse")
+        if find_spec("mfusepy") is None or not library:
             pytest.skip("mfusepy or libfuse is not installed")
         (tmp_path / "behind").mkdir()
         command = [sys.executable, "-m", "tests.e2e.plain_fuse", tmp_path / "behind", place]

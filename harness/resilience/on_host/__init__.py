@@ -1,6 +1,5 @@
-"""What runs on each host of a run: the agent, which starts the ranks there and lets none of them outlive it.
+"""What runs on each host beside the ranks: what starts them and lets none of them outlive the run.
 
-`messages` has what the supervisor and an agent say to each other, `standby` the process that has imported everything
-before a restart needs it, `processes` how all that belongs to a run is found and ended. No torch here, but in the
-process that stands by.
+`ranks` starts and ends them, `standby` is the process that has imported everything and forks them, `keeper` ends what a
+killed launch has left, `processes` finds all that belongs to a run. No torch here, but in the process that stands by.
 """
