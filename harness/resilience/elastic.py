@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.events import Event, EventSource
+from torch.distributed.elastic.events.api import Event, EventSource
 
 from harness.resilience.cause import oom_kills
 from harness.resilience.hosts import DEVICES
