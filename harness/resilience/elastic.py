@@ -52,7 +52,7 @@ class Agent(LocalElasticAgent):
     """The agent of one host.
 
     Args:
-        name: address of this host, a number of its launch, and how many agents that launch has had.
+        name: of this agent, as `meet` takes it.
         store: of the agents.
         look: looks at the ranks, and at what a launch on another host says; called several times a second.
         received: signals to the launch.
@@ -77,7 +77,7 @@ class Agent(LocalElasticAgent):
         self.leader = Leader(place, options, script, self.store, self._sleep, received)
         self._leads = False
         self._number, self._index, self._hosts, self._passed = -1, 0, 0, 0
-        self._joins_since = time.monotonic()
+        self._joins, self._joins_since = True, time.monotonic()
         self._plan: dict[str, Any] = {}
         self._signalled = self._finished = False
         self._kills = oom_kills()
@@ -102,7 +102,7 @@ class Agent(LocalElasticAgent):
         spec: WorkerSpec,  # noqa: ARG002
     ) -> list[Worker]:
         """Exchange what the hosts have and what they start; return the ranks of this host."""
-        self._leads, self._hosts = group_rank == 0, group_world_size
+        self._joins, self._leads, self._hosts = False, group_rank == 0, group_world_size
         place = self.place
         offer = Offer(
             node=self.handler.node,
@@ -171,7 +171,7 @@ class Agent(LocalElasticAgent):
         if self._received:
             self._leave(128 + self._received[0])
         self._pause(verdict.pause)
-        self._joins_since = time.monotonic()
+        self._joins, self._joins_since = True, time.monotonic()
         self._remaining_restarts = 1  # the engine's own count: ours is in the history
         return RunResult(state=WorkerState.FAILED)
 
@@ -203,10 +203,11 @@ class Agent(LocalElasticAgent):
         """End the start if an agent is lost; have the ranks save and stop if further hosts make a better layout."""
         positions = read_positions(self.ranks.records)
         self.store.set("step", str(max((each.step for each in positions.values()), default=0)))
-        if lost := self.pulse.lost([offer.node for offer in self.leader.team.offers]):
-            self._tell_over(f"hosts {' '.join(lost)}")
+        waiting, nodes = self.handler.waiting(), [offer.node for offer in self.leader.team.offers]
+        replaced = set(nodes) - set(self.handler.participants())  # by another launch of the same host
+        if lost := replaced | set(self.pulse.lost(nodes)):
+            self._tell_over(f"hosts {' '.join(sorted(lost))}")
             return
-        waiting = self.handler.waiting()
         if not self._plan["ranks"]:
             if waiting or waited > HOSTS_S:
                 self._tell_over("hosts")
@@ -274,6 +275,8 @@ class Agent(LocalElasticAgent):
 
     def _wait_for_others(self) -> None:
         """Do what must be done while this agent waits to take part: the rendezvous calls it before each look."""
+        if not self._joins:
+            return
         self._tick()
         if self._received:
             self._leave(128 + self._received[0])

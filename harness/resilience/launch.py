@@ -132,7 +132,9 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
     endpoint, listener = _endpoint(options)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see `rendezvous`
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a store that is gone is a page of C++ frames
-    launched = int.from_bytes(os.urandom(4), "big")
+    # A launch that a starter has started again takes the place of the one before.
+    launched = options.node_rank if options.started else int.from_bytes(os.urandom(4), "big") | 1 << 31
+    assert launched is not None
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from harness.resilience.elastic import Agent
@@ -154,7 +156,7 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
         serves=listener is not None,
     )
     served = None if listener is None else serve(endpoint, listener)
-    for incarnation in itertools.count():
+    for incarnation in itertools.count(int(time.time())):
         try:
             store = served or connect(endpoint, look)
             name = (place.address, launched, incarnation)

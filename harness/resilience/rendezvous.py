@@ -186,10 +186,10 @@ class StateHolder(_BackendRendezvousStateHolder):
         """Remove agents that are gone, and earlier ones of the launches whose agents are here."""
         state = self._state
         everyone = {*state.participants, *state.wait_list, *state.redundancy_list, self._node}
-        latest: dict[tuple[str, int], int] = {}
+        latest: dict[int, int] = {}
         for node in everyone:
-            latest[node.addr, node.pid] = max(node.local_id, latest.get((node.addr, node.pid), 0))
-        dead = {node for node in everyone if str(node) in self.gone or node.local_id < latest[node.addr, node.pid]}
+            latest[node.pid] = max(node.local_id, latest.get(node.pid, 0))
+        dead = {node for node in everyone if str(node) in self.gone or node.local_id < latest[node.pid]}
         removed = bool(dead & state.participants.keys())
         for node in dead:
             state.participants.pop(node, None)
@@ -235,7 +235,7 @@ def meet(
 
     Args:
         nodes: least and largest number of agents.
-        name: address of this host, the number of its launch, and which of the launch's agents this is.
+        name: address of this host, a number that its launches have alone, and a number that grows with each agent.
         tick: called at least every few seconds while this agent waits for others.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.resilience.on_host import ranks as module
+from harness.resilience.on_host.processes import become_subreaper
 from harness.resilience.on_host.ranks import Command, Ranks
 from harness.resilience.on_host.standby import TITLE, Standby
 from harness.topology.env import RECORDS
@@ -47,6 +48,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         made.append(Ranks(tmp_path / "records", command, preloads=preloads, spared=children_of(os.getpid())))
         return made[-1]
 
+    become_subreaper()
     before = children_of(os.getpid())
     yield ranks
     for each in made:

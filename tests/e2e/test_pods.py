@@ -59,7 +59,8 @@ class Run:
         host = self.hosts.hosts[index]
         meeting = ["--rdzv_endpoint", f"{self.hosts.hosts[0].address}:29400", "--nproc_per_node", 1]
         command = [sys.executable, "-m", "harness.cli", "launch", *meeting, *flags, self.folder / "rank.py"]
-        command += ["--deepspeed_config", "zero2", "--max_steps", 9, "--output_dir", self.folder / "run"]
+        batch = ["--global_batch_size", 12, "--per_device_train_batch_size", 1]  # for one rank, two and three
+        command += ["--deepspeed_config", "zero2", "--max_steps", 9, *batch, "--output_dir", self.folder / "run"]
         self.launches[index] = subprocess.Popen(
             host.command(*map(str, command)),
             cwd=ROOT,
