@@ -105,6 +105,7 @@ class Host:
         self.received: list[int] = []
         self.code: int | None = None
         self.is_killed = False
+        self.first_agent = 10 * len(run.hosts)  # a launch that is started again is another agent
         self.agent: Agent | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -128,7 +129,7 @@ class Host:
             max_nodes=most,
             serves=False,
         )
-        for incarnation in range(9):
+        for incarnation in range(self.first_agent, self.first_agent + 9):
             try:
                 store = connect(run.endpoint, self._look)
                 name = (place.address, self.index, incarnation)
