@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shlex
 import socket
 import subprocess
@@ -154,19 +153,14 @@ def _environment_files() -> dict[str, str]:
 
 
 def address_here(host: str, port: int = 1) -> str:
-    """Return the address of this host from which packets to another would leave; none are sent.
-
-    `host` itself where this host has it but shares it with nobody, as a name that stands for the loopback.
-    """
+    """Return the address of this host from which packets to another would leave; none are sent."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(address_of(host) or host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
-            found = str(probe.getsockname()[0].partition("%")[0])
+            return str(probe.getsockname()[0].partition("%")[0])
     except OSError as error:
         raise UserError(f"{host}: no way leads there: {error.strerror or error}") from error
-    is_name = not re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]+|localhost", host)
-    return host if found.startswith("127.") and is_name else found
 
 
 def listen(host: str, port: int, *, always: bool = False) -> socket.socket | None:

@@ -148,7 +148,7 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
     place = Place(
         host=options.host or (socket.gethostname() if options.rdzv_endpoint else host.name),
         devices=host.devices,
-        address=options.local_addr or address_here(*endpoint),
+        address=options.local_addr or _address(endpoint, alone=nodes[1] == 1),
         position=options.node_rank or 0,
         wanted=options.wanted or len(host.devices) * nodes[1],
         min_nodes=nodes[0],
@@ -173,6 +173,15 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
             print_if_heard(f"ds-harness launch: {text}", sys.stderr)
         ranks.end()
     raise AssertionError("agents do not run out")
+
+
+def _address(endpoint: tuple[str, int], *, alone: bool) -> str:
+    """Return where other hosts reach this one.
+
+    That is the endpoint's own name where it is this host's, and stands for the loopback here alone.
+    """
+    found = address_here(*endpoint)
+    return endpoint[0] if found.startswith("127.") and not alone else found
 
 
 def _endpoint(options: Options) -> tuple[tuple[str, int], socket.socket | None]:

@@ -82,10 +82,10 @@ class Starter:
         self._told = ""
         self._address = LOOPBACK
         for host in hosts:
-            if not host.is_here:
+            if not host.is_here and self._address == LOOPBACK:
                 with suppress(UserError):  # a host that is not there now
-                    self._address = address_here(host.name)
-                    break
+                    found = address_here(host.name)
+                    self._address = LOOPBACK if found.startswith("127.") else found
         listener = listen(self._address, 0)
         if listener is None:
             raise UserError(f"{self._address}: no port can be opened there")

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-TITLE = "ds-harness: ready for a restart"  # of the process that stands by
+TITLE = "ds-harness: ready for a start"  # of the process that stands by
 LAYOUTS: dict[str, tuple[int, list[object]]] = {
     "pp2": (2, ["--deepspeed_config", "pipeline_checkpointing"]),
     "tp2": (2, ["--deepspeed_config", "tensor_parallel"]),
