@@ -144,21 +144,11 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
         control.look()
         ranks.look()
 
-    nodes = options.nodes or (1, 1)
-    place = Place(
-        host=options.host or (socket.gethostname() if options.rdzv_endpoint else host.name),
-        devices=host.devices,
-        address=options.local_addr or _address(endpoint, alone=nodes[1] == 1),
-        position=options.node_rank or 0,
-        wanted=options.wanted or len(host.devices) * nodes[1],
-        min_nodes=nodes[0],
-        max_nodes=nodes[1],
-        serves=listener is not None,
-    )
     served = None if listener is None else serve(endpoint, listener)
     for incarnation in itertools.count(int(time.time())):
         try:
             store = served or connect(endpoint, look)
+            place = _place(options, host, endpoint, serves=listener is not None)  # a name is known once it is reached
             name = (place.address, launched, incarnation)
             agent = Agent(place, name, options, script, ranks, store, look, control.received)
             give_up_when_unheard(endpoint[1])
@@ -173,6 +163,21 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
             print_if_heard(f"ds-harness launch: {text}", sys.stderr)
         ranks.end()
     raise AssertionError("agents do not run out")
+
+
+def _place(options: Options, host: HostDevices, endpoint: tuple[str, int], *, serves: bool) -> Place:
+    """Return the place of this host among those of the run."""
+    nodes = options.nodes or (1, 1)
+    return Place(
+        host=options.host or (socket.gethostname() if options.rdzv_endpoint else host.name),
+        devices=host.devices,
+        address=options.local_addr or _address(endpoint, alone=nodes[1] == 1),
+        position=options.node_rank or 0,
+        wanted=options.wanted or len(host.devices) * nodes[1],
+        min_nodes=nodes[0],
+        max_nodes=nodes[1],
+        serves=serves,
+    )
 
 
 def _address(endpoint: tuple[str, int], *, alone: bool) -> str:
