@@ -144,10 +144,15 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
         control.look()
         ranks.look()
 
+    def wait() -> None:
+        look()
+        if control.received:
+            raise SystemExit(128 + control.received[0])
+
     served = None if listener is None else serve(endpoint, listener)
     for incarnation in itertools.count(int(time.time())):
         try:
-            store = served or connect(endpoint, look)
+            store = served or connect(endpoint, wait)
             place = _place(options, host, endpoint, serves=listener is not None)  # a name is known once it is reached
             name = (place.address, launched, incarnation)
             agent = Agent(place, name, options, script, ranks, store, look, control.received)

@@ -64,7 +64,7 @@ def run_store(store: dist.Store, run_id: str) -> dist.Store:
 
 
 def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:
-    """Return a connection to the store, as soon as somebody serves it; call `look` meanwhile.
+    """Return a connection to the store, as soon as somebody serves it; call `look` meanwhile, which may raise.
 
     Raises SystemExit if nobody does within FIND_S.
     """
