@@ -6,11 +6,11 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from harness.cluster.job import Job
 from harness.cluster.kubernetes import job_set, train_job
 from harness.cluster.slurm import batch
 from harness.errors import UserError
@@ -27,36 +27,6 @@ EXAMPLE = """example:
       -- scripts/train.py --deepspeed_config pipeline_3d --max_steps 1000 --output_dir runs/a"""
 SAVE_S = 60.0  # of a run that has not been measured
 SPARE_S = 60.0  # beyond the save: the end of a step before it, and of the processes after it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A run on a cluster.
-
-    Attributes:
-        least: number of hosts that the run may shrink to.
-        ranks: on each host.
-        grace_s: time that a save at the end may take.
-        words: the script and its arguments.
-        volume: claim that holds the output directory; `mount`: where pods see it.
-        shared_gib: size of /dev/shm in GiB.
-    """
-
-    name: str
-    nodes: int
-    least: int
-    ranks: int
-    gpus: bool
-    restarts: int
-    grace_s: int
-    words: tuple[str, ...]
-    image: str = ""
-    volume: str = ""
-    mount: str = "/data"
-    namespace: str = ""
-    cpus: str = ""
-    memory: str = ""
-    shared_gib: int = 16
 
 
 def cluster(argv: Sequence[str]) -> int:

@@ -6,12 +6,12 @@ is to do with a pod that has ended: see CODES.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from harness.cluster.commands import Job
+from harness.cluster.job import Job
+from harness.config.values.json_object import JsonObject
 
-Document: TypeAlias = dict[str, Any]
+Document: TypeAlias = JsonObject
 PORT = 29400
 CODES = {
     "FailJob": (1, 2, 126, 127),  # what the user must mend, by a launch that has given up

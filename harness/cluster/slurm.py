@@ -5,10 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from harness.cluster.commands import Job
+from harness.cluster.job import Job
 
 BATCH = """#!/bin/bash
 # Written by `ds-harness cluster slurm`; add --partition, --account, --time as your cluster asks for them.

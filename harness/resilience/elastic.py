@@ -18,13 +18,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
 
+from harness.config.values.json_object import JsonObject
 from harness.resilience.cause import oom_kills
 from harness.resilience.hosts import DEVICES
 from harness.resilience.judging import Verdict
@@ -78,7 +78,7 @@ class Agent(LocalElasticAgent):
         self._leads = False
         self._number, self._index, self._hosts, self._passed = -1, 0, 0, 0
         self._joins, self._joins_since = True, time.monotonic()
-        self._plan: dict[str, Any] = {}
+        self._plan: JsonObject = {}
         self._signalled = self._finished = False
         self._kills = oom_kills()
         if place.serves:
@@ -128,7 +128,7 @@ class Agent(LocalElasticAgent):
             Worker(local, first + local, first + local, total, total) for local in range(len(self._plan["devices"]))
         ]
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the ranks of this host."""
         plan, size = self._plan, str(len(worker_group.workers))
         common = {

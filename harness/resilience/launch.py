@@ -37,7 +37,7 @@ from harness.resilience.process.signals import SIGNALS
 from harness.resilience.rounds import LOST, Place
 from harness.resilience.script import Script
 from harness.resilience.starter import Starter
-from harness.topology.env import LOOPBACK
+from harness.topology.env import LOOPBACK, inherited, replace_environment
 from harness.topology.processes import wait_readable
 
 SILENT_S = 60.0  # a starter on another host that sends nothing for so long is taken for gone
@@ -83,7 +83,7 @@ class Control:
         while self._input is not None:
             wait_readable([0], 1.0)
             if lines := self._input.read():
-                os.environ.update(json.loads(lines[0]))
+                replace_environment({**inherited(), **json.loads(lines[0])})
                 self.received += [int(line) for line in lines[1:] if line != "0"]
                 break
             if self._input.is_closed:
@@ -130,8 +130,9 @@ def run_agent(options: Options, host: HostDevices, script: Script, control: Cont
 
 def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ranks, control: Control) -> int:
     endpoint, listener = _endpoint(options)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see `rendezvous`
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a store that is gone is a page of C++ frames
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else a store that is gone is a page of C++ frames
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see `rendezvous`
+    replace_environment({**quiet, **inherited(), **own_store})
     # A launch that a starter has started again takes the place of the one before.
     launched = options.node_rank if options.started else int.from_bytes(os.urandom(4), "big") | 1 << 31
     assert launched is not None

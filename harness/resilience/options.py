@@ -7,8 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.env import inherited
 from harness.topology.launchers import HostPlace
@@ -104,7 +105,7 @@ def read_options(argv: Sequence[str]) -> Options:
     return options
 
 
-def _fill_from_launcher(given: dict[str, Any]) -> None:
+def _fill_from_launcher(given: JsonObject) -> None:
     """Set what was not given and what a launcher of hosts says of this one: Kubeflow, JobSet, Slurm and others."""
     if any(given[name] for name in ("hostfile", "include", "exclude", "num_nodes", "rdzv_endpoint")):
         return

@@ -6,8 +6,9 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from harness.config.values.json_object import JsonObject
 from harness.resilience.cause import Cause, Ended, first_cause, oom_kills
 from harness.resilience.process.records import (
     STOPPED,
@@ -40,8 +41,8 @@ class Report:
     """
 
     exits: list[tuple[int, int, float]]
-    failures: list[dict[str, Any]]
-    positions: list[dict[str, Any]]
+    failures: list[JsonObject]
+    positions: list[JsonObject]
     success: bool | None
     kills: int | None
     received: int

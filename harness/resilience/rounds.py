@@ -8,8 +8,8 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.resilience.judging import Device
 from harness.resilience.script import Script, Start
@@ -60,7 +60,7 @@ class Offer:
     port: int
 
     @classmethod
-    def load(cls, fields: dict[str, Any]) -> Offer:
+    def load(cls, fields: JsonObject) -> Offer:
         """Return the offer of these fields, as JSON has them."""
         return cls(**{**fields, "devices": tuple(fields["devices"])})
 
