@@ -177,7 +177,11 @@ def listed(workload: Workload, hardware: Hardware, wanted: Strategy) -> Strategy
 
 @lru_cache(maxsize=64)
 def _table(task: Task) -> dict[tuple[object, ...], Strategy]:
-    return {_layout(one): one for one in candidates(task) if isinstance(one, Strategy)}
+    found: dict[tuple[object, ...], Strategy] = {}
+    for one in candidates(task):
+        if isinstance(one, Strategy):
+            found.setdefault(_layout(one), one)  # the plain one comes before those that need less memory
+    return found
 
 
 def _layout(strategy: Strategy) -> tuple[object, ...]:
