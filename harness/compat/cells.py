@@ -1,47 +1,39 @@
 """One family's row of the matrix, run by two ranks on a tiny random model.
 
-    python -m harness.compat.cells RESULTS FAMILY...     # RANK and so on as a launcher sets them
-
-Every cell trains three steps through the Trainer, in its layout, and compares losses and gradient norms with the same
-training of the HuggingFace model in one process. What rounding may change is measured: that training is done again
-with weights moved by rounding errors. A row is written as soon as it is known, so that nothing is lost when a family
-hangs.
+Every cell is a composition: three steps in its layout, held to plain torch and transformers in one process.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import shutil
-import sys
 import tempfile
 import traceback
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from harness.arguments import TrainingArguments
+from harness.checkpoint.atomic import replace_text
 from harness.compat.family_case import CPU, FamilyCase, NotTried, build_case, cut_family, needs_is_decoder
-from harness.compat.reference import BATCH, MICRO, STEPS, Curve, allowance, samples, worst
 from harness.compat.stored import stored_difference
 from harness.config.model.shape import experts_of
-from harness.config.values.json_object import JsonObject
-from harness.console import Console
 from harness.errors import UserError
 from harness.hf.locate import PLANS
 from harness.hf.matrix import CELLS, IS_DECODER, NEEDED, NO_EXPERTS, PLAN, YES, plan_digest
 from harness.hf.skeleton import read_source
 from harness.hf.verify.comparison import find_difference
 from harness.parallel.comm import TensorParallel
-from harness.training.trainer import Trainer
+from harness.parity.composition import Execution
+from harness.parity.execute import be_silent, new_trainer, outcome_of, run_composition
+from harness.parity.launch import LINES
+from harness.parity.subject import trained
+from harness.parity.trial import RIGHT
 
 
 class Wrong(Exception):
@@ -97,16 +89,16 @@ def _short(error: Exception) -> str:
 
 def _pipeline(trial: FamilyCase, exported: Path) -> None:
     _compare_cut(trial, TensorParallel())
-    _steps(trial, "pipeline", {"pipeline": {"stages": 2}}, exported)
+    _steps(trial, Execution(pp=2), exported)
 
 
 def _tensor(trial: FamilyCase) -> None:
     _compare_cut(trial, TensorParallel.of(dist.group.WORLD))
-    _steps(trial, "tensor", {"tensor_parallel": {"autotp_size": 2}})
+    _steps(trial, Execution(tp=2))
 
 
 def _experts(trial: FamilyCase) -> None:
-    _steps(trial, "experts", {"expert_parallel": {"enabled": True, "autoep_size": 2}})
+    _steps(trial, Execution(dp=2, ep=2))
 
 
 def _has_experts(trial: FamilyCase) -> bool:
@@ -117,7 +109,7 @@ def _has_experts(trial: FamilyCase) -> bool:
 
 
 def _zero3(trial: FamilyCase, exported: Path | None) -> None:
-    _steps(trial, "zero3", {"zero_optimization": {"stage": 3}}, exported)
+    _steps(trial, Execution(dp=2, zero=3), exported)
 
 
 def _trained(trial: FamilyCase) -> PretrainedConfig:
@@ -131,27 +123,19 @@ def _compare_cut(trial: FamilyCase, place: TensorParallel) -> None:
         raise Wrong(str(found))
 
 
-def _steps(trial: FamilyCase, name: str, layout: JsonObject, exported: Path | None = None) -> None:
-    """Write the model to `exported`, untrained; train in a layout, and hold the curve to that of one process."""
-    trainer = _trainer(trial, name, layout)
-    curve: Curve = []
-    try:
-        if exported is not None:
-            trainer.save_model(exported)
-        for _ in range(STEPS):
-            record = trainer.training_step()
-            curve.append((record.loss, record.grad_norm or 0.0))
-    finally:
-        trainer.close()
-    apart = worst(curve, trial.curve)
-    # one trial of rounding nearly always decides; where a rare choice flips (of experts, of keys), it takes several
-    if not any(_within(apart, allowance(trial.directory, trial.curve, seeds)) for seeds in (range(1), range(1, 12))):
-        loss, first, later = apart
-        raise Wrong(f"losses are off by {loss:.0e}, the first gradient norm by {first:.0e}, later ones by {later:.0e}")
-
-
-def _within(apart: Iterable[float], allowed: Iterable[float]) -> bool:
-    return all(off <= limit for off, limit in zip(apart, allowed, strict=True))
+def _steps(trial: FamilyCase, execution: Execution, exported: Path | None = None) -> None:
+    """Write the model to `exported`, untrained; train in a layout, and hold what it comes to to one process."""
+    composition = replace(trial.composition, executions=(execution,))
+    place = trial.directory.parent / str(execution).replace(" ", "_")
+    if exported is not None:
+        untrained = new_trainer(composition, execution, trial.subject, place)
+        untrained.save_model(exported)
+        untrained.close()
+    run_composition(composition, trial.subject, place)
+    if dist.get_rank() == 0:
+        verdict = trial.judge.verdict(composition, trial.subject, outcome_of([{}], place), place)
+        if verdict.kind != RIGHT:
+            raise Wrong(verdict.reason)
 
 
 def _same_tensors(trial: FamilyCase, exported: Path) -> None:
@@ -163,7 +147,7 @@ def _same_tensors(trial: FamilyCase, exported: Path) -> None:
 
 def _loads(trial: FamilyCase, exported: Path) -> None:
     """Check that transformers loads what was written, with the logits of the model that was read."""
-    ids = torch.tensor([sample["input_ids"] for sample in samples()])
+    ids = torch.tensor([sample["input_ids"] for sample in trained(trial.composition.training)[:2]])
     logits = []
     for directory in (trial.directory, exported):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -179,49 +163,13 @@ def _loads(trial: FamilyCase, exported: Path) -> None:
         raise Wrong("from_pretrained of the export gives different logits")
 
 
-def _trainer(trial: FamilyCase, name: str, layout: JsonObject) -> Trainer:
-    config = {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": BATCH // MICRO // (1 if layout.keys() & {"pipeline", "tensor_parallel"} else 2),
-        "zero_optimization": {"stage": 0},
-        **layout,
-    }
-    arguments = TrainingArguments(
-        deepspeed_config=config,
-        output_dir=str(trial.directory.parent / name),
-        max_steps=STEPS,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        adam_beta2=0.95,
-        save_steps=0,
-        verify_plan="off",
-    )
-    nowhere = io.StringIO()
-    console = Console(out=nowhere, error=nowhere, speaks=False)
-    return Trainer(str(trial.directory), arguments, train_dataset=samples(), console=console)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Write a row for each family, as a line of JSON, by rank 0."""
-    results, families = Path(argv[0]), argv[1:]
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for family in families:
-        folder = [tempfile.mkdtemp(prefix="family_") if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(folder)
-        row = run_family(family, Path(folder[0]))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder[0], ignore_errors=True)
-            with results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"family": family, **row}) + "\n")
-    dist.barrier()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def run_rows(folder: Path, first: int) -> None:
+    """Fill the rows of a folder's families from number `first` on, as a `launch.Worker`."""
+    be_silent()
+    for number, family in enumerate((folder / LINES).read_text().splitlines()):
+        if number >= first:
+            row = run_family(family, folder / family)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder / family, ignore_errors=True)
+                replace_text(folder / f"{number}.json", json.dumps(row))

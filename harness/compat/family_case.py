@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +10,15 @@ import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from harness.compat.reference import Curve, reference
 from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.skeleton import ModelSource, text_decoder
 from harness.hf.verify.comparison import NOT_CAUSAL, looks_ahead
-from harness.hf.verify.tiny_copy import tiny_config, tiny_model
+from harness.hf.verify.tiny_copy import tiny_config
 from harness.parallel.comm import TensorParallel
+from harness.parity.composition import Composition
+from harness.parity.subject import Subject, make_subject
+from harness.parity.trial import Judge
 
 CPU = torch.device("cpu")
 
@@ -28,35 +29,39 @@ class NotTried(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyCase:
-    """A tiny model of a family in a directory, and its training in one process.
-
-    Attributes:
-        curve: loss and gradient norm of each step.
-    """
+    """A tiny model of a family in a directory, what it is trained on, and what says whether a training is right."""
 
     family: str
     config: PretrainedConfig
-    directory: Path
-    curve: Curve
+    subject: Subject
+    composition: Composition
+    judge: Judge
+
+    @property
+    def directory(self) -> Path:
+        """Where the model lies."""
+        return self.subject.base
 
 
 def build_case(family: str, work: Path) -> FamilyCase:
     """Return what the cells are tried on; UserError for a family that no layout can train, whatever its config says."""
     text_decoder(CONFIG_MAPPING[family]())
-    directory = work / "model"
+    composition = Composition(model=family)
     try:
         config = tiny_config(family, tensor=2)
+        if dist.get_rank() == 0:
+            make_subject(composition, work)
     except UserError as error:
         raise NotTried(str(error)) from error
-    if dist.get_rank() == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-        tiny_model(config).save_pretrained(directory)
     dist.barrier()
+    subject, judge = make_subject(composition, work), Judge()
     if looks_ahead(config, CPU):  # perhaps not with other settings: what holds for all of them is said first
         cut_family(ModelSource(name=family, config=config, weights=None), TensorParallel())
         raise UserError(NOT_CAUSAL)
-    curve = reference(directory)
-    return FamilyCase(family=family, config=config, directory=directory, curve=curve)
+    if dist.get_rank() == 0:
+        judge.reference(composition, subject)  # before an engine of ZeRO-3 has changed how torch multiplies
+    dist.barrier()
+    return FamilyCase(family=family, config=config, subject=subject, composition=composition, judge=judge)
 
 
 def needs_is_decoder(config: PretrainedConfig) -> bool:

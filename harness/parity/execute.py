@@ -41,10 +41,7 @@ class Refused(UserError):
 
 def run_lines(folder: Path, first: int = 0) -> None:
     """Run the compositions of a folder from number `first` on, as a `launch.Worker`. Raises the first error."""
-    logging.disable(logging.CRITICAL)
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
+    be_silent()
     for number, line in enumerate((folder / LINES).read_text().splitlines()):
         if number < first:
             continue
@@ -61,12 +58,20 @@ def run_lines(folder: Path, first: int = 0) -> None:
             error, found = raised, {"error": f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"}
         said = values_of_all(found)
         if dist.get_rank() == 0:
-            _write(folder / f"{number}.json", _outcome(said, place))
+            _write(folder / f"{number}.json", outcome_of(said, place))
         if error is not None:
             raise error
 
 
-def _outcome(said: list[JsonObject], place: Path) -> JsonObject:
+def be_silent() -> None:
+    """Have this process say nothing: its words are in nobody's way, and many."""
+    logging.disable(logging.CRITICAL)
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+
+
+def outcome_of(said: list[JsonObject], place: Path) -> JsonObject:
     """Return what the ranks together say of a composition."""
     errors = [one["error"] for one in said if "error" in one]
     refusals = [one["refused"] for one in said if "refused" in one]
@@ -93,7 +98,7 @@ def run_composition(composition: Composition, subject: Subject, place: Path) -> 
     """Train in each execution of the composition in turn; the model lies in `place/exported` in the end."""
     each = -(-composition.training.steps // len(composition.executions))
     for index, execution in enumerate(composition.executions):
-        trainer = _trainer(composition, execution, subject, place, resumes=index > 0)
+        trainer = new_trainer(composition, execution, subject, place, resumes=index > 0)
         last = index + 1 == len(composition.executions)
         trainer.add_callback(StopAt(composition.training.steps if last else each * (index + 1), saves=not last))
         trainer.train()
@@ -115,9 +120,10 @@ class StopAt(TrainerCallback):
             control.should_save, control.should_training_stop = self.saves, True
 
 
-def _trainer(
-    composition: Composition, execution: Execution, subject: Subject, place: Path, *, resumes: bool
+def new_trainer(
+    composition: Composition, execution: Execution, subject: Subject, place: Path, *, resumes: bool = False
 ) -> Trainer:
+    """Return a Trainer for one execution; Refused for one that it refuses. All ranks call it."""
     nowhere = io.StringIO()
     training = composition.training
     try:

@@ -76,7 +76,7 @@ def try_all(
         report(verdict)
 
     with _as_a_rank(), tempfile.TemporaryDirectory(prefix="parity_") as folder:
-        judge = _Judge(Path(folder) / "references")
+        judge = Judge()
         ranks = sorted({each.ranks for each in compositions})
         for size in ranks:
             some = [(index, each) for index, each in enumerate(compositions) if each.ranks == size]
@@ -88,7 +88,7 @@ def _try_some(
     some: Sequence[tuple[int, Composition]],
     ranks: int,
     folder: Path,
-    judge: _Judge,
+    judge: Judge,
     conclude: Callable[[int, Verdict], None],
     limit_s: float,
 ) -> None:
@@ -127,18 +127,18 @@ def _as_a_rank() -> Iterator[None]:
         transformers.logging.enable_progress_bar()
 
 
-class _Judge:
+class Judge:
     """Compares executions with the training in one process, which it makes once for all executions of it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
         self._known: dict[str, Numbers] = {}
 
     def verdict(self, composition: Composition, subject: Subject, outcome: JsonObject, place: Path) -> Verdict:
+        """Return what an outcome says of a composition; the files of the execution lie in `place`."""
         if "refused" in outcome:
             return Verdict(composition=composition, kind=REFUSED, reason=outcome["refused"])
         try:
-            wanted = self._reference(composition, subject)
+            wanted = self.reference(composition, subject)
         except Exception as error:  # whatever a family raises in plain transformers
             reason = f"plain transformers: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
             return Verdict(composition=composition, kind=UNTRIED, reason=reason)
@@ -151,7 +151,7 @@ class _Judge:
             return Verdict(composition=composition, kind=WRONG, reason=fault)
         off, limit, own = distance(found, wanted), USUAL, None
         if precision != "fp32":
-            own = distance(wanted, self._reference(composition, subject, precision="fp32"))
+            own = distance(wanted, self.reference(composition, subject, precision="fp32"))
             limit = half_limit(composition, own)
         limit = compressed_limit(composition, limit)
         if precision == "fp32" and not compresses and not off.within(limit):
@@ -161,7 +161,8 @@ class _Judge:
         kind = RIGHT if right else WRONG
         return Verdict(composition=composition, kind=kind, reason=reason, off=off, limit=limit, own=own)
 
-    def _reference(self, composition: Composition, subject: Subject, precision: str | None = None) -> Numbers:
+    def reference(self, composition: Composition, subject: Subject, precision: str | None = None) -> Numbers:
+        """Return the training in one process, in the composition's precision or another."""
         training = replace(composition.training, precision=precision or composition.training.precision)
         key = f"{composition.model} {training}"
         if key not in self._known:
