@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig, read_config, read_run_config
 from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN
+from harness.config.values.idle_keys import accelerated
 from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
@@ -34,11 +35,13 @@ VALUES = ("communication_data_type", "prescale_gradients", "gradient_predivide_f
 READ = {
     "pipeline": ("stages", "schedule", "parts_per_stage", "partition", "activation_checkpoint_interval"),
     "tensor_parallel": ("autotp_size", "sequence_parallel"),
-    "zero_optimization": ("stage", "offload_optimizer", "offload_param"),
+    "zero_optimization": ("stage",),
     "data_types": ("grad_accum_dtype",),
     "bf16": ("enabled",),
 }
 """Keys of the JSON that are fields of an `Execution` or a `Training`; of the sections above all others are kept."""
+OFFLOADS = ("offload_optimizer", "offload_param")
+OF_NVME = ("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write")
 OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop")}
 STEPS = 4
 
@@ -112,8 +115,7 @@ def reduce(run: RunConfig) -> Reduced:
     if (execution.pp, execution.tp) != (resolved.pp_size, resolved.tp_size):
         wanted = f"{resolved.pp_size} stages x {resolved.tp_size} tensor-parallel ranks"
         left_out.append(f"{wanted}: {execution.pp} x {execution.tp} are tried")
-    sections = ("offload_optimizer", "offload_param")
-    if any(lookup(data, f"/zero_optimization/{name}/device") == "nvme" for name in sections):
+    if any(lookup(data, f"/zero_optimization/{name}/device") == "nvme" for name in OFFLOADS):
         left_out.append("offload to nvme: to the host's memory instead")
     precision = resolved.precision
     if precision == "fp16":
@@ -126,6 +128,7 @@ def reduce(run: RunConfig) -> Reduced:
         left_out.append(f"optimizer {stated}: AdamW is tried")
     elif stated is not None:
         left_out.append("optimizer.params: values that move a tiny model are tried")
+    left_out += [text for pointer, text in accelerated(data).items() if pointer != "/optimizer/type"]
     if resolved.compile_backend is not None:
         left_out.append(f"compile.backend {resolved.compile_backend}: aot_eager is tried")
     kept = {*SECTIONS, *VALUES, "optimizer", "compile", "gradient_compression", "gradient_clipping", "expert_parallel"}
@@ -150,8 +153,8 @@ def _execution(run: RunConfig) -> Execution:
     while pp * tp > MOST_RANKS:  # what is left still has stages, and parts of layers
         pp, tp = (pp // 2, tp) if pp >= tp else (pp, tp // 2)
     dp = 2 if pp * tp * 2 <= MOST_RANKS else 1
-    offloads = [(data.get("zero_optimization") or {}).get(name) for name in ("offload_optimizer", "offload_param")]
-    optimizer, parameters = ((section or {}).get("device", "none") != "none" for section in offloads)
+    devices = [lookup(data, f"/zero_optimization/{name}/device") for name in OFFLOADS]
+    optimizer, parameters = (device not in (None, "none") for device in devices)
     return Execution(
         pp=pp,
         tp=tp,
@@ -178,7 +181,17 @@ def _rest(data: JsonObject) -> JsonObject:
         if isinstance(section, dict):
             more = {key: copy.deepcopy(value) for key, value in section.items() if key not in READ.get(name, ())}
             rest |= {name: more} if more else {}
-    return rest
+    zero = rest.get("zero_optimization", {})
+    for name in OFFLOADS:
+        if isinstance(zero.get(name), dict):
+            zero[name] = {key: value for key, value in zero[name].items() if key not in OF_NVME}
+    for pointer in accelerated(data):  # which a CPU would refuse
+        section, key = pointer.split("/")[1:-1], pointer.split("/")[-1]
+        inner = rest
+        for step in section:
+            inner = inner.get(step, {})
+        inner.pop(key, None)
+    return {name: value for name, value in rest.items() if value != {}}
 
 
 def compositions(model: str, reduced: Reduced, source: ModelSource) -> list[Composition]:

@@ -52,11 +52,19 @@ def test_a_config_keeps_what_it_says_of_the_computation_and_names_what_it_loses(
 
 
 def test_offload_and_16_bits_are_kept() -> None:
-    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}, "offload_param": {"device": "cpu"}}
+    offload = {
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/x", "pin_memory": True},
+        "offload_param": {"device": "cpu"},
+        "zero_quantized_weights": True,
+    }
     config = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **offload}}
     found = reduced(config, 2)
     assert (found.execution.offload, found.execution.zero, found.training.precision) == ("all", 3, "bf16")
-    assert any("nvme" in text for text in found.left_out)
+    assert found.execution.rest == {
+        "zero_optimization": {"offload_optimizer": {"pin_memory": True}, "offload_param": {}}
+    }
+    said = " ".join(found.left_out)
+    assert "nvme" in said and "zero_quantized_weights" in said
 
 
 def test_a_composition_that_runs_refuse_is_said_in_the_certificate(tmp_path: Path) -> None:
