@@ -150,10 +150,11 @@ class _Loop:
         """Return the sum of the losses of a micro-batch's labels, and its router loss."""
         training = self.training
         total = router = torch.zeros(())
-        alone = training.data in ("padded", "packed")  # what nothing else in the row can have touched
-        if training.dropout or training.router or not alone:  # these depend on all that is in a micro-batch
-            names = ("input_ids", "position_ids") if training.data == "packed" else ("input_ids",)
-            given = {name: torch.tensor([row[name] for row in part]) for name in names}
+        whole = training.dropout or training.router  # what is drawn, and a router's choice, is of a whole micro-batch
+        if whole or training.data != "packed":
+            # to a router's loss all tokens count, also padding
+            names = {"packed": ["position_ids"], "padded": [] if whole else ["attention_mask"]}.get(training.data, [])
+            given = {name: torch.tensor([row[name] for row in part]) for name in ("input_ids", *names)}
             more = {"output_router_logits": True} if training.router else {}
             with draws or nullcontext():
                 outputs = self.model(**given, **more, use_cache=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import shutil
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,7 @@ from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
+from harness.hf.skeleton import text_decoder
 from harness.hf.verify.shrink import parts_of
 from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 from harness.parity.composition import Composition, Execution, Training
@@ -48,7 +50,7 @@ def make_subject(composition: Composition, folder: Path) -> Subject:
     """Write the model of a composition below `folder`, once. UserError for a family of which no tiny model runs."""
     training = composition.training
     shape = {name: getattr(training, name) for name in ("config", "dropout", "lora", "seed", "router")}
-    place = folder / _safe(f"{composition.model} {shape}")
+    place = folder / _name_of(f"{composition.model} {shape}")
     subject = Subject(base=place / "base", adapters=place / "adapters" if training.lora else None)
     if not place.exists():
         made = place.with_suffix(".part")
@@ -61,9 +63,8 @@ def make_subject(composition: Composition, folder: Path) -> Subject:
     return subject
 
 
-def _safe(text: str) -> str:
-    kept = "".join(letter if letter.isalnum() else "_" for letter in text)
-    return f"{kept[-60:]}_{torch.hash_tensor(torch.tensor(list(text.encode()))).item()}"
+def _name_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _config(composition: Composition) -> PretrainedConfig:
@@ -89,7 +90,10 @@ def _config(composition: Composition) -> PretrainedConfig:
 
 @cache
 def _tiny(family: str) -> PretrainedConfig:
-    return tiny_config(family, tensor=2)
+    config = tiny_config(family, tensor=2)
+    if text_decoder(config).model_type != family:
+        raise UserError(f"{family} has several parts, of which the text decoder is trained: a family of its own")
+    return config
 
 
 def _adapted(model: PreTrainedModel, training: Training) -> PeftModel:

@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from harness.config.values.json_object import JsonObject
-from harness.errors import UserError
 from harness.parity.compare import (
     USUAL,
     Distance,
@@ -98,8 +97,9 @@ def _try_some(
         try:  # a model of which none can be made costs no ranks
             make_subject(each, folder / "models")
             able.append((index, each))
-        except UserError as error:
-            conclude(index, Verdict(composition=each, kind=UNTRIED, reason=str(error)))
+        except Exception as error:  # whatever a family's config or model says to sizes that do not fit it
+            reason = f"no such model: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            conclude(index, Verdict(composition=each, kind=UNTRIED, reason=reason))
 
     def judged(number: int, outcome: JsonObject) -> None:
         index, composition = able[number]

@@ -85,7 +85,7 @@ def certify(model: str, config: str, world_size: int | None, report: Callable[[V
         verdicts = try_all(compositions(folder, reduced, source), report)
         return {
             **found,
-            **_concluded(verdicts),
+            **conclude(verdicts),
             "tried": {"ranks": reduced.execution.ranks, "layout": str(reduced.execution)},
             "compared": [_row(verdict, folder) for verdict in verdicts],
             "left_out": reduced.left_out,
@@ -210,7 +210,7 @@ def compositions(model: str, reduced: Reduced, source: ModelSource) -> list[Comp
     return [Composition(model=model, training=each, executions=executions) for each, executions in found]
 
 
-def _concluded(verdicts: Sequence[Verdict]) -> JsonObject:
+def conclude(verdicts: Sequence[Verdict]) -> JsonObject:
     """Return the verdict on all, and why."""
     bad = next((verdict for verdict in verdicts if verdict.is_bad), None)
     if bad is not None:

@@ -6,6 +6,7 @@ drawn anew each day. A line that fails can be tried and reduced alone: `scripts/
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from datetime import date
 from pathlib import Path
@@ -13,14 +14,26 @@ from random import Random
 
 import pytest
 
+from harness import Trainer, TrainingArguments
+from harness.parity.commands import verify
 from harness.parity.composition import Composition
 from harness.parity.search import Families, draw
 from harness.parity.trial import REFUSED, RIGHT, UNTRIED, try_all
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import rows
 
 pytestmark = pytest.mark.ranks
 
 FIXED = Path(__file__).parent / "compositions.txt"
 FRESH = 20
+MODEL = "tiny-llama"
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+}
 
 
 def test_the_fixed_compositions_come_to_the_numbers_of_one_process() -> None:
@@ -37,3 +50,30 @@ def test_fresh_compositions_of_the_day_are_right_or_refused(capsys: pytest.Captu
         print(f"\nfresh compositions of {seed}: {dict(counts)}; scripts/bench/parity.py --count {FRESH} --seed {seed}")
     assert not [str(verdict) for verdict in verdicts if verdict.is_bad]
     assert counts[RIGHT] > counts[REFUSED] + counts[UNTRIED]
+
+
+def test_a_config_is_certified_and_a_run_of_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps(CONFIG))
+    assert (
+        verify(["--model_name_or_path", MODEL, "--deepspeed_config", str(config), "--output", f"{tmp_path}/c.json"])
+        == 0
+    )
+    certificate = json.loads((tmp_path / "c.json").read_text())
+    assert certificate["verdict"] == "equal" and certificate["left_out"]
+    whats = [row["what"] for row in certificate["compared"]]
+    assert whats == ["float32, saved and resumed", "bf16"]
+    assert all(row["largest"]["loss"] <= row["allowed"]["loss"] for row in certificate["compared"])
+    for changes, found in (({}, certificate), ({"gradient_clipping": 0.5}, None)):
+        config.write_text(json.dumps({**CONFIG, **changes}))
+        environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        run_ranks(2, train_a_step, str(config), str(tmp_path / f"run{len(changes)}"), env=environment)
+        assert json.loads((tmp_path / f"run{len(changes)}" / "run.json").read_text())["certificate"] == found
+
+
+def train_a_step(config: str, output_dir: str) -> None:
+    arguments = TrainingArguments(deepspeed_config=config, output_dir=output_dir, max_steps=1, save_steps=0)
+    trainer = Trainer(MODEL, arguments, train_dataset=rows())
+    trainer.train()
+    trainer.close()

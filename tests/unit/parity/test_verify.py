@@ -12,7 +12,8 @@ from harness.arguments.configure import read_run_config
 from harness.parity.commands import table
 from harness.parity.composition import Composition
 from harness.parity.subject import deepspeed_config
-from harness.parity.verify import Reduced, certify, reduce
+from harness.parity.trial import Verdict
+from harness.parity.verify import Reduced, certify, conclude, reduce
 from harness.report import certificate
 
 
@@ -90,3 +91,17 @@ def test_a_certificate_is_found_by_all_that_it_holds_for(tmp_path: Path, monkeyp
 def test_the_executions_of_one_composition_have_one_number_of_ranks() -> None:
     assert Composition.parse("llama : pp=2 | tp=2").ranks == 2
     assert Composition.parse("llama : pp=2 tp=2 | dp=4 zero=3").ranks == 4
+
+
+def test_a_verdict_on_all_is_that_of_the_worst() -> None:
+    line = Composition.parse("MODEL precision=bf16 : pp=2 | tp=2")
+
+    def verdict(kind: str, reason: str = "") -> Verdict:
+        return Verdict(composition=line, kind=kind, reason=reason)
+
+    assert conclude([verdict("right")]) == {"verdict": certificate.EQUAL}
+    refused = conclude([verdict("right"), verdict("refused", "DS1")])
+    assert refused == {"verdict": certificate.REFUSED, "reason": "DS1"}
+    wrong = conclude([verdict("refused", "DS1"), verdict("wrong", "loss 1e-2")])
+    assert wrong == {"verdict": certificate.DIFFERS, "reason": "bf16, saved and resumed: loss 1e-2"}
+    assert conclude([verdict("untried", "no model")])["verdict"] == certificate.UNVERIFIED
