@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections import Counter
@@ -39,9 +40,12 @@ def main() -> int:
     parser.add_argument("--until_bad", action="store_true", help="with --lines: end at the first that is not right")
     parser.add_argument("--shrink", help="find the smallest composition that fails as this one")
     parser.add_argument("--pairs", type=Path, help="a file of verdicts: print how often pairs were met")
+    parser.add_argument("--precision", type=Path, help="a file of verdicts: print what 16 bits do, by layout")
     args = parser.parse_args()
     if args.pairs:
         return _print_pairs(args.pairs)
+    if args.precision:
+        return _print_precision(args.precision)
     if args.line or args.lines:
         lines = [args.line] if args.line else args.lines.read_text().splitlines()
         chosen = [Composition.parse(line) for line in lines if line.strip() and not line.startswith("#")]
@@ -120,6 +124,28 @@ def _print_pairs(path: Path) -> int:
     print(f"{len(rows)} compositions: {dict(counts)}; {len(met[RIGHT])} pairs were right at least once")
     for pair, count in met[RIGHT].most_common():
         print(f"{count:5} {' & '.join(pair)}")
+    return 0
+
+
+def _print_precision(path: Path) -> int:
+    """Print, by layout, how far executions in bf16 are from one process in bf16, beside that one's own distance."""
+    found: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        executions = Composition.parse(row["line"]).executions
+        if row["own"] is not None and len(executions) == 1 and not executions[0].bits:
+            one = executions[0]
+            axes = [f"{name}{size}" for name, size in (("pp", one.pp), ("tp", one.tp), ("dp", one.dp)) if size > 1]
+            found.setdefault(" x ".join([*axes, f"ZeRO-{one.zero}"]), []).append((row["off"], row["own"]))
+    for layout, rows in sorted(found.items()):
+        cells = [f"| {layout} | {len(rows)}"]
+        for name in ("loss", "first_norm", "weights"):
+            off, own = [a[name] for a, _ in rows], [b[name] for _, b in rows]
+            cells.append(f"{statistics.median(off):.0e} ({max(off):.0e}), {statistics.median(own):.0e}")
+        print(" | ".join(cells), "|")
+    every = [pair for rows in found.values() for pair in rows]
+    for name in every[0][0] if every else ():
+        shares = [off[name] / own[name] for off, own in every if own[name]] or [0.0]
+        print(f"{name}: of the precision's own: median {statistics.median(shares):.2f}, most {max(shares):.2f}")
     return 0
 
 
