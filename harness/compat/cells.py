@@ -32,7 +32,6 @@ from harness.parallel.comm import TensorParallel
 from harness.parity.composition import Execution
 from harness.parity.execute import be_silent, new_trainer, outcome_of, run_composition
 from harness.parity.launch import LINES
-from harness.parity.subject import trained
 from harness.parity.trial import RIGHT
 
 
@@ -147,7 +146,7 @@ def _same_tensors(trial: FamilyCase, exported: Path) -> None:
 
 def _loads(trial: FamilyCase, exported: Path) -> None:
     """Check that transformers loads what was written, with the logits of the model that was read."""
-    ids = torch.tensor([sample["input_ids"] for sample in trained(trial.composition.training)[:2]])
+    ids = torch.tensor([sample["input_ids"] for sample in trial.subject.trained()[:2]])
     logits = []
     for directory in (trial.directory, exported):
         loaded: Any = AutoModelForCausalLM.from_pretrained(

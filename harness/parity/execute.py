@@ -23,10 +23,11 @@ from harness.checkpoint.atomic import replace_text
 from harness.checkpoint.directories import EVALUATIONS, METRICS
 from harness.config.values.json_object import JsonObject
 from harness.console import Console
+from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
 from harness.parity.composition import Composition, Execution
 from harness.parity.launch import LINES
-from harness.parity.subject import PROMPTS, Subject, arguments, evaluated, make_subject, tokenizer, trained
+from harness.parity.subject import Subject, arguments, make_subject
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import TrainerCallback, TrainerControl, TrainerState
 from harness.training.recording.recorder import SAMPLES
@@ -127,18 +128,19 @@ def new_trainer(
     nowhere = io.StringIO()
     training = composition.training
     try:
-        given = arguments(composition, execution, place)
-        given.resume_from_checkpoint = "auto" if resumes else None
-        if training.evaluate and dist.get_rank() == 0:
+        prompts = place / "prompts.txt" if subject.prompts else None
+        if prompts is not None and dist.get_rank() == 0:
             place.mkdir(parents=True, exist_ok=True)
-            (place / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+            prompts.write_text("".join(f"{prompt}\n" for prompt in subject.prompts))
         dist.barrier()
+        given = arguments(training, execution, place, prompts)
+        given.resume_from_checkpoint = "auto" if resumes else None
         return Trainer(
             _model(subject),
             given,
-            train_dataset=trained(training),
-            eval_dataset=evaluated(training) if training.evaluate else None,
-            processing_class=tokenizer() if training.evaluate else None,
+            train_dataset=subject.trained(),
+            eval_dataset=subject.evaluated() if training.evaluate else None,
+            processing_class=ByteTokenizer() if subject.prompts else None,
             console=Console(out=nowhere, error=nowhere, speaks=False),
         )
     except UserError as error:

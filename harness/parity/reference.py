@@ -27,17 +27,14 @@ from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
 from harness.config.values.json_object import JsonObject
 from harness.data.batches.order import batch_indices
+from harness.data.tokenizer import ByteTokenizer
 from harness.parity.composition import Composition, Training
 from harness.parity.subject import (
     EPSILON,
-    PROMPTS,
     SAMPLED,
     Subject,
-    evaluated,
     optimizer_params,
     rate,
-    tokenizer,
-    trained,
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,7 +85,8 @@ class _Loop:
                 master.copy_(copy)
         self.trained = [p for p in self.masters.parameters() if p.requires_grad]
         self.copies = [p for p in self.model.parameters() if p.requires_grad]
-        self.rows = trained(training)
+        self.subject = subject
+        self.rows = subject.trained()
 
     def run(self, rounding: int | None) -> Numbers:
         training = self.training
@@ -112,7 +110,7 @@ class _Loop:
             self._copy()
             if training.evaluate and (step % training.evaluate == 0 or step == training.steps):
                 found.evaluations[step] = self._evaluate()
-                found.texts.extend(map(self._continue, PROMPTS))
+                found.texts.extend(map(self._continue, self.subject.prompts))
         return Numbers(**{**vars(found), "weights": _exported(self.model)})
 
     @torch.no_grad()
@@ -173,7 +171,7 @@ class _Loop:
     @torch.no_grad()
     def _evaluate(self) -> float:
         self.model.eval()
-        rows = evaluated(self.training)
+        rows = self.subject.evaluated()
         loss, router = self._losses(rows, None)
         self.model.train()
         return float(loss / sum(map(_counted, rows)) + self.training.router * router)
@@ -184,11 +182,11 @@ class _Loop:
         ids = list(prompt.encode())
         for _ in range(SAMPLED):
             token = int(self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
-            if token == tokenizer().eos_token_id:
+            if token == ByteTokenizer().eos_token_id:
                 break
             ids.append(token)
         self.model.train()
-        return str(tokenizer().decode(ids[len(prompt.encode()) :]))
+        return str(ByteTokenizer().decode(ids[len(prompt.encode()) :]))
 
 
 def _model(training: Training, subject: Subject, dtype: torch.dtype) -> Model:

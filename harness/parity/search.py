@@ -22,6 +22,8 @@ W = TypeVar("W", bound=Words)
 LAYERS = 4  # of a tiny copy
 UNEQUAL: JsonObject = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 90}
 """Heads and widths that two ranks do not share equally."""
+ODD: JsonObject = {"vocab_size": 99, "intermediate_size": 37, "pad_token_id": 0}
+"""As transformers' own tests have them: fewer ids than bytes, and widths that nothing divides."""
 TIED: JsonObject = {"tie_word_embeddings": True}
 
 
@@ -63,7 +65,7 @@ def _maybe(random: Random, chance: float, values: Sequence[T], otherwise: T) -> 
 
 def _training(random: Random, ranks: int, is_routed: bool) -> Training:
     return Training(
-        config=_maybe(random, 0.2, (TIED, UNEQUAL, {**TIED, **UNEQUAL}), {}),
+        config=_maybe(random, 0.2, (TIED, UNEQUAL, ODD, {**TIED, **UNEQUAL}), {}),
         dropout=_maybe(random, 0.2, (0.1, 0.3), 0.0),
         data=random.choices(ROWS, (40, 25, 15, 20))[0],
         length=_maybe(random, 0.2, (17, 32), 24),

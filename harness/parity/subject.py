@@ -8,18 +8,18 @@ import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
-from harness.hf.skeleton import text_decoder
+from harness.hf.skeleton import read_source, text_decoder, vocabulary_size
 from harness.hf.verify.shrink import parts_of
-from harness.hf.verify.tiny_copy import tiny_config, tiny_model
+from harness.hf.verify.tiny_copy import MOST_PARAMETERS, shrink, tiny_config, tiny_model
 from harness.parity.composition import Composition, Execution, Training
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 TEXT = b"Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. The five boxing wizards jump quickly? "
 EVALUATED = 5
 PROMPTS = ("Sphinx of", "98765")
+VOCABULARY = "vocabulary"
+Sample: TypeAlias = dict[str, list[int]]
 SAMPLED = 4  # tokens that each prompt is continued by
 EPSILON = 1e-6  # of Adam: large enough that rounding in tiny gradients moves no weight by the whole rate
 RATE_OF = {"SGD": 30.0, "RMSprop": 0.3, "Adagrad": 3.0}  # times the rate, so that all optimizers move the weights alike
@@ -35,45 +37,59 @@ RATE_OF = {"SGD": 30.0, "RMSprop": 0.3, "Adagrad": 3.0}  # times the rate, so th
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A tiny model on the disk.
+    """A tiny model on the disk, and the samples that it is trained on.
 
     Attributes:
         base: a HuggingFace directory.
         adapters: a directory of peft's, of adapters that are not zero; None without.
+        vocabulary: number of ids that the model knows.
     """
 
+    training: Training
     base: Path
     adapters: Path | None
+    vocabulary: int
+
+    def trained(self) -> list[Sample]:
+        """Return the rows that training reads: two and a half batches, so that a step reaches into the next epoch."""
+        return samples(self.training, 5 * self.training.batch // 2, self.vocabulary)
+
+    def evaluated(self) -> list[Sample]:
+        """Return the rows that evaluations read; of a model with a router loss just one micro-batch of them."""
+        return samples(self.training, 8 if self.training.router else EVALUATED, self.vocabulary, offset=100)
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """What is continued at each evaluation: nothing by a model that knows fewer ids than there are bytes."""
+        return PROMPTS if self.training.evaluate and self.vocabulary >= len(ByteTokenizer()) else ()
 
 
 def make_subject(composition: Composition, folder: Path) -> Subject:
     """Write the model of a composition below `folder`, once. UserError for a family of which no tiny model runs."""
     training = composition.training
     shape = {name: getattr(training, name) for name in ("config", "dropout", "lora", "seed", "router")}
-    place = folder / _name_of(f"{composition.model} {shape}")
-    subject = Subject(base=place / "base", adapters=place / "adapters" if training.lora else None)
+    place = folder / hashlib.sha256(f"{composition.model} {shape}".encode()).hexdigest()[:16]
     if not place.exists():
         made = place.with_suffix(".part")
         shutil.rmtree(made, ignore_errors=True)
         model = tiny_model(_config(composition), seed=training.seed)
         model.save_pretrained(made / "base")
+        (made / VOCABULARY).write_text(str(vocabulary_size(model)))
         if training.lora:
             _adapted(model, training).save_pretrained(str(made / "adapters"))
         made.rename(place)
-    return subject
-
-
-def _name_of(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Subject(
+        training=training,
+        base=place / "base",
+        adapters=place / "adapters" if training.lora else None,
+        vocabulary=int((place / VOCABULARY).read_text()),
+    )
 
 
 def _config(composition: Composition) -> PretrainedConfig:
-    """Return the config of the tiny model: that of a directory as it is, of a family a tiny one."""
-    training = composition.training
-    if Path(composition.model).is_dir():
-        config: PretrainedConfig = copy.deepcopy(AutoConfig.from_pretrained(composition.model))
-    else:
-        config = copy.deepcopy(_tiny(composition.model))
+    """Return the config of the tiny model: of a directory its own if it is tiny, of a family a tiny one."""
+    training, family = composition.training, composition.model
+    config = copy.deepcopy(_tiny(family) if family in CONFIG_MAPPING else _of_directory(family))
     fields = {**config.to_dict(), **training.config}
     for part in parts_of(fields):
         for name, value in part.items():
@@ -86,6 +102,14 @@ def _config(composition: Composition) -> PretrainedConfig:
     made.use_cache = False
     vars(made).update({key: value for key, value in vars(config).items() if key.startswith("base_model_")})
     return made
+
+
+@cache
+def _of_directory(name: str) -> PretrainedConfig:
+    config = read_source(name).config
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    return shrink(config, tensor=2) if size > MOST_PARAMETERS else config
 
 
 @cache
@@ -118,20 +142,15 @@ def _adapted(model: PreTrainedModel, training: Training) -> PeftModel:
 # -- samples -----------------------------------------------------------------------------------------------
 
 
-def trained(training: Training) -> list[dict[str, list[int]]]:
-    """Return the rows that training reads: two and a half batches, so that a step reaches into the next epoch."""
-    return samples(training, 5 * training.batch // 2)
-
-
-def samples(training: Training, count: int, offset: int = 0) -> list[dict[str, list[int]]]:
+def samples(training: Training, count: int, vocabulary: int, offset: int = 0) -> list[Sample]:
     """Return rows of token ids in the form that `training.data` names: a text's bytes, as noise would teach nothing."""
     generator = torch.Generator().manual_seed(training.seed + offset)
     n, found = training.length, []
     for row in range(offset, offset + count):
         start = row * (n + 3) % len(TEXT)
-        ids = list((TEXT * (n // len(TEXT) + 2))[start : start + n])
+        ids = [byte % vocabulary for byte in (TEXT * (n // len(TEXT) + 2))[start : start + n]]
         some = int(torch.randint(1, n // 2, (), generator=generator))
-        sample = {"input_ids": ids}
+        sample: Sample = {"input_ids": ids}
         if training.data == "masked":
             sample["labels"] = [-100] * (2 * some) + ids[2 * some :]
         elif training.data == "padded":
@@ -143,11 +162,6 @@ def samples(training: Training, count: int, offset: int = 0) -> list[dict[str, l
             raise UserError(f"composition: data={training.data}: it must be blocks, masked, padded or packed")
         found.append(sample)
     return found
-
-
-def evaluated(training: Training) -> list[dict[str, list[int]]]:
-    """Return the rows that evaluations read; of a model with a router loss just one micro-batch of them."""
-    return samples(training, 8 if training.router else EVALUATED, offset=100)
 
 
 # -- what is handed to the Trainer -------------------------------------------------------------------------
@@ -212,9 +226,8 @@ def _merged(config: JsonObject, more: JsonObject) -> JsonObject:
     return found
 
 
-def arguments(composition: Composition, execution: Execution, output_dir: Path) -> TrainingArguments:
-    """Return the arguments of an execution that writes to `output_dir`."""
-    training = composition.training
+def arguments(training: Training, execution: Execution, output_dir: Path, prompts: Path | None) -> TrainingArguments:
+    """Return the arguments of an execution that writes to `output_dir`; `prompts`: a file of some."""
     given: JsonObject = {
         "deepspeed_config": deepspeed_config(training, execution),
         "output_dir": str(output_dir),
@@ -235,10 +248,6 @@ def arguments(composition: Composition, execution: Execution, output_dir: Path) 
         given["attn_implementation"] = training.attention
     if training.evaluate:
         given |= {"eval_strategy": "steps", "eval_steps": training.evaluate}
-        given |= {"sample_prompts": str(output_dir / "prompts.txt"), "sample_tokens": SAMPLED}
+    if prompts is not None:
+        given |= {"sample_prompts": str(prompts), "sample_tokens": SAMPLED}
     return TrainingArguments(**given)
-
-
-def tokenizer() -> ByteTokenizer:
-    """Return the tokenizer of the prompts."""
-    return ByteTokenizer()
