@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -135,6 +136,8 @@ def _rank(rank: int, ranks: int, port: int, folder: Path, worker: Worker, first:
         worker(folder, first)
         dist.barrier()
         code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.parity.composition import Composition
 from harness.parity.search import Families, draw, pairs, shrink
-from harness.parity.trial import REFUSED, RIGHT, Verdict, try_all
+from harness.parity.trial import FAILED, REFUSED, RIGHT, WRONG, Verdict, try_all
 
-SLICE = 40  # compositions of one launch
+SLICE = 20  # compositions of one launch
+LARGE = 1000
 
 
 def main() -> int:
@@ -90,21 +91,29 @@ def _shrink(composition: Composition) -> int:
 
 
 def _search(args: argparse.Namespace) -> int:
-    families, start, bad = Families.read(), time.monotonic(), 0
-    done = len(args.results.read_text().splitlines()) if args.results and args.results.exists() else 0
-    first, counts = done, Counter[str]()
-    while (time.monotonic() - start < args.seconds) if args.seconds else (done - first < args.count):
-        size = SLICE if args.seconds else min(SLICE, args.count - (done - first))
-        some = [draw(Random(f"{args.seed} {number}"), families) for number in range(done, done + size)]
-        verdicts = try_all(some, lambda verdict: print(verdict, flush=True) if verdict.is_bad else None)
+    families, start, counts = Families.read(), time.monotonic(), Counter[str]()
+    known = args.results.read_text().splitlines() if args.results and args.results.exists() else []
+    first = 1 + max((json.loads(line)["number"] for line in known), default=-1)
+    numbers = range(first, first + (LARGE if args.seconds else args.count))
+    chosen = {str(draw(Random(f"{args.seed} {number}"), families)): number for number in numbers}
+
+    def tell(verdict: Verdict) -> None:
+        counts[verdict.kind] += 1
+        if verdict.is_bad:
+            print(verdict, flush=True)
         if args.results:
+            row = {"number": chosen[str(verdict.composition)], **_row(verdict)}
             with args.results.open("a") as file:
-                file.writelines(json.dumps(_row(verdict)) + "\n" for verdict in verdicts)
-        counts.update(verdict.kind for verdict in verdicts)
-        bad += sum(verdict.is_bad for verdict in verdicts)
-        done += size
-    print(f"seed {args.seed}: {done - first} compositions in {time.monotonic() - start:.0f} s: {dict(counts)}")
-    return int(bad > 0)
+                file.write(json.dumps(row) + "\n")
+        if args.seconds and time.monotonic() - start > args.seconds:
+            raise Enough
+
+    lines = list(chosen)
+    with suppress(Enough):
+        for at in range(0, len(lines), SLICE):
+            try_all([Composition.parse(line) for line in lines[at : at + SLICE]], tell)
+    print(f"seed {args.seed}: {counts.total()} compositions in {time.monotonic() - start:.0f} s: {dict(counts)}")
+    return int(counts[WRONG] + counts[FAILED] > 0)
 
 
 def _row(verdict: Verdict) -> dict[str, object]:
