@@ -5,6 +5,7 @@ A server has imported everything once; ranks are forked from it, so that startin
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import TypeAlias
@@ -43,27 +45,29 @@ def run_on_ranks(
     worker: Worker,
     limit_s: float,
     report: Callable[[int, JsonObject], None],
+    root: Path | None = None,
 ) -> None:
     """Have `worker` run lines on `ranks` ranks, and report what came of each, by its number, as soon as it is known.
 
     One that takes longer than `limit_s` seconds, or ends a rank, has an error that says so. `folder` is empty.
+    `root`: of another copy of the harness, which the ranks import in the place of this one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LINES).write_text("".join(f"{line}\n" for line in lines))
     first = 0
     while first < len(lines):
-        for number, outcome in _launch(worker, ranks, folder, range(first, len(lines)), limit_s):
+        for number, outcome in _launch(worker, ranks, folder, range(first, len(lines)), limit_s, root):
             report(number, outcome)
             first = number + 1
 
 
 def _launch(
-    worker: Worker, ranks: int, folder: Path, numbers: range, limit_s: float
+    worker: Worker, ranks: int, folder: Path, numbers: range, limit_s: float, root: Path | None
 ) -> Iterator[tuple[int, JsonObject]]:
     """Yield what comes of the lines of these numbers, until all are done or one has ended the ranks."""
     port = free_port()
     processes = [
-        _server().Process(target=_rank, args=(rank, ranks, port, folder, worker, numbers.start))
+        _server().Process(target=_rank, args=(rank, ranks, port, folder, _name(worker), numbers.start, root))
         for rank in range(ranks)
     ]
     with changed_environment(QUIET):  # which the server, that starts with the first rank, inherits
@@ -118,7 +122,13 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _rank(rank: int, ranks: int, port: int, folder: Path, worker: Worker, first: int) -> None:
+def _name(worker: Worker) -> tuple[str, str]:
+    return worker.__module__, worker.__name__
+
+
+def _rank(
+    rank: int, ranks: int, port: int, folder: Path, worker: tuple[str, str], first: int, root: Path | None
+) -> None:
     """Be a rank, in a process of its own."""
     import torch
     import torch.distributed as dist
@@ -133,7 +143,10 @@ def _rank(rank: int, ranks: int, port: int, folder: Path, worker: Worker, first:
     dist.init_process_group("gloo")
     code = 1
     try:
-        worker(folder, first)
+        if root is not None:
+            _import_from(root)
+        run: Worker = getattr(import_module(worker[0]), worker[1])
+        run(folder, first)
         dist.barrier()
         code = 0
     except BaseException:
@@ -142,3 +155,11 @@ def _rank(rank: int, ranks: int, port: int, folder: Path, worker: Worker, first:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # threads of gloo would wait for the others
+
+
+def _import_from(root: Path) -> None:
+    """Have this process import the harness anew, from another copy of it."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "harness"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(root))
+    importlib.invalidate_caches()

@@ -65,9 +65,19 @@ Report = Callable[[Verdict], None]
 
 
 def try_all(
-    compositions: Sequence[Composition], report: Report = lambda _: None, *, limit_s: float = LIMIT_S
+    compositions: Sequence[Composition],
+    report: Report = lambda _: None,
+    *,
+    limit_s: float = LIMIT_S,
+    judge: Judge | None = None,
+    root: Path | None = None,
 ) -> list[Verdict]:
-    """Return a verdict on each composition, in their order; each is reported as soon as it is known."""
+    """Return a verdict on each composition, in their order; each is reported as soon as it is known.
+
+    Args:
+        judge: one that knows some trainings in one process already.
+        root: of another copy of the harness, to be tried in the place of this one.
+    """
     found: dict[int, Verdict] = {}
 
     def conclude(index: int, verdict: Verdict) -> None:
@@ -75,11 +85,11 @@ def try_all(
         report(verdict)
 
     with _as_a_rank(), tempfile.TemporaryDirectory(prefix="parity_") as folder:
-        judge = Judge()
+        judge = judge or Judge()
         ranks = sorted({each.ranks for each in compositions})
         for size in ranks:
             some = [(index, each) for index, each in enumerate(compositions) if each.ranks == size]
-            _try_some(some, size, Path(folder) / f"on_{size}", judge, conclude, limit_s)
+            _try_some(some, size, Path(folder) / f"on_{size}", judge, conclude, limit_s, root)
     return [found[index] for index in range(len(compositions))]
 
 
@@ -90,6 +100,7 @@ def _try_some(
     judge: Judge,
     conclude: Callable[[int, Verdict], None],
     limit_s: float,
+    root: Path | None,
 ) -> None:
     """Try compositions of one number of ranks."""
     able: list[tuple[int, Composition]] = []
@@ -107,7 +118,7 @@ def _try_some(
         conclude(index, judge.verdict(composition, subject, outcome, folder / str(number)))
 
     lines = [str(each) for _, each in able]
-    run_on_ranks(lines, ranks, folder, worker=run_lines, limit_s=limit_s, report=judged)
+    run_on_ranks(lines, ranks, folder, worker=run_lines, limit_s=limit_s, report=judged, root=root)
 
 
 @contextmanager

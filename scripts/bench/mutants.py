@@ -4,21 +4,25 @@
     python scripts/bench/mutants.py --only tensor tied       # those whose name holds one of these words
     python scripts/bench/mutants.py --results mutants.jsonl  # appended to; what is in it is not run again
 
-A mutant is found if a composition is wrong, fails, or is refused that is right otherwise.
+`mutants.json` holds them: a name, a file, a text that stands once in it, what takes its place, and words of a line of
+`tests/distributed/compositions.txt` that is tried first, as it is quicker; all others follow until one is not right.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from harness.parity.composition import Composition
+from harness.parity.trial import RIGHT, Judge, Verdict, try_all
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = ROOT / "tests" / "distributed" / "compositions.txt"
@@ -32,46 +36,55 @@ class Mutant:
     file: str
     old: str
     new: str
+    first: str = ""
 
 
-def _mutants() -> list[Mutant]:
+class Found(Exception):
+    """A composition is not right."""
+
+
+def read_mutants() -> list[Mutant]:
     rows = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     return [Mutant(*row) for row in rows]
 
 
-def apply(mutant: Mutant, root: Path) -> None:
-    """Plant a fault below `root`. SystemExit where the product has changed so that it has no place."""
+def plant(mutant: Mutant, root: Path) -> None:
+    """Copy the product below `root`, with the mistake."""
+    shutil.copytree(ROOT / "harness", root / "harness")
     path = root / "harness" / mutant.file
-    text = path.read_text(encoding="utf-8")
-    if text.count(mutant.old) != 1:
-        raise SystemExit(f"{mutant.name}: {mutant.old!r} stands {text.count(mutant.old)} times in {mutant.file}")
-    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    path.write_text(path.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
 
 
-def run(mutant: Mutant, timeout_s: float) -> dict[str, object]:
+def run(mutant: Mutant, judge: Judge) -> dict[str, object]:
     """Return what the fixed compositions say of a mutant."""
+    lines = [line for line in LINES.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    lines.sort(key=lambda line: not (mutant.first and mutant.first in line))
+    tried: list[Verdict] = []
+
+    def report(verdict: Verdict) -> None:
+        tried.append(verdict)
+        if verdict.kind != RIGHT:
+            raise Found
+
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant_") as folder:
-        root = Path(folder)
-        shutil.copytree(ROOT / "harness", root / "harness", symlinks=False)
-        shutil.copytree(
-            ROOT / "scripts" / "bench", root / "scripts" / "bench", ignore=shutil.ignore_patterns("results")
-        )
-        apply(mutant, root)
-        start = time.monotonic()
-        command = [sys.executable, str(root / "scripts/bench/parity.py"), "--lines", str(LINES), "--until_bad"]
-        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, env=environment, cwd=root, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-        bad = [
-            line
-            for line in done.stdout.splitlines()
-            if any(f" {kind}: " in line for kind in ("wrong", "failed", "refused"))
-        ]
-        said = bad[0].strip() if bad else (done.stderr.strip().splitlines() or [""])[-1] if done.returncode else ""
-        tried = sum(line.lstrip()[:1].isdigit() for line in done.stdout.splitlines())
-        seconds = round(time.monotonic() - start, 1)
-        return {**asdict(mutant), "found": done.returncode != 0, "said": said, "tried": tried, "seconds": seconds}
+        plant(mutant, Path(folder))
+        try:
+            for line in lines:  # one by one, in this order: all of one number of ranks would come first
+                try_all([Composition.parse(line)], report, judge=judge, root=Path(folder), limit_s=30)
+        except Found:
+            pass
+    last = tried[-1]
+    said = f"{last.kind}: {last.composition}: {last.reason}"[:240] if last.kind != RIGHT else ""
+    seconds = round(time.monotonic() - start, 1)
+    return {
+        "name": mutant.name,
+        "file": mutant.file,
+        "found": bool(said),
+        "said": said,
+        "tried": len(tried),
+        "s": seconds,
+    }
 
 
 def main() -> int:
@@ -79,46 +92,26 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="mutants with one of these in their name")
     parser.add_argument("--results", type=Path, help="a file of results, one a line; those in it are not run again")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more after so long")
-    parser.add_argument("--check", action="store_true", help="only check that each mutant has its place")
     args = parser.parse_args()
-    mutants = [each for each in _mutants() if not args.only or any(word in each.name for word in args.only)]
-    if args.check:
-        return _check(mutants)
-    known = (
-        [json.loads(line) for line in args.results.read_text().splitlines()]
-        if args.results and args.results.exists()
-        else []
-    )
-    found = {row["name"]: row for row in known}
-    start = time.monotonic()
+    mutants = [each for each in read_mutants() if not args.only or any(word in each.name for word in args.only)]
+    known = args.results.read_text().splitlines() if args.results and args.results.exists() else []
+    found = {row["name"]: row for row in map(json.loads, known)}
+    judge, start = Judge(), time.monotonic()
     for mutant in mutants:
         if mutant.name in found or time.monotonic() - start > args.seconds:
             continue
-        found[mutant.name] = row = run(mutant, 600)
+        row = found[mutant.name] = run(mutant, judge)
         print(
-            f"{'found' if row['found'] else 'SURVIVES'}: {mutant.name} ({row['tried']} tried): {row['said']}"[:300],
+            f"{'found' if row['found'] else 'SURVIVES'} ({row['tried']}, {row['s']} s): {mutant.name}: {row['said']}",
             flush=True,
         )
         if args.results:
             with args.results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-    run_now = [found[each.name] for each in mutants if each.name in found]
-    caught = sum(bool(row["found"]) for row in run_now)
-    print(f"\n{caught} of {len(run_now)} mutants are found ({len(mutants)} in all)")
-    return int(caught < len(run_now))
-
-
-def _check(mutants: list[Mutant]) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        for mutant in mutants:
-            shutil.copytree(
-                ROOT / "harness" / Path(mutant.file).parent,
-                Path(folder) / "harness" / Path(mutant.file).parent,
-                dirs_exist_ok=True,
-            )
-            apply(mutant, Path(folder))
-    print(f"{len(mutants)} mutants have their places")
-    return 0
+    of_these = [found[each.name] for each in mutants if each.name in found]
+    caught = sum(bool(row["found"]) for row in of_these)
+    print(f"{caught} of {len(of_these)} mutants are found ({len(mutants)} in all)")
+    return int(caught < len(of_these))
 
 
 if __name__ == "__main__":
