@@ -38,7 +38,8 @@ from harness.parity.subject import (
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ROUNDING = 2e-7
+ROUNDING = {"fp32": (2e-7, 1), "bf16": (5e-3, 16), "fp16": (7e-4, 16)}
+"""Of a training that shows what rounding does, by precision: how far weights are off, relative, and one of how many."""
 
 Model: TypeAlias = Any
 """A model of transformers, or one of peft's around it."""
@@ -76,7 +77,7 @@ class _Loop:
 
     def __init__(self, training: Training, subject: Subject, precision: str) -> None:
         self.training = training
-        self.dtype = DTYPES[precision]
+        self.precision, self.dtype = precision, DTYPES[precision]
         self.sums = DTYPES.get(training.sums, torch.float32) if self.dtype != torch.float32 else torch.float32
         self.masters = _model(training, subject, torch.float32)
         self.model = self.masters if self.dtype == torch.float32 else _model(training, subject, self.dtype)
@@ -92,10 +93,7 @@ class _Loop:
         training = self.training
         before = _exported(self.model)
         if rounding is not None:
-            generator = torch.Generator().manual_seed(rounding)
-            with torch.no_grad():
-                for parameter in self.masters.parameters():
-                    parameter.mul_(1 + ROUNDING * (torch.randint(2, parameter.shape, generator=generator) * 2 - 1))
+            self._move_weights(torch.Generator().manual_seed(rounding))
         self._copy()
         optimizer = _optimizer(self.masters, training)
         scheduler = get_scheduler(training.scheduler, optimizer, training.warmup, training.steps)
@@ -112,6 +110,15 @@ class _Loop:
                 found.evaluations[step] = self._evaluate()
                 found.texts.extend(map(self._continue, self.subject.prompts))
         return Numbers(**{**vars(found), "weights": _exported(self.model)})
+
+    @torch.no_grad()
+    def _move_weights(self, generator: torch.Generator) -> None:
+        """Move weights by rounding errors."""
+        size, one_of = ROUNDING[self.precision]
+        for parameter in self.masters.parameters():
+            sign = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
+            chosen = torch.randint(one_of, parameter.shape, generator=generator) == 0
+            parameter.mul_(1 + size * sign * chosen)
 
     @torch.no_grad()
     def _copy(self) -> None:

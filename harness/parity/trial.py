@@ -14,6 +14,8 @@ import transformers
 
 from harness.config.values.json_object import JsonObject
 from harness.parity.compare import (
+    MOST,
+    MOST_OF_HALF,
     USUAL,
     Distance,
     compressed_limit,
@@ -165,8 +167,9 @@ class Judge:
             own = distance(wanted, self.reference(composition, subject, precision="fp32"))
             limit = half_limit(composition, own)
         limit = compressed_limit(composition, limit)
-        if precision == "fp32" and not compresses and not off.within(limit):
-            limit = noise_limit(wanted, lambda seed: reference(composition, subject, rounding=seed))
+        if not compresses and not off.within(limit):
+            most = MOST if precision == "fp32" else MOST_OF_HALF
+            limit = noise_limit(wanted, lambda seed: reference(composition, subject, rounding=seed), limit, most)
         right = off.within(limit)
         reason = "" if right else f"{off} (limits: {limit})"
         kind = RIGHT if right else WRONG
