@@ -141,7 +141,7 @@ def _alignment(own: Curve, theirs: Curve) -> tuple[int, int]:
     steps = sorted(theirs.losses)
     stride = min((b - a for a, b in pairwise(steps)), default=1)
 
-    def misfit(candidate: tuple[int, int]) -> float:
+    def off_by(candidate: tuple[int, int]) -> float:
         offset, mean_of = candidate
         for step in steps:
             values = [own.losses.get(each) for each in range(step + offset - mean_of + 1, step + offset + 1)]
@@ -150,7 +150,7 @@ def _alignment(own: Curve, theirs: Curve) -> tuple[int, int]:
                 return abs(theirs.losses[step] - mean(known))
         return float("inf")
 
-    return min(((offset, mean_of) for offset in (0, 1) for mean_of in sorted({1, stride})), key=misfit)
+    return min(((offset, mean_of) for offset in (0, 1) for mean_of in sorted({1, stride})), key=off_by)
 
 
 def _precision(run: Path) -> str:

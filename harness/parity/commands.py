@@ -6,12 +6,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.hf.locate import DEFAULT_MODEL
 from harness.topology.env import inherited, replace_environment
 from harness.verb_parser import VerbParser, positive
+
+if TYPE_CHECKING:
+    from harness.parity.trial import Verdict
 
 DESCRIPTION = """Trains a tiny copy of a model in the layout of a DeepSpeed JSON, on this machine's processor, and once
 more by plain torch and transformers in one process; compares losses, gradient norms, evaluations and weights, also
@@ -19,6 +24,11 @@ after a save and a resume. Writes a certificate, which runs of this config and m
 
 With --against: compares the losses of a run with those of another program, and says from which step on they differ by
 more than rounding."""
+ARGUMENTS = (
+    *("bf16", "fp16", "pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size"),
+    *("gradient_checkpointing", "max_grad_norm", "optim"),
+)
+"""Arguments of a run that change what is tried."""
 EXAMPLE = f"""exit codes: 0 equal, 1 different, refused or not verified, 2 unusable arguments
 
 example:
@@ -32,6 +42,7 @@ def verify(argv: Sequence[str]) -> int:
     parser.add_argument("run", nargs="?", type=Path, help="with --against: an output_dir, or a metrics file")
     parser.add_argument("--model_name_or_path", help="a preset's name, or a directory with HuggingFace's config.json")
     parser.add_argument("--deepspeed_config", help="DeepSpeed JSON: a file or a preset's name")
+    parser.add_run_arguments(ARGUMENTS)
     parser.add_argument("--world_size", type=positive, help="ranks of the run (default: as few as the config runs on)")
     parser.add_argument("--output", type=Path, help="where to write the certificate (default: kept for runs alone)")
     parser.add_argument("--against", type=Path, help="metrics of another program: .jsonl, .json, .csv or a log")
@@ -48,19 +59,22 @@ def verify(argv: Sequence[str]) -> int:
         parser.error("a run is compared with --against FILE")
     if args.model_name_or_path is None or args.deepspeed_config is None:
         parser.error("--model_name_or_path and --deepspeed_config are both needed")
-    return _certify(args.model_name_or_path, args.deepspeed_config, args.world_size, args.output)
+    given = {name: getattr(args, name) for name in ARGUMENTS if getattr(args, name) is not None}
+    arguments = TrainingArguments(deepspeed_config=args.deepspeed_config, **given)
+    return _certify(args.model_name_or_path, arguments, args.world_size, args.output)
 
 
-def _certify(model: str, config: str, world_size: int | None, output: Path | None) -> int:
+def _certify(model: str, arguments: TrainingArguments, world_size: int | None, output: Path | None) -> int:
     from harness.parity.launch import QUIET
     from harness.report import certificate
 
     replace_environment({**inherited(), **QUIET})  # DeepSpeed reads it when it is imported, as it is next
     from harness.parity.verify import certify, described
 
-    found = certify(
-        model, config, world_size, lambda verdict: print(f"tried: {described(verdict)}", file=sys.stderr, flush=True)
-    )
+    def say(verdict: Verdict) -> None:
+        print(f"tried: {described(verdict)}", file=sys.stderr, flush=True)
+
+    found = certify(model, arguments, say, world_size)
     if output is not None:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +85,7 @@ def _certify(model: str, config: str, world_size: int | None, output: Path | Non
         print("the certificate cannot be kept for runs: set XDG_CACHE_HOME to a folder of yours", file=sys.stderr)
     print(table(found))
     if found["verdict"] != certificate.EQUAL:
-        raise UserError(f"{config}: {found['verdict']}: {found['reason']}")
+        raise UserError(f"{arguments.deepspeed_config}: {found['verdict']}: {found['reason']}")
     return 0
 
 

@@ -43,6 +43,14 @@ READ = {
 OFFLOADS = ("offload_optimizer", "offload_param")
 OF_NVME = ("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write")
 OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop")}
+TRIED = frozenset(
+    [
+        *(*SECTIONS, *VALUES, "fp16", "optimizer", "compile", "gradient_compression", "gradient_clipping"),
+        *("expert_parallel", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+        *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    ]
+)
+"""Keys of the JSON that are tried, or of which the certificate says otherwise why they are not."""
 STEPS = 4
 
 
@@ -59,22 +67,27 @@ class Reduced:
     left_out: list[str]
 
 
-def certify(model: str, config: str, world_size: int | None, report: Callable[[Verdict], None]) -> JsonObject:
-    """Return the certificate of a config (a file, or a preset's name) and a model (a directory, or a preset's name).
+def certify(
+    model: str,
+    arguments: TrainingArguments,
+    report: Callable[[Verdict], None],
+    world_size: int | None = None,
+) -> JsonObject:
+    """Return the certificate of a model (a directory, or a preset's name) and the config that the arguments name.
 
     `report` gets each verdict. Raises UserError for files that are none.
     """
-    source, document = read_source(model), read_config(config)
+    source, document = read_source(model), read_config(arguments.deepspeed_config)
     found: JsonObject = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "model": model,
-        "config": config,
+        "config": str(arguments.deepspeed_config),
         "versions": versions(),
         "machine": {"processors": os.cpu_count(), "device": "cpu"},
     }
     with TemporaryDirectory(prefix="verify_") as folder:
         try:
-            run = _run_config(model, config, world_size)
+            run = _run_config(model, arguments, world_size)
             shape = {name: value for name, value in source.config.to_dict().items() if name not in UNSHAPING}
             found["subject"] = certificate.subject(document.data, certificate.layout_of(run.resolved), shape)
             reduced = reduce(run)
@@ -92,14 +105,14 @@ def certify(model: str, config: str, world_size: int | None, report: Callable[[V
         }
 
 
-def _run_config(model: str, config: str, world_size: int | None) -> RunConfig:
+def _run_config(model: str, arguments: TrainingArguments, world_size: int | None) -> RunConfig:
     """Read and check the config for so many ranks; without a number as few as it can run on, two of them data ranks
     where its batch sizes allow that."""
-    arguments = TrainingArguments(deepspeed_config=config)
     if world_size is not None:
         return read_run_config(arguments, world_size=world_size, model=model)
-    data = read_config(config).data
-    pp, tp = (whole(lookup(data, at)) or 1 for at in ("/pipeline/stages", "/tensor_parallel/autotp_size"))
+    data = read_config(arguments.deepspeed_config).data
+    pp = arguments.pipeline_parallel_size or whole(lookup(data, "/pipeline/stages")) or 1
+    tp = arguments.tensor_parallel_size or whole(lookup(data, "/tensor_parallel/autotp_size")) or 1
     train, micro, accumulation = (whole(lookup(data, at)) for at in (TRAIN, MICRO, ACCUMULATION))
     stated = train // (micro * accumulation) if train and micro and accumulation else None
     try:
@@ -131,9 +144,7 @@ def reduce(run: RunConfig) -> Reduced:
     left_out += [text for pointer, text in accelerated(data).items() if pointer != "/optimizer/type"]
     if resolved.compile_backend is not None:
         left_out.append(f"compile.backend {resolved.compile_backend}: aot_eager is tried")
-    kept = {*SECTIONS, *VALUES, "optimizer", "compile", "gradient_compression", "gradient_clipping", "expert_parallel"}
-    sizes = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
-    left_out += [f"{name}: not tried" for name in data if name not in kept | sizes and not name.startswith(("$", "_"))]
+    left_out += [f"{name}: not tried" for name in data if name not in TRIED and not name.startswith(("$", "_"))]
     left_out.append("batch sizes, rate and schedule of the learning rate: small ones, and a constant rate, are tried")
     training = Training(
         data="masked",

@@ -71,7 +71,7 @@ def test_offload_and_16_bits_are_kept() -> None:
 def test_a_composition_that_runs_refuse_is_said_in_the_certificate(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 8, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}}')
-    found = certify("tiny-llama", str(path), None, lambda _: None)
+    found = certify("tiny-llama", TrainingArguments(deepspeed_config=str(path)), lambda _: None)
     assert found["verdict"] == certificate.REFUSED and "DS601" in found["reason"]
     assert table(found).endswith("verdict: refused")
 
