@@ -77,7 +77,7 @@ class Execution(Words):
     """How ranks compute a training: nothing here may change a number.
 
     Attributes:
-        dp: data-parallel ranks.
+        dp: data-parallel ranks; cp: how many of them share each sequence.
         ep: ranks of a stage that divide the experts among them.
         offload: what lies in host memory: none, optimizer (its states), all (parameters too).
         chunks: model chunks a stage (`pipeline.parts_per_stage`), 0 as the schedule has it.
@@ -91,6 +91,7 @@ class Execution(Words):
     pp: int = 1
     tp: int = 1
     dp: int = 1
+    cp: int = 1
     ep: int = 1
     zero: int = 0
     offload: str = "none"
@@ -183,8 +184,3 @@ class Composition:
         if len(found) > 1:
             raise UserError(f"composition {self}: its executions run on {' and '.join(map(str, sorted(found)))} ranks")
         return found.pop()
-
-    @property
-    def accumulation(self) -> list[int]:
-        """The number of micro-batches that a data rank has in a step, of each execution."""
-        return [self.training.batch // (self.training.micro * each.dp) for each in self.executions]

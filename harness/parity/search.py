@@ -88,7 +88,7 @@ def _training(random: Random, ranks: int, is_routed: bool) -> Training:
 
 def _execution(random: Random, training: Training, ranks: int) -> Execution:
     pp, tp, dp = random.choice([sizes for sizes in _sizes(ranks) if training.batch % (sizes[2] * training.micro) == 0])
-    staged = pp > 1
+    staged, cp = pp > 1, _maybe(random, 0.15, (2,), 1) if dp % 2 == 0 else 1
     zero = random.choice((0, 1) if staged and random.random() < 0.97 else (0, 1, 2, 3))
     schedule, chunks = SCHEDULES[0], 0
     if staged:
@@ -99,6 +99,7 @@ def _execution(random: Random, training: Training, ranks: int) -> Execution:
         pp=pp,
         tp=tp,
         dp=dp,
+        cp=cp,
         zero=zero,
         offload=_maybe(random, 0.2, OFFLOADS[1:] if zero == 3 else OFFLOADS[1:2], "none") if zero else "none",
         schedule=schedule,
@@ -167,7 +168,7 @@ def _plainer(words: W) -> Iterator[W]:
     """Yield the words with one of them at its default, and sizes at 2."""
     for name, value in words.stated():
         changes: list[JsonObject] = [{name: getattr(type(words)(), name)}]
-        if name in ("pp", "tp", "dp") and value != 2:
+        if name in ("pp", "tp", "dp", "cp") and value != 2:
             changes.append({name: 2})
         if isinstance(value, dict) and len(value) > 1:
             changes += [{name: {other: value[other] for other in value if other != key}} for key in value]

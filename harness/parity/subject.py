@@ -196,6 +196,8 @@ def deepspeed_config(training: Training, execution: Execution) -> JsonObject:
         config["zero_allow_untested_optimizer"] = True  # refused without
     if execution.ep > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": execution.ep}
+    if execution.cp > 1:
+        config["context_parallel"] = {"size": execution.cp}
     if execution.bits:
         config["gradient_compression"] = {"bits": execution.bits}
     if execution.compile:

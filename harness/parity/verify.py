@@ -30,7 +30,15 @@ from harness.training.prepare.trainable import UNSHAPING
 from harness.training.recording.files import versions
 
 MOST_RANKS = 8
-SECTIONS = ("pipeline", "tensor_parallel", "zero_optimization", "activation_checkpointing", "data_types", "bf16")
+SECTIONS = (
+    "pipeline",
+    "tensor_parallel",
+    "zero_optimization",
+    "activation_checkpointing",
+    "data_types",
+    "bf16",
+    "context_parallel",
+)
 VALUES = ("communication_data_type", "prescale_gradients", "gradient_predivide_factor")
 READ = {
     "pipeline": ("stages", "schedule", "parts_per_stage", "partition", "activation_checkpoint_interval"),
@@ -38,6 +46,7 @@ READ = {
     "zero_optimization": ("stage",),
     "data_types": ("grad_accum_dtype",),
     "bf16": ("enabled",),
+    "context_parallel": ("size",),
 }
 """Keys of the JSON that are fields of an `Execution` or a `Training`; of the sections above all others are kept."""
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -125,9 +134,12 @@ def reduce(run: RunConfig) -> Reduced:
     """Return the config at a size that can be tried at once."""
     resolved, data, left_out = run.resolved, run.document.data, []
     execution = _execution(run)
-    if (execution.pp, execution.tp) != (resolved.pp_size, resolved.tp_size):
-        wanted = f"{resolved.pp_size} stages x {resolved.tp_size} tensor-parallel ranks"
-        left_out.append(f"{wanted}: {execution.pp} x {execution.tp} are tried")
+    asked = {
+        "pipeline stages": (resolved.pp_size, execution.pp),
+        "tensor-parallel ranks": (resolved.tp_size, execution.tp),
+    }
+    asked["ranks that share a sequence"] = (resolved.cp_size, execution.cp)
+    left_out += [f"{there} {name}: {here} are tried" for name, (there, here) in asked.items() if there != here]
     if any(lookup(data, f"/zero_optimization/{name}/device") == "nvme" for name in OFFLOADS):
         left_out.append("offload to nvme: to the host's memory instead")
     precision = resolved.precision
@@ -170,6 +182,7 @@ def _execution(run: RunConfig) -> Execution:
         pp=pp,
         tp=tp,
         dp=dp,
+        cp=2 if resolved.cp_size > 1 and dp == 2 else 1,
         ep=1 if resolved.ep_size == 1 else tp * (dp if resolved.ep_size > resolved.tp_size else 1),
         zero=resolved.zero_stage,
         offload="all" if parameters else "optimizer" if optimizer else "none",

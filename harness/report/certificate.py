@@ -43,7 +43,16 @@ def digest_of_code() -> str:
 
 def layout_of(resolved: Resolved) -> JsonObject:
     """Return what decides how ranks compute, as flags may have changed it; how many data ranks there are does not."""
-    names = ("pp_size", "tp_size", "ep_size", "zero_stage", "precision", "schedule", "activation_checkpoint_interval")
+    names = (
+        "pp_size",
+        "tp_size",
+        "cp_size",
+        "ep_size",
+        "zero_stage",
+        "precision",
+        "schedule",
+        "activation_checkpoint_interval",
+    )
     return {name: getattr(resolved, name) for name in names}
 
 

@@ -48,6 +48,12 @@ def read_mutants() -> list[Mutant]:
     return [Mutant(*row) for row in rows]
 
 
+def has_place(mutant: Mutant) -> bool:
+    """Whether the text that the mistake changes stands in the product, once."""
+    path = ROOT / "harness" / mutant.file
+    return path.exists() and path.read_text(encoding="utf-8").count(mutant.old) == 1
+
+
 def plant(mutant: Mutant, root: Path) -> None:
     """Copy the product below `root`, with the mistake."""
     shutil.copytree(ROOT / "harness", root / "harness")
@@ -94,6 +100,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more after so long")
     args = parser.parse_args()
     mutants = [each for each in read_mutants() if not args.only or any(word in each.name for word in args.only)]
+    for mutant in [each for each in mutants if not has_place(each)]:
+        print(f"no place any more: {mutant.name} ({mutant.file})")
+        mutants.remove(mutant)
     known = args.results.read_text().splitlines() if args.results and args.results.exists() else []
     found = {row["name"]: row for row in map(json.loads, known)}
     judge, start = Judge(), time.monotonic()
