@@ -95,11 +95,11 @@ def _write(path: Path, content: JsonObject) -> None:
     replace_text(path, json.dumps(content) + "\n")
 
 
-def run_composition(composition: Composition, subject: Subject, place: Path) -> None:
+def run_composition(composition: Composition, subject: Subject, place: Path, verify_plan: str = "auto") -> None:
     """Train in each execution of the composition in turn; the model lies in `place/exported` in the end."""
     each = -(-composition.training.steps // len(composition.executions))
     for index, execution in enumerate(composition.executions):
-        trainer = new_trainer(composition, execution, subject, place, resumes=index > 0)
+        trainer = new_trainer(composition, execution, subject, place, resumes=index > 0, verify_plan=verify_plan)
         last = index + 1 == len(composition.executions)
         trainer.add_callback(StopAt(composition.training.steps if last else each * (index + 1), saves=not last))
         trainer.train()
@@ -122,7 +122,13 @@ class StopAt(TrainerCallback):
 
 
 def new_trainer(
-    composition: Composition, execution: Execution, subject: Subject, place: Path, *, resumes: bool = False
+    composition: Composition,
+    execution: Execution,
+    subject: Subject,
+    place: Path,
+    *,
+    resumes: bool = False,
+    verify_plan: str = "auto",
 ) -> Trainer:
     """Return a Trainer for one execution; Refused for one that it refuses. All ranks call it."""
     nowhere = io.StringIO()
@@ -135,6 +141,7 @@ def new_trainer(
         dist.barrier()
         given = arguments(training, execution, place, prompts)
         given.resume_from_checkpoint = "auto" if resumes else None
+        given.verify_plan = verify_plan
         return Trainer(
             _model(subject),
             given,

@@ -14,12 +14,14 @@ from typing import TypeVar
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import INTERLEAVED, PARTITIONS, SCHEDULES
 from harness.config.values.model_chunks import model_chunks
-from harness.hf.matrix import CELLS, YES, read_matrix
+from harness.hf.matrix import YES, read_matrix
 from harness.parity.composition import OFFLOADS, ROWS, Composition, Execution, Training, Words
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Words)
 LAYERS = 4  # of a tiny copy
+LAYOUTS = ("pipeline", "tensor", "zero3")
+"""Columns of the matrix."""
 UNEQUAL: JsonObject = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 90}
 """Heads and widths that two ranks do not share equally."""
 ODD: JsonObject = {"vocab_size": 99, "intermediate_size": 37, "pad_token_id": 0}
@@ -46,7 +48,7 @@ class Families:
         """Return what `usual.json` and the matrix say."""
         said = json.loads((Path(__file__).parent / "usual.json").read_text(encoding="utf-8"))
         rows = read_matrix().families
-        able = sorted(name for name, row in rows.items() if all(row.get(cell) == YES for cell in CELLS))
+        able = sorted(name for name, row in rows.items() if all(row.get(cell) == YES for cell in LAYOUTS))
         return cls(usual=said["families"], others=able, routed=said["with_router_loss"])
 
 
