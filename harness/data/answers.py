@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from harness.config.values.json_object import JsonObject
 from harness.data.files.rows import ASSISTANT, with_unique_names
-from harness.data.marks import MarkedMessages, Placed, holds_marks, mark
+from harness.data.marks import CALLS, MarkedMessages, Placed, holds_marks, mark
 from harness.data.templates import Template
 from harness.errors import UserError
 from harness.hf.template_process import Rejected
@@ -252,10 +252,14 @@ class _Marked:
 
     def require_tool_calls(self) -> None:
         """Refuse a template that leaves out tool calls."""
-        for index, message in enumerate(self.chat.messages):
-            are_marked = bool(message.get("tool_calls")) and self.form.has(index, "tool_calls")
-            if are_marked and not any(place.mark.field == "tool_calls" for place in self.of(index)):
-                raise _Untold(f", message {index + 1}: the chat template does not write its tool calls")
+        of_calls = [mark for mark in self.form.marks.values() if mark.field == CALLS]
+        calling = {mark.message for mark in of_calls}
+        placed = [place.mark for index in calling for place in self.of(index)]
+        written = {(mark.message, mark.item) for mark in placed if mark.field == CALLS}
+        left_out = next((mark for mark in of_calls if (mark.message, mark.item) not in written), None)
+        if left_out is not None:
+            number = f", call {left_out.item + 1}" if left_out.item else ""
+            raise _Untold(f", message {left_out.message + 1}{number}: the chat template does not write its tool calls")
 
     def require_apart(self, span: Span, index: int) -> None:
         """Refuse a span that holds text of another message."""

@@ -16,8 +16,14 @@ from typing import Any
 from harness.config.values.json_object import JsonObject
 from harness.data.files.rows import ASSISTANT
 
-_FIRST, _LAST = 0x100000, 0x10FFFD
-_MARKS = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
+CALLS = "tool_calls"
+_PRIVATE, _TANGUT = range(0x100000, 0x10FFFE), range(0x17000, 0x187F8)
+"""The marks; those of tool calls are of Tangut, a script of the 11th century.
+
+A template may write a list of arguments as Python does, which escapes what is not printable, as private characters
+are. A content that it writes so, as it does not expect a list of parts, is refused for that very reason.
+"""
+_MARKS = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}{chr(_TANGUT[0])}-{chr(_TANGUT[-1])}]")
 _PAIR = re.compile(r"(?<=[^\W_])(?=[^\W_])")
 _MOST_PARTS = 64
 _NAMES = frozenset({"role", "id", "type", "tool_call_id", "index", "name"})
@@ -31,6 +37,7 @@ class Mark:
     Attributes:
         message: its index.
         field: the name in the message under which the string stands.
+        item: where a list stands under that name, the index in it; else 0.
         text: the string.
         offset: the characters of it before the mark.
         begins: whether the mark stands before what it marks.
@@ -39,6 +46,7 @@ class Mark:
 
     message: int
     field: str
+    item: int
     text: str
     offset: int
     begins: bool
@@ -126,14 +134,15 @@ def mark(messages: Sequence[JsonObject], words: Sequence[str], *, answers_alone:
         inside: put marks between letters within a part, for templates that look at how a string begins or ends.
     """
     marks: dict[str, Mark] = {}
+    free = map(chr, _PRIVATE), map(chr, _TANGUT)
 
-    def put(index: int, field: str, text: str) -> str:
+    def put(index: int, field: str, item: int, text: str) -> str:
         written, start = [], 0
         for offset, begins, part in _places(text, words, inside):
-            if _FIRST + len(marks) > _LAST:
+            character = next(free[field == CALLS], None)
+            if character is None:
                 break
-            character = chr(_FIRST + len(marks))
-            marks[character] = Mark(index, field, text, offset, begins, part)
+            marks[character] = Mark(index, field, item, text, offset, begins, part)
             written += [text[start:offset], character]
             start = offset
         return "".join([*written, text[start:]])
@@ -144,9 +153,15 @@ def mark(messages: Sequence[JsonObject], words: Sequence[str], *, answers_alone:
             names = [name for name in message if name not in _NAMES]
         else:
             names = [] if answers_alone or "content" not in message else ["content"]
-        strings = {name: _mapped(message[name], partial(put, index, name)) for name in names}
-        marked.append({**message, **strings})
+        marked.append({**message, **{name: _marked(message[name], partial(put, index, name)) for name in names}})
     return MarkedMessages(marked, marks)
+
+
+def _marked(value: Any, put: Callable[[int, str], str]) -> Any:
+    """Return a field of a message with marks; those in a list are told apart by its items."""
+    if isinstance(value, list):
+        return [_mapped(each, partial(put, item)) for item, each in enumerate(value)]
+    return _mapped(value, partial(put, 0))
 
 
 def _mapped(value: Any, put: Callable[[str], str]) -> Any:

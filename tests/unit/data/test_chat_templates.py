@@ -243,6 +243,33 @@ def test_arguments_of_calls_come_as_the_template_takes_them() -> None:
         ]
 
 
+ARGUMENTS_AS_PYTHON = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<function={{ call.function.name }}>{% for name, value in call.function.arguments | items %}"
+    "<parameter={{ name }}>{{ value | string }}</parameter>{% endfor %}</function>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% if tools %}{% endif %}"
+)
+
+
+def test_a_list_among_the_arguments_may_be_written_as_python_does() -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"of": ["Oslo", {"and": "Rome"}]}}}
+    said = learnt(ARGUMENTS_AS_PYTHON, [user("Oslo?"), assistant("", tool_calls=[call])])
+    written = "<parameter=of>['Oslo', {'and': 'Rome'}]</parameter>"
+    assert said == [f"<function=weather>{written}</function><|im_end|>"]
+
+
+def test_each_call_of_a_message_has_to_be_written() -> None:
+    first = calling(content="")
+    both = {**first, "tool_calls": first["tool_calls"] * 2}
+    one_alone = ARGUMENTS_AS_PYTHON.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    assert "Oslo" in learnt(one_alone, [user("a"), first])[0]
+    assert learnt(ARGUMENTS_AS_PYTHON, [user("a"), both])[0].count("Oslo") == 2
+    with pytest.raises(
+        UserError, match=r"^a\.jsonl:7, message 2, call 2: the chat template does not write its tool calls"
+    ):
+        learnt(one_alone, [user("a"), both])
+
+
 @pytest.mark.parametrize(
     "endless",
     [
