@@ -100,12 +100,14 @@ class Flags:
                     setattr(self, item.name, _allowed(item, hints[item.name], getattr(self, item.name)))
                 except UserError as error:
                     problems.append(str(error))
-        refuse_all(problems)
         for group in groups(type(self)):
             try:
                 group.check(self)
             except UserError as error:
                 problems.append(str(error))
+            except (TypeError, ValueError):  # of a value that is no number, which is told
+                if not problems:
+                    raise
         refuse_all(problems)
         given = self.given
         vars(self).pop("_asked", None)

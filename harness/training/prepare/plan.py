@@ -27,7 +27,7 @@ from harness.data.batches.stream import data_digest, dataset_length, require_sam
 from harness.data.inputs.datasets import Datasets, user_datasets
 from harness.data.inputs.given import require_types
 from harness.data.tokenizer import Tokenizer
-from harness.errors import UserError
+from harness.errors import UserError, refuse_all
 from harness.hf.lora import Adaptation, fingerprint
 from harness.hf.skeleton import ModelSource
 from harness.resilience.process.distributed import require_supported
@@ -166,11 +166,14 @@ def resolve_for(
 
 def _require_for_layers(inputs: RunInputs) -> None:
     """Raise UserError for what acts on HuggingFace models alone, where the model is a list of layers."""
-    for item in fields(inputs.args):
-        if Help.of(item).hf_only and getattr(inputs.args, item.name) != item.default:
-            raise UserError(f"--{item.name} needs a HuggingFace model, not a list of layers")
+    problems = [
+        f"--{item.name} needs a HuggingFace model, not a list of layers"
+        for item in fields(inputs.args)
+        if Help.of(item).hf_only and getattr(inputs.args, item.name) != item.default
+    ]
     if inputs.compute_loss_func is not None:
-        raise UserError("compute_loss_func is for a HuggingFace model: give a list of layers loss_fn(outputs, labels)")
+        problems.append("compute_loss_func is for a HuggingFace model: give a list of layers loss_fn(outputs, labels)")
+    refuse_all(problems)
 
 
 def _require_config_for_layers(resolved: Resolved) -> None:
@@ -182,9 +185,8 @@ def _require_config_for_layers(resolved: Resolved) -> None:
         "tiling.loss": resolved.loss_tile > 0,
         "tiling.feed_forward": resolved.feed_forward_tile > 0,
     }
-    for key, acts in acting.items():
-        if acts:
-            raise UserError(f"{key} needs a HuggingFace model, not a list of layers: remove it")
+    needing = [key for key, acts in acting.items() if acts]
+    refuse_all([f"{key} needs a HuggingFace model, not a list of layers: remove it" for key in needing])
 
 
 def _require_types(inputs: RunInputs) -> None:

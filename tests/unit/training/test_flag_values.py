@@ -257,3 +257,12 @@ def test_a_file_of_a_model_is_answered_with_its_directory(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=f"is a file: give its directory, {tmp_path}$"):
         model_directory(str(tmp_path / "config.json"))
+
+
+def test_values_that_do_not_fit_each_other_are_said_with_those_that_are_wrong_alone() -> None:
+    with pytest.raises(UserError) as told:
+        TrainingArguments(seed=-1, max_steps=0, learning_rate="abc", save_strategy="no", save_seconds=3)
+    lines = str(told.value).splitlines()
+    assert [line.split()[0] for line in lines] == ["--seed", "--learning_rate", "--max_steps", "--save_seconds"]
+    with pytest.raises(UserError, match=r"^--eval_steps 'x': not a number$"):
+        TrainingArguments(eval_steps="x", load_best_model_at_end=True, save_steps=1)

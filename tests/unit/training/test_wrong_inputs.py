@@ -7,9 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 from datasets import Dataset
+from torch import nn
 
 import harness
-from harness import TrainerCallback, TrainingArguments, UserError
+from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.cli import main
 from harness.data.batches.collate import TokenCollator, collate
 from harness.data.batches.stream import read_micro_batch
@@ -150,3 +151,12 @@ def test_callbacks_are_taken_as_instances_and_as_classes() -> None:
 def test_the_package_states_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"ds-harness {harness.__version__}\n"
+
+
+def test_what_a_list_of_layers_cannot_take_is_refused_together() -> None:
+    args = TrainingArguments(block_size=8, packing=True, attn_implementation="eager")
+    with pytest.raises(UserError) as told:
+        Trainer([nn.Linear(1, 1)], args, [], loss_fn=nn.functional.mse_loss)
+    assert [line.split()[0] for line in str(told.value).splitlines()] == [
+        *("--attn_implementation", "--block_size", "--packing")
+    ]
