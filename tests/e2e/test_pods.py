@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from harness.cluster.commands import cluster
 from tests.e2e.hosts import Host, Hosts, missing, some_hosts
 from tests.e2e.launching import ROOT, environment
 
@@ -122,7 +124,7 @@ def test_lost_ranks_hosts_and_cables_end_no_run(run: Run) -> None:
     run.rank("3-0-of-1", 90)
     run.hosts.hosts[1].join_cable()
     run.launch(2, *flags)  # a host that is back, after it was repaired
-    run.rank("4-2-of-3", 120) if (run.folder / "4-2-of-3").exists() else _wait_for_three(run)
+    _wait_for_three(run)
     (run.folder / "end").touch()
     ends = [run.end(index) for index in range(3)]
     said = ends[0][1]
@@ -140,13 +142,6 @@ def _wait_for_three(run: Run) -> None:
         time.sleep(0.1)
 
 
-def wait_for(is_true: Callable[[], bool], seconds: float = 30) -> None:
-    until = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def test_a_pod_that_is_evicted_leaves_a_run_that_goes_on(run: Run) -> None:
     for index in range(2):
         run.launch(index, "--nnodes", "1:2")
@@ -160,3 +155,34 @@ def test_a_pod_that_is_evicted_leaves_a_run_that_goes_on(run: Run) -> None:
     (run.folder / "end").touch()
     code, said = run.end(0)
     assert code == 0 and "going on without host-1, which was told to stop" in said
+
+
+@pytest.mark.parametrize("resource", ["TrainJob", "JobSet"])
+def test_pods_run_what_the_written_job_says(run: Run, resource: str, tmp_path: Path) -> None:
+    """With the variables that Kubeflow's controller, or Kubernetes, sets; a name of the first pod is its address here."""
+    job, script = tmp_path / "job.yaml", [str(run.folder / "rank.py"), "--output_dir", str(tmp_path / "run")]
+    words = ["kubernetes", "--resource", resource, "--nodes", "2", "--ranks", "1", "--output", str(job), "--", *script]
+    assert cluster(words) == 0
+    (*_, document) = yaml.safe_load_all(job.read_text())
+    address = run.hosts.hosts[0].address
+    if resource == "TrainJob":
+        trainer = document["spec"]["trainer"]
+        command = trainer["command"]
+        variables = {"PET_NNODES": trainer["numNodes"], "PET_NPROC_PER_NODE": trainer["numProcPerNode"]}
+        variables |= {"PET_MASTER_ADDR": address, "PET_MASTER_PORT": 29400}
+        index = "PET_NODE_RANK"
+    else:
+        (pods,) = document["spec"]["replicatedJobs"]
+        (container,) = pods["template"]["spec"]["template"]["spec"]["containers"]
+        command = container["command"]
+        variables = {each["name"]: each["value"] for each in container["env"]} | {"MASTER_ADDR": address}
+        index = "JOB_COMPLETION_INDEX"
+    for number in range(2):
+        env = environment(KUBERNETES_SERVICE_HOST="10.96.0.1", **variables, **{index: number})
+        inside = run.hosts.hosts[number].command(sys.executable, "-m", "harness.cli", *command[1:])
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        run.launches[number] = subprocess.Popen(inside, cwd=ROOT, env=env, **pipes)
+    assert run.rank("0-0-of-2")[1] == run.rank("0-1-of-2")[1] == address
+    (run.folder / "end").touch()
+    ends = [run.end(number) for number in range(2)]
+    assert [code for code, _ in ends] == [0, 0], ends
