@@ -159,7 +159,7 @@ def test_a_pod_that_is_evicted_leaves_a_run_that_goes_on(run: Run) -> None:
 
 @pytest.mark.parametrize("resource", ["TrainJob", "JobSet"])
 def test_pods_run_what_the_written_job_says(run: Run, resource: str, tmp_path: Path) -> None:
-    """With the variables that Kubeflow's controller, or Kubernetes, sets; a name of the first pod is its address here."""
+    """With the variables that Kubeflow's controller, or Kubernetes, sets; the first pod's name is its address here."""
     job, script = tmp_path / "job.yaml", [str(run.folder / "rank.py"), "--output_dir", str(tmp_path / "run")]
     words = ["kubernetes", "--resource", resource, "--nodes", "2", "--ranks", "1", "--output", str(job), "--", *script]
     assert cluster(words) == 0
