@@ -26,13 +26,13 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for module, name, seconds in (
         (rendezvous, "PULSE_S", 0.1),
-        (rendezvous, "LOST_S", 1.0),
+        (rendezvous, "LOST_S", 0.7),
         (elastic, "PULSE_S", 0.1),
-        (elastic, "LAST_CALL_S", 1.0),
-        (elastic, "AGAIN_S", 0.5),
-        (elastic, "ANSWER_S", 1.0),
+        (elastic, "LAST_CALL_S", 0.5),
+        (elastic, "AGAIN_S", 0.3),
+        (elastic, "ANSWER_S", 0.7),
         (elastic, "SIGNAL_S", 0.1),
-        (leading, "ANSWER_S", 1.0),
+        (leading, "ANSWER_S", 0.7),
     ):
         monkeypatch.setattr(module, name, seconds)
     engine = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
