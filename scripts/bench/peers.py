@@ -79,7 +79,7 @@ EXPERT_WORK = Work(
         "vocab_size": 4096,
         "hidden_size": 256,
         "intermediate_size": 512,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "num_local_experts": 8,
@@ -88,7 +88,7 @@ EXPERT_WORK = Work(
     },
     micro_batches=4,
     samples=4,
-    length=256,
+    length=128,
 )
 SMALL = {"vocab_size": 256, "hidden_size": 96}
 TOLERANCE = 1e-4  # of a loss
