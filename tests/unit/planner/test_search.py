@@ -40,6 +40,19 @@ def strategies(asked: Task) -> list[Strategy]:
     return [one for one in candidates(asked) if isinstance(one, Strategy)]
 
 
+def test_whole_experts_are_recommended_where_gathering_all_of_them_takes_longer() -> None:
+    wide = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "vocab_size": 151936}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    model = {"model_type": "qwen3_moe", **wide, **heads, **experts}
+    best = {
+        batch: search(task_of(model, "it", H100, world_size=16, sequence=4096, global_batch=batch)).fitting[0].strategy
+        for batch in (16, 512)
+    }
+    assert best[16].ep_size > best[16].tp_size  # one sample a rank: too little to hide the gathering behind
+    assert best[512].zero_stage == 3
+
+
 @given(st.integers(1, 24), st.integers(1, 60))
 def test_every_layout_has_all_ranks_and_the_whole_batch(world_size: int, batch: int) -> None:
     found = strategies(task(world_size, global_batch=batch))
