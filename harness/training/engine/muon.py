@@ -22,6 +22,7 @@ from harness.config.values.json_object import JsonObject
 from harness.deepspeed.engine import stepping_optimizer
 from harness.deepspeed.orthogonal import newton_schulz
 from harness.deepspeed.zero3_parameters import unpartitioned_shape
+from harness.errors import UserError
 from harness.parallel.matrices import MatrixPart, locate_matrices
 from harness.parallel.tensor.shard import shard_of
 from harness.topology.groups import Groups
@@ -134,6 +135,7 @@ def muon(
     names: dict[Tensor, str] = {}
     for name, parameter in module.named_parameters():
         names[parameter] = first_names.get(name, name)
+        _require_whole(parameter, name)
     halves = []
     for group in groups:
         for of_matrices, own in ((True, MATRIX_VALUES), (False, OTHER_VALUES)):
@@ -143,6 +145,17 @@ def muon(
             if chosen:
                 halves.append({**values, **group, "params": chosen, "of_matrices": of_matrices})
     return OrthogonalMomentum(halves, decoupled_decay=params.get("adam_w_mode", True))
+
+
+def _require_whole(parameter: nn.Parameter, name: str) -> None:
+    """Raise UserError for a matrix of several experts of which other data-parallel ranks hold rows or columns: it is
+    orthogonalised as one. Of a batch of matrices, one for each expert, a rank has whole ones."""
+    shard = shard_of(parameter)
+    if parameter.requires_grad and shard is not None and shard.over_data and len(shard.full_shape) == 2:
+        raise UserError(
+            f"optimizer Muon: {name} is one matrix of all experts, which are on several data-parallel ranks: remove "
+            "expert_parallel, or use another optimizer"
+        )
 
 
 def find_matrices(engine: DeepSpeedEngine, groups: Groups) -> None:

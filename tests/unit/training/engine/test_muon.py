@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from harness.errors import UserError
 from harness.parallel.tensor.shard import Shard, mark
 from harness.training.engine.muon import MATRIX_VALUES, OTHER_VALUES, OrthogonalMomentum, muon
 from harness.training.engine.optimizer import own_optimizer, parameter_groups
@@ -165,3 +166,21 @@ def test_the_json_says_whose_optimizer_it_is(config: dict[str, Any], kind: str |
     module = Decoder()
     found = own_optimizer(config, module, parameter_groups(module, 0.1), TrainingArguments())
     assert (None if found is None else type(found).__name__) == kind
+
+
+@pytest.mark.parametrize(
+    ("shape", "over_data", "refused"), [((4, 8), True, True), ((4, 8), False, False), ((4, 2, 8), True, False)]
+)
+def test_one_matrix_of_experts_on_several_data_ranks_is_refused(
+    shape: tuple[int, ...], over_data: bool, refused: bool
+) -> None:
+    module = nn.Module()
+    module.w1 = mark(
+        nn.Parameter(torch.zeros(2, *shape[1:])), Shard(full_shape=shape, dim=0, pieces=((0, 2),), over_data=over_data)
+    )
+    groups = parameter_groups(module, 0.0)
+    if refused:
+        with pytest.raises(UserError, match="optimizer Muon: w1 is one matrix of all experts"):
+            muon(module, groups, {})
+    else:
+        assert muon(module, groups, {}).param_groups[0]["of_matrices"]
