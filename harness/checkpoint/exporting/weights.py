@@ -33,7 +33,7 @@ from harness.hf.skeleton import ModelSource
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
 from harness.hf.weights.lazy_tensor import Box, Computed, InMemory, LazyTensor, TensorSlice, realised
 from harness.parallel.memory import malloc_trim
-from harness.parallel.tensor.shard import shard_of
+from harness.parallel.tensor.shard import Shard, shard_of
 from harness.topology.agreement import all_or_none, values_of_all
 from harness.topology.groups import Groups
 
@@ -57,6 +57,8 @@ def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
 def gather_tp(local: Tensor, groups: Groups) -> Tensor:
     """Return the whole tensor on the group's first tensor-parallel rank, the shard elsewhere; all of them call it."""
     shard, local = shard_of(local), local.detach()
+    if shard is not None and shard.over_data:
+        return _gather_experts(local, shard, groups)
     if shard is None or groups.tp_group is None:
         return local
     ranks = dist.get_process_group_ranks(groups.tp_group)
@@ -71,6 +73,16 @@ def gather_tp(local: Tensor, groups: Groups) -> Tensor:
     whole = local.new_empty(shard.full_shape)
     for part, piece, size in zip(parts, shards, sizes, strict=True):
         piece.put(part[:size].view(piece.local_shape), whole)
+    return whole
+
+
+def _gather_experts(local: Tensor, shard: Shard, groups: Groups) -> Tensor:
+    """Return the whole tensor of experts that are on several data-parallel ranks; all ranks of a stage call it."""
+    whole = local.new_zeros(shard.full_shape)
+    shard.put(local, whole)
+    for group in (groups.ep_group, groups.tp_group):
+        if group is not None:
+            dist.all_reduce(whole, group=group)  # each value comes from one rank, so the sum is exact
     return whole
 
 
