@@ -105,7 +105,7 @@ class Flags:
                 group.check(self)
             except UserError as error:
                 problems.append(str(error))
-            except (TypeError, ValueError):  # of a value that is no number, which is told
+            except (TypeError, ValueError, AttributeError):  # of a value of another type, which is told
                 if not problems:
                     raise
         refuse_all(problems)
@@ -184,9 +184,8 @@ _hints = cache(get_type_hints)
 
 
 def groups(kind: type[Flags]) -> tuple[type[Flags], ...]:
-    """Return the themes of a class of flags in their order: itself, or what it is derived from."""
-    bases = tuple(base for base in kind.__bases__ if base is not Flags and issubclass(base, Flags))
-    return bases or (kind,)
+    """Return the themes of a class of flags in their order: itself, or all that it is derived from."""
+    return tuple(each for each in kind.__mro__ if Flags in each.__bases__)
 
 
 def _allowed(item: Field[object], hint: object, value: object) -> object:

@@ -266,3 +266,17 @@ def test_values_that_do_not_fit_each_other_are_said_with_those_that_are_wrong_al
     assert [line.split()[0] for line in lines] == ["--seed", "--learning_rate", "--max_steps", "--save_seconds"]
     with pytest.raises(UserError, match=r"^--eval_steps 'x': not a number$"):
         TrainingArguments(eval_steps="x", load_best_model_at_end=True, save_steps=1)
+
+
+def test_a_class_that_a_program_derives_is_checked_as_its_base() -> None:
+    @dataclass
+    class Mine(TrainingArguments):
+        model_max_length: int = 512  # no flag: a field as any dataclass has
+
+    mine = Mine("x", model_max_length=7, learning_rate="1e-3")  # type: ignore[arg-type]
+    assert (mine.model_max_length, mine.learning_rate, Path(mine.output_dir).name) == (7, 1e-3, "x")
+    assert mine.given == {"model_max_length", "learning_rate", "output_dir"}
+    assert replace(mine, seed=3).model_max_length == 7
+    for wrong, words in (({"adam_beta1": 2}, "adam_beta1 2: must be below 1"), ({"max_steps": 0}, "max_steps 0")):
+        with pytest.raises(UserError, match=words):
+            Mine("x", **wrong)
