@@ -19,6 +19,23 @@ settings.load_profile("harness")
 gc.disable()  # while test files are imported: there is next to no garbage, and looking for it is a sixth of the time
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--device simulated`: ranks run on the simulated device, in the place of the CPU."""
+    parser.addoption("--device", choices=("cpu", "simulated"), default="cpu", help="what tests start ranks on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hand the device on to what starts ranks, and to all processes that tests start: this one stays on the CPU."""
+    if config.getoption("--device") == "simulated":
+        from tests.distributed import ranks
+        from tests.simulated_device import device
+
+        if reason := device.why_not():
+            pytest.exit(reason, 0)
+        ranks.DEVICE[0] = "simulated"
+        os.environ.update(device.environment())
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare collections of garbage, of which a Trainer asks for some, all that was imported: it is half their time."""
     gc.freeze()

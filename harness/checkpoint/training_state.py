@@ -37,6 +37,7 @@ from harness.checkpoint.tensors.whole_tensors import (
 from harness.deepspeed.engine import loss_scaling, set_counters, set_loss_scaling
 from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn
 from harness.deepspeed.optimizer_states import (
+    Counter,
     Template,
     counted,
     make_state,
@@ -47,6 +48,7 @@ from harness.deepspeed.optimizer_states import (
 )
 from harness.errors import UserError
 from harness.parallel.gradients.compressed import CompressedReduction
+from harness.parallel.host import numbers
 from harness.topology.agreement import all_or_none, values_of_all
 from harness.topology.groups import Groups
 
@@ -105,9 +107,10 @@ class EngineState:
         with states_in_memory(optimizer):
             held = self.held()
             kept = _templates(optimizer, held)
-            counters: dict[str, float] = {}
+            found: dict[str, Counter] = {}
             for each, _ in _stepped(held):
-                counters.update(counted(optimizer, each, kept[each.param_group, each.tensor.dim()]))
+                found.update(counted(optimizer, each, kept[each.param_group, each.tensor.dim()]))
+            counters = dict(zip(found, numbers(list(found.values())), strict=True))
             own = [name for name in _kinds(kept.values()) if _of_state(optimizer, held, name)]
             # a stage may hold nothing that is trained: every rank must still take part in every file
             of_all = values_of_all((own, counters))

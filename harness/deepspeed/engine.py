@@ -10,6 +10,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -45,20 +46,38 @@ def clip_before_step(engine: DeepSpeedEngine, clip: Callable[[], Tensor], *, ski
 
     Args:
         clip: clips all gradients; returns their norm before clipping, which the engine then reports.
-        skip_nonfinite: make no update where that norm is not finite; the optimizer's attribute `overflow` says so.
+        skip_nonfinite: make no update where that norm is not finite; the optimizer's attribute `overflow` says so. The
+            host waits for the norm, but for a fused optimizer: its kernel leaves the update out by itself, and whoever
+            reads the norm later calls `count_skipped_step`.
     """
     optimizer: EngineOptimizer = stepping_optimizer(engine)
     update = optimizer.step
+    optimizer.skips_itself = skip_nonfinite and bool(optimizer.defaults.get("fused"))
 
     @wraps(update)  # with what the schedule has noted on it
     def step(*args: object, **kwargs: object) -> object:
         norm = clip()
         engine._global_grad_norm = norm
-        optimizer.overflow = not bool(torch.isfinite(norm)) and skip_nonfinite
+        if optimizer.skips_itself:
+            optimizer.overflow, optimizer.found_inf = False, (~torch.isfinite(norm)).float()
+            return update(*args, **kwargs)
+        optimizer.overflow = skip_nonfinite and not bool(torch.isfinite(norm))
         return None if optimizer.overflow else update(*args, **kwargs)
 
     engine.clip_fp32_gradients = lambda: None
     optimizer.step = step
+
+
+def skips_nonfinite_itself(engine: DeepSpeedEngine) -> bool:
+    """Whether the kernel of the optimizer makes no update where the gradient norm is not finite; see
+    `clip_before_step`."""
+    return bool(getattr(engine.optimizer, "skips_itself", False))
+
+
+def count_skipped_step(engine: DeepSpeedEngine) -> None:
+    """Note that the last step has updated nothing, which the engine could not know yet."""
+    engine.skipped_steps += 1
+    engine._step_applied = False
 
 
 def sum_norm_with(
@@ -124,6 +143,30 @@ def check_every_gradient(optimizer: EngineOptimizer) -> None:
     """Have DeepSpeed's ZeRO optimizers check gradients for infinities and NaN in bf16, too, before they update."""
     if hasattr(optimizer, "check_grad_overflow"):
         optimizer.check_grad_overflow = True
+
+
+def ask_the_norm_once(optimizer: EngineOptimizer) -> None:
+    """Have ZeRO-1 and ZeRO-2 wait for the device once a step, for the gradient norm, where they would several times.
+
+    DeepSpeed looks at every gradient, then at their norm, which is not finite if one of them is not, and at the norm
+    again in clipping, once for each group of parameters.
+    """
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.cpu_offload or not optimizer.compute_grad_norm:
+        return
+
+    def no_overflow_yet(partition_gradients: bool = True) -> None:  # noqa: ARG001  # DeepSpeed gives it by name
+        optimizer.overflow = False
+
+    def clip(gradients: Sequence[Tensor | Sequence[Tensor]], norm: Tensor) -> None:
+        scale = optimizer.loss_scale
+        if optimizer.clip_grad > 0.0:  # a step whose norm is not finite does not come here
+            scale = torch.clamp((norm / scale + 1e-6) / optimizer.clip_grad, min=1.0) * scale
+        for gradient in gradients:
+            for part in [gradient] if isinstance(gradient, Tensor) else gradient:
+                part.data.mul_(1.0 / scale)
+
+    optimizer._check_overflow = no_overflow_yet
+    optimizer.unscale_and_clip_grads = clip
 
 
 def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: int) -> Tensor:

@@ -142,15 +142,14 @@ def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> Template:
     )
 
 
-def counted(optimizer: EngineOptimizer, stepped: SteppedOn, template: Template) -> dict[str, float]:
+def counted(optimizer: EngineOptimizer, stepped: SteppedOn, template: Template) -> dict[str, Counter]:
     """Return the counters that the optimizer keeps for a tensor or its group; none before the first step."""
     inner = torch_optimizer(optimizer)
     state, group = inner.state.get(stepped.tensor, {}), inner.param_groups[stepped.param_group]
     if not state:
         return {}
     found = {name: state[name] for name in template.counters}
-    found |= {name: group[name] for name in template.of_group if name in group}
-    return {name: float(value) for name, value in found.items()}
+    return found | {name: group[name] for name in template.of_group if name in group}
 
 
 def make_state(

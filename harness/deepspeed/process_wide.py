@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import deepspeed
+import torch
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.runtime.pipe import module, topology
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import groups
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
@@ -25,6 +29,24 @@ def avoid_compiling() -> None:
     second: this is the only entry of the table that a run asks for.
     """
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+
+
+def mask_norms_on_the_device() -> None:
+    """Have ZeRO-1 and ZeRO-2 mark a norm that is not finite without a number that is copied from the host each time."""
+    stage_1_and_2.mask_nan_or_inf_with_val_inplace = _mask
+
+
+def _mask(norm: Tensor, device: torch.device | None = None, val: float = -1.0) -> None:  # noqa: ARG001
+    norm.masked_fill_(~norm.isfinite(), val)
+
+
+def ask_torch_for_free_memory(accelerator: DeepSpeedAccelerator) -> None:
+    """Have torch say how much of a GPU is free.
+
+    DeepSpeed asks NVML, where its package is installed, by the number in CUDA_VISIBLE_DEVICES; that may hold UUIDs, on
+    which ZeRO-1 and ZeRO-2 would fail.
+    """
+    accelerator.available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
 
 
 def set_secondary_group(group: ProcessGroup | None) -> None:

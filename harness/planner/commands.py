@@ -14,7 +14,7 @@ from harness.config.model.shape import read_model_config
 from harness.errors import UserError
 from harness.planner.calibrate import calibrate
 from harness.planner.estimate import Estimate, predict
-from harness.planner.hardware import GIB, HEADROOM, load_hardware, names
+from harness.planner.hardware import GIB, HEADROOM, Hardware, load_hardware, names
 from harness.planner.layer_time import PRODUCT_BYTES
 from harness.planner.model_config import counted_decoder
 from harness.planner.page.write import write_page
@@ -185,8 +185,14 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
         help="tokens of a sample (default: 1024)",
     )
     parser.add_argument("--global_batch_size", type=positive, help="samples of a step over all ranks")
+    parser.add_argument("--tf32", action="store_true", help="with fp32: products in TF32, as the run's own --tf32")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     return parser
+
+
+def _hardware(args: argparse.Namespace) -> Hardware:
+    hardware = load_hardware(args.hardware, args.world_size)
+    return hardware.in_tf32 if args.tf32 else hardware
 
 
 def estimate(argv: Sequence[str]) -> int:
@@ -208,7 +214,7 @@ def estimate(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     require_trainable_family(args.model)
-    hardware = load_hardware(args.hardware, args.world_size)
+    hardware = _hardware(args)
     _, shape = _decoder(args.model)
     values = run_arguments(args, hidden_size=shape.hidden)
     resolved = resolve(load(args.deepspeed_config), values, model=args.model)
@@ -284,7 +290,7 @@ def _task(args: argparse.Namespace) -> Task:
     return task_of(
         config,
         args.model,
-        load_hardware(args.hardware, args.world_size),
+        _hardware(args),
         world_size=args.world_size,
         sequence=args.block_size,
         global_batch=args.global_batch_size,

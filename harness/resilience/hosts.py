@@ -23,7 +23,8 @@ LOCALHOST = "localhost"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 COUNT_DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
 # Prefixes of variables that the `deepspeed` command, too, passes to other hosts.
-EXPORTED = ("PYTHON", "NCCL", "UCX", "MLFLOW", "MV2", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "GLOO_", "DS_", "HF_")
+EXPORTED = ("PYTHON", "NCCL", "UCX", "MLFLOW", "MV2", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "GLOO_", "DS_", "HF_",
+            "PYTORCH_", "TORCH_")  # fmt: skip
 ENVIRONMENT_FILES = (Path.home() / ".deepspeed_env", Path(".deepspeed_env"))
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=3")
 
@@ -67,7 +68,10 @@ class HostDevices:
 
     def environment(self) -> dict[str, str]:
         """Return the variables for ranks there, besides their agent's own environment."""
-        chosen = {DEVICES: ",".join(map(str, self.devices))}
+        # the visible devices of this process may be a choice already, by number or by UUID
+        visible = inherited(DEVICES).get(DEVICES, "").split(",") if self.is_here else []
+        names = [visible[i] if i < len(visible) and visible[i] else str(i) for i in self.devices]
+        chosen = {DEVICES: ",".join(names)}
         shown = {} if self.devices == tuple(range(len(self.devices))) else chosen
         return shown if self.is_here or self.slurm else {**inherited(*EXPORTED), **_environment_files(), **shown}
 

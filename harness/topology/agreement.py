@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from harness.errors import UserError, reason
+from harness.topology.env import run_timeout
 from harness.topology.layout import Layout
 
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -32,31 +33,61 @@ def check_agreement(
     layout: Layout,
     *,
     code: str | None = None,
-    device: torch.device | str = "cpu",
     others: Mapping[str, object] | None = None,
 ) -> None:
     """Raise UserError on every rank unless all ranks hold the same config, layout and code.
 
     `config` must be JSON; what is meant to differ between ranks (paths of logs, ...) does not belong into
-    it. `code` is this package's digest unless given. `device` is where the backend communicates: "cpu" for
-    gloo, the rank's own GPU for nccl. `others` are further subjects, by the name that an error calls them.
-    Without a process group there is nobody to disagree with.
+    it. `code` is this package's digest unless given. `others` are further subjects, by the name that an error calls
+    them. Without a process group there is nobody to disagree with.
     """
     if not dist.is_initialized():
         return
     code = code_version() if code is None else code
-    require_alike({"config": config, "layout": layout.sizes(), "code": code, **(others or {})}, device)
+    require_alike({"config": config, "layout": layout.sizes(), "code": code, **(others or {})})
 
 
-def require_alike(subjects: Mapping[str, object], device: torch.device | str = "cpu") -> None:
+def host_group() -> dist.ProcessGroup | None:
+    """Return the group in which the hosts of all ranks agree; None for the default group if that takes host tensors.
+
+    What is said in it is on the host already: on a GPU nobody has to wait for what the device still computes. All ranks
+    call this together the first time.
+    """
+    assert dist.group.WORLD is not None
+    return _beside(dist.group.WORLD)
+
+
+@lru_cache(maxsize=1)
+def _beside(world: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    if "cpu:" in dist.get_backend_config(world):
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=run_timeout())
+    return group
+
+
+def largest(values: Sequence[int]) -> list[int]:
+    """Return each value's maximum over all ranks; all of them call it, with equally many values."""
+    if dist.get_world_size() == 1:
+        return list(values)
+    found = torch.tensor(values)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=host_group())
+    return [int(value) for value in found.tolist()]
+
+
+def any_rank(requested: bool) -> bool:
+    """Whether `requested` is true on any rank; all of them call it."""
+    return bool(largest([int(requested)])[0])
+
+
+def require_alike(subjects: Mapping[str, object]) -> None:
     """Raise UserError on every rank unless all ranks hold the same `subjects`: JSON by the name that an error uses.
 
     All ranks call it, with the same names.
     """
     digests = b"".join(map(digest, subjects.values()))
-    mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8).to(device)
+    mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
+    dist.all_gather(gathered, mine, group=host_group())
     rows = [bytes(row.tolist()) for row in gathered]
     columns = {
         subject: [row[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] for row in rows] for i, subject in enumerate(subjects)
@@ -68,7 +99,7 @@ def require_alike(subjects: Mapping[str, object], device: torch.device | str = "
 def values_of_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the value of each rank, in rank order; all ranks of the group, or of the world, call it."""
     values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value, group=group or host_group())
     return values
 
 
@@ -79,7 +110,7 @@ def values_on_first(value: T) -> list[T]:
     """
     is_first = dist.get_rank() == 0
     values = [value] * dist.get_world_size() if is_first else []
-    dist.gather_object(value, values if is_first else None, dst=0)
+    dist.gather_object(value, values if is_first else None, dst=0, group=host_group())
     return values
 
 

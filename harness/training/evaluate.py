@@ -23,8 +23,7 @@ from harness.data.streaming.rows import read_all
 from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.activity import Phase, beat, inside
-from harness.resilience.process.distributed import any_rank
-from harness.topology.agreement import require_alike
+from harness.topology.agreement import any_rank, host_group, require_alike
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import Labels, Loss, Outputs, RouterLoss
 from harness.training.engine.outputs import KeptOutputs
@@ -91,7 +90,7 @@ def computed_metrics(
                 start = f"{prefix}_"
                 sent = [{name if name.startswith(start) else start + name: value for name, value in named.items()}]
     finally:  # the others must not wait for ever
-        dist.broadcast_object_list(sent, src=0)
+        dist.broadcast_object_list(sent, src=0, group=host_group())
     if sent[0] is None:
         raise UserError("compute_metrics failed on rank 0")
     return sent[0]
@@ -108,7 +107,7 @@ def tokens_of_new(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
 def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | None, *, is_new: bool) -> JsonObject:
     micro_batch = run.args.per_device_eval_batch_size or default_batch(run.trainable.loss, run.resolved.micro_batch)
     if is_new:
-        require_alike({"evaluation data": data_digest(dataset)}, run.engine.device)
+        require_alike({"evaluation data": data_digest(dataset)})
         run.data_check.first_batch(dataset, micro_batch)
     start_time = time.perf_counter()
     with kept or nullcontext():
@@ -191,7 +190,7 @@ def _sums(
     batches = evaluation_batches(dataset, micro_batch, place, size, rows=rows, alike=alike, data_collator=collator)
     total = counted = 0.0
     for first in range(0, steps, CHUNK):
-        if any_rank(signals.received() != 0, engine.device):
+        if any_rank(signals.received() != 0):
             raise signals.Interrupted
         count = min(CHUNK, steps - first)
         beat("reading data to evaluate")

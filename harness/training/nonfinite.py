@@ -5,7 +5,7 @@ What fp16's dynamic loss scaling skips while the loss is finite is its way of wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 
 from torch import Tensor
@@ -14,8 +14,8 @@ from harness.checkpoint.background_save import NotSaved
 from harness.console import Console
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError
-from harness.resilience.process.distributed import any_rank
-from harness.topology.agreement import spell_ranks, values_of_all
+from harness.parallel.host import numbers
+from harness.topology.agreement import any_rank, spell_ranks, values_of_all
 from harness.training.engine.engine import Engine, Evidence, StepOutcome
 from harness.wording import counted
 
@@ -71,9 +71,8 @@ class NonFinite:
         Where one is not finite they are not written, as good ones might have to make room: UserError with `stop`,
         NonFiniteStep with `rollback`, else NotSaved.
         """
-        parameters = engine.deepspeed.module.named_parameters()
-        bad = next((name for name, p in parameters if p.requires_grad and not _finite(p)), None)
-        if not any_rank(bad is not None, engine.device):
+        bad = _not_finite({n: p for n, p in engine.deepspeed.module.named_parameters() if p.requires_grad})
+        if not any_rank(bad is not None):
             return
         rank, name = next((rank, name) for rank, name in enumerate(values_of_all(bad)) if name is not None)
         text = f"{name} is not finite (rank {rank})"
@@ -84,14 +83,14 @@ class NonFinite:
         raise NotSaved(f"{text}: {target} is not written")
 
 
-def _finite(parameter: Tensor) -> bool:
-    """Whether what this rank holds of a parameter is finite; under ZeRO-3 that is its part."""
-    held = held_tensor(parameter).detach()
-    if held.is_meta or held.device.type == "meta":
-        return True
-    if held.sum().isfinite():  # takes a tenth of the time, but a sum of finite values may overflow
-        return True
-    return bool(held.isfinite().all())
+def _not_finite(parameters: Mapping[str, Tensor]) -> str | None:
+    """Return the name of a parameter of which this rank holds a value that is not finite, under ZeRO-3 in its part."""
+    held = {name: held_tensor(parameter).detach() for name, parameter in parameters.items()}
+    held = {name: values for name, values in held.items() if not values.is_meta and values.device.type != "meta"}
+    # a sum takes a tenth of the time, but that of finite values may overflow; all sums are one wait for the device
+    sums = numbers([values.sum() for values in held.values()])
+    suspects = (values for values, total in zip(held.items(), sums, strict=True) if not isfinite(total))
+    return next((name for name, values in suspects if not values.isfinite().all()), None)
 
 
 def origin(seen: Sequence[Evidence], *, loss: bool) -> str:

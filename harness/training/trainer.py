@@ -31,8 +31,8 @@ from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
 from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
-from harness.resilience.process.distributed import largest
 from harness.resilience.process.memory import peak_memory_gib
+from harness.topology.agreement import largest
 from harness.topology.env import LaunchEnv
 from harness.training.best_model import EarlyStoppingCallback, load_best, note_evaluation, own_early_stopping
 from harness.training.callbacks import (
@@ -304,7 +304,7 @@ class Trainer(ScriptMethods):
             control.should_evaluate,
             control.should_log,
         ]
-        waits, stop, ends, saves, evaluates, logs = largest(own, self.run.device)  # one reduction for all of it
+        waits, stop, ends, saves, evaluates, logs = largest(own)  # one reduction for all of it
         control.should_training_stop = bool(ends)
         control.should_save = bool(saves)
         control.should_evaluate = bool(evaluates)

@@ -1,11 +1,19 @@
-"""One GPU: a llama of 1 billion parameters in bf16 on sequences of 4,096 tokens, by three programs.
+"""One GPU, at most ten minutes, no arguments: does the harness compute right there, how fast, with how much memory.
 
-    python scripts/bench/gpu.py [--rounds 3] [--steps 6] [--micro_batch 1] [--small]
+    python scripts/bench/gpu.py
 
-Prints tokens/s, peak memory and MFU of the harness, of HuggingFace's Trainer with DeepSpeed (ZeRO-1) and of a plain
-PyTorch loop under autocast, in rounds, each in a process of its own. MFU counts the operations of the model (no
-recomputation) against the datasheet's dense bf16 rate, and against the rate of a large matrix product that is measured
-first. Without a GPU it says so and exits 0; --small tries the programs on any machine.
+Writes a JSON (scripts/bench/results/gpu.json, or --output) and prints a summary; please send it with an issue. In it:
+
+    versions     of Python, torch, CUDA, NCCL, the driver, and what is installed beside
+    correctness  losses of a tiny model in each layout that one GPU can hold, beside those of the CPU
+    speed        tokens/s, MFU, peak memory and waits of a llama of 1 billion parameters (bf16, sequences of 4,096) with
+                 the harness, with torch.compile and Liger, with HuggingFace's Trainer and with plain PyTorch
+    largest      the same of the harness for the largest llama that the planner expects to fit
+    predicted    what the planner had expected of each run of the harness
+
+Each part runs in a process of its own; what fails is noted with its error, and the rest goes on. MFU counts the
+operations of the model (no recomputation) against the datasheet's dense bf16 rate, and against the rate of a large
+matrix product that is measured first. --small tries all of it on any machine, in a minute.
 """
 
 from __future__ import annotations
@@ -13,12 +21,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,14 +40,13 @@ import torch
 from peer_programs.task import Task, Work
 from report import RESULTS, write_report
 
+from harness import Trainer
 from harness.planner.hardware import load_hardware, names
 from harness.planner.model_config import read_decoder
 
-PROGRAMS = {
-    "PyTorch": ("plain_torch", "one_process"),
-    "HF Trainer with DeepSpeed": ("trainers", "hf_zero1"),
-    "harness": ("trainers", "harness_zero1_alone"),
-}
+LIMIT_S = 600.0
+EDGE = 8192  # of the measured matrix product
+FP32, BF16 = 2e-5, 0.02  # relative difference of a loss from the CPU's: sums in another order, bf16
 WORK = Work(
     shape={
         "vocab_size": 32768,
@@ -46,13 +58,98 @@ WORK = Work(
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     },
-    micro_batches=8,
+    micro_batches=4,
     samples=1,
     length=4096,
     dtype="bfloat16",
 )
-SMALL = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-EDGE = 8192  # of the measured matrix product
+SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+LARGER = (  # width, feed-forward, layers, heads: 14, 8, 3 billion parameters
+    (5120, 13824, 40, 40),
+    (4096, 14336, 32, 32),
+    (3072, 8192, 28, 24),
+)
+TINY = {**WORK.shape, **SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ZeRO-0": {"zero_optimization": {"stage": 0}},
+    "ZeRO-1": {"zero_optimization": {"stage": 1}},
+    "ZeRO-2": {"zero_optimization": {"stage": 2}},
+    "ZeRO-3": {"zero_optimization": {"stage": 3}},
+    "recomputation": {"pipeline": {"stages": 1, "activation_checkpoint_interval": 1}},
+    "optimizer on the host": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    "compiled": {"compile": {"enabled": True}},
+    "bf16": {"bf16": {"enabled": True}},
+}
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "harness": {},
+    "harness, compiled": {"compile": {"enabled": True}},
+    "harness, Liger": {"use_liger_kernel": True},
+    "harness, compiled, Liger": {"compile": {"enabled": True}, "use_liger_kernel": True},
+}
+OTHERS = {
+    "PyTorch": ("plain_torch", "one_process"),
+    "HF Trainer with DeepSpeed": ("trainers", "hf_zero1"),
+}
+
+
+def trained(task: Task, *, use_liger_kernel: bool = False, **sections: Any) -> Trainer:
+    """Return a trainer of the harness for a task."""
+    trainers = import_module("peer_programs.trainers")
+    return trainers.trainer_of(task, {"zero_optimization": {"stage": 1}, **sections}, use_liger_kernel=use_liger_kernel)
+
+
+def with_harness(task: Task, **options: Any) -> dict[str, Any]:
+    """Train with the harness; return what it had expected, and how often a step waits for the device."""
+    trainer = trained(task, **options)
+    task.run(lambda: trainer.training_step().loss)
+    waits = waits_of(lambda: trainer.training_step())
+    expected = trainer.run.expected
+    found = {"waits_in_a_step": waits, "expected": None if expected is None else expected.as_json()}
+    trainer.close()
+    return found
+
+
+def waits_of(step: Callable[[], object]) -> int | None:
+    """Return how often a step waits for the device; None where that is not known."""
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            step()
+        torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing CUDA operation" in str(each.message) for each in said)
+    step()
+    return None
+
+
+def losses_of_layouts(folder: Path) -> dict[str, Any]:
+    """Return the losses of three steps in each layout, or the error."""
+    found: dict[str, Any] = {}
+    for name, sections in LAYOUTS.items():
+        task = Task(folder, 3)
+        try:
+            trainer = trained(task, **sections)
+            task.run(lambda trainer=trainer: trainer.training_step().loss)
+            trainer.close()
+            found[name] = task.losses
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found
+
+
+def run_program(name: str, folder: Path, steps: int) -> dict[str, Any]:
+    """Train with one program; return losses, seconds, peak memory and what the program says besides."""
+    task = Task(folder, steps)
+    more: dict[str, Any] = {}
+    if name in OTHERS:
+        module, function = OTHERS[name]
+        getattr(import_module(f"peer_programs.{module}"), function)(task)
+    else:
+        more = with_harness(task, **PROGRAMS[name])
+    peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
+    reserved = torch.accelerator.max_memory_reserved() if torch.accelerator.is_available() else 0
+    memory = {"peak_gib": peak / 2**30, "reserved_gib": reserved / 2**30}
+    return {"losses": task.losses, "seconds": task.seconds, **memory, **more}
 
 
 def product_rate(edge: int, seconds: float = 2.0) -> float:
@@ -71,77 +168,187 @@ def product_rate(edge: int, seconds: float = 2.0) -> float:
     return 2 * edge**3 * (done - 1) / elapsed
 
 
-def run_program(name: str, folder: Path, steps: int) -> None:
-    """Train with one program; write losses, seconds and peak memory."""
-    module, function = PROGRAMS[name]
-    task = Task(folder, steps)
-    getattr(import_module(f"peer_programs.{module}"), function)(task)
-    peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
-    found = {"losses": task.losses, "seconds": task.seconds, "peak_gib": peak / 2**30}
-    (folder / "found.json").write_text(json.dumps(found))
+def versions() -> dict[str, Any]:
+    """Return what this machine is and has."""
+    packages = ("torch", "deepspeed", "transformers", "liger-kernel", "triton", "flash-attn", "nvidia-nccl-cu12")
+    found: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda, "hip": torch.version.hip}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        found["device"] = {"name": device.name, "memory_gib": device.total_memory / 2**30}
+        found["device"]["capability"] = f"{device.major}.{device.minor}"
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        query = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max", "--format=csv,noheader"]
+        try:
+            found["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        except OSError:
+            found["driver"] = None
+    found["environment"] = {name: value for name, value in os.environ.items() if name.startswith(("PYTORCH_", "NCCL_"))}
+    return found
 
 
 def datasheet_rate(device: str) -> float | None:
     """Return the dense bf16 operations a second of a device by its name; None for one that is not known."""
-    known = [name for name in names() if name.split("-")[0].lower() in device.lower()]
-    return load_hardware(known[0], 1).flops["bf16"] if known and device != "cpu" else None
+    words = set(device.lower().replace("-", " ").split())
+    known = [name for name in names() if set(name.split("-")) <= words]
+    return load_hardware(known[-1], 1).flops["bf16"] if known else None
 
 
-def measured(args: argparse.Namespace, work: Work, folder: Path) -> dict[str, Any]:
-    """Make the rounds; return the figures of each program."""
-    rounds: list[dict[str, Any]] = []
-    for _ in range(args.rounds):
-        rounds.append({})
-        for name in PROGRAMS:
-            own = [sys.executable, __file__, "--program", name, "--folder", str(folder), "--steps", str(args.steps)]
-            subprocess.run(own, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"})
-            rounds[-1][name] = json.loads((folder / "found.json").read_text())
-    flops = read_decoder(str(folder)).flops_per_token(work.length)
+class Clock:
+    """Keeps all parts together under ten minutes."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.until = time.monotonic() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that remain."""
+        return self.until - time.monotonic()
+
+    def run(self, part: list[str], environment: dict[str, str] | None = None) -> Any:
+        """Run a part of this script in a process; return what it has found, or its error as text."""
+        if self.left_s < 20:
+            return "left out: the time is up"
+        with tempfile.TemporaryDirectory() as name:
+            command = [sys.executable, __file__, *part, "--found", f"{name}/found.json"]
+            try:
+                done = subprocess.run(
+                    command,
+                    env={**os.environ, **(environment or {})},
+                    stderr=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    text=True,
+                    timeout=self.left_s,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return "ended: the time was up"
+            if done.returncode:
+                last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+                return f"failed: {last[0] if last else f'exit code {done.returncode}'}"
+            return json.loads(Path(name, "found.json").read_text())
+
+
+def part(args: argparse.Namespace) -> Any:
+    """Do what a process of one part is for."""
+    if args.part == "layouts":
+        return losses_of_layouts(args.folder)
+    return run_program(args.part, args.folder, args.steps)
+
+
+def compared(on_device: Any, on_cpu: Any) -> dict[str, Any]:
+    """Return the losses of each layout beside the CPU's, and whether they agree."""
+    if isinstance(on_device, str) or isinstance(on_cpu, str):
+        return {"device": on_device, "cpu": on_cpu, "agree": False}
     rows = {}
-    for name in PROGRAMS:
-        rate = median(work.tokens / second for one in rounds for second in one[name]["seconds"][2:])
-        rows[name] = {
-            "tokens_per_second": [work.tokens / median(one[name]["seconds"][2:]) for one in rounds],
-            "median_tokens_per_second": rate,
-            "peak_gib": max(one[name]["peak_gib"] for one in rounds),
-            "tflops": rate * flops / 1e12,
-            "losses": rounds[0][name]["losses"],
-        }
+    for name, losses in on_device.items():
+        wanted, bound = on_cpu[name], BF16 if name == "bf16" else FP32
+        fine = not isinstance(losses, str) and not isinstance(wanted, str)
+        off = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)) if fine else None
+        rows[name] = {"device": losses, "cpu": wanted, "off": off, "agree": off is not None and off < bound}
     return rows
+
+
+def rates(found: Any, work: Work, flops: float, product: float, sheet: float | None) -> Any:
+    """Add tokens/s and MFU to what a program has measured; the first three steps warm up."""
+    if isinstance(found, str):
+        return {"failed": found}
+    second = median(found["seconds"][3:])
+    speed = work.tokens / second
+    reached = {"tokens_per_second": speed, "step_seconds": second, "tflops": speed * flops / 1e12}
+    reached["mfu_of_measured_product"] = speed * flops / product
+    reached["mfu_of_datasheet"] = None if sheet is None else speed * flops / sheet
+    return {**reached, **found}
+
+
+def largest_that_fits(memory_gib: float) -> Work | None:
+    """Return the largest of some models that trains in bf16 on one device: 16 bytes a parameter, and 15% besides."""
+    for hidden, wide, layers, heads in LARGER:
+        shape = {**WORK.shape, "hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers}
+        work = replace(WORK, shape={**shape, "num_attention_heads": heads, "num_key_value_heads": 8}, micro_batches=2)
+        each = hidden * (2 * hidden + 2 * hidden * 8 // heads + 3 * wide)
+        parameters = layers * each + 2 * hidden * shape["vocab_size"]
+        if 16 * parameters * 1.15 < memory_gib * 2**30:
+            return work
+    return None
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run all parts; return the report."""
+    clock = Clock(args.limit)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = "cpu" if accelerator is None else accelerator.type
+    name = "cpu" if accelerator is None else str(torch.get_device_module(kind).get_device_name(0))
+    work = replace(WORK, shape=TINY, length=64) if args.small else WORK
+    tiny = replace(WORK, shape=TINY, length=64, dtype="float32")
+    report: dict[str, Any] = {"device": name, "machine": versions(), "work": asdict(work)}
+    with tempfile.TemporaryDirectory() as folder:
+        for each, what in (("tiny", tiny), ("model", work)):
+            Path(folder, each).mkdir()
+            what.write(Path(folder, each), weights=each == "tiny")
+        run = partial(clock.run, environment={"CUDA_VISIBLE_DEVICES": "0"} if kind == "cuda" else {})
+        layouts = ["--part", "layouts", "--folder", f"{folder}/tiny"]
+        of_cpu = clock.run(layouts, {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "SIMULATED_DEVICE": ""})
+        report["correctness"] = compared(run(layouts), of_cpu)
+        product, sheet = product_rate(256 if args.small else EDGE), datasheet_rate(name)
+        report["product_tflops"] = product / 1e12
+        flops = read_decoder(f"{folder}/model").flops_per_token(work.length)
+        report["speed"] = {}
+        for program in args.programs:
+            found = run(["--part", program, "--folder", f"{folder}/model", "--steps", str(args.steps)])
+            report["speed"][program] = rates(found, work, flops, product, sheet)
+        large = None if kind == "cpu" else largest_that_fits(torch.accelerator.get_memory_info(0)[1] / 2**30)
+        if large is not None and not args.small:
+            Path(folder, "large").mkdir()
+            large.write(Path(folder, "large"), weights=False)
+            flops = read_decoder(f"{folder}/large").flops_per_token(large.length)
+            found = run(["--part", "harness", "--folder", f"{folder}/large", "--steps", str(args.steps)])
+            report["largest"] = {"work": asdict(large), **rates(found, large, flops, product, sheet)}
+    report["seconds"] = args.limit - clock.left_s
+    return report
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Return the report in some lines."""
+    lines = [f"{report['device']}: {report['seconds']:.0f} s"]
+    for name, row in report["correctness"].items():
+        if isinstance(row, dict):
+            lines.append(f"  {name}: {'as on the CPU' if row['agree'] else 'NOT as on the CPU: ' + str(row['device'])}")
+    rows = {**report["speed"], "largest": report.get("largest", {})}
+    for name, row in rows.items():
+        if "failed" in row:
+            lines.append(f"  {name}: {row['failed']}")
+        elif row:
+            mfu = row["mfu_of_datasheet"] or row["mfu_of_measured_product"]
+            speed, memory = row["tokens_per_second"], row["peak_gib"]
+            lines.append(f"  {name}: {speed:,.0f} tokens/s, MFU {mfu:.0%}, {memory:.1f} GiB")
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="of each program and round; the first two are left out")
-    parser.add_argument("--micro_batch", type=int, default=1)
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try the programs")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
-    parser.add_argument("--program", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for all of it (default: 600)")
+    parser.add_argument("--steps", type=int, default=8, help="of each program; the first three are left out")
+    parser.add_argument("--programs", nargs="+", default=[*PROGRAMS, *OTHERS], help="default: all")
+    parser.add_argument("--small", action="store_true", help="tiny models, to try the script")
+    for hidden in ("--part", "--folder", "--found"):
+        parser.add_argument(hidden, type=Path if hidden != "--part" else str, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.program is not None:
-        run_program(args.program, args.folder, args.steps)
+    if args.part is not None:
+        args.found.write_text(json.dumps(part(args)))
         return
-    if not torch.cuda.is_available() and not args.small:
-        print("no GPU here: nothing was measured (--small tries the programs without one)")
+    if not torch.accelerator.is_available() and not args.small:
+        print("no GPU here: nothing was measured (--small tries the script without one)")
         return
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-    work = replace(WORK, samples=args.micro_batch)
-    if args.small:
-        work = replace(work, shape={**WORK.shape, **SMALL}, length=64)
-    product = product_rate(256 if args.small else EDGE)
-    with tempfile.TemporaryDirectory() as name:
-        work.write(Path(name))
-        rows = measured(args, work, Path(name))
-    sheet = datasheet_rate(device)
-    for row in rows.values():
-        row["mfu_of_datasheet"] = None if sheet is None else row["tflops"] * 1e12 / sheet
-        row["mfu_of_measured_product"] = row["tflops"] * 1e12 / product
-    content = {"device": device, "work": asdict(work), "product_tflops": product / 1e12, "programs": rows}
-    write_report(args.output, content, what=str(__doc__))
-    print(json.dumps(rows, indent=1))
+    report = measure(args)
+    write_report(args.output, report, what=str(__doc__))
+    print(f"{summary(report)}\nwrote {args.output}: please send it")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ PRELOADED = (
     "harness.training.trainer",
     "tests.distributed.training",
 )
-OF_A_LAUNCH = {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "PYTEST_CURRENT_TEST"}
+OF_A_LAUNCH = {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "PYTEST_CURRENT_TEST", "SIMULATED_DEVICE_FOLDER"}
 
 
 class ForkServer:

@@ -3,7 +3,8 @@
 `run_ranks(4, worker, *args)` starts one launcher process, forked from a server that has imported torch already. It
 imports the worker's module once and forks the ranks from there: a rank costs a fork. Every rank has the launcher's
 environment (RANK, WORLD_SIZE, ...), one thread, the CPU, and, unless `process_group=False`, gloo
-initialised. A worker is a function at the top of an importable module; arguments and results are pickled;
+initialised. With `--device simulated` it has the simulated device and its backend in their place. A worker
+is a function at the top of an importable module; arguments and results are pickled;
 asserts belong into the test. A rank that fails or hangs fails the test with the last lines of all ranks,
 the first one to fail on top; a rank that runs out of time prints where it stands. Nothing is left running.
 """
@@ -27,6 +28,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.forkserver import ForkServer
+from tests.simulated_device import device as simulated
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 120  # for the launcher's imports, on top of the ranks' own time
@@ -35,6 +37,9 @@ TAIL_LINES = 30
 
 SERVERS: list[ForkServer] = []
 """The one that runs, if one does."""
+
+DEVICE = ["cpu"]
+"""What ranks run on: cpu or simulated."""
 
 
 def run_ranks(
@@ -102,7 +107,7 @@ def _launch(
     more: Mapping[str, str] | None = None,
     process_group: bool = True,
 ) -> int | None:
-    environment = _environment(n, more or {})
+    environment = {**_environment(n, more or {}), "SIMULATED_DEVICE_FOLDER": str(job)}
     (job / "args").write_bytes(pickle.dumps((n, timeout_s, process_group, args)))
     return _server(environment).launch(name, job, environment, timeout_s + START_LIMIT_S)
 
@@ -122,17 +127,24 @@ def _environment(n: int, extra: Mapping[str, str]) -> dict[str, str]:
         port = probe.getsockname()[1]
     return {
         **os.environ,
+        **device_environment(),
         "WORLD_SIZE": str(n),
         "LOCAL_WORLD_SIZE": str(n),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",  # the same ranks on a machine with a GPU
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
         **extra,
     }
+
+
+def device_environment() -> dict[str, str]:
+    """Return what a process needs in its environment to run on the device of the tests, on a machine with a GPU too."""
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    if DEVICE[0] == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
+    found = simulated.environment()
+    return {"CUDA_VISIBLE_DEVICES": "", **found, "PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], path])}
 
 
 def _report(name: str, n: int, job: Path, code: int | None) -> str:
@@ -204,9 +216,12 @@ def _be_rank(rank: int, job: Path, timeout_s: float, call: Callable[[], Any]) ->
 def _call(worker: Callable[..., Any], args: tuple[Any, ...], process_group: bool) -> Any:
     if not process_group:
         return worker(*args)
+    import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    if simulated.is_installed():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(simulated.BACKEND if simulated.is_installed() else "gloo")
     result = worker(*args)
     dist.barrier()  # no rank tears its sockets down while another still computes
     dist.destroy_process_group()

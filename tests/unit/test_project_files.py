@@ -87,7 +87,9 @@ def test_the_shards_are_all_files_with_ranks_and_none_twice() -> None:
         done = subprocess.run([ROOT / "scripts/shard", str(shard), parts], capture_output=True, text=True, check=True)
         files += done.stdout.split()
     expected = {
-        str(path.relative_to(ROOT)) for folder in ("distributed", "e2e") for path in ROOT.glob(f"tests/{folder}/test_*")
+        str(path.relative_to(ROOT))
+        for folder in ("distributed", "e2e", "simulated_device")
+        for path in ROOT.glob(f"tests/{folder}/test_*")
     }
     assert len(files) == len(set(files)) and set(files) == expected
     assert subprocess.run([ROOT / "scripts/shard", "5", "4"], capture_output=True).returncode == 2

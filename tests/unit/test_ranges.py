@@ -46,9 +46,15 @@ def test_the_tested_version_lies_in_its_range(name: str) -> None:
     assert OURS[name].specifier.contains(pinned()[name])
 
 
-@pytest.mark.parametrize("name", ["torch", "transformers", "deepspeed"])
+@pytest.mark.parametrize("name", ["transformers", "deepspeed"])
 def test_no_release_before_the_tested_one_is_promised(name: str) -> None:
     assert lowest(OURS[name].specifier).release[:2] == pinned()[name].release[:2]
+
+
+def test_the_oldest_torch_that_is_promised_is_tried_each_week() -> None:
+    workflow = (ROOT / ".github/workflows/newest.yml").read_text(encoding="utf-8")
+    major, minor = lowest(OURS["torch"].specifier).release[:2]
+    assert f'pip install "torch=={major}.{minor}.*"' in workflow
 
 
 def test_tools_read_the_lowest_python() -> None:

@@ -107,6 +107,9 @@ class ModelArguments(Flags):
 
     bf16: bool = flag(False, "train in bfloat16")
     fp16: bool = flag(False, "train in float16 with loss scaling")
+    tf32: bool | None = flag(
+        None, "on a GPU, products of float32 matrices in TF32: several times as fast, with 10 bits; default: off"
+    )
     attn_implementation: str | None = flag(
         None,
         "eager, sdpa, flash_attention_2 or flash_attention_3; default: the config.json's, else sdpa or eager",

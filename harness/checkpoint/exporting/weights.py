@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
 from harness.hf.weights.conversion import CheckpointFormat, ParameterRef
 from harness.hf.weights.lazy_tensor import Box, Computed, InMemory, LazyTensor, TensorSlice, realised
+from harness.parallel.host import brought_to_host
 from harness.parallel.memory import malloc_trim
 from harness.parallel.tensor.shard import Shard, shard_of
 from harness.topology.agreement import all_or_none, values_of_all
@@ -205,10 +206,10 @@ class _Export:
             for patch in lazy.patches:
                 if isinstance(patch.leaf, ParameterRef):
                     uses[patch.leaf.name].append((self.regions[name], patch))
-        for name, tensor in self.local.items():
-            held = local_shard_of(name, tensor, self.groups)
-            for box, values in held.pieces() if held.owned and uses[name] else ():
-                for region, patch in uses[name]:
+        shards = (local_shard_of(name, tensor, self.groups) for name, tensor in self.local.items() if uses[name])
+        for held, copied in brought_to_host((held, held.values) for held in shards if held.owned):
+            for box, values in replace(held, values=copied).pieces():
+                for region, patch in uses[held.name]:
                     part = _within(patch, box)
                     if part is not None:
                         self._write(region, part.start, part.lazy_view(values[_index(part.box, box)]))

@@ -11,7 +11,7 @@ import json
 import re
 import socket
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -33,7 +33,8 @@ from harness.checkpoint.tensors.tensor_writer import (
 from harness.errors import UserError
 from harness.hf.weights.conversion import CheckpointFormat
 from harness.hf.weights.tensor_files import SINGLE, OpenFile, Stored, open_safetensors
-from harness.topology.agreement import all_or_none, values_of_all
+from harness.parallel.host import brought_to_host
+from harness.topology.agreement import all_or_none, host_group, values_of_all
 from harness.topology.groups import Groups
 from harness.topology.layout import Axis, Coordinate
 from harness.topology.placement import host_id
@@ -95,7 +96,7 @@ def dealt_regions(
             dealt = [[regions[entry.name] for entry in share.entries] for share in shares]
         except (UserError, OSError) as error:
             failed = [str(error)]
-    dist.broadcast_object_list(failed, src=0)
+    dist.broadcast_object_list(failed, src=0, group=host_group())
     if failed[0] is not None:
         raise UserError(failed[0])
     return {region.entry.name: region for region in _deal(dealt, groups)}
@@ -199,8 +200,8 @@ class PlannedFiles:
 
     def write(self, opened: OpenFiles) -> None:
         """Write what this rank holds, without waiting for the disk; UserError if that fails."""
-        for held in self.tensors:
-            for box, values in held.pieces() if held.owned else ():
+        for held, copied in brought_to_host((held, held.values) for held in self.tensors if held.owned):
+            for box, values in replace(held, values=copied).pieces():
                 opened.write(self.regions[held.name], [start for start, _ in box], values)
 
 
@@ -271,7 +272,7 @@ def open_whole_tensors(folder: Path, stem: str, listed: Iterable[str], wanted: C
     of_stem = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     paths = [folder / name for name in sorted(filter(of_stem.fullmatch, listed))] if dist.get_rank() == 0 else []
     headers = [all_or_none(lambda: [_header(path) for path in paths if path.is_file()])]
-    dist.broadcast_object_list(headers, src=0)
+    dist.broadcast_object_list(headers, src=0, group=host_group())
     return all_or_none(lambda: {name: leaf for file in headers[0] for name, leaf in _wanted(folder, file, wanted)})
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from harness.errors import UserError
 from harness.hf.forward.payload import ForwardOutput, Tokens
@@ -27,6 +27,28 @@ from harness.hf.layers.call import ASKS_FOR_VALUES, CANNOT_RUN, Call, LayerInput
 from harness.hf.layers.facts import LayerFacts
 from harness.parallel.plans.lora import without_adapters, wrappers_in
 from harness.parallel.values import Argument, Keyword, Positional
+
+
+@contextmanager
+def _packing_known(is_packed: bool) -> Iterator[None]:
+    """Let masks be made by what is known of the samples: positions are given where several are packed into one row.
+
+    transformers asks the position ids themselves, for which the host would wait for the device in every forward.
+    """
+    found = masking_utils.find_packed_sequence_indices
+    of_rows: Callable[[Tensor], Tensor | None] = _sequence_indices if is_packed else lambda _positions: None
+    vars(masking_utils)["find_packed_sequence_indices"] = of_rows
+    try:
+        yield
+    finally:
+        vars(masking_utils)["find_packed_sequence_indices"] = found
+
+
+def _sequence_indices(position_ids: Tensor) -> Tensor:
+    """Return the number in its row of the sequence that each token belongs to; `position_ids` and result [batch,
+    sequence]."""
+    steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+    return (steps != 1).cumsum(-1)
 
 
 def find_stack(model: PreTrainedModel) -> str:
@@ -301,11 +323,13 @@ class LiftedForward:
     def forward(self, tokens: Tokens, run: ForwardRun, **options: object) -> ForwardOutput:
         """Return the output of that forward, given `options` too."""
         positions = {} if tokens.positions is None else {"position_ids": tokens.positions}
+        is_packed = bool(positions)
         if positions and not self.takes_positions:
             raise UserError(f"{self.described} takes no position_ids: remove them from the samples")
         self._run = run
         try:
-            return self.model(input_ids=tokens.ids, use_cache=False, **positions, **options)
+            with _packing_known(is_packed):
+                return self.model(input_ids=tokens.ids, use_cache=False, **positions, **options)
         finally:
             self._run = None
 

@@ -88,6 +88,8 @@ def same(a: object, b: object) -> bool:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
+    if a is b:  # to compare values would wait for the device
+        return True
     return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 

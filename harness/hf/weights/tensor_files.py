@@ -27,6 +27,7 @@ from torch import Tensor
 from harness.config.values.json_file import parse_json, read_json
 from harness.errors import UserError, printable
 from harness.hf.weights.lazy_tensor import Box, InMemory, LazyTensor
+from harness.parallel.host import staging
 
 BLOCK_BYTES = 4 << 20  # the most that is mapped at once, or read into other memory than its final place
 TOO_SHORT = "ends too early: was it changed while being read?"
@@ -149,14 +150,15 @@ class Stored:
         for first in range(0, len(into), rows):
             part, start = into[first : first + rows], self.start + (at + first * step) * size
             if apart:
-                block = part if self._fits(part) else torch.empty(part.shape, dtype=self.dtype)
+                block = part if self._fits(part) else staging(part.shape, self.dtype, part.device)
                 self.file.read_runs(block, start + before * size, step * size)
             else:
-                block = torch.empty((len(part), step // into[0, :1].numel(), *part.shape[2:]), dtype=self.dtype)
+                shape = (len(part), step // into[0, :1].numel(), *part.shape[2:])
+                block = staging(shape, self.dtype, part.device)
                 self.file.read_into(block, start)
                 block = block[:, slice(*span)]
             if block is not part:
-                part.copy_(block)
+                part.copy_(block, non_blocking=True)
 
     def _fits(self, into: Tensor) -> bool:
         """Return whether bytes can be read straight into it."""
@@ -167,9 +169,9 @@ class Stored:
         if self._fits(into):
             self.file.read_into(into, self.start + at * self.dtype.itemsize)
         elif into.numel() * self.dtype.itemsize <= BLOCK_BYTES:
-            block = torch.empty(into.shape, dtype=self.dtype)
+            block = staging(into.shape, self.dtype, into.device)
             self.file.read_into(block, self.start + at * self.dtype.itemsize)
-            into.copy_(block)
+            into.copy_(block, non_blocking=True)
         else:
             row = into[0].numel()
             rows = max(BLOCK_BYTES // (row * self.dtype.itemsize), 1)

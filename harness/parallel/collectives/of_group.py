@@ -12,6 +12,10 @@ from torch import Tensor
 from harness.parallel.collectives.host_memory import HostMemory
 from harness.topology.env import run_timeout
 
+# torch 2.13 has renamed these two, and warns of the old names, which are all that 2.11 has
+_HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
+gather_single = dist.all_gather_single if _HAS_NEW_NAMES else dist.all_gather_into_tensor
+scatter_single = dist.reduce_scatter_single if _HAS_NEW_NAMES else dist.reduce_scatter_tensor
 _OPEN: dict[tuple[int, ...], HostMemory] = {}
 """By the ranks that share it: DeepSpeed makes groups of its own of the same ranks."""
 
@@ -76,7 +80,7 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
     if (memory := _memory(x, group)) is not None:
         return memory.all_gather(x).unbind()
     whole = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
-    dist.all_gather_single(whole, x.contiguous(), group=group)
+    gather_single(whole, x.contiguous(), group=group)
     return whole.view(-1, *x.shape).unbind()
 
 
@@ -86,7 +90,7 @@ def start_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Ten
     if (memory := _memory(x, group)) is not None:
         return memory.start_reduce_scatter(x)
     total, x = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:])), x.contiguous()
-    return _ended(dist.reduce_scatter_single(total, x, group=group, async_op=True), total, x)
+    return _ended(scatter_single(total, x, group=group, async_op=True), total, x)
 
 
 def start_exchange(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Callable[[], Tensor]:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.parallel.collectives.of_group import sum_in_place
+from harness.parallel.collectives.of_group import gather_single, sum_in_place
 
 BLOCK = 128
 """Numbers that share a scale."""
@@ -151,7 +151,7 @@ def compressed_mean(values: Tensor, residue: Residue, bits: int, group: dist.Pro
     for part in received.chunk(ranks):  # in the order of the ranks, so that equal blocks have equal sums anywhere
         mean += dequantize(part, bits).view(-1)
     owned = _rounded(mean.div_(ranks).add_(residue.owned), residue.owned, bits)
-    dist.all_gather_single(sent, owned, group=group)
+    gather_single(sent, owned, group=group)
     return dequantize(sent, bits).view(-1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 
 import deepspeed
@@ -17,8 +17,9 @@ from harness.config import ConfigError, Resolved
 from harness.config.check import unsupported_on_cpu
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.orthogonal import import_muon_without_compiler
-from harness.deepspeed.process_wide import avoid_compiling
+from harness.deepspeed.process_wide import ask_torch_for_free_memory, avoid_compiling, mask_norms_on_the_device
 from harness.errors import UserError
+from harness.topology.agreement import host_group, spell_ranks, values_of_all
 from harness.topology.env import LaunchEnv, run_timeout
 from harness.topology.rendezvous import open_store
 
@@ -34,8 +35,12 @@ def start(env: LaunchEnv) -> torch.device:
         index = device_index(env.local_rank, accelerator.device_count())
         accelerator.set_device(index)
         device = torch.device(accelerator.device_name(index))
+    if device.type == "cuda":
+        ask_torch_for_free_memory(accelerator)
     warnings.filterwarnings("ignore", DEPRECATED, FutureWarning)
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")  # it is the rank's own
     avoid_compiling()
+    mask_norms_on_the_device()
     import_muon_without_compiler()
     timeout = run_timeout()
     if not dist.is_initialized():
@@ -49,6 +54,7 @@ def start(env: LaunchEnv) -> torch.device:
         )
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(timeout=timeout, auto_mpi_discovery=False, verbose=False)
+    host_group()
     return device
 
 
@@ -98,18 +104,16 @@ def close_groups(kept: frozenset[dist.ProcessGroup]) -> None:
         deepspeed.comm.destroy_process_group(group)  # not torch's: DeepSpeed caches some groups for its next engine
 
 
-def largest(values: Sequence[int], device: torch.device) -> list[int]:
-    """Return each value's maximum over all ranks; a collective, with equally many values on each rank."""
-    if dist.get_world_size() == 1:
-        return list(values)
-    found = torch.tensor(values, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return [int(value) for value in found.tolist()]
-
-
-def any_rank(requested: bool, device: torch.device) -> bool:
-    """Whether `requested` is true on any rank; a collective."""
-    return bool(largest([int(requested)], device)[0])
+def mixed_devices(device: torch.device) -> str | None:
+    """Return a warning where ranks have devices of different kinds; all ranks call it."""
+    name = None if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+    ranks: dict[str | None, list[int]] = {}
+    for rank, found in enumerate(values_of_all(name)):
+        ranks.setdefault(found, []).append(rank)
+    if len(ranks) < 2:
+        return None
+    held = ", ".join(f"{spell_ranks(those)} {found}" for found, those in ranks.items())
+    return f"ranks have different devices ({held}): each step takes as long as on the slowest of them"
 
 
 def require_precision(precision: str) -> None:

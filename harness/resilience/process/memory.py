@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from harness.resilience.process.distributed import largest
+from harness.topology.agreement import largest
 from harness.topology.processes import peak_resident_bytes
 
 GIB = 2**30
@@ -35,7 +35,7 @@ def peak_memory_gib(device: torch.device) -> tuple[float | None, float]:
     """
     on_device = 0 if device.type == "cpu" else max(HIGHEST.device, peak_bytes(device))
     on_host = max(HIGHEST.host, peak_resident_bytes())
-    on_device, on_host = largest([on_device, on_host], device)
+    on_device, on_host = largest([on_device, on_host])
     return (None if device.type == "cpu" else on_device / GIB), on_host / GIB
 
 

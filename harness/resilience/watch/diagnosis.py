@@ -6,8 +6,8 @@ Hang: every rank has been without progress for longer than its phase allows. The
 one that does not wait for others itself. A stopped process is named even while others make progress. A run of a
 single rank never hangs: nobody waits for it.
 
-On a GPU collectives return at once, so no rank is seen to wait. Then the rank to name is the one that has made less
-progress than the others of its stage, if there is one.
+On a GPU collectives return at once: ranks wait later, for their device. If all do, the rank to name is the one that has
+left a call out (`enqueued.py`), or has made less progress than the others of its stage, if there is one.
 """
 
 from __future__ import annotations

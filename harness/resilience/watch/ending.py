@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import linecache
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -62,8 +64,14 @@ def _append(path: Path, text: str) -> None:
 
 
 COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/", "/harness/parallel/collectives/")
-HANDLES = ("/deepspeed/", "/torch/cuda/")  # here only methods of the names in WAITS wait for other ranks
+HANDLES = (
+    "/deepspeed/",
+    "/torch/cuda/",
+    "/torch/accelerator/",
+)  # here only methods of the names in WAITS wait for other ranks
 WAITS = ("wait", "synchronize", "wait_stream")
+FOR_DEVICE = re.compile(r"\.(item|tolist|cpu|numpy|synchronize|to|copy_)\(|\b(bool|float|int)\(")
+"""In a line of code: a call that waits for the accelerator."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +87,20 @@ class StackFrame:
     text: str
 
 
-def main_frame() -> StackFrame:
-    """Return where the main thread is now. Called from another thread."""
+def main_frame(*, on_accelerator: bool = False) -> StackFrame:
+    """Return where the main thread is now. Called from another thread.
+
+    On an accelerator whoever waits for the device may wait for other ranks.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001  # its documented name
     if frame is None:
         return StackFrame(False, "")
     if _waits(frame):
         return StackFrame(True, frame.f_code.co_name)
-    return StackFrame(False, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}")
+    text = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    if on_accelerator and FOR_DEVICE.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)):
+        return StackFrame(True, f"the device, {text}")
+    return StackFrame(False, text)
 
 
 def _waits(frame: FrameType) -> bool:

@@ -6,6 +6,7 @@ The threads run while the main threads wait in a collective or loop in Python.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,14 @@ from harness.resilience.process.records import HANG, THIS_RANK
 from harness.resilience.watch.board import Board
 from harness.resilience.watch.diagnosis import FRESH_S, RankStatus, Verdict, diagnose
 from harness.resilience.watch.ending import announce, append_stacks, main_frame, stacks_file
+from harness.resilience.watch.enqueued import (
+    Enqueued,
+    abort_groups,
+    count_transfers,
+    enqueued,
+    flight_record,
+    left_out,
+)
 from harness.resilience.watch.hosts import OtherHosts
 from harness.resilience.watch.stragglers import Stragglers, WorkShare
 from harness.topology.agreement import values_of_all
@@ -49,6 +58,7 @@ SLOW_S = 600.0  # limit without progress outside of steps, and in the first step
 MEDIANS = 5.0  # limit within a step, in medians of the latest steps' times
 IO_BYTES = 2**20  # reading or writing so much counts as progress outside of steps
 WRITING_S = 3.0  # time for the ranks of a host to write their stacks
+ABORTING_S = 3.0  # time for NCCL to end its kernels
 TELLING_S = 2.5  # time for other hosts to read the verdict from the store, whose server ends with rank 0
 
 
@@ -96,6 +106,7 @@ class Watcher:
     Args:
         members: the ranks of this host, in order; `me` is the index of this rank.
         output_dir: folder for the stacks of a hang.
+        store: where ranks with an accelerator tell what they have enqueued there; None without one.
     """
 
     def __init__(
@@ -107,7 +118,10 @@ class Watcher:
         console: Console,
         output_dir: Path,
         others: OtherHosts | None = None,
+        store: dist.Store | None = None,
     ) -> None:
+        self.store = store
+        self._told: tuple[object, ...] = ()
         self.board, self.members, self.me = board, members, me
         self.limits, self.console, self.output_dir, self.others = limits, console, output_dir, others
         self.work = WorkShare()
@@ -185,7 +199,7 @@ class Watcher:
 
     def _look_at_self(self, now: float) -> None:
         """Publish where the main thread is. A new position, or bytes read or written, count as progress."""
-        place = main_frame()
+        place = main_frame(on_accelerator=self.store is not None)
         seen = (THIS_RANK.step, THIS_RANK.doing, ACTIVITY.beats, ACTIVITY.phase)
         if seen != self._seen or (ACTIVITY.phase is Phase.SLOW and self._has_read_or_written(now)):
             self._seen = seen
@@ -194,8 +208,33 @@ class Watcher:
         if ACTIVITY.phase is Phase.STEP:
             self.work.add(place.waits)
         limit = self.limits.of(ACTIVITY.phase, self._median())
+        self._tell_enqueued(now, limit)
         share = self.work.value if self._steps else -1.0
         self.board.watch(self.me, now, limit, place.waits, share, False, place.text.encode()[:95])
+
+    def _tell_enqueued(self, now: float, limit: float) -> None:
+        """Tell the other ranks what this one has enqueued, once, when it has been still for half of what it may."""
+        if self.store is None or self._told == self._seen or not 0 < limit / 2 < now - self.board.read(self.me).beat_at:
+            return
+        self._told = self._seen
+        with suppress(RuntimeError):  # the store is gone: the run ends
+            self.store.set(str(THIS_RANK.rank), json.dumps(asdict(enqueued())))
+
+    def _name_by_enqueued(self, verdict: Verdict, statuses: Sequence[RankStatus]) -> Verdict:
+        """Return the verdict on a hang in which all ranks wait, with the rank that has left a call out."""
+        if self.store is None or verdict.error != HANG or not all(each.waits for each in statuses):
+            return verdict
+        found: dict[int, Enqueued] = {}
+        with suppress(RuntimeError):
+            for each in statuses:
+                if self.store.check([str(each.rank)]):
+                    found[each.rank] = Enqueued.load(self.store.get(str(each.rank)))
+        named = left_out(found, statuses)
+        if named is None:
+            return verdict
+        at_fault = next(each for each in statuses if each.rank == named[0])
+        text = f"{at_fault.name} hangs in step {at_fault.step}: it {named[1]}; all ranks wait for their devices"
+        return replace(verdict, culprit=at_fault.rank, step=at_fault.step, message=text)
 
     def _time_steps(self, now: float) -> None:
         """Record the mean time of the steps that have ended since the last look."""
@@ -244,6 +283,8 @@ class Watcher:
             statuses = sorted([*statuses, *others.statuses(now)], key=lambda each: each.rank)
         self._statuses = statuses
         verdict = diagnose(statuses, is_whole=is_whole)
+        if verdict is not None:
+            verdict = self._name_by_enqueued(verdict, statuses)
         if verdict is None and THIS_RANK.rank == 0:
             self.stragglers.look(statuses, now)
         return verdict
@@ -297,6 +338,9 @@ class Watcher:
             self.board.verdict = verdict.dump()
         if verdict.error == HANG:
             append_stacks(path)
+            if self.store is not None and (record := flight_record()):
+                with suppress(OSError):
+                    path.with_suffix(f".nccl_{THIS_RANK.rank}").write_bytes(record)
         self.board.watch(self.me, time.monotonic(), 0.0, False, -1.0, True, b"")
         rows = [row for row in range(len(self.members)) if row != self.me]
         until = time.monotonic() + WRITING_S
@@ -307,6 +351,10 @@ class Watcher:
                 self._kill(row)
         if self.others is not None:
             time.sleep(TELLING_S)
+        if self.store is not None:
+            aborting = threading.Thread(target=abort_groups, daemon=True)
+            aborting.start()
+            aborting.join(ABORTING_S)
         os._exit(1)
 
     def _is_ready(self, row: int) -> bool:
@@ -326,7 +374,9 @@ NAMESPACES = ("pid", "net", "mnt")  # ranks in different namespaces cannot see o
 SHARE_OF_TIMEOUT = 0.8
 
 
-def watch_run(args: TrainingArguments, groups: Groups, console: Console) -> Watcher | None:
+def watch_run(
+    args: TrainingArguments, groups: Groups, console: Console, *, on_accelerator: bool = False
+) -> Watcher | None:
     """Start to watch the ranks of a run; a collective. Ends the watch of an earlier run of this process.
 
     Returns:
@@ -343,6 +393,11 @@ def watch_run(args: TrainingArguments, groups: Groups, console: Console) -> Watc
     local = [member for member in members if member.host_id == mine]
     board, name = _shared_board(local, groups.rank)
     others = OtherHosts(shared_store(), hosts.index(mine), len(hosts), name) if len(hosts) > 1 else None
+    store = None
+    if on_accelerator:
+        count_transfers()
+        own: dist.Store = shared_store().clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        store = dist.PrefixStore(f"enqueued/{name}", own)
     watcher = Watcher(
         board,
         local,
@@ -351,6 +406,7 @@ def watch_run(args: TrainingArguments, groups: Groups, console: Console) -> Watc
         console,
         Path(args.output_dir).absolute(),
         others,
+        store,
     )
     watcher.start()
     dist.barrier()  # each rank has written its row before any rank judges by it

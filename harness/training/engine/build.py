@@ -40,7 +40,13 @@ from harness.topology.env import run_timeout
 from harness.training.engine.context import EngineContext, LayerTraits
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
 from harness.training.engine.losses import GuardedLoss, Loss
-from harness.training.engine.optimizer import own_optimizer, parameter_groups, schedule
+from harness.training.engine.optimizer import (
+    makes_adam_by_torch,
+    own_optimizer,
+    parameter_groups,
+    schedule,
+    torch_adam_params,
+)
 from harness.training.engine.patches import NewEngine, apply_patches
 
 
@@ -205,6 +211,8 @@ def deepspeed_config(context: EngineContext) -> JsonObject:
     config = without_idle(Secrets(frozenset()).without(context.resolved.config))  # DeepSpeed prints its config
     if not config.get("steps_per_print"):  # the harness has its own metrics; the timers are printed with DeepSpeed's
         config["steps_per_print"] = context.args.logging_steps if config.get("wall_clock_breakdown") else 2**31
+        if not config.get("wall_clock_breakdown"):  # nobody reads this timer, and it waits for the device
+            config.setdefault("timers", {"throughput": {"enabled": False}})
     if context.device.type == "cpu" and context.resolved.zero_stage == 3:
         # a CPU's memory is not left in pieces: gradients are reduced where they lie
         config["zero_optimization"] = {**config["zero_optimization"], "contiguous_gradients": False}
@@ -216,9 +224,8 @@ def deepspeed_config(context: EngineContext) -> JsonObject:
     optimizer = config.get("optimizer", {})
     if optimizer.get("type", "").lower() == "muon":  # the harness brings its own
         config["zero_force_ds_cpu_optimizer"] = False
-    if context.device.type == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
-        params = {"torch_adam": True, **optimizer.get("params", {})}
-        config["optimizer"] = {**optimizer, "params": params}
+    if makes_adam_by_torch(config, context.device):
+        config["optimizer"] = {**optimizer, "params": torch_adam_params(optimizer.get("params", {}))}
     for section in MONITORS.values():  # the harness writes to them
         config.pop(section, None)
     if file := config.get("flops_profiler", {}).get("output_file"):

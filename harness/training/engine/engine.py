@@ -24,12 +24,18 @@ from torch import Tensor
 from harness.data.batches.collate import MicroBatch
 from harness.data.batches.evaluation import EvaluationBatch
 from harness.data.batches.same_data import require_same_data
-from harness.deepspeed.engine import evaluate_pipeline, scales_loss_dynamically
+from harness.deepspeed.engine import (
+    count_skipped_step,
+    evaluate_pipeline,
+    scales_loss_dynamically,
+    skips_nonfinite_itself,
+)
 from harness.deepspeed.zero3_parameters import GatheredParameters
 from harness.errors import UserError
 from harness.parallel.draws import DrawKeys
 from harness.parallel.generators import own_generators, seed_of
 from harness.parallel.gradients.compressed import CompressedReduction
+from harness.parallel.host import numbers, to_device
 from harness.parallel.values import Value
 from harness.resilience.process.activity import beat, begin_step
 from harness.topology.groups import Groups
@@ -170,16 +176,21 @@ class Engine(ABC):
         with own_generators(seed_of(self.seed, consumed_samples, self.groups.coordinate.reader), self.device):
             loss, parts = self._forward_backward_update(batches)
 
-        # 3. what came of it; turning the loss into a number waits for the device, once a step
-        norm = self.deepspeed.get_global_grad_norm()
-        norm = None if norm is None else float(norm)
+        # 3. what came of it, in one copy to the host: the one time in a step that it waits for the device
+        found = self.deepspeed.get_global_grad_norm()
+        norm, whole_loss, *of_parts = numbers([0.0 if found is None else found, loss, *parts.values()])
+        finite = isfinite(norm)
         applied = self.deepspeed.was_step_applied()
+        if applied and not finite and skips_nonfinite_itself(self.deepspeed):
+            count_skipped_step(self.deepspeed)
+            self.schedule.go_to(self.deepspeed.global_steps - self.deepspeed.skipped_steps)
+            applied = False
         return StepOutcome(
-            loss=float(loss),
-            grad_norm=norm if norm is not None and isfinite(norm) else None,
-            finite_gradient=applied if norm is None else isfinite(norm),
+            loss=whole_loss,
+            grad_norm=norm if found is not None and finite else None,
+            finite_gradient=applied if found is None else finite,
             applied=applied,
-            parts={name: float(value) for name, value in parts.items()},
+            parts=dict(zip(parts, of_parts, strict=True)),
         )
 
     def source_losses(self, outcome: StepOutcome) -> dict[str, float]:
@@ -219,18 +230,22 @@ class Engine(ABC):
         if self.groups.pp_group is not None:
             source = dist.get_process_group_ranks(self.groups.pp_group)[self.groups.loss_stage]
             dist.broadcast(counted, src=source, group=self.groups.pp_group)
-        return float(mean) * float(counted), float(counted)
+        mean_loss, n = numbers([mean, counted])
+        return mean_loss * n, n
 
     def count(self, micro_batches: Sequence[EvaluationBatch]) -> tuple[Tensor, Tensor]:
         """Return what counts for the loss, and how many samples do, in the micro-batches of all data ranks; known on
         the last stage, which has the labels."""
-        both = torch.zeros(2, dtype=torch.float64, device=self.device)
+        own = [0, 0]
         if self.groups.is_last_stage:
-            both[0] += sum(self.loss.count(batch.labels, batch.rows) for batch in micro_batches)
-            both[1] += sum(batch.rows for batch in micro_batches)
-            if self.groups.dp_group is not None:
-                dist.all_reduce(both, group=self.groups.dp_group)
-                both /= self.groups.layout.cp_size  # whose ranks have counted the same samples
+            own = [
+                sum(self.loss.count(batch.labels, batch.rows) for batch in micro_batches),
+                sum(batch.rows for batch in micro_batches),
+            ]
+        both: Tensor = to_device(torch.tensor(own, dtype=torch.float64), self.device)
+        if self.groups.is_last_stage and self.groups.dp_group is not None:
+            dist.all_reduce(both, group=self.groups.dp_group)
+            both /= self.groups.layout.cp_size  # whose ranks have counted the same samples
         return both[0], both[1]
 
     def weigh(
@@ -240,18 +255,20 @@ class Engine(ABC):
         by_label: bool = False,
         sources: Sequence[Sequence[int]] = (),
     ) -> list[Batch]:
-        """Give each micro-batch the weight by which the engine's mean becomes the mean over all that counts.
+        """Copy each micro-batch to the device, with the weight by which the engine's mean becomes that over all that
+        counts. The weights are made there: the host does not wait for `totals`.
 
         `by_label`: its share is that of its labels, not of its samples. Then it is the same in any part of a data set.
         """
         layout = self.groups.layout
         n = len(micro_batches) * layout.dp_size
-        weight, per_row = (n / max(1.0, total) for total in map(float, totals))
+        weight, per_row = (n / total.clamp(min=1.0) for total in totals)
         weighed = []
         for batch, of_rows in zip(micro_batches, sources or [()] * len(micro_batches), strict=True):
             share = weight * self.loss.count(batch.labels, batch.rows) if by_label else per_row * batch.rows
-            share /= layout.cp_size  # whose ranks each count their part of it
-            weighed.append((self._cast(batch.inputs), targets(batch.labels, weight, batch.rows, share, of_rows)))
+            share = share / layout.cp_size  # whose ranks each count their part of it
+            wanted = targets(batch.labels, weight, batch.rows, share, of_rows)
+            weighed.append((to_device(self._cast(batch.inputs), self.device), to_device(wanted, self.device)))
         return weighed
 
     def _cast(self, inputs: Any) -> Any:
@@ -360,9 +377,8 @@ class WholeModel(Engine):
 
     def _passed(self, inputs: Value, wanted: Targets) -> tuple[Outputs, Tensor]:
         """Return the outputs of a micro-batch, and its loss."""
-        wanted = _move(wanted, self.device)
         self.loss.expect(wanted)
-        outputs = self.deepspeed(_move(inputs, self.device))
+        outputs = self.deepspeed(inputs)
         self.loss.expect(None)
         beat("loss")
         return outputs, self.loss(outputs, wanted)
@@ -375,12 +391,6 @@ class WholeModel(Engine):
 
 def _first(value: Value) -> Tensor:
     return value if isinstance(value, Tensor) else value[0]
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    return tuple(_move(item, device) for item in value)
 
 
 @contextmanager

@@ -49,10 +49,12 @@ LossFunction: TypeAlias = Callable[..., Tensor]
 """A user's own: of outputs and labels."""
 
 
-def targets(labels: Labels, weight: float, rows: int, share: float = 1.0, sources: Sequence[int] = ()) -> Targets:
-    """Targets of plain numbers and one or more tensors of labels."""
-    numbers = torch.tensor(weight), torch.tensor(rows), torch.tensor(share)
-    return *numbers, torch.tensor(sources, dtype=torch.long), *_tensors(labels)
+def targets(
+    labels: Labels, weight: float | Tensor, rows: int, share: float | Tensor = 1.0, sources: Sequence[int] = ()
+) -> Targets:
+    """Targets of numbers, or scalars on the device, and one or more tensors of labels."""
+    weight, share = (torch.as_tensor(value, dtype=torch.float32) for value in (weight, share))
+    return weight, torch.tensor(rows), share, torch.tensor(sources, dtype=torch.long), *_tensors(labels)
 
 
 class SourceLosses:

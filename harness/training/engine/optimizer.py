@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from transformers.trainer_pt_utils import get_parameter_names
 from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.expert_groups import EXPERT_GROUP, is_expert
+from harness.errors import UserError
+from harness.topology.env import inherited
 from harness.training.engine.muon import NO_TIES, ParameterGroup, muon
 
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -96,6 +100,60 @@ class LateAdagrad(Optimizer):
         return state
 
 
+def makes_adam_by_torch(config: JsonObject, device: torch.device) -> bool:
+    """Whether torch's fused Adam takes the place of DeepSpeed's, which is compiled when it is first used.
+
+    DeepSpeed's FusedAdam needs nvcc and ninja, torch's nothing. What is offloaded from a GPU to the host is updated by
+    DeepSpeed's where that can be compiled: it is several times as fast there.
+    """
+    section = config.get("optimizer", {})
+    if section.get("type", "").lower() not in ("adam", "adamw"):
+        return False
+    if not section.get("params", {}).get("bias_correction", True):  # torch always corrects
+        return device.type == "cpu"
+    return device.type == "cpu" or not _is_offloaded(config) or bool(_missing(("c++", "ninja")))
+
+
+def compiled_optimizer(config: JsonObject, device: torch.device) -> str | None:
+    """Return the name of an optimizer that DeepSpeed compiles when it is first used; None for others.
+
+    UserError where what compiles it is not installed.
+    """
+    name = config.get("optimizer", {}).get("type", "")
+    own = name.lower() in ("adam", "adamw", "lamb", "lion") or (name.lower() == "adagrad" and _is_offloaded(config))
+    if not own or device.type == "cpu" or makes_adam_by_torch(config, device):
+        return None
+    needed = (
+        ("c++", "ninja") if _is_offloaded(config) or device.type != "cuda" or torch.version.hip else ("nvcc", "ninja")
+    )
+    if missing := _missing(needed):
+        raise UserError(
+            f"optimizer {name} is compiled by DeepSpeed when it is first used: install {' and '.join(missing)}, or use "
+            "AdamW, which needs neither"
+        )
+    return str(name)
+
+
+def _is_offloaded(config: JsonObject) -> bool:
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(offload.get("device", "none") != "none")
+
+
+def _missing(programs: Sequence[str]) -> list[str]:
+    """Return which of these programs are not installed."""
+    environment = inherited()
+    homes = [environment.get("CUDA_HOME") or environment.get("CUDA_PATH") or "/usr/local/cuda"]
+    places = os.pathsep.join([environment.get("PATH", ""), *(f"{home}/bin" for home in homes)])
+    names = {each: environment.get("CXX", each) if each == "c++" else each for each in programs}
+    return [each for each, name in names.items() if not shutil.which(name, path=places)]
+
+
+def torch_adam_params(params: JsonObject) -> JsonObject:
+    """Return the parameters of DeepSpeed's Adam as torch's fused one takes them."""
+    kept = {key: value for key, value in params.items() if key not in ("bias_correction", "set_grad_none")}
+    return {"torch_adam": True, **({} if kept.get("foreach") else {"fused": True}), **kept}
+
+
 def own_optimizer(
     config: JsonObject,
     module: nn.Module,
@@ -113,8 +171,7 @@ def own_optimizer(
     if section["type"].lower() == "muon":
         return muon(module, groups, section.get("params", {}), first_names)
     zero = config.get("zero_optimization", {})
-    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-    if section["type"].lower() == "adagrad" and zero.get("stage", 0) > 0 and not offloaded:
+    if section["type"].lower() == "adagrad" and zero.get("stage", 0) > 0 and not _is_offloaded(config):
         return LateAdagrad(groups, **section.get("params", {}))
     return None
 

@@ -21,8 +21,7 @@ from harness.data.batches.evaluation import EvaluationBatch
 from harness.errors import UserError
 from harness.parallel.comm import gather_from_group, group_size
 from harness.resilience.process.activity import inside
-from harness.resilience.process.distributed import any_rank
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import any_rank, host_group, values_of_all
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import CausalLoss, Labels, LogitsLoss, Loss, Outputs, RouterLoss, Targets
 
@@ -91,7 +90,7 @@ class KeptOutputs:
             parts = values_of_all(fresh)
         else:
             parts = [[]] * groups.layout.world_size
-            dist.gather_object(fresh, parts if groups.rank == 0 else None, dst=0)
+            dist.gather_object(fresh, parts if groups.rank == 0 else None, dst=0, group=host_group())
         ranks = [
             groups.layout.rank(stage=groups.loss_stage, dp_rank=first, tp_rank=0)
             for first in range(0, groups.layout.dp_size, groups.layout.cp_size)
@@ -139,7 +138,7 @@ def continued(
     """
     rows = [list(prompt) for prompt in prompts]
     done = [False] * len(rows)
-    while any_rank(not all(done), engine.device):
+    while any_rank(not all(done)):
         new = _next_tokens(engine, rows, length)
         for index, token in enumerate(new):
             if not done[index] and token != ends:

@@ -14,7 +14,7 @@ from functools import partial
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from harness.deepspeed.engine import check_every_gradient, forget_outputs
+from harness.deepspeed.engine import ask_the_norm_once, check_every_gradient, forget_outputs
 from harness.deepspeed.gradient_reduction import (
     give_every_gradient,
     keep_own_gradients,
@@ -135,6 +135,14 @@ PATCHES: tuple[Patch, ...] = (
         why="ZeRO's optimizers look for gradients that are not finite in fp16 alone",
         when=lambda new: new.acts_on_nonfinite,
         apply=lambda new: check_every_gradient(new.deepspeed.optimizer),
+    ),
+    Patch(
+        name="one question about the norm",
+        why="ZeRO-1 and ZeRO-2 wait for the device for the check of every gradient, for the norm, and again to clip "
+        "by it. The norm says what that check says, so this stands after it",
+        when=lambda new: new.acts_on_nonfinite,
+        apply=lambda new: ask_the_norm_once(new.deepspeed.optimizer),
+        after=("check of every gradient",),
     ),
     # engines without stages: ZeRO-2 and ZeRO-3
     Patch(

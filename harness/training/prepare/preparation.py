@@ -48,7 +48,14 @@ from harness.parallel.collectives.of_group import (
 from harness.parallel.memory import keep_freed_memory, malloc_trim
 from harness.planner.estimate import Prediction
 from harness.resilience.process.activity import ACTIVITY, expect_costs
-from harness.resilience.process.distributed import close_groups, open_groups, require_device, require_precision, start
+from harness.resilience.process.distributed import (
+    close_groups,
+    mixed_devices,
+    open_groups,
+    require_device,
+    require_precision,
+    start,
+)
 from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.resilience.watch.watcher import watch_run
@@ -59,6 +66,7 @@ from harness.training.engine.build import build_engine
 from harness.training.engine.context import EngineContext
 from harness.training.engine.gradients import settle_compression
 from harness.training.engine.losses import logits_loss, losses_by_source
+from harness.training.engine.optimizer import compiled_optimizer
 from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning_of, sample_length
 from harness.training.prepare.forecast import forecast, require_memory
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
@@ -117,8 +125,7 @@ def prepare_run(inputs: RunInputs) -> Run:
     expect_costs(stage_costs(trainable.costs, boundaries, plan.resolved.chunks))
 
     # 5. the layers of this rank, and DeepSpeed's engine around them
-    optimizer = plan.resolved.config.get("optimizer", {}).get("type")
-    if optimizer is not None and context.device.type != "cpu":
+    if optimizer := all_or_none(lambda: compiled_optimizer(plan.resolved.config, context.device)):
         console.say(
             f"optimizer {optimizer} is DeepSpeed's own: the first use on a machine compiles it, which can take minutes"
         )
@@ -156,13 +163,12 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     THIS_RANK.doing = "waiting for the other ranks"
     with watching_for_stopped_ranks(args.hang_seconds, console):
         device = start(env)
-        require_precision(plan.resolved.precision)
-        require_device(plan.resolved.config, device)
+        all_or_none(lambda: require_precision(plan.resolved.precision))  # hosts may have devices of other generations
+        all_or_none(lambda: require_device(plan.resolved.config, device))
         require_shared(plan.output_dir, env.rank, env.world_size)
         check_agreement(
             plan.resolved.config,
             plan.layout,
-            device=device,
             others={
                 "set of arguments": {item.name: str(getattr(args, item.name)) for item in fields(args)},
                 "training data": plan.digest,
@@ -175,12 +181,18 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         foreign_groups = open_groups()
         groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
         THIS_RANK.rank, THIS_RANK.stage = groups.rank, groups.coordinate.stage
-        watch_run(args, groups, console)
+        watch_run(args, groups, console, on_accelerator=device.type != "cpu")
     if device.type == "cpu":  # ranks of one host sum in shared memory, several times as fast as gloo
         share_memory([groups.tp_group, groups.dp_group, groups.cp_group, groups.ep_group])
         carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)
     if warning := version_warning():
         console.warn(warning)
+    if args.tf32:
+        torch.set_float32_matmul_precision("high")
+    elif device.type == "cuda" and plan.resolved.precision == "fp32":
+        console.say("TF32 is off, as in torch: float32 products are exact; --tf32 makes them several times as fast")
+    if text := mixed_devices(device):
+        console.warn(text)
     resolved = settle_compression(plan.resolved, groups, device, console)
     context = EngineContext(args=args, resolved=resolved, groups=groups, device=device, max_steps=plan.max_steps)
     return context, foreign_groups

@@ -185,8 +185,8 @@ def _place(leaf: Tensor, context: EngineContext) -> Tensor:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _size(parameter: nn.Parameter) -> int:

@@ -23,8 +23,8 @@ from harness.data.streaming.source import Streamed
 from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
-from harness.resilience.process.distributed import all_arrive, any_rank
-from harness.topology.agreement import all_or_none
+from harness.resilience.process.distributed import all_arrive
+from harness.topology.agreement import all_or_none, any_rank
 from harness.training.best_model import best_as_saved, forget_unsaved, note_checkpoint
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFinite
@@ -131,7 +131,7 @@ class Checkpoints:
         until = time.monotonic() + MOMENT_S
         while self._pending is not None and self._pending.step == self._state.global_step - 1:
             self._pending.wait(until - time.monotonic())
-            if any_rank(self._pending.is_busy, self.run.engine.device):
+            if any_rank(self._pending.is_busy):
                 return
             self.advance()
 

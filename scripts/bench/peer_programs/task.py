@@ -43,10 +43,15 @@ class Work:
         """Of a step."""
         return self.micro_batches * self.samples * self.length
 
-    def write(self, folder: Path) -> None:
-        """Write it with the weights that all programs begin with."""
+    def write(self, folder: Path, *, weights: bool = True) -> None:
+        """Write it with the weights that all programs begin with; without them each makes its own."""
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(self.family, **self.shape)).save_pretrained(folder)
+        config = AutoConfig.for_model(self.family, **self.shape)
+        if weights:
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        else:
+            config.architectures = ["LlamaForCausalLM"]
+            config.save_pretrained(folder)
         (folder / "work.json").write_text(json.dumps(asdict(self)))
 
 
@@ -87,6 +92,10 @@ class Task:
 
     def model(self, **options: Any) -> Any:
         """Return the model with its first weights; `options` of transformers."""
+        if not list(self.folder.glob("*.safetensors")):
+            torch.manual_seed(0)
+            with self.device:
+                return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.folder), **options)
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32, **options).to(self.device)
 
     def samples(self) -> Tensor:

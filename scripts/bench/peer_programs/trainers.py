@@ -57,8 +57,8 @@ def hf_trainer(stage: int, task: Task) -> None:
     task.losses += [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def harness(sections: dict[str, Any], replicas: int, task: Task) -> None:
-    """Train with the harness, in the layout of some sections of a DeepSpeed config."""
+def trainer_of(task: Task, sections: dict[str, Any], replicas: int = 1, **more: Any) -> Trainer:
+    """Return a Trainer of the harness, in the layout of some sections of a DeepSpeed config."""
     arguments = TrainingArguments(
         deepspeed_config=config(task.work, replicas, **sections),
         output_dir=str(task.folder / "harness"),
@@ -68,11 +68,17 @@ def harness(sections: dict[str, Any], replicas: int, task: Task) -> None:
         save_steps=0,
         verify_plan="off",
         per_device_train_batch_size=task.work.samples,
-        bf16=task.work.dtype == "bfloat16",
+        bf16=sections.get("bf16", {}).get("enabled", task.work.dtype == "bfloat16"),
         **SAME,
+        **more,
     )
     data = [{"input_ids": row} for row in task.samples().tolist()]
-    trainer = Trainer(str(task.folder), arguments, train_dataset=data)
+    return Trainer(str(task.folder), arguments, train_dataset=data)
+
+
+def harness(sections: dict[str, Any], replicas: int, task: Task) -> None:
+    """Train with the harness."""
+    trainer = trainer_of(task, sections, replicas)
     task.run(lambda: trainer.training_step().loss)
     trainer.close()
 

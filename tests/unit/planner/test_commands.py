@@ -74,6 +74,15 @@ def test_an_estimate_is_what_the_config_runs(capsys):
     assert rows[0]["activation_checkpointing"] is True
 
 
+def test_float32_in_tf32_is_faster_in_both_verbs_and_nothing_else_is(capsys):
+    estimate = [*ESTIMATE, "--world_size", "8", "--block_size", "1024"]
+    for verb in (estimate, [*PLAN, "--precision", "fp32"]):
+        exact, tf32 = (rows_of(capsys, *verb, *flag)[0]["tokens_per_second"] for flag in ((), ("--tf32",)))
+        assert tf32 > 2 * exact
+    halves = [rows_of(capsys, *PLAN, "--precision", "bf16", *flag) for flag in ((), ("--tf32",))]
+    assert halves[0] == halves[1]
+
+
 def test_a_plan_is_like_a_program_by_one_word(capsys, tmp_path):
     ours = rows_of(capsys, *PLAN, "--global_batch_size", "64")
     assert rows_of(capsys, *PLAN, "--global_batch_size", "64", "--like", "deepspeed") == ours

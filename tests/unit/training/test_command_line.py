@@ -196,7 +196,7 @@ def test_a_warm_up_is_in_steps_or_a_fraction_of_them(steps: int, given: dict[str
         pytest.param("wandb_log_model", "false", True, id="axolotl-by-its-beginning"),
         pytest.param("shuffle_merged_datasets", False, False, id="axolotl-that-off-asks-for-something"),
         pytest.param("seq_len", False, False, id="of-another-program"),
-        pytest.param("tf32", None, True, id="huggingface-not-set"),
+        pytest.param("torch_compile_mode", None, True, id="huggingface-not-set"),
         pytest.param("fp16_opt_level", "o1", True, id="huggingface-in-other-letters"),
         pytest.param("ddp_timeout", 1.8e3, True, id="huggingface-as-another-number"),
         pytest.param("gradient_checkpointing_kwargs", {"use_reentrant": False}, True, id="huggingface-mapping"),

@@ -15,7 +15,7 @@ from harness.arguments.themes.run import NONFINITE
 from harness.checkpoint.background_save import NotSaved
 from harness.console import plain_console
 from harness.training.engine.engine import Engine, StepOutcome
-from harness.training.nonfinite import NonFinite, NonFiniteStep, _finite
+from harness.training.nonfinite import NonFinite, NonFiniteStep, _not_finite
 
 NAN, INF = float("nan"), float("inf")
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(8)]
@@ -145,4 +145,6 @@ def test_what_is_not_trained_is_not_looked_at(engine: Engine) -> None:
     ],
 )
 def test_every_value_of_a_weight_counts(tensor: torch.Tensor, finite: bool) -> None:
-    assert _finite(nn.Parameter(tensor)) is finite
+    others = {"first": nn.Parameter(torch.ones(2)), "last": nn.Parameter(torch.zeros(3))}
+    found = _not_finite({"first": others["first"], "this": nn.Parameter(tensor), "last": others["last"]})
+    assert found == (None if finite else "this")

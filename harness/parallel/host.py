@@ -1,0 +1,65 @@
+"""Between the host and an accelerator, with as few waits as can be.
+
+The host waits for all that an accelerator was given before, and meanwhile gives it nothing: one wait for many values
+costs what one wait for one value does. Copies from pinned memory do not make it wait at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+BATCH_BYTES = 64 << 20
+Key = TypeVar("Key")
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return a tensor, or a tuple of them, on the device. An accelerator copies from pinned memory beside what it
+    computes; the host does not wait."""
+    if not isinstance(value, Tensor):
+        return tuple(to_device(item, device) for item in value)
+    if value.device == device or device.type == "cpu":
+        return value
+    return (value.pin_memory() if value.device.type == "cpu" else value).to(device, non_blocking=True)
+
+
+def numbers(values: Sequence[Tensor | float]) -> list[float]:
+    """Return scalars as numbers; those on an accelerator come in one copy, for which the host waits."""
+    far = [isinstance(value, Tensor) and value.device.type != "cpu" for value in values]
+    there = [torch.as_tensor(each).detach().double().reshape(()) for each in itertools.compress(values, far)]
+    copied = iter(torch.stack(there).tolist() if there else [])
+    return [next(copied) if is_far else float(value) for value, is_far in zip(values, far, strict=True)]
+
+
+def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory of the host from which the device copies without a wait."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
+
+
+@torch.no_grad()
+def brought_to_host(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[tuple[Key, Tensor]]:
+    """Yield each tensor's key and its copy on the host, in order. The host waits once for `BATCH_BYTES`.
+
+    A tensor of the host, or one larger than that, is yielded as it is.
+    """
+    batch: list[tuple[Key, Tensor]] = []
+    size, waiting = 0, None
+    for key, tensor in tensors:
+        if tensor.device.type == "cpu" or tensor.nbytes > BATCH_BYTES:
+            batch.append((key, tensor))
+            continue
+        copy = staging(tensor.shape, tensor.dtype, tensor.device)
+        copy.copy_(tensor, non_blocking=True)
+        batch.append((key, copy))
+        size, waiting = size + tensor.nbytes, tensor.device
+        if size >= BATCH_BYTES:
+            torch.accelerator.current_stream(waiting).synchronize()
+            yield from batch
+            batch, size, waiting = [], 0, None
+    if waiting is not None:
+        torch.accelerator.current_stream(waiting).synchronize()
+    yield from batch
