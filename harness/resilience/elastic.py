@@ -27,7 +27,7 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from harness.config.values.json_object import JsonObject
 from harness.resilience.cause import oom_kills
 from harness.resilience.hosts import DEVICES
-from harness.resilience.judging import Verdict
+from harness.resilience.judging import History, Verdict
 from harness.resilience.leading import ANSWER_S, HOSTS_S, LOOK_S, Leader
 from harness.resilience.on_host.ranks import Ranks
 from harness.resilience.options import Options
@@ -56,6 +56,7 @@ class Agent(LocalElasticAgent):
         store: of the agents.
         look: looks at the ranks, and at what a launch on another host says; called several times a second.
         received: signals to the launch.
+        history: of the run, as an earlier agent of this launch knew it.
     """
 
     def __init__(
@@ -68,13 +69,14 @@ class Agent(LocalElasticAgent):
         store: dist.Store,
         look: Callable[[], None],
         received: list[int],
+        history: History | None = None,
     ) -> None:
         self.place, self.options, self.ranks = place, options, ranks
         self._look, self._received = look, received
         self.store = run_store(store, options.rdzv_id)
         self.handler = meet(store, options.rdzv_id, (place.min_nodes, place.max_nodes), name, self._wait_for_others)
         self.pulse = Pulse(self.store, self.handler.node)
-        self.leader = Leader(place, options, script, self.store, self._sleep, received)
+        self.leader = Leader(place, options, script, self.store, self._sleep, received, history or History())
         self._leads = False
         self._number, self._index, self._hosts, self._passed = -1, 0, 0, 0
         self._joins, self._joins_since = True, time.monotonic()
@@ -103,7 +105,7 @@ class Agent(LocalElasticAgent):
     ) -> list[Worker]:
         """Exchange what the hosts have and what they start; return the ranks of this host."""
         self._joins, self._leads, self._hosts = False, group_rank == 0, group_world_size
-        place = self.place
+        place, store_has_history = self.place, self.store.check(["history"])
         offer = Offer(
             node=self.handler.node,
             host=place.host,
@@ -111,6 +113,7 @@ class Agent(LocalElasticAgent):
             position=place.position,
             devices=place.devices,
             port=self.options.master_port or free_port(),
+            history="" if store_has_history else self.leader.known.dump(),
         )
         store.set(f"offer/{group_rank}", json.dumps(asdict(offer)))
         if self._leads:
@@ -283,9 +286,15 @@ class Agent(LocalElasticAgent):
         if self.store.check(["end"]):
             raise Left(int(self.store.get("end")))
         holder, history = self.handler.holder, self.leader.history
+        here, waited = self.handler.participants(), time.monotonic() - self._joins_since
+        if self.handler.node in here and waited > HOSTS_S:
+            self.leader.say(
+                f"{len(here)} of at least {self.place.min_nodes} hosts have come within {waited / 60:.0f} minutes"
+            )
+            self._leave(1)
         gone = set(history.gone)
         if history.start >= 0 and time.monotonic() - self._joins_since > AGAIN_S:  # each agent asks for all others
-            gone |= set(self.pulse.lost(self.handler.participants()))
+            gone |= set(self.pulse.lost(here))
         holder.gone = frozenset(gone)
         holder.last_call = AGAIN_S if history.start >= 0 else LAST_CALL_S
         if self.store.check(["expected"]):

@@ -150,15 +150,18 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
         if control.received:
             raise SystemExit(128 + control.received[0])
 
-    served = None if listener is None else serve(endpoint, listener)
+    served, history = None if listener is None else serve(endpoint, listener), None
     for incarnation in itertools.count(int(time.time())):
         try:
             store = served or connect(endpoint, wait)
             place = _place(options, host, endpoint, serves=listener is not None)  # a name is known once it is reached
             name = (place.address, launched, incarnation)
-            agent = Agent(place, name, options, script, ranks, store, look, control.received)
+            agent = Agent(place, name, options, script, ranks, store, look, control.received, history)
             give_up_when_unheard(endpoint[1])
-            agent.run()
+            try:
+                agent.run()
+            finally:
+                history = agent.leader.known
         except SystemExit as end:
             assert isinstance(end.code, int)
             if end.code != LOST:

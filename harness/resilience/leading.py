@@ -37,10 +37,12 @@ class Leader:
         store: of the agents.
         sleep: waits for some seconds, and lets signals and the launch through meanwhile.
         received: signals to the launch of this agent.
+        history: as the agent before this one of the same launch knew it.
 
     Attributes:
         team: the hosts of the current start.
         grows: whether its ranks were told to save and stop because further hosts are there.
+        known: the history as this agent has last seen it.
     """
 
     def __init__(
@@ -51,12 +53,13 @@ class Leader:
         store: dist.Store,
         sleep: Callable[[float], None],
         received: Sequence[int],
+        history: History,
     ) -> None:
         self.place, self.options, self.script, self.store = place, options, script, store
         self._sleep, self._received = sleep, received
         self.team = Team(offers=())
         self.grows = False
-        self._history = History()
+        self.known = history
         self._waits_since = 0.0  # when too few hosts were there for the first time; 0: they suffice
         self._may_wait = place.min_nodes < place.max_nodes or bool(options.max_restarts)
         self._fewest = options.min_ranks or (1 if self._may_wait else place.wanted)
@@ -65,8 +68,8 @@ class Leader:
     def history(self) -> History:
         """The history of the run, as the store has it: another agent may have led. As this agent knows it if not."""
         if self.store.check(["history"]):
-            self._history = History.load(self.store.get("history").decode())
-        return self._history
+            self.known = History.load(self.store.get("history").decode())
+        return self.known
 
     def plan(self, offers: Sequence[Offer], meeting: dist.Store) -> Verdict | None:
         """Write what each host starts into the store of the meeting.
@@ -74,6 +77,9 @@ class Leader:
         Returns:
             A verdict that ends the run instead: no layout fits, or the start before has already used up the restarts.
         """
+        if not self.store.check(["history"]):
+            known = [History.load(offer.history) for offer in offers if offer.history]
+            self._write(replace(max(known, key=lambda each: each.start, default=History()), is_open=False))
         if (history := self.history).is_open:
             verdict = self._judge_abandoned(history, {offer.node for offer in offers})
             if verdict.code is not None:
@@ -214,7 +220,7 @@ class Leader:
         return verdict
 
     def _write(self, history: History) -> None:
-        self._history = history
+        self.known = history
         self.store.set("history", history.dump())
 
     def _log(self, cause: Cause, start: str) -> None:

@@ -50,6 +50,7 @@ class Offer:
         node: name of its agent in the rendezvous.
         position: where it stands among all hosts.
         port: free on it, for rank 0.
+        history: what its agent knows of the run's history; empty if nothing. The store may have been lost.
     """
 
     node: str
@@ -58,6 +59,7 @@ class Offer:
     position: int
     devices: tuple[int, ...]
     port: int
+    history: str = ""
 
     @classmethod
     def load(cls, fields: JsonObject) -> Offer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,7 +78,8 @@ class Ranks:
         drop_output_without_reader()  # ranks inherit these streams
         self.exits, self._passed_on, self._count = [], 0, len(ranks)
         self.records = self.root / f"{number:04d}"
-        self.records.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.records, ignore_errors=True)  # of a start before the store of the agents was lost
+        self.records.mkdir(parents=True)
         marked = [(rank, command, {**own, RECORDS: str(self.records)}) for rank, command, own in ranks]
         self._prepare()
         self._went_on = time.monotonic()

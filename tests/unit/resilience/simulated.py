@@ -3,6 +3,7 @@ leader and verdicts, without processes."""
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -11,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from harness.resilience.elastic import Agent
 from harness.resilience.hosts import listen
@@ -129,13 +131,16 @@ class Host:
             max_nodes=most,
             serves=False,
         )
+        history = None
         for incarnation in range(self.first_agent, self.first_agent + 9):
             try:
                 store = connect(run.endpoint, self._look)
                 name = (place.address, self.index, incarnation)
                 script = Script(options.script)
-                self.agent = Agent(place, name, options, script, self.ranks, store, self._look, self.received)  # type: ignore[arg-type]
+                self.agent = Agent(place, name, options, script, self.ranks, store, self._look, self.received, history)  # type: ignore[arg-type]
                 self.agent.run()
+            except (RuntimeError, RendezvousError):
+                history = None if self.agent is None else self.agent.leader.known  # the store is gone
             except SystemExit as end:
                 self.code = int(end.code or 0)
                 if self.code != LOST:
@@ -154,6 +159,16 @@ class SimulatedRun:
         meeting = ["--rdzv_endpoint", f"{self.endpoint[0]}:{self.endpoint[1]}"]
         self.options = read_options([*flags.split(), *meeting, *script])
         self.hosts: list[Host] = []
+
+    def lose_store(self) -> None:
+        """End the process that serves the store, and start another in its place, which knows nothing."""
+        del self.store
+        gc.collect()
+        listener = None
+        while listener is None:
+            time.sleep(0.05)
+            listener = listen(*self.endpoint)
+        self.store = serve(self.endpoint, listener)
 
     def add(self, play: Callable[[PlayedRanks], None], index: int | None = None) -> Host:
         host = Host(self, len(self.hosts) if index is None else index, play)

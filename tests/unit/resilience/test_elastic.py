@@ -196,6 +196,26 @@ def test_a_script_whose_layouts_are_not_known_waits_for_all_hosts(
     assert run.codes() == [128 + signal.SIGINT]
 
 
+def test_when_the_store_is_lost_and_back_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """As when the pod that serves it was lost: the others know how often the run has started."""
+    run = SimulatedRun(tmp_path, "--nnodes 2 --nproc_per_node 1 --max_restarts 3", script=KNOWN_ZERO)
+    hosts = [run.add(succeeds_at(1)) for _ in range(2)]
+    wait_until(lambda: all(host.ranks.number == 0 for host in hosts))
+    run.lose_store()
+    assert run.codes() == [0, 0]
+    assert [host.ranks.number for host in hosts] == [1, 1]
+    assert hosts[0].ranks.commands[0][1][-2:] == ["--resume_from_checkpoint", "auto"]
+
+
+def test_the_wait_for_hosts_ends_at_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(elastic, "HOSTS_S", 0.3)
+    run = SimulatedRun(tmp_path, "--nnodes 2 --nproc_per_node 1", script=KNOWN_ZERO)
+    run.add(trains)
+    assert run.codes() == [1] and "1 of at least 2 hosts have come within 0 minutes" in capsys.readouterr().err
+
+
 class Skewed(datetime):
     """A clock that each call reads on another host, minutes apart."""
 
