@@ -96,7 +96,7 @@ class Blueprint:
         plan: which modules can compute a stretch of the tokens alone; likewise.
         split: cuts the arguments of layers for a stretch; None where no layer can.
         loss_tiles: lets the epilogue compute the loss in tiles of tokens.
-        block_tile: tokens that feed-forward blocks compute at a time; 0: all.
+        block_tile: tokens that feed-forward blocks and norms compute at a time; 0: all.
     """
 
     outer: OuterForward

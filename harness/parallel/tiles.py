@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from harness.parallel.values import Argument
@@ -61,31 +61,39 @@ def tile_block(block: nn.Module, tokens: int) -> None:
     whole = block.forward
 
     def forward(*args: Argument, **kwargs: Argument) -> Argument:
-        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        given, spec = tree_flatten((args, kwargs))
+        hidden = next(value for value in given if isinstance(value, Tensor))
         batch, length = hidden.shape[:2]
         if hidden.dim() < 3 or length <= tokens:
             return whole(*args, **kwargs)
-
-        def of_tile(start: int, stop: int) -> Argument:
-            def cut(value: Tensor) -> Tensor:
-                return (
-                    value[:, start:stop].contiguous()
-                    if value.dim() > 2 and value.shape[:2] == hidden.shape[:2]
-                    else value
-                )
-
-            return whole(*tree_map_only(Tensor, cut, args), **tree_map_only(Tensor, cut, kwargs))
-
-        return _joined([_again(of_tile, start, stop) for start, stop in tiles(length, tokens)], batch)
+        # tensors are handed on as arguments: what a function holds besides would stay until the backward
+        of_tile = partial(_of_tile, whole, spec, (batch, length))
+        return _joined([_again(of_tile, start, stop, *given) for start, stop in tiles(length, tokens)], batch)
 
     block.forward = forward
 
 
+def _of_tile(
+    whole: Callable[..., Argument], spec: TreeSpec, rows: tuple[int, int], start: int, stop: int, *given: Argument
+) -> Argument:
+    """Call `whole` with the arguments of which those with `rows` [batch, tokens, ...] are cut."""
+
+    def cut(value: Argument) -> Argument:
+        has_rows = isinstance(value, Tensor) and value.dim() > 2 and tuple(value.shape[:2]) == rows
+        return value[:, start:stop].contiguous() if has_rows else value
+
+    args, kwargs = tree_unflatten([cut(value) for value in given], spec)
+    return whole(*args, **kwargs)
+
+
 def _again(run: Callable[..., Argument], *given: Argument) -> Argument:
-    """Return `run(*given)`; where there will be a backward, it is computed again for that."""
+    """Return `run(*given)`; where there will be a backward, it is computed again for that.
+
+    It is computed to its end: an exception in its place would hold what its functions have made.
+    """
     if not torch.is_grad_enabled():
         return run(*given)
-    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False, early_stop=False)
 
 
 def _joined(outputs: list[Argument], batch: int) -> Argument:

@@ -245,7 +245,11 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
         whole = tp if strategy.ep_size > 1 else 1  # whole experts: their tokens are shared out instead
         inside += layer.top_k * (layer.expert_ffn * active / tp + 2 * layer.hidden * width / whole)
         inside += layer.experts * 8
-    return tokens * (outside + attention) + strategy.tokens(workload.sequence, strategy.block_tile) * inside
+    if not strategy.block_tile:
+        return tokens * (outside + attention + inside)
+    kept = layer.hidden * layer.norms * 2 * width / shared  # the input and the output of each norm
+    tile = strategy.tokens(workload.sequence, strategy.block_tile)
+    return tokens * (kept + attention) + tile * (outside + inside)
 
 
 def _norm_bytes(workload: Workload, layer: LayerShape) -> float:

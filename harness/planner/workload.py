@@ -145,8 +145,8 @@ class Strategy:
         recompute: what the backward computes again: nothing, or whole layers.
         recompute_every: layers that are recomputed at once, from the input of their first.
         host_activations: whether these inputs wait in the host's memory.
-        loss_tile, block_tile: tokens of a sample of which the loss, and feed-forward blocks, are computed at a time; 0:
-            all.
+        loss_tile, block_tile: tokens of a sample of which the loss, and feed-forward blocks and norms, are computed at
+            a time; 0: all.
         schedule: of the pipeline; under gpipe all forward passes come first.
         chunks: model chunks of each stage, which go round the stages (Narayanan et al. 2021, interleaved schedule).
         sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.

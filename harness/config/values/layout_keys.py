@@ -26,7 +26,7 @@ INDUCTOR = "inductor"
 CONTEXT, DEEPSPEED_CONTEXT = "/context_parallel/size", "/sequence_parallel_size"
 """Ranks that share each sequence: the harness's own key, and DeepSpeed's, which is read as such."""
 LOSS_TILE, FEED_FORWARD_TILE = "/tiling/loss", "/tiling/feed_forward"
-"""Tokens that the loss, and each feed-forward block, are computed of at a time; 0 is all."""
+"""Tokens that the loss, and each feed-forward block and norm, are computed of at a time; 0 is all."""
 GRADIENT_BITS = "/gradient_compression/bits"
 GRADIENT_BITS_CHOICES = (0, 4, 8)
 TOKEN_PIECES = "/expert_parallel/token_pieces"

@@ -21,12 +21,12 @@ from harness.parallel.context.stretches import ContextParallel, TokenRows
 from harness.parallel.values import Argument, Keyword, Positional
 
 
-def named_blocks(layer: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a layer that hold matrices, by their names in it."""
+def named_blocks(layer: nn.Module, least: int = 2, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a layer that hold matrices, or parameters of `least` dimensions, by their names in it."""
     for name, child in layer.named_children():
         if type(child) in (nn.ModuleList, nn.ModuleDict):  # never called itself
-            yield from named_blocks(child, f"{prefix}{name}.")
-        elif any(param.dim() > 1 for param in child.parameters()):
+            yield from named_blocks(child, least, f"{prefix}{name}.")
+        elif any(param.dim() >= least for param in child.parameters()):
             yield f"{prefix}{name}", child
 
 

@@ -20,7 +20,7 @@ class ContextPlan:
 
     Attributes:
         gathered: for each kind of layer that can, the blocks in it that need all tokens.
-        alone: for each kind of layer, the blocks in it that compute each token by itself, without attention.
+        alone: for each kind of layer, the blocks and norms in it that compute each token by itself, without attention.
         prologue, epilogue: whether what comes before and after the layers can.
         whole: whether the model passes on tensors of which nothing is known, so that every rank computes all of it.
     """
@@ -36,7 +36,7 @@ class ContextPlan:
         return None if self.whole else self.gathered.get(kind_of_layer(layer))
 
     def alone_in(self, layer: nn.Module) -> frozenset[str]:
-        """Return the blocks of a layer that compute each token by itself."""
+        """Return the blocks and norms of a layer that compute each token by itself."""
         return self.alone.get(kind_of_layer(layer), frozenset())
 
 
@@ -47,7 +47,8 @@ class TokensApart:
     Attributes:
         plan: which parts of it can.
         context: this rank and those that share the sequence with it; None where it is alone.
-        loss_tile, block_tile: tokens of which logits and loss, and feed-forward blocks, are computed at a time; 0: all.
+        loss_tile, block_tile: tokens of which logits and loss, and feed-forward blocks and norms, are computed at a
+            time; 0: all.
     """
 
     plan: ContextPlan = field(default_factory=ContextPlan)

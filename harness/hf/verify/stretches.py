@@ -135,7 +135,7 @@ class _LayerTrial:
         cut = {id(tensor): tensor for tensor in tree_leaves((self.inputs.args, dict(self.inputs.kwargs)))}
         shares = {whole: cut[part] for whole, part in own.items() if part in cut}
         asked = _Asked(context=ContextParallel(), length=self.rows.length)
-        blocks = dict(named_blocks(self.layer))
+        blocks = dict(named_blocks(self.layer, least=1))
         handles = []
         for name, block in blocks.items():
             handles.append(
@@ -156,7 +156,8 @@ class _LayerTrial:
         self.alone = frozenset(
             name
             for name in self.calls.keys() - gathered
-            if not self.calls[name][0][2] and any(True for _ in blocks[name].children())
+            # in a single product there is nothing that a tile would not hold
+            if not self.calls[name][0][2] and (any(True for _ in blocks[name].children()) or _is_norm(blocks[name]))
         )
         with _returning({blocks[name]: self._own(self.calls[name][0][1]) for name in gathered}):
             wanted = [record for name in self.calls if name not in gathered for record in self.calls[name][0][2]]
@@ -193,6 +194,10 @@ class _LayerTrial:
 
     def _own(self, output: Argument) -> Argument:
         return tree_map_only(Tensor, self.rows.own, output)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return all(parameter.dim() == 1 for parameter in module.parameters())
 
 
 class _returning:  # a context manager
