@@ -338,13 +338,15 @@ def _computing_apart(
 
     `tensor`: the ranks that share the tokens between the layers, besides context ranks.
     """
-    outer = blueprint.outer
+    outer, shares = blueprint.outer, apart.context is not None or apart.attention_tile > 0
+    if not apart.plan.whole:  # where all is computed whole, masks are too
+        outer.mask_queries = apart.attention_tile
     return replace(
         blueprint,
         sequence=_shared_sequence(outer, tensor, apart),
         context=apart.context,
-        plan=apart.plan if apart.context is not None or apart.block_tile else None,
-        split=None if apart.context is None or apart.plan.whole else SplitArguments.of(outer),
+        plan=apart.plan if shares or apart.block_tile else None,
+        split=SplitArguments.of(outer) if shares and not apart.plan.whole else None,
         loss_tiles=_loss_tiles(outer, apart, whole_logits=whole_logits),
         block_tile=apart.block_tile,
     )
@@ -355,9 +357,10 @@ def _loss_tiles(outer: OuterForward, apart: TokensApart, *, whole_logits: bool) 
 
     Raises UserError for tiles of the loss or of blocks that would change numbers.
     """
-    if apart.block_tile and outer.draws:
+    drawing = "attention" if apart.attention_tile else "feed_forward" if apart.block_tile else None
+    if drawing is not None and outer.draws:
         raise UserError(
-            "tiling.feed_forward: the model uses dropout or other random numbers, which tiles would change; set its "
+            f"tiling.{drawing}: the model uses dropout or other random numbers, which tiles would change; set its "
             "dropout rates and --neftune_noise_alpha to 0, or remove it"
         )
     if not apart.loss_tile:
@@ -379,7 +382,11 @@ def _shared_sequence(outer: OuterForward, tensor: TensorParallel | None, apart: 
             "layer: remove it"
         )
     group = None if tensor is None else tensor.group
-    context = None if apart.plan.whole else apart.context  # where all is computed whole, the epilogue takes a stretch
+    context = apart.context
+    if context is None and apart.attention_tile:
+        context = ContextParallel()
+    if apart.plan.whole:  # then the epilogue alone takes a stretch
+        context = None
     return SharedSequence(group, context or ContextParallel()) if group is not None or context is not None else None
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from harness.errors import UserError
 from harness.hf.context.arguments import SplitArguments
-from harness.hf.context.layer import StretchLayer
+from harness.hf.context.layer import StretchLayer, with_whole_masks
 from harness.hf.context.plan import ContextPlan, own_tokens
 from harness.hf.context.sequence import SharedSequence
 from harness.hf.forward.outer_forward import OuterForward
@@ -212,9 +212,10 @@ class DecoderLayer(ModelLayer):
         if blueprint.split is not None and self.sequence is not None and gathered is not None:
             self.stretch = StretchLayer(layer, gathered, blueprint.split, index, self.sequence.context)
         # else the layer is given all tokens, and its ranks compute alike
-        self.works_on_share = self.sequence is not None and (blueprint.plan is None or self.stretch is not None)
+        self.takes_stretch = self.sequence is not None and (blueprint.split is None or self.stretch is not None)
         self.share = None
-        if self.works_on_share and self.sequence is not None and self.sequence.group is not None:
+        if self.takes_stretch and self.sequence is not None and self.sequence.group is not None:
+            self.works_on_share = True
             apart = [*(self.stretch.gathered if self.stretch else ()), *map(layer.get_submodule, tiled)]
             self.share = share_sequence(layer, self.sequence.group, apart)
         if self.stretch is not None:
@@ -233,7 +234,7 @@ class DecoderLayer(ModelLayer):
             passed = self._run(payload, hidden, inputs)
         else:
             whole, inputs = self.outer.arguments(self.index, self.sequence.as_whole(payload))
-            on = self._on_share if self.works_on_share else self._on_all_tokens
+            on = self._on_share if self.takes_stretch else self._on_all_tokens
             passed = on(self.sequence, payload, inputs, whole)
         return self.schema.close(self.index + 1, passed)
 
@@ -253,7 +254,7 @@ class DecoderLayer(ModelLayer):
         self, sequence: SharedSequence, payload: StagePayload, inputs: LayerInputs, whole: Tensor
     ) -> StagePayload:
         """Run the layer on all tokens; what it passes on is of this rank's share."""
-        joined = sequence.join_all(payload)
+        joined, inputs = sequence.join_all(payload), with_whole_masks(inputs)
         self._expect(inputs, joined.hidden)
         passed = self._run(joined, joined.hidden, inputs)
         rows = sequence.rows(whole)

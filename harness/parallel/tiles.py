@@ -45,7 +45,7 @@ class LossTiles:
         assert loss is not None
         total = torch.zeros((), device=hidden.device)
         for start, stop in tiles(hidden.shape[1], self.tokens):
-            total = total + _again(partial(_loss_of, loss, logits_of, start, stop), hidden[:, start:stop])
+            total = total + computed_again(partial(_loss_of, loss, logits_of, start, stop), hidden[:, start:stop])
         return total
 
 
@@ -68,7 +68,7 @@ def tile_block(block: nn.Module, tokens: int) -> None:
             return whole(*args, **kwargs)
         # tensors are handed on as arguments: what a function holds besides would stay until the backward
         of_tile = partial(_of_tile, whole, spec, (batch, length))
-        return _joined([_again(of_tile, start, stop, *given) for start, stop in tiles(length, tokens)], batch)
+        return _joined([computed_again(of_tile, start, stop, *given) for start, stop in tiles(length, tokens)], batch)
 
     block.forward = forward
 
@@ -86,7 +86,7 @@ def _of_tile(
     return whole(*args, **kwargs)
 
 
-def _again(run: Callable[..., Argument], *given: Argument) -> Argument:
+def computed_again(run: Callable[..., Argument], *given: Argument) -> Argument:
     """Return `run(*given)`; where there will be a backward, it is computed again for that.
 
     It is computed to its end: an exception in its place would hold what its functions have made.

@@ -22,6 +22,7 @@ from harness.config.text.document import Document, from_values
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import (
+    ATTENTION_TILE,
     FEED_FORWARD_TILE,
     LOSS_TILE,
     PARTITIONS,
@@ -128,6 +129,7 @@ def _resolved(run: Resolution, view: RunView) -> Resolved:
         gradient_bits=view.gradient_bits,
         activation_checkpoint_interval=view.size("/pipeline/activation_checkpoint_interval") or 0,
         loss_tile=view.size(LOSS_TILE) or 0,
+        attention_tile=view.size(ATTENTION_TILE) or 0,
         feed_forward_tile=view.size(FEED_FORWARD_TILE) or 0,
     )
 

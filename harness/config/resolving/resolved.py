@@ -43,6 +43,7 @@ class Resolved:
     gradient_bits: int | None  # of gradients between data-parallel ranks: 8, 4, 0 for as they are; None: by the link
     activation_checkpoint_interval: int  # in decoder layers; 0 is off
     loss_tile: int  # tokens of which the loss is computed at a time; 0: of all
+    attention_tile: int  # queries of which masks and attention are computed at a time; 0: of all
     feed_forward_tile: int  # likewise of feed-forward blocks and norms
 
     @property

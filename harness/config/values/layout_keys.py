@@ -25,7 +25,7 @@ INDUCTOR = "inductor"
 """The backend of torch.compile where none is named."""
 CONTEXT, DEEPSPEED_CONTEXT = "/context_parallel/size", "/sequence_parallel_size"
 """Ranks that share each sequence: the harness's own key, and DeepSpeed's, which is read as such."""
-LOSS_TILE, FEED_FORWARD_TILE = "/tiling/loss", "/tiling/feed_forward"
+LOSS_TILE, FEED_FORWARD_TILE, ATTENTION_TILE = "/tiling/loss", "/tiling/feed_forward", "/tiling/attention"
 """Tokens that the loss, and each feed-forward block and norm, are computed of at a time; 0 is all."""
 GRADIENT_BITS = "/gradient_compression/bits"
 GRADIENT_BITS_CHOICES = (0, 4, 8)
@@ -38,6 +38,7 @@ LEAST = {
     CONTEXT: 1,
     LOSS_TILE: 0,
     FEED_FORWARD_TILE: 0,
+    ATTENTION_TILE: 0,
     "/tensor_parallel/autotp_size": 0,
     "/expert_parallel/autoep_size": 1,
     TOKEN_PIECES: 1,

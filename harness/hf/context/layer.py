@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from harness.hf.context.arguments import SplitArguments
 from harness.hf.layers.call import LayerInputs
 from harness.parallel.context.attention import SharedAttention, whole_attention
+from harness.parallel.context.masks import MaskRows
 from harness.parallel.context.stretches import ContextParallel, TokenRows
 from harness.parallel.values import Argument, Keyword, Positional
 
@@ -28,6 +29,12 @@ def named_blocks(layer: nn.Module, least: int = 2, prefix: str = "") -> Iterator
             yield from named_blocks(child, least, f"{prefix}{name}.")
         elif any(param.dim() >= least for param in child.parameters()):
             yield f"{prefix}{name}", child
+
+
+def with_whole_masks(inputs: LayerInputs) -> LayerInputs:
+    """Return the arguments with masks of all pairs, where some are made by rows."""
+    args, kwargs = tree_map_only(MaskRows, MaskRows.whole, (inputs.args, dict(inputs.kwargs)))
+    return LayerInputs(args, kwargs, inputs.key)
 
 
 class StretchLayer:
@@ -69,10 +76,12 @@ class StretchLayer:
     def _before(self, _module: nn.Module, args: Positional, kwargs: Keyword) -> tuple[Positional, Keyword]:
         self._pause = whole_attention()
         self._pause.__enter__()
-        given: tuple[Positional, Keyword] = tree_map_only(Tensor, self._join, (args, kwargs))
+        given: tuple[Positional, Keyword] = tree_map_only((Tensor, MaskRows), self._join, (args, kwargs))
         return given
 
-    def _join(self, given: Tensor) -> Tensor:
+    def _join(self, given: Tensor | MaskRows) -> Tensor:
+        if isinstance(given, MaskRows):
+            return given.whole()
         return self._whole[id(given)] if id(given) in self._whole else self._rows.join(given)
 
     def _after(self, _module: nn.Module, _args: object, output: Argument) -> Argument:

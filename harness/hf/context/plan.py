@@ -49,17 +49,19 @@ class TokensApart:
         context: this rank and those that share the sequence with it; None where it is alone.
         loss_tile, block_tile: tokens of which logits and loss, and feed-forward blocks and norms, are computed at a
             time; 0: all.
+        attention_tile: queries of which masks and attention are computed at a time, where a mask is needed; 0: all.
     """
 
     plan: ContextPlan = field(default_factory=ContextPlan)
     context: ContextParallel | None = None
     loss_tile: int = 0
     block_tile: int = 0
+    attention_tile: int = 0
 
     @property
     def is_any(self) -> bool:
         """Whether some tokens are computed without the others at all."""
-        return self.context is not None or bool(self.loss_tile or self.block_tile)
+        return self.context is not None or bool(self.loss_tile or self.block_tile or self.attention_tile)
 
 
 TOGETHER = TokensApart()

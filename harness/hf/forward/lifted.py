@@ -25,6 +25,7 @@ from harness.errors import UserError
 from harness.hf.forward.payload import ForwardOutput, Tokens
 from harness.hf.layers.call import ASKS_FOR_VALUES, CANNOT_RUN, Call, LayerInputs, LayerOutput
 from harness.hf.layers.facts import LayerFacts
+from harness.parallel.context.masks import masks_by_rows
 from harness.parallel.plans.lora import without_adapters, wrappers_in
 from harness.parallel.values import Argument, Keyword, Positional
 
@@ -295,6 +296,7 @@ class LiftedForward:
         self.facts = LayerFacts(self.layers, self.layer_names)
         self.owners = parameter_owners(model, self.stack)
         self._run: ForwardRun | None = None
+        self.mask_queries = 0  # for which masks are made at a time; 0: for all
         _revive_buffers(model, self.stack, device, buffers)
         layers = (PlaceholderLayer(layer, partial(self._at_layer, i)) for i, layer in enumerate(self.layers))
         put(model, self.stack, nn.ModuleList(layers))
@@ -328,7 +330,7 @@ class LiftedForward:
             raise UserError(f"{self.described} takes no position_ids: remove them from the samples")
         self._run = run
         try:
-            with _packing_known(is_packed):
+            with _packing_known(is_packed), masks_by_rows(self.mask_queries):
                 return self.model(input_ids=tokens.ids, use_cache=False, **positions, **options)
         finally:
             self._run = None

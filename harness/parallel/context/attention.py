@@ -17,13 +17,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from harness.config.model.shares import Heads, Stretch
+from harness.parallel.context.masks import MaskRows
 from harness.parallel.context.stretches import ContextParallel, exchange_heads, exchange_tokens
 from harness.parallel.draws import expect_heads
-from harness.parallel.values import Argument
+from harness.parallel.tiles import computed_again, tiles
+from harness.parallel.values import Argument, Keyword, Positional
 
 _active: ContextVar[SharedAttention | None] = ContextVar("attention over stretches", default=None)
 _get_interface = AttentionInterface.get_interface
@@ -90,9 +93,11 @@ class SharedAttention:
         kwargs = {name: self._for_all_tokens(value) for name, value in kwargs.items()}
         heads = Heads(query=query.shape[1], key_value=key.shape[1])
         size = self.context.size
+        if size == 1:
+            return _attention(function, module, (query, key, value), attention_mask, args, kwargs), None
         if not heads.fit(size):  # each rank computes all of them
             query, key, value = (self.context.join(x, self.length, 2) for x in (query, key, value))
-            output, _ = function(module, query, key, value, attention_mask, *args, **kwargs)
+            output = _attention(function, module, (query, key, value), attention_mask, args, kwargs)
             return self.context.own(output), None
         queries, keys = heads.queries(size), heads.key_values(size)
         own = queries[self.context.rank]
@@ -100,16 +105,52 @@ class SharedAttention:
         key, value = (exchange_heads(x, keys, self.context, self.length) for x in (key, value))
         cut = partial(_own_heads, heads=heads.query, own=own)
         with expect_heads(self.context.rank, tuple(stop - start for start, stop in queries)):
-            output, _ = function(
+            output = _attention(
+                function,
                 HeadsOf(module, cut, query.shape[1] // key.shape[1]),
-                *(query, key, value, cut(attention_mask)),
-                *map(cut, args),
-                **{name: cut(given) for name, given in kwargs.items()},
+                (query, key, value),
+                cut(attention_mask),
+                tuple(map(cut, args)),
+                {name: cut(given) for name, given in kwargs.items()},
             )
         return exchange_tokens(output.transpose(1, 2), queries, self.context).transpose(1, 2), None
 
     def _for_all_tokens(self, given: Argument) -> Argument:
         return self.whole.get(id(given), given)
+
+
+def _attention(
+    function: Attend,
+    module: object,
+    projected: tuple[Tensor, Tensor, Tensor],
+    mask: Argument,
+    args: Positional,
+    kwargs: Keyword,
+) -> Tensor:
+    """Return the attention [batch, tokens, heads, size] of queries, keys and values, by a function of transformers.
+
+    With a mask that is made by rows it is computed for some queries at a time, and again for the backward.
+    """
+    if not isinstance(mask, MaskRows):
+        whole: Tensor = function(module, *projected, mask, *args, **kwargs)[0]
+        return whole
+    parts = []
+    for start, stop in tiles(projected[0].shape[2], mask.queries):
+        of_queries = partial(_of_queries, function, module, mask, tuple(kwargs), start, stop)
+        parts.append(computed_again(of_queries, *projected, *args, *kwargs.values()))
+    return torch.cat(parts, dim=1)
+
+
+def _of_queries(
+    function: Attend, module: object, mask: MaskRows, names: tuple[str, ...], start: int, stop: int, *given: Argument
+) -> Argument:
+    query, key, value, *rest = given
+    rows, keys = mask.seen(start, stop)
+    count = len(rest) - len(names)
+    named = dict(zip(names, rest[count:], strict=True))
+    return function(module, query[:, :, start:stop], key[:, :, keys], value[:, :, keys], rows, *rest[:count], **named)[
+        0
+    ]
 
 
 class HeadsOf:

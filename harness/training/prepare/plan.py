@@ -184,6 +184,7 @@ def _require_config_for_layers(resolved: Resolved) -> None:
         "context_parallel.size": resolved.cp_size > 1,
         "tiling.loss": resolved.loss_tile > 0,
         "tiling.feed_forward": resolved.feed_forward_tile > 0,
+        "tiling.attention": resolved.attention_tile > 0,
     }
     needing = [key for key, acts in acting.items() if acts]
     refuse_all([f"{key} needs a HuggingFace model, not a list of layers: remove it" for key in needing])

@@ -223,13 +223,14 @@ def tokens_apart(source: ModelSource, context: EngineContext, *, shared: bool, m
         most: tokens of a tile, whatever the config says.
     """
     resolved, group = context.resolved, context.groups.cp_group if shared else None
-    if group is None and not resolved.loss_tile and not resolved.feed_forward_tile:
+    if group is None and not (resolved.loss_tile or resolved.feed_forward_tile or resolved.attention_tile):
         return TOGETHER
     return TokensApart(
         plan=context_plan(source.config),
         context=None if group is None else ContextParallel.of(group),
         loss_tile=min(resolved.loss_tile, most),
         block_tile=min(resolved.feed_forward_tile, most),
+        attention_tile=min(resolved.attention_tile, most),
     )
 
 

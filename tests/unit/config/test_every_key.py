@@ -142,6 +142,7 @@ def test_a_key_that_does_not_act_is_reported(pointer, key):
         ({"gradient_compression": {"bits": 8}}, {}),
         ({"context_parallel": {"size": 2}}, {}),
         ({"tiling": {"loss": 512}}, {}),
+        ({"tiling": {"attention": 512}}, {}),
         ({"tiling": {"feed_forward": 512}}, {}),
         ({"sequence_parallel_size": 2}, {}),
         ({"zero_optimization": {"stage": 1}}, {}),

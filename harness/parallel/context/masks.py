@@ -1,0 +1,82 @@
+"""Masks that are made for some queries at a time, by the model's own function of them.
+
+A mask of all pairs takes the square of the length: 16 GiB at 131,072 tokens. Where it is asked for, transformers'
+functions that make one are not called: what a model is given in its place makes the rows of some queries when attention
+computes these, and again in the backward. Rows are cut to the keys that some of the queries see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import AttentionMaskInterface
+
+from harness.parallel.values import Argument, Keyword
+
+_queries: ContextVar[int] = ContextVar("queries of a mask that is made at a time", default=0)
+_get_function = AttentionMaskInterface.__getitem__
+
+
+@dataclass(frozen=True, eq=False)
+class MaskRows:
+    """A mask of which the rows of some queries are made when they are needed.
+
+    Attributes:
+        make: transformers' function that makes it; given: its arguments.
+        queries: that attention computes at a time.
+    """
+
+    make: Callable[..., Tensor]
+    given: Keyword
+    queries: int
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return the mask of queries `start` to `stop` - 1, [batch, 1, queries, keys], as the whole one would be."""
+        first = self.given.get("q_offset", 0) + start
+        return self.make(**{**self.given, "q_length": stop - start, "q_offset": first, "allow_is_causal_skip": False})
+
+    def whole(self) -> Tensor:
+        """Return the mask of all queries."""
+        return self.rows(0, self.given["q_length"])
+
+    def seen(self, start: int, stop: int) -> tuple[Tensor, slice]:
+        """Return the rows of these queries, cut to the keys from the first to the last that one of them sees."""
+        rows = self.rows(start, stop)
+        sees = (rows if rows.dtype == torch.bool else rows == 0).flatten(0, -2).any(0).nonzero()
+        keys = slice(int(sees[0]), int(sees[-1]) + 1) if len(sees) else slice(0, 1)
+        return rows[..., keys], keys
+
+
+def _function(self: AttentionMaskInterface, key: str) -> Callable[..., Argument]:
+    """Return transformers' function that makes a mask, or what makes it later."""
+    function: Callable[..., Argument] = _get_function(self, key)  # type: ignore[no-untyped-call]  # transformers gives it no types
+    queries = _queries.get()
+    return partial(_later, function, key == "sdpa", queries) if queries and key in ("sdpa", "eager") else function
+
+
+AttentionMaskInterface.__getitem__ = _function  # type: ignore[method-assign, assignment]
+
+
+def _later(function: Callable[..., Argument], can_skip: bool, queries: int, **given: Argument) -> Argument:
+    """Return a mask that is made later; None where transformers makes none, as causality says it all."""
+    window, length = given.get("local_size"), given["kv_length"]
+    plain = given.get("attention_mask") is None and given["q_length"] == length and (window is None or length < window)
+    if can_skip and given.get("allow_is_causal_skip", True) and plain:
+        return None
+    return MaskRows(function, given, queries)
+
+
+@contextmanager
+def masks_by_rows(queries: int) -> Iterator[None]:
+    """Have masks made for so many queries at a time while this is entered; 0: as transformers makes them."""
+    before = _queries.set(queries)
+    try:
+        yield
+    finally:
+        _queries.reset(before)
