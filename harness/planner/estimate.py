@@ -218,6 +218,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         host_activations=bool(interval) and not on_cpu and _keeps_on_host(resolved.config),
         loss_tile=resolved.loss_tile,
         block_tile=resolved.feed_forward_tile,
+        attention_tile=resolved.attention_tile,
         offload=_offload(zero, resolved.zero_stage),
         overlap_data=bool(overlap) and resolved.zero_stage >= 1 and not whole_gradients,
         gathers_once=_gathers_once(zero, resolved.zero_stage),

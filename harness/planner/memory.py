@@ -77,6 +77,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
     state = _state_bytes(workload, strategy)
     gaps = 0.0 if workload.on_cpu else ALLOCATOR_SHARE * made
     buffers = max(0.0, passing - made) + gaps + shared_bytes(workload, strategy, held, state)
+    buffers += exchanged_bytes(workload, strategy, stage) + mask_bytes(workload, strategy, stage)
     if strategy.pp_size > 1:
         buffers += 2 * min(strategy.pp_size, strategy.accumulation, 2) * state  # what is sent and received
     return StageMemory(
@@ -88,6 +89,24 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
         buffers=buffers,
         host=host,
     )
+
+
+def exchanged_bytes(workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return the bytes of queries that are on their way between context ranks: as they are sent, and as they come."""
+    if strategy.cp_size == 1:
+        return 0.0
+    widest = max((layer.query for layer, _ in stage.layers), default=0)
+    return 2 * strategy.tokens(workload.sequence) * widest * workload.element_bytes / strategy.tp_size
+
+
+def mask_bytes(workload: Workload, strategy: Strategy, stage: Stage, *, packed: bool = False) -> float:
+    """Return the bytes of a mask of all pairs, one byte each, which torch's attention needs for a window shorter than a
+    sample, and for `packed` documents."""
+    length = workload.sequence
+    has_window = any(layer.window and layer.window < length for layer, _ in stage.layers)
+    if not workload.habits.torch_attention or not (has_window or packed):
+        return 0.0
+    return float(strategy.micro_batch * length * min(length, strategy.attention_tile or length))
 
 
 def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> float:
@@ -248,6 +267,7 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
     if not strategy.block_tile:
         return tokens * (outside + attention + inside)
     kept = layer.hidden * layer.norms * 2 * width / shared  # the input and the output of each norm
+    kept = kept if workload.habits.tiles_norms else outside
     tile = strategy.tokens(workload.sequence, strategy.block_tile)
     return tokens * (kept + attention) + tile * (outside + inside)
 

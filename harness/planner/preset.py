@@ -69,8 +69,13 @@ def _for_length(strategy: Strategy) -> JsonObject:
     found: JsonObject = {}
     if strategy.cp_size > 1:
         found["context_parallel"] = {"size": strategy.cp_size}
-    if strategy.loss_tile or strategy.block_tile:
-        found["tiling"] = {"loss": strategy.loss_tile, "feed_forward": strategy.block_tile}
+    tiling = {
+        "loss": strategy.loss_tile,
+        "feed_forward": strategy.block_tile,
+        "attention": strategy.attention_tile,
+    }
+    if any(tiling.values()):
+        found["tiling"] = tiling
     if strategy.host_activations:
         found["activation_checkpointing"] = {"cpu_checkpointing": True}
     return found

@@ -152,6 +152,7 @@ def _expert_sizes(task: Task, tensor: int, data: int) -> list[int]:
 
 LONG = 2**14  # tokens of a sample from which ranks may share it, and parts may be computed in tiles
 TILE = 2**12  # tokens; its products are as fast as larger ones
+QUERIES = 2**10  # of which a mask is made at a time
 
 
 def _context_sizes(task: Task, base: Strategy) -> list[int]:
@@ -169,7 +170,8 @@ def _ladder(task: Task, one: Strategy) -> Iterator[Strategy]:
     yield one
     if task.workload.sequence < LONG or task.workload.habits.zero_stage is not None:
         return
-    tiled = replace(one, loss_tile=TILE)
+    has_window = any(layer.window and layer.window < task.workload.sequence for layer in task.workload.shape.layers)
+    tiled = replace(one, loss_tile=TILE, attention_tile=QUERIES if has_window else 0)
     yield tiled
     yield replace(tiled, block_tile=TILE)
     if one.recompute == "full" and not task.hardware.is_host:

@@ -30,6 +30,7 @@ class Habits:
         grouped_experts: the products of a rank's experts are one kernel (grouped_mm of torch), or one each.
         tokens_travel: tokens are sent to the ranks of their experts, once to a node, even where these are
             tensor-parallel ranks; else only between data-parallel ones.
+        tiles_norms: where feed-forward blocks are computed in tiles, norms are too.
         loss_in_place: the loss writes its gradient over the logits and makes no copy of them.
         sums_in_place: a gradient is added to its sum as it is made, without one of its own; fused_sums: by the product
             that makes it.
@@ -50,6 +51,7 @@ class Habits:
     fused_elementwise: bool = False
     grouped_experts: bool = True
     tokens_travel: bool = False
+    tiles_norms: bool = True
     loss_in_place: bool = True
     sums_in_place: bool = False
     fused_sums: bool = False
@@ -94,7 +96,8 @@ TORCHTITAN = Habits(
     equal_stages=True,
     reduces_layers=True,
 )
-HABITS = {"deepspeed": DEEPSPEED, "megatron": MEGATRON, "torchtitan": TORCHTITAN}
+HUGGINGFACE = Habits(loss_in_place=False, tiles_norms=False)
+HABITS = {"deepspeed": DEEPSPEED, "huggingface": HUGGINGFACE, "megatron": MEGATRON, "torchtitan": TORCHTITAN}
 
 
 Recompute = Literal["none", "full"]
@@ -147,6 +150,7 @@ class Strategy:
         host_activations: whether these inputs wait in the host's memory.
         loss_tile, block_tile: tokens of a sample of which the loss, and feed-forward blocks and norms, are computed at
             a time; 0: all.
+        attention_tile: queries of which masks are made at a time; 0: all.
         schedule: of the pipeline; under gpipe all forward passes come first.
         chunks: model chunks of each stage, which go round the stages (Narayanan et al. 2021, interleaved schedule).
         sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.
@@ -174,6 +178,7 @@ class Strategy:
     host_activations: bool = False
     loss_tile: int = 0
     block_tile: int = 0
+    attention_tile: int = 0
     offload: Offload = "none"
     schedule: Schedule = "1f1b"
     chunks: int = 1

@@ -13,7 +13,9 @@ from harness.errors import UserError
 from harness.hf.counts import parameter_counts
 from harness.planner.estimate import Prediction, predict
 from harness.planner.hardware import GIB, Hardware, load_hardware, names
+from harness.planner.memory import mask_bytes
 from harness.planner.model_config import decoder_of, with_counts
+from harness.planner.step import strategy_stages
 from harness.resilience.process.memory import device_limit_bytes, host_limit_bytes
 from harness.wording import counted
 
@@ -42,6 +44,18 @@ def forecast(plan: RunPlan, length: int, device: torch.device, local_ranks: int)
         return None
     limit = device_limit_bytes(device)  # of this device, of which others may use a part; its description says less
     return replace(found, limit_bytes=host_limit_bytes() / local_ranks if limit is None else limit)
+
+
+def require_masks(found: Prediction, *, packed: bool) -> None:
+    """Raise UserError where a mask of all pairs of tokens alone is more than the memory that there is."""
+    workload, strategy = found.workload, found.strategy
+    needed = max(mask_bytes(workload, strategy, stage, packed=packed) for stage in strategy_stages(workload, strategy))
+    if found.limit_bytes is not None and needed > found.limit_bytes:
+        raise UserError(
+            f"not enough memory: a mask of {workload.sequence:,} x {workload.sequence:,} tokens takes "
+            f"{needed / GIB:,.1f} GiB, and there is {found.limit_bytes / GIB:,.1f}: set tiling.attention to 1024, or "
+            "start with --skip_memory_check"
+        )
 
 
 def require_memory(found: Prediction, plan: RunPlan, ranks: Sequence[int], device: torch.device) -> str | None:

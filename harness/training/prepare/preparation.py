@@ -68,7 +68,7 @@ from harness.training.engine.gradients import settle_compression
 from harness.training.engine.losses import logits_loss, losses_by_source
 from harness.training.engine.optimizer import compiled_optimizer
 from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning_of, sample_length
-from harness.training.prepare.forecast import forecast, require_memory
+from harness.training.prepare.forecast import forecast, require_masks, require_memory
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, intact_checkpoint, plan_run
 from harness.training.prepare.sample_prompts import sample_prompts
@@ -225,6 +225,7 @@ def _expected(
         return None
     plan.console.say(str(found))
     if not plan.args.skip_memory_check:
+        all_or_none(lambda: require_masks(found, packed=plan.args.packing))
         warning = all_or_none(lambda: require_memory(found, plan, ranks, context.device))
         if warning is not None:
             plan.console.warn(warning)
