@@ -22,7 +22,7 @@ LOSS, NORM = 2e-6, 2e-5  # fp32 sums in another order
 LORA = dict(r=4, lora_dropout=0.2, target_modules="all-linear", task_type="CAUSAL_LM")
 SAVED = 2  # steps before the checkpoint from which a run goes on
 WINDOW = 8
-TILED = {"tiling": {"loss": 7, "feed_forward": 5}}
+TILED = {"tiling": {"loss": 7, "feed_forward": 5, "attention": 6}}
 REFUSAL = "context_parallel.size: a sequence of 1 token cannot be split over 2 ranks: use longer samples, or remove it"
 
 
@@ -30,7 +30,7 @@ REFUSAL = "context_parallel.size: a sequence of 1 token cannot be split over 2 r
 class Case(Job):
     """A job whose `cp` ranks share each sequence; its layout names the data ranks that read different samples.
 
-    `length`: of the samples; `packed`: each holds two documents; `drawn`: random numbers are drawn, so that the same
+    `length`: of the samples; `shared`: tensor-parallel ranks share each stretch; `packed`: each holds two documents; `drawn`: random numbers are drawn, so that the same
     ranks without context are the reference; `resumed`: it goes on without context from its checkpoint.
     """
 
@@ -40,11 +40,12 @@ class Case(Job):
     drawn: bool = False
     resumed: bool = False
     evaluated: bool = False
+    shared: bool = False
 
     def deepspeed_config(self) -> dict[str, Any]:
         config = super().deepspeed_config()
         config["pipeline"]["activation_checkpoint_interval"] = self.interval
-        config["tensor_parallel"]["sequence_parallel"] = self.size("tp") > 1
+        config["tensor_parallel"]["sequence_parallel"] = self.shared
         return {**config, "context_parallel": {"size": self.size("cp")}}
 
     def without_context(self) -> dict[str, Any]:
@@ -162,7 +163,8 @@ def test_two_ranks_share_each_sequence(models: dict[str, str], tmp_path: Path) -
 def test_so_do_two_ranks_of_each_stage_and_four(models: dict[str, str], tmp_path: Path) -> None:
     cases = [
         Case(models["mistral"], "pp2cp2z1", packed=True),
-        Case(models["llama"], "cp2tp2z1", interval=1, length=BLOCK - 2, config=TILED),
+        Case(models["llama"], "cp2tp2z1", interval=1, length=BLOCK - 2, config=TILED, shared=True),
+        Case(models["mistral"], "cp2tp2z1", config={"tiling": {"attention": 5}}),
         Case(models["gpt_oss"], "cp4z1"),
         Case(models["llama"], "dp2cp2z3", interval=1),
     ]

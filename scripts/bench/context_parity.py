@@ -1,0 +1,195 @@
+"""Ranks that share a sequence: DeepSpeed's Ulysses and this harness beside one process, family by family.
+
+    python scripts/bench/context_parity.py [--ranks 2] [--families llama,mistral,...] [--packed]
+
+Each family has a tiny random model in float32 with a window shorter than the sequence where it takes one. The gradients
+of the mean loss, summed over the ranks, are compared with those of transformers in one process: the Euclidean norm of
+the difference over that of the gradient. A family that is refused is reported with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, logging
+
+from harness.hf.causal import assemble
+from harness.hf.context.plan import TokensApart
+from harness.hf.skeleton import ModelSource
+from harness.hf.verify.stretches import context_plan
+from harness.hf.verify.tiny_copy import tiny_config, tiny_model
+from harness.parallel.comm import TensorParallel
+from harness.parallel.context.stretches import ContextParallel
+from harness.parallel.pipeline.staged_module import build_layers
+
+FAMILIES = (
+    *(
+        "llama",
+        "mistral",
+        "ministral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "olmo3",
+        "exaone4",
+        "cohere2",
+        "gemma2",
+        "gemma3_text",
+    ),
+    *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "qwen3_next", "mamba", "bloom"),
+)
+LENGTH, WINDOW, FIRST = 32, 8, 13
+"""Tokens of a row, of a window, and of the first of two documents of a packed row."""
+
+
+def config_of(family: str) -> PretrainedConfig:
+    """Return a tiny config, with a window shorter than the sequence where the family has windows."""
+    config = tiny_config(family)
+    config.tie_word_embeddings = False
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, WINDOW)
+    return config
+
+
+def loss_of(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+    """Return the sum of the losses of these tokens over the number of all labels."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / count
+
+
+def sample(model: PreTrainedModel, packed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ids, positions, the next token of each, and the number of labels."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, model.config.get_text_config().vocab_size, (1, LENGTH), generator=generator)
+    positions = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)] if packed else [torch.arange(LENGTH)])
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    if packed:
+        labels[:, FIRST - 1] = -100
+    return ids, positions[None], labels, (labels != -100).sum()
+
+
+def whole_gradients(model: PreTrainedModel, packed: bool) -> dict[str, Tensor]:
+    """Return the gradients of one process."""
+    ids, positions, labels, count = sample(model, packed)
+    given = {"position_ids": positions} if packed else {}
+    loss_of(model(input_ids=ids, use_cache=False, **given).logits, labels, count).backward()
+    return taken(model)
+
+
+def taken(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of a model, and let go of them."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def by_deepspeed(model: PreTrainedModel, packed: bool, size: int) -> dict[str, Tensor]:
+    """Return this rank's gradients with DeepSpeed's Ulysses."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp as state
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    state._SEQUENCE_PARALLEL_GROUP = state._SEQUENCE_DATA_PARALLEL_GROUP = None  # noqa: SLF001  # of the family before
+    attention = model.config._attn_implementation  # noqa: SLF001  # transformers has no public name for it
+    UlyssesSPAttentionHF.register_with_transformers(model, attention, size, 1, seq_length_is_variable=True)
+    ids, positions, labels, count = sample(model, packed)
+    own = ContextParallel.of(dist.group.WORLD).own
+    logits = model(input_ids=own(ids), position_ids=own(positions), use_cache=False).logits
+    loss_of(logits, own(labels), count).backward()
+    return taken(model)
+
+
+def by_harness(model: PreTrainedModel, packed: bool, _size: int) -> dict[str, Tensor]:
+    """Return this rank's gradients with the layers of the harness."""
+    context = ContextParallel.of(dist.group.WORLD)
+    apart = TokensApart(plan=context_plan(model.config), context=context)
+    causal = assemble(
+        ModelSource.of_model(model),
+        tensor=TensorParallel(),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        seed=0,
+        finish=lambda _: None,
+        apart=apart,
+    )
+    layers = build_layers(causal.layers, 0, len(causal.layers), 0)
+    ids, positions, labels, count = sample(model, packed)
+    value = (ids, positions) if packed else ids
+    for layer in layers.calls:
+        value = layer(value)
+    loss_of(value, context.own(labels), count).backward()
+    parts = [taken(module) for module in layers.modules.values()]
+    return {name: gradient for part in parts for name, gradient in part.items()}
+
+
+def off(own: dict[str, Tensor], whole: dict[str, Tensor]) -> float:
+    """Return how far the sum of all ranks' gradients is from those of one process, relative."""
+    difference = total = 0.0
+    for name, wanted in whole.items():
+        found = own[name].clone() if name in own else torch.zeros_like(wanted)
+        dist.all_reduce(found)
+        difference += float((found - wanted).square().sum())
+        total += float(wanted.square().sum())
+    return (difference / total) ** 0.5
+
+
+def row(family: str, packed: bool, size: int, program: str) -> str:
+    """Return what one program makes of a family: how far it is off, or why it refuses."""
+    run = {"deepspeed": by_deepspeed, "harness": by_harness}[program]
+    outcome: tuple[str, dict[str, Tensor]] = ("", {})
+    try:
+        model = tiny_model(config_of(family))
+        whole = whole_gradients(model, packed)
+        outcome = "", run(model, packed, size)
+    except Exception as error:  # whatever a program refuses with
+        outcome = f"refused: {type(error).__name__}: {' '.join(str(error).split())[:60]}", {}
+    refusals: list[str] = [""] * size
+    dist.all_gather_object(refusals, outcome[0])
+    return next(filter(None, refusals), None) or f"{off(outcome[1], whole):.1e}"
+
+
+def work(rank: int, size: int, meeting: str, families: list[str], packed: bool, program: str) -> None:
+    """Be one rank of one program."""
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    if program == "deepspeed":
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", verbose=False, dist_init_required=False)
+    for family in families:
+        said = row(family, packed, size, program)
+        if rank == 0:
+            print(f"{program:<10} {family:<16} {said}", flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Print a line a family and program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="that share a sequence (default: 2)")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="model types, with commas")
+    parser.add_argument("--packed", action="store_true", help="two documents in a row")
+    parser.add_argument("--programs", default="deepspeed,harness", help="which of the two")
+    args = parser.parse_args()
+    for program in args.programs.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            start = partial(mp.spawn, nprocs=args.ranks)
+            start(work, (args.ranks, str(Path(folder) / "meet"), args.families.split(","), args.packed, program))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
