@@ -30,8 +30,9 @@ REFUSAL = "context_parallel.size: a sequence of 1 token cannot be split over 2 r
 class Case(Job):
     """A job whose `cp` ranks share each sequence; its layout names the data ranks that read different samples.
 
-    `length`: of the samples; `shared`: tensor-parallel ranks share each stretch; `packed`: each holds two documents; `drawn`: random numbers are drawn, so that the same
-    ranks without context are the reference; `resumed`: it goes on without context from its checkpoint.
+    `length`: of the samples; `packed`: each holds two documents; `drawn`: random numbers are drawn, so that the same
+    ranks without context are the reference; `resumed`: it goes on without context from its checkpoint; `shared`:
+    tensor-parallel ranks share each stretch.
     """
 
     length: int = BLOCK
