@@ -43,6 +43,21 @@ def lock_directory(directory: Path) -> None:
         raise UserError(f"--output_dir {directory}: cannot be written: {reason(error, directory)}") from error
 
 
+def is_lent_twice(directory: Path) -> bool:
+    """Whether this process gets the lock that a process of another host holds: each host has locks of its own then."""
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def unlock_directory(directory: Path) -> None:
     """Release the lock, if this process has it."""
     if (descriptor := HELD.pop(directory, None)) is not None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from harness.checkpoint import directories
 from harness.checkpoint.atomic import room, sync_folder
 from harness.checkpoint.integrity import run_id, wait_until_seen
-from harness.checkpoint.run_lock import lock_directory, unlock_directory
+from harness.checkpoint.run_lock import is_lent_twice, lock_directory, unlock_directory
 from harness.checkpoint.trial import try_saving
 from harness.config.schema.support import version_warning
 from harness.console import Console
@@ -92,6 +92,7 @@ def prepare_run(inputs: RunInputs) -> Run:
     plan.resolved = context.resolved
     if plan.data.train is not None:
         try_saving(plan.output_dir, several_hosts=len(hosts.names) > 1)
+        _warn_of_locks(plan, hosts, context.groups.rank)
     plan.checkpoint = intact_checkpoint(plan, args)
     if advice := advise(plan.layout, hosts_of_launch(hosts), hosts.numbers):
         console.warn(advice)  # tensor-parallel groups that cross hosts
@@ -196,6 +197,16 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     resolved = settle_compression(plan.resolved, groups, device, console)
     context = EngineContext(args=args, resolved=resolved, groups=groups, device=device, max_steps=plan.max_steps)
     return context, foreign_groups
+
+
+def _warn_of_locks(plan: RunPlan, hosts: Hosts, rank: int) -> None:
+    """Warn if a host gets the lock that rank 0 holds on another one; all ranks call it."""
+    looks = hosts.ranks_beside(rank)[0] == rank and hosts.numbers[rank] > 0
+    if len(hosts.names) > 1 and any(values_of_all(looks and is_lent_twice(plan.output_dir))):
+        plan.console.warn(
+            f"{plan.output_dir}: its file system lends each host a lock of its own: on another host a second run there "
+            "is not refused, and this one finds it at a save"
+        )
 
 
 def _checkpoint_of_rank_0(plan: RunPlan) -> Path | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.checkpoint import run_lock
-from harness.checkpoint.run_lock import LOCK, lock_directory, unlock_directory
+from harness.checkpoint.run_lock import LOCK, is_lent_twice, lock_directory, unlock_directory
 from harness.errors import UserError
 
 RUN = """
@@ -97,4 +97,16 @@ def test_a_lock_that_another_process_has_been_given_too_is_noticed(tmp_path: Pat
         UserError, match=f"another run has begun there \\({name}\\), which its file system does not prev"
     ):
         lock_directory(tmp_path)
+    unlock_directory(tmp_path)
+
+
+def test_whether_a_lock_is_lent_twice_is_seen_and_nothing_is_kept(tmp_path: Path) -> None:
+    assert not is_lent_twice(tmp_path)  # there is no lock at all
+    process, child = start(tmp_path)
+    assert not is_lent_twice(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    assert is_lent_twice(tmp_path)  # as on a host that does not know of the other's lock
+    lock_directory(tmp_path)
     unlock_directory(tmp_path)
