@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from harness.checkpoint.directories import RESTARTS
 from harness.console import print_if_heard
+from harness.errors import UserError
 from harness.resilience.cause import Cause
 from harness.resilience.judging import History, Verdict, judge
 from harness.resilience.options import Options
@@ -28,6 +29,7 @@ from harness.topology.env import LOOPBACK
 ANSWER_S = 10.0  # an agent that does not report how its ranks ended within this time is lost
 HOSTS_S = 1800.0  # longest wait for missing hosts
 LOOK_S = 0.05
+LONGEST_S = 60.0  # of a pause in which the other agents wait for a plan
 
 
 class Leader:
@@ -85,7 +87,10 @@ class Leader:
             if verdict.code is not None:
                 return verdict
             history = self.history
-        team = team_of(offers, history.failing, self.script, self.place.wanted, self._fewest)
+        try:
+            team = team_of(offers, history.failing, self.script, self.place.wanted, self._fewest)
+        except UserError as error:
+            return self.publish(Verdict(code=1, lines=(str(error),)), history)
         if (problem := self._problem(team)) is not None:
             return problem
         number, start = history.start + 1, team.start
@@ -155,7 +160,7 @@ class Leader:
         team = Team.load(self.store.get(f"{history.start}/team").decode())
         self.store.compare_set(f"{history.start}/over", "", "fault")
         verdict = self._judge(team, history, {offer.node for offer in team.offers} - here, "", ANSWER_S)
-        until = time.monotonic() + verdict.pause
+        until = time.monotonic() + min(verdict.pause, LONGEST_S)
         while time.monotonic() < until and not self._received:
             self._sleep(LOOK_S)
         return verdict
