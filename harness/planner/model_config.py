@@ -45,6 +45,8 @@ SIZE_NAMES = {
 }
 NONE_BELOW_0 = ("window", "positions")  # where some configs write -1 for no limit
 MAIN = ("layers", "hidden", "heads", "ffn", "vocab")  # which a config.json states, if by a name that is not read here
+NEEDED = ("layers", "hidden", "heads", "vocab")
+SWITCHES = ("experts", "kv_rank")  # a layer is made otherwise where there are any
 MOST, MOST_LAYERS = 2**40, 10_000
 DEFAULTS = (
     *("multi_query", "new_decoder_architecture", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq"),
@@ -139,9 +141,16 @@ def decoder_of(config: Mapping[str, object], source: str, counts: ParameterCount
         defaults["window"] = 0  # null says that there is none
     config = {**family.get("defaults", {}), **config}
     sizes = {name: _size(config, name, defaults.get(name, 0), source) for name in SIZE_NAMES}
-    for name in ("layers", "hidden", "heads", "vocab"):
+    for name in SWITCHES:  # of a family that has none, another program's key: nothing reads it
+        is_guess = is_guess or bool(family and sizes[name] and name not in family["sizes"])
+    for name in NEEDED:
         if sizes[name] < 1 and (counts is None or name != "heads"):
             raise NoSize(f"--model {source}: its config.json gives no {SIZE_NAMES[name][0]} above 0: nothing to plan")
+    if sizes["hidden"] < sizes["heads"]:
+        raise UserError(
+            f"--model {source}: its config.json gives {sizes['heads']} attention heads and a width of "
+            f"{sizes['hidden']}: no model has that"
+        )
     if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
         sizes["kv_heads"] = 1
     traits = _traits(config)
@@ -173,8 +182,8 @@ def _is_guess(config: Mapping[str, object]) -> bool:
     unread = family.get("unread")
     if unread is None or any(config.get(key, usual) != usual for key, usual in unread.items()):
         return True
-    lacking = [name for name in MAIN if name in family["sizes"] and config.keys().isdisjoint(SIZE_NAMES[name])]
-    return config.keys() != {"model_type"} and bool(lacking)
+    stated = [name for name in MAIN if any(config.get(key) is not None for key in SIZE_NAMES[name])]
+    return config.keys() != {"model_type"} and not {*stated} >= {*MAIN} & family["sizes"].keys()
 
 
 def _is_dense(config: Mapping[str, object], sizes: Mapping[str, int], index: int) -> bool:
@@ -269,12 +278,13 @@ def _size(config: Mapping[str, object], size: str, default: int, source: str) ->
     Of a list with a number for each layer it is the largest. UserError for what is no size: guessing the default in its
     place would plan another model.
     """
-    most = MOST_LAYERS if size == "layers" else MOST
+    most, is_none = MOST_LAYERS if size == "layers" else MOST, False
     for name in SIZE_NAMES[size]:
         value = config.get(name)
         if isinstance(value, list) and value and all(_is_whole(one) for one in value):
             return int(max(value))
         if value is None or isinstance(value, (list, Mapping)):
+            is_none = is_none or name in config
             continue
         if isinstance(value, int) and _is_whole(value) and (0 <= value <= most or (value < 0 and size in NONE_BELOW_0)):
             return max(0, value)
@@ -282,7 +292,7 @@ def _size(config: Mapping[str, object], size: str, default: int, source: str) ->
         raise UserError(
             f"--model {source}: {name} is {shown} in its config.json: write a whole number from 0 to {most:,}"
         )
-    return default
+    return 0 if is_none and size in NEEDED else default
 
 
 def _is_whole(value: object) -> bool:

@@ -242,3 +242,18 @@ def test_what_is_known_of_a_family_makes_a_model(family: str) -> None:
     assert shape.parameters > 0
     assert all(layer.active_parameters <= layer.matrix_parameters for layer in shape.layers)
     assert min(min(matrix) for layer in shape.layers for matrix in layer.attention_matrices) > 0
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize("value", [None, {"a": 1}], ids=repr)
+def test_a_size_that_is_null_is_not_the_default_of_the_family(name: str, value: object) -> None:
+    with pytest.raises(NoSize, match=f"gives no {name} above 0"):
+        decoder_of({**PLAIN, "model_type": "llama", "intermediate_size": 64, name: value}, "mine")
+
+
+def test_sizes_that_make_no_model_are_refused_and_experts_of_a_dense_family_are_counted() -> None:
+    llama = {**PLAIN, "model_type": "llama", "intermediate_size": 64}
+    with pytest.raises(UserError, match="gives 4 attention heads and a width of 2: no model has that"):
+        decoder_of({**llama, "hidden_size": 2}, "mine")
+    assert decoder_of({**llama, "num_experts": 8}, "it").guessed and not decoder_of(llama, "it").guessed
+    assert decoder_of({**llama, "intermediate_size": None}, "it").guessed
