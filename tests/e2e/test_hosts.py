@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from harness.topology.env import free_port
 from tests.e2e.hosts import Hosts, missing, some_hosts
 from tests.e2e.launching import BIN, ROOT, SCRIPT, environment, metrics
+from tests.e2e.test_pods import RANK
 
 ASKED = "TEST_HOSTS" in os.environ
 REASON = missing() if ASKED else "takes two minutes: set TEST_HOSTS=1"
@@ -87,3 +89,34 @@ def test_hosts_that_are_lost_are_named_and_the_run_goes_on_when_they_are_back(ho
     assert code == 0, said
     assert [row["step"] for row in metrics(run)] == list(range(1, reached + 4))
     assert (run / "model.safetensors").exists()
+
+
+def test_a_launch_by_ssh_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
+    """Typed once, on the first of three hosts; ranks of a few lines."""
+    (tmp_path / "rank.py").write_text(RANK)
+
+    def wait_for_rank(name: str) -> str:
+        until = time.monotonic() + 90
+        while not (tmp_path / name).exists() or not (tmp_path / name).read_text():
+            assert process.poll() is None and time.monotonic() < until, sorted(each.name for each in tmp_path.iterdir())
+            time.sleep(0.1)
+        return (tmp_path / name).read_text()
+
+    with some_hosts(3, tmp_path / "hosts") as hosts:
+        command = [sys.executable, "-m", "harness.cli", "launch", "--max_restarts", 3, "--hostfile", hosts.hostfile()]
+        command += [tmp_path / "rank.py", "--deepspeed_config", "zero2", "--global_batch_size", 12]
+        command += ["--per_device_train_batch_size", 1, "--max_steps", 9, "--output_dir", tmp_path / "run"]
+        process = subprocess.Popen(
+            hosts.hosts[0].command(*map(str, command)),
+            env=environment(**hosts.environment()),
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert wait_for_rank("0-2-of-3").split()[1] == hosts.hosts[0].address
+        hosts.hosts[2].kill()
+        wait_for_rank("1-1-of-2")
+        (tmp_path / "end").touch()
+        said, code = end(process, hosts)
+        assert code == 0 and "no answer from" in said and "done, after 1 restart" in said, said
