@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ EXAMPLE = """example:
       -- scripts/train.py --deepspeed_config pipeline_3d --max_steps 1000 --output_dir /data/run
   ds-harness cluster slurm --nodes 4 --gpus 8 --output job.sbatch \\
       -- scripts/train.py --deepspeed_config pipeline_3d --max_steps 1000 --output_dir runs/a"""
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # of Kubernetes' labels, with room for what it adds
 SAVE_S = 60.0  # of a run that has not been measured
 SPARE_S = 60.0  # beyond the save: the end of a step before it, and of the processes after it
 
@@ -59,6 +61,9 @@ def cluster(argv: Sequence[str]) -> int:
         parser.error("give --gpus, or --ranks for hosts without GPUs")
     if args.min_nodes is not None and args.min_nodes > args.nodes:
         parser.error(f"--min_nodes {args.min_nodes} is more than --nodes {args.nodes}")
+    for flag in ("name", "namespace"):
+        if (given := getattr(args, flag)) and not NAME.fullmatch(given):
+            parser.error(f"--{flag} {given}: must be lower-case letters, digits and dashes, at most 40, a letter first")
     if any(word.partition("=")[0] == RESUME for word in script):
         raise UserError(f"the job goes on from its newest checkpoint: leave out {RESUME}")
     folder = value_of(script, "--output_dir")

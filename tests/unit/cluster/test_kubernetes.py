@@ -131,6 +131,8 @@ def test_the_fewest_hosts_are_those_of_the_launch(tmp_path: Path) -> None:
         (("--gpus", "8"), (), "the training script is missing: add -- SCRIPT ARGUMENTS"),
         ((), SCRIPT, "give --gpus, or --ranks for hosts without GPUs"),
         (("--gpus", "8", "--min_nodes", "2"), SCRIPT, "--min_nodes 2 is more than --nodes 1"),
+        (("--gpus", "8", "--name", "My job"), SCRIPT, "--name My job: must be lower-case letters, digits and dashes"),
+        (("--gpus", "8", "--namespace", "a-"), SCRIPT, "--namespace a-: must be lower-case letters"),
         (
             ("--gpus", "8", "--volume", "c", "--mount", "/runs"),
             SCRIPT,
