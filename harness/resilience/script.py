@@ -138,7 +138,7 @@ class Script:
         whole = Layout.from_world(wanted, **sizes)
         words = self._with_open_accumulation()
         for layout in _smaller(whole, ranks):
-            flags = _flags(layout, resolved.train_batch, shares_sequences=whole.cp_size > 1)
+            flags = _flags(layout, whole, resolved.train_batch)
             kept = without(words, set(flags))
             other = Script((*kept, *(word for pair in flags.items() for word in pair)))
             if other.accepts(layout):
@@ -188,12 +188,12 @@ def _smaller(whole: Layout, ranks: int) -> Iterator[Layout]:
                 yield Layout(pp_size=pp_size, tp_size=tp_size, dp_size=dp_size, ep_size=ep_size, cp_size=cp_size)
 
 
-def _flags(layout: Layout, batch: int, *, shares_sequences: bool = False) -> dict[str, str]:
-    """Return the flags that set a layout and keep the batch; `shares_sequences`: the whole run has context ranks."""
+def _flags(layout: Layout, whole: Layout, batch: int) -> dict[str, str]:
+    """Return the flags that set a layout in the place of the `whole` run's, and keep the batch."""
     sizes = {"pipeline": layout.pp_size, "tensor": layout.tp_size}
-    if layout.ep_size > 1:
+    if whole.ep_size > 1:
         sizes["expert"] = layout.ep_size
-    if shares_sequences:
+    if whole.cp_size > 1:
         sizes["context"] = layout.cp_size
     flags = {f"--{axis}_parallel_size": str(size) for axis, size in sizes.items()}
     return {**flags, "--global_batch_size": str(batch)}

@@ -57,8 +57,8 @@ OF_EXPERTS = {
     "harness, experts apart": ("trainers", "harness_experts", 2),
     "DeepSpeed AutoEP": ("raw_deepspeed", "autoep", 2),
 }
-WITH_EXPERTS = [EXPERT_BASE, BASE, "harness, experts apart", "harness, ZeRO-1", "harness, ZeRO-3", "DeepSpeed AutoEP"]
-WITH_EXPERTS += ["DeepSpeed ZeRO-3"]
+WITH_EXPERTS = [EXPERT_BASE, BASE, "harness, experts apart", "harness, ZeRO-1", "harness, ZeRO-3", "DeepSpeed ZeRO-3"]
+WITH_EXPERTS += ["DeepSpeed AutoEP"]
 WORK = Work(
     shape={
         "vocab_size": 8192,

@@ -37,13 +37,22 @@ def test_each_layout_that_fits_is_tried_once_and_the_best_first(pp: int, tp: int
 def test_experts_stay_with_the_tensor_parallel_ranks() -> None:
     whole = Layout(pp_size=1, tp_size=4, dp_size=2, ep_size=4)
     assert [(layout.tp_size, layout.ep_size) for layout in _smaller(whole, 4)][:2] == [(4, 4), (2, 2)]
-    assert _flags(whole, 32) == {
+    assert _flags(whole, whole, 32) == {
         "--pipeline_parallel_size": "1",
         "--tensor_parallel_size": "4",
         "--expert_parallel_size": "4",
         "--global_batch_size": "32",
     }
-    assert "--expert_parallel_size" not in _flags(Layout(pp_size=1, tp_size=4, dp_size=2), 32)
+    plain = Layout(pp_size=1, tp_size=4, dp_size=2)
+    assert "--expert_parallel_size" not in _flags(plain, plain, 32)
+
+
+def test_experts_stay_on_as_many_data_ranks_as_are_left() -> None:
+    whole = Layout(dp_size=4, ep_size=4)
+    left = list(_smaller(whole, 3))
+    assert [(layout.dp_size, layout.ep_size) for layout in left] == [(3, 3), (2, 2), (1, 1)]
+    assert _flags(left[-1], whole, 32)["--expert_parallel_size"] == "1"  # the config asks for 4
+    assert [layout.ep_size for layout in _smaller(Layout(dp_size=4, ep_size=2), 4)] == [2, 1, 2, 1]
 
 
 def test_a_start_is_named_by_its_layout_and_ranks() -> None:
