@@ -39,6 +39,7 @@ def autoep(task: Task) -> None:
     """Share the experts out, and the states of the optimizer, which DeepSpeed must make itself."""
     optimizer = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.0, "torch_adam": True}}
     experts = {"enabled": True, "autoep_size": task.size, "preset_model": task.work.family}
+    experts["use_grouped_mm"] = task.device.type != "cpu"  # with grouped products it activates by a kernel for GPUs
     _train(
         task,
         task.size,
