@@ -69,7 +69,7 @@ def _called_after(block: nn.Module, experts: nn.Module, width: int) -> dict[str,
     names = {name for name, child in block.named_children() if child is not experts and _is_plain(child)}
     own = next(name for name, child in block.named_modules() if child is experts)
     trial = copy.deepcopy(block).to("meta")
-    given = torch.empty(1, 2, width, device="meta")
+    given = torch.empty(1, 2, width, device="meta", dtype=next(trial.parameters()).dtype)
     found: dict[str, int] = {}
     ran: list[bool] = []
 
