@@ -46,6 +46,7 @@ def saved_and_resumed(saved: Job, resumed: list[Job], folder: str) -> list[Curve
         place = f"{folder}/resumed-{number}" if number else f"{folder}/saved"
         trainer = Trainer(job.model, arguments_of(job, place, **options), train_dataset=rows())
         trainer.train()
+        trainer.save_model()
         trainer.close()
         lines = Path(place, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         curves.append([(record["loss"], record["grad_norm"]) for record in map(json.loads, lines)])
