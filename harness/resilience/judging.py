@@ -124,9 +124,11 @@ def judge(
     if out is not None:
         history = replace(history, failing=(*history.failing, out))
         lines.append(f"device {out[1]} of {out[0]} is left out: it failed twice before the first step")
-    pause = 0.0 if same == 1 or out is not None else PAUSE_S
+    # a start that a full disk ends before its first step has come no further than the one before
+    stuck = same + (cause.is_final and cause.may_pass and len(faults) > same)
+    pause = 0.0 if stuck == 1 or out is not None else PAUSE_S
     if pause and cause.may_pass:
-        pause = PAUSES_S[min(same - 2, len(PAUSES_S) - 1)]
+        pause = PAUSES_S[min(stuck - 2, len(PAUSES_S) - 1)]
     lines.append(f"restart {restarts + 1} of {most}{f' in {pause:.0f} s' if pause else ''}")
     return Verdict(pause=pause, lines=tuple(lines)), history
 

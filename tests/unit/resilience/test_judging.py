@@ -85,6 +85,13 @@ def test_what_may_pass_is_waited_for_longer_each_time() -> None:
     assert "gave up: 5 faults in a row at step 5" in run.said[-1]
 
 
+def test_three_restarts_outlast_a_disk_that_is_full_for_a_minute() -> None:
+    """A rank dies, and the starts after that find a disk on which no checkpoint can be written."""
+    run, full = Run(3), fault(0, rank=0, is_final=True, may_pass=True)
+    assert [run.judge(each) for each in (fault(27, may_pass=True), full, full)] == [None] * 3
+    assert [verdict.pause for verdict in run.verdicts] == [0.0, 10.0, 60.0]
+
+
 @given(st.lists(st.integers(0, 2), max_size=8), st.integers(0, 6))
 def test_it_gives_up_at_the_right_fault(steps: list[int], most: int) -> None:
     run = Run(most)
