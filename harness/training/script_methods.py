@@ -198,8 +198,8 @@ class ScriptMethods:
         )
         names = [*_words(dataset), *_words(dataset_args)]
         of_data = f" Trained on {', '.join(names)}." if names else ""
-        evaluations = [row for row in self.state.log_history if any(key.endswith("_loss") for key in row)]
-        figures = [f"- {key}: {value:.4g}" for key, value in (evaluations or [{}])[-1].items() if key.endswith("_loss")]
+        last = next((row for row in reversed(self.state.log_history) if any(map(_is_loss, row))), {})
+        figures = [f"- {key}: {value:.4g}" for key, value in last.items() if _is_loss(key)]
         of_base = f"Fine-tuned from {finetuned_from}." if finetuned_from else "Trained from its config."
         heading = f"# {model_name or path.parent.name}"
         parts = [f"---\n{data.to_yaml()}\n---", CARD, heading, of_base + of_data, "\n".join(figures)]
@@ -226,6 +226,11 @@ class ScriptMethods:
         self.create_model_card(**card)
         send = partial(upload, folder, commit_message, repo_id=repo_id, private=private, token=token, revision=revision)
         return all_or_none(lambda: send() if self.is_world_process_zero() else "")
+
+
+def _is_loss(key: str) -> bool:
+    """Whether a logged figure is the loss of an evaluation."""
+    return key.startswith("eval_") and key.endswith("_loss")
 
 
 def _words(given: str | list[str] | None) -> list[str]:

@@ -89,7 +89,7 @@ def named_at_train(job: Job, folder: str) -> tuple[list[float], list[float], str
         trainer = Trainer(job.model, settings, rows())
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
-            losses.append([logs["loss"] for logs in trainer.state.log_history])
+            losses.append([logs["loss"] for logs in trainer.state.log_history if "loss" in logs])
         except UserError as error:
             refusal = str(error)
         assert trainer.model.config.vocab_size == 301

@@ -210,9 +210,12 @@ def test_other_methods_of_theirs_are_refused_in_a_line(done: Any, monkeypatch: p
 def test_a_model_card_is_written_and_what_others_wrote_stays(done: Any) -> None:
     trainer, _, _ = done
     path = Path(trainer.args.output_dir) / "README.md"
+    trainer.log({"eval_loss": 2.5})
+    trainer.log({"train_loss": 3.5})
     trainer.create_model_card(finetuned_from="base/model", tasks="text-generation", dataset_tags=["a/b"], language="en")
     card = path.read_text()
     assert card.startswith("---\n") and "base_model: base/model" in card and "pipeline_tag: text-generation" in card
+    assert "- eval_loss: 2.5\n" in card and "train_loss" not in card
     path.write_text("mine")
     trainer.create_model_card()
     assert path.read_text() == "mine"
