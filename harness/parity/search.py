@@ -22,7 +22,8 @@ W = TypeVar("W", bound=Words)
 LAYERS = 4  # of a tiny copy
 LAYOUTS = ("pipeline", "tensor", "zero3")
 """Columns of the matrix."""
-UNEQUAL: JsonObject = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 90}
+HEADS: JsonObject = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
+UNEQUAL: JsonObject = {**HEADS, "intermediate_size": 90}
 """Heads and widths that two ranks do not share equally."""
 ODD: JsonObject = {"vocab_size": 99, "intermediate_size": 37, "pad_token_id": 0}
 """As transformers' own tests have them: fewer ids than bytes, and widths that nothing divides."""
