@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -123,7 +123,12 @@ def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> Template:
     state, groups = inner.state, inner.param_groups
     inner.state, inner.param_groups = defaultdict(dict), [trial]
     try:
-        type(inner).step(inner)  # not what the schedule, or the harness, has wrapped around the step
+        # not what the schedule, or the harness, has wrapped around the step, nor its hooks: those would take this for
+        # the first step of the run, in which they see which parameters are used
+        step: Callable[[Optimizer], object] = type(inner).step
+        if getattr(step, "hooked", False):
+            step = step.__wrapped__  # type: ignore[attr-defined]  # torch has wrapped the hooks around it
+        step(inner)
         made = dict(inner.state[probe])
     finally:
         inner.state, inner.param_groups = state, groups

@@ -69,7 +69,11 @@ def test_asking_what_is_kept_changes_nothing() -> None:
     step(module, optimizer, 0)
     before = [parameter.clone() for parameter in module.parameters()]
     kept = {id(p): dict(state) for p, state in optimizer.state.items()}
+    hooks: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: hooks.append("before"))
+    optimizer.register_step_post_hook(lambda *_: hooks.append("after"))
     found = template(optimizer, next(stepped_on(optimizer)))
+    assert not hooks  # they take a step for one of the run's
     assert found.elements == {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
     assert list(found.counters) == ["step"]
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
