@@ -40,6 +40,7 @@ from harness.errors import UserError, lacks_inodes
 from harness.topology.agreement import all_or_none, values_of_all
 
 ALIGNMENT = 64
+NO_MEMORY = "has no memory for it"
 
 
 class KeptBuffer:
@@ -254,9 +255,10 @@ class BackgroundSave:
             text = str(error)
             if self._first:
                 # bytes are counted when the files of this checkpoint are gone, but inodes are free again then
-                full = room(self._folder) if lacks_inodes(self._folder) else ""
+                full = room(self._folder.parent) if lacks_inodes(self._folder) else ""
                 shutil.rmtree(self._folder, ignore_errors=True)
-                text += f" ({full or _room(self._plans, self._folder)})"
+                if NO_MEMORY not in text:
+                    text += f" ({full or _room(self._plans, self._folder)})"
             raise NotSaved(values_of_all(text)[0]) from error
 
 
@@ -265,13 +267,13 @@ def _in_memory(action: Callable[[], T]) -> T:
     try:
         return action()
     except MemoryError as error:
-        raise UserError(f"rank {dist.get_rank()} has no memory for it: {error or 'out of memory'}") from error
+        raise UserError(f"rank {dist.get_rank()} {NO_MEMORY}: {error or 'out of memory'}") from error
     except RuntimeError as error:
         text = str(error)  # raised by torch's allocator, or where a thread cannot be started
         if not any(words in text for words in ("can't allocate memory", "out of memory", "can't start new thread")):
             raise
         lines = text.strip().splitlines()
-        raise UserError(f"rank {dist.get_rank()} has no memory for it: {lines[0] if lines else text}") from error
+        raise UserError(f"rank {dist.get_rank()} {NO_MEMORY}: {lines[0] if lines else text}") from error
 
 
 def _room(plans: Sequence[PlannedFiles], folder: Path) -> str:
