@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
 
 from harness.arguments import TrainingArguments
 from harness.config import Resolved
@@ -115,8 +114,6 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
         boundaries = choose_boundaries(trainable, context, None)
         with (
             replaced(gradients, "BLOCK", 2**62),
-            # transformers makes a mask of all pairs where it cannot look at positions: here it can
-            replaced(masking_utils, "is_tracing", lambda *_: False),
             # these tensors are on no device: a loop over pieces that fit into a CPU's cache would have no end
             replaced(cross_entropy, "IN_CACHE", cross_entropy.ELEMENTS_AT_ONCE),
             replaced(Route, "of", partial(_even_routes, layout=plan.layout)),

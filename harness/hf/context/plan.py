@@ -77,7 +77,7 @@ def kind_of_layer(layer: nn.Module) -> Hashable:
 
 def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:
     """Return the tokens of this rank's stretch with their positions in the whole sequence."""
-    positions = tokens.positions
+    positions, is_packed = tokens.positions, tokens.positions is not None
     if positions is None and outer.takes_positions:
         positions = torch.arange(tokens.ids.shape[1], device=tokens.ids.device).expand_as(tokens.ids)
-    return Tokens(context.own(tokens.ids), None if positions is None else context.own(positions))
+    return Tokens(context.own(tokens.ids), None if positions is None else context.own(positions), is_packed=is_packed)

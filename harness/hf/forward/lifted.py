@@ -325,7 +325,7 @@ class LiftedForward:
     def forward(self, tokens: Tokens, run: ForwardRun, **options: object) -> ForwardOutput:
         """Return the output of that forward, given `options` too."""
         positions = {} if tokens.positions is None else {"position_ids": tokens.positions}
-        is_packed = bool(positions)
+        is_packed = bool(positions) and tokens.is_packed
         if positions and not self.takes_positions:
             raise UserError(f"{self.described} takes no position_ids: remove them from the samples")
         self._run = run

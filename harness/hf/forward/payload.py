@@ -22,10 +22,14 @@ ForwardOutput: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of a micro-batch, and position ids where the data gives them; both [batch, sequence]."""
+    """Token ids of a micro-batch, and position ids where the data gives them; both [batch, sequence].
+
+    `is_packed`: with position ids, whether they may begin anew within a row.
+    """
 
     ids: Tensor
     positions: Tensor | None = None
+    is_packed: bool = field(default=True, kw_only=True)
 
     @classmethod
     def of(cls, inputs: Value) -> Tokens:

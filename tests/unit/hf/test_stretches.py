@@ -1,0 +1,67 @@
+"""Which parts of a model can compute some tokens without the others; and attention by rows of a mask."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from harness.hf.causal import CausalModel, assemble
+from harness.hf.context.plan import TokensApart
+from harness.hf.skeleton import ModelSource
+from harness.hf.verify.comparison import find_difference
+from harness.hf.verify.stretches import context_plan
+from harness.hf.verify.tiny_copy import tiny_config
+from harness.parallel.comm import TensorParallel
+from harness.parallel.context.masks import MaskRows
+
+CPU = torch.device("cpu")
+
+
+def in_tiles(source: ModelSource, tensor: TensorParallel, tile: int) -> CausalModel:
+    apart = TokensApart(plan=context_plan(source.config), block_tile=tile, attention_tile=tile)
+    return assemble(source, tensor=tensor, device=CPU, dtype=torch.float32, seed=0, finish=lambda _: None, apart=apart)
+
+
+@pytest.mark.parametrize(
+    ("family", "gathered"),
+    [
+        ("llama", [set()]),
+        ("deepseek_v3", [set(), set()]),  # attention over compressed keys goes through the interface too
+        ("mamba", [{"mixer"}]),
+        ("bloom", [{"self_attention"}]),  # an attention of its own
+        ("qwen3_next", [{"linear_attn"}, set()]),
+    ],
+)
+def test_what_mixes_tokens_in_its_own_way_needs_all_of_them(family: str, gathered: list[set[str]]) -> None:
+    plan = context_plan(tiny_config(family))
+    assert sorted(map(sorted, plan.gathered.values())) == sorted(map(sorted, gathered))
+    assert plan.prologue and plan.epilogue and not plan.whole
+
+
+def test_blocks_and_norms_compute_each_token_by_itself() -> None:
+    (alone,) = context_plan(tiny_config("llama")).alone.values()
+    assert alone == {"mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+def test_a_model_that_passes_on_more_than_a_hidden_state_is_computed_whole() -> None:
+    assert context_plan(tiny_config("gemma3n_text")).whole
+
+
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss"])
+def test_attention_by_rows_of_a_mask_changes_no_gradient(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    seen = MaskRows.seen
+
+    def noting(self: MaskRows, start: int, stop: int):
+        rows, keys = seen(self, start, stop)
+        made.append((stop - start, rows.shape[-1]))
+        return rows, keys
+
+    monkeypatch.setattr(MaskRows, "seen", noting)
+    config = tiny_config(family)
+    config.sliding_window = 6
+    assert find_difference(config, partial(in_tiles, tile=5), TensorParallel(), CPU) is None
+    assert made and max(queries for queries, _ in made) == 5
+    assert min(keys for queries, keys in made if queries == 5) <= 10, "keys that no query sees are left out"
