@@ -77,13 +77,14 @@ def _called_after(block: nn.Module, experts: nn.Module, width: int) -> dict[str,
         ran.append(True)
         return torch.empty_like(hidden)
 
-    def see(name: str, _module: nn.Module, args: tuple[object, ...]) -> None:
-        if ran and len(args) == 1 and isinstance(args[0], Tensor) and _is_whole(args[0], given):
+    def see(name: str, _module: nn.Module, args: tuple[object, ...], named: dict[str, object]) -> None:
+        alone = len(args) == 1 and not named
+        if ran and alone and isinstance(args[0], Tensor) and _is_whole(args[0], given):
             found[name] = args[0].ndim
 
     vars(trial.get_submodule(own))["forward"] = run_experts
     for name in names:
-        trial.get_submodule(name).register_forward_pre_hook(partial(see, name))
+        trial.get_submodule(name).register_forward_pre_hook(partial(see, name), with_kwargs=True)
     try:
         with torch.no_grad():
             trial(given)

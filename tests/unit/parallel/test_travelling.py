@@ -82,6 +82,7 @@ CASES = [
     pytest.param("qwen3_moe", 2, 2, {"num_experts": 5}, with_adapters, 32, 1, id="over both axes, with adapters"),
     pytest.param("deepseek_v3", 2, 2, {}, as_it_is, 32, 1, id="shared experts, a router with a bias"),
     pytest.param("deepseek_v3", 1, 2, {}, as_it_is, 32, 2, id="a shared expert beside two pieces"),
+    pytest.param("inkling_text", 1, 2, {}, as_it_is, 32, 1, id="a shared expert that is given more than tokens"),
     pytest.param("gpt_oss", 1, 2, {}, as_it_is, 32, 1, id="biases of experts"),
     pytest.param("dbrx", 1, 2, {}, as_it_is, 32, 1, id="a plan file"),
 ]
