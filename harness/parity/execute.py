@@ -34,6 +34,7 @@ from harness.training.recording.recorder import SAMPLES
 from harness.training.trainer import Trainer
 
 EXPORTED = "exported"
+NEVER = 1000  # steps: a run that saves checkpoints looks at its optimizer before the first step
 
 
 class Refused(UserError):
@@ -142,6 +143,7 @@ def new_trainer(
         given = arguments(training, execution, place, prompts)
         given.resume_from_checkpoint = "auto" if resumes else None
         given.verify_plan = verify_plan
+        given.save_steps = 0 if execution is composition.executions[-1] else NEVER
         return Trainer(
             _model(subject),
             given,
