@@ -133,20 +133,20 @@ def noise_limit(
     return Distance(**limits)
 
 
-LEAST = Distance(loss=1e-4, first_norm=2e-4, norm=1e-3, evaluation=1e-4, weights=0.02, tensor=0.1)
+LEAST = Distance(loss=1e-4, first_norm=1e-4, norm=1e-3, evaluation=1e-4, weights=0.02, tensor=0.1)
 """A 16-bit precision may do nothing to a training by chance; its executions still round elsewhere."""
-SHARE = Distance(loss=1.0, first_norm=1.0, norm=6.0, evaluation=1.0, weights=1.0, tensor=1.0)
-"""How far an execution in 16 bits may be off, as a multiple of what the precision does to one process."""
-OF_SPLIT_SUMS = 2.0  # times that with tensor-parallel ranks: each rounds its part of a sum
+SHARE = Distance(loss=0.8, first_norm=0.25, norm=6.0, evaluation=0.8, weights=0.7, tensor=0.8)
+SHARE_OF_SPLIT_SUMS = Distance(loss=1.5, first_norm=2.5, norm=12.0, evaluation=1.5, weights=1.4, tensor=1.5)
+"""How far an execution in 16 bits may be off, as a multiple of what the precision does to one process; and one with
+tensor-parallel ranks, each of which rounds its part of a sum."""
 COMPRESSED = {8: 0.05, 4: 0.5}
 """How far compression may move weights and norms, by its bits; the first loss does not know of it."""
 
 
 def half_limit(composition: Composition, own: Distance) -> Distance:
     """Return how far an execution in a 16-bit precision may be off; `own`: what that does to one process."""
-    times = OF_SPLIT_SUMS if any(each.tp > 1 for each in composition.executions) else 1.0
-    share, least = asdict(SHARE), asdict(LEAST)
-    return Distance(**{name: times * max(least[name], share[name] * value) for name, value in asdict(own).items()})
+    share = asdict(SHARE_OF_SPLIT_SUMS if any(each.tp > 1 for each in composition.executions) else SHARE)
+    return Distance(**{name: max(getattr(LEAST, name), share[name] * value) for name, value in asdict(own).items()})
 
 
 def compressed_limit(composition: Composition, limit: Distance) -> Distance:

@@ -105,7 +105,7 @@ def main() -> int:
         mutants.remove(mutant)
     known = args.results.read_text().splitlines() if args.results and args.results.exists() else []
     found = {row["name"]: row for row in map(json.loads, known)}
-    judge, start = Judge(), time.monotonic()
+    judge, start = Judge(strict=True), time.monotonic()
     for mutant in mutants:
         if mutant.name in found or time.monotonic() - start > args.seconds:
             continue

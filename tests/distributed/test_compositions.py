@@ -18,7 +18,7 @@ from harness import Trainer, TrainingArguments
 from harness.parity.commands import verify
 from harness.parity.composition import Composition
 from harness.parity.search import Families, draw
-from harness.parity.trial import REFUSED, RIGHT, UNTRIED, try_all
+from harness.parity.trial import REFUSED, RIGHT, UNTRIED, Judge, try_all
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import rows
 
@@ -38,7 +38,7 @@ CONFIG = {
 
 def test_the_fixed_compositions_come_to_the_numbers_of_one_process() -> None:
     lines = [line for line in FIXED.read_text().splitlines() if line and not line.startswith("#")]
-    verdicts = try_all([Composition.parse(line) for line in lines])
+    verdicts = try_all([Composition.parse(line) for line in lines], judge=Judge(strict=True))
     assert not [str(verdict) for verdict in verdicts if verdict.kind != RIGHT]
 
 

@@ -75,7 +75,7 @@ def test_names_shapes_dtypes_and_texts_are_told(numbers: tuple[Numbers, list[Num
 def test_16_bits_and_compression_are_allowed_what_they_do() -> None:
     own = replace(USUAL, loss=1e-3, first_norm=1e-6)
     plain, split = (half_limit(Composition.parse(f"llama precision=bf16 : {at}=2"), own) for at in ("pp", "tp"))
-    assert plain.loss == 1e-3 and split.loss == 2e-3 and plain.first_norm > 1e-6
+    assert own.first_norm < plain.first_norm and plain.loss < own.loss < split.loss
     assert compressed_limit(PLAIN, USUAL) == USUAL
     few, many = (compressed_limit(Composition.parse(f"llama : dp=2 bits={bits}"), USUAL) for bits in (8, 4))
     assert USUAL.norm < few.norm < many.norm
