@@ -29,7 +29,8 @@ class Memory:
         activations: of one micro-batch, kept for its backward.
         in_flight: micro-batches whose activations are kept at once; not whole where a stage has several parts.
         buffers: whatever else lasts: masks, rotary tables, flat tensors of DeepSpeed.
-        peak: the most at any moment of a step.
+        peak: the most at any moment of a step, without what lies in the host's memory.
+        host: what lies there: offloaded states, and hidden states that wait for recomputation.
     """
 
     parameters: dict[str, int]
@@ -39,6 +40,7 @@ class Memory:
     in_flight: float
     buffers: int
     peak: int
+    host: int = 0
 
 
 @dataclass

@@ -32,7 +32,7 @@ from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.schedules.instructions import follow_schedule, most_in_flight, most_kept
 from harness.parallel.pipeline.schedules.orders import ORDERS
-from harness.parallel.pipeline.staged_module import build_layers, pack_payload
+from harness.parallel.pipeline.staged_module import build_layers, pack_payload, recomputed_blocks
 from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.tensor import cross_entropy
 from harness.parallel.token_exchange import Route
@@ -194,7 +194,34 @@ def _two_steps(
     gc.unfreeze()
     repeated = OF_A_MICRO_BATCH if pipeline else ("BackwardPass", "OptimizerStep")
     times = dict.fromkeys(repeated, accumulation if pipeline else accumulation - 1)
-    return count.memory(_in_flight(engine, plan, count.kept)), ledger.messages(times)
+    return _on_device(count.memory(_in_flight(engine, plan, count.kept)), engine, plan), ledger.messages(times)
+
+
+def _on_device(memory: Memory, engine: Engine, plan: DryRun) -> Memory:
+    """Return the memory without what a run keeps in its host's, which has no device of its own here.
+
+    All of that is there when a step is fullest. Of the hidden states that wait for recomputation two are on the device:
+    the one in use, and the one that travels.
+    """
+    zero = plan.resolved.config.get("zero_optimization", {})
+    sections = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
+    optimizer, parameters = (section.get("device", "none") != "none" for section in sections)
+    states = sum(memory.optimizer.values()) + sum(memory.gradients.values()) if optimizer else 0
+    states += sum(memory.parameters.values()) if parameters and plan.resolved.zero_stage == 3 else 0
+    waiting = 0
+    if plan.resolved.config.get("activation_checkpointing", {}).get("cpu_checkpointing"):
+        waiting = max(recomputed_blocks(engine.deepspeed.module) - 2, 0) * _hidden_bytes(engine, plan)
+    on_host = states + round(memory.in_flight * waiting)
+    kept = max(memory.activations - waiting, 0)
+    return replace(memory, activations=kept, peak=max(memory.peak - on_host, 0), host=on_host)
+
+
+def _hidden_bytes(engine: Engine, plan: DryRun) -> int:
+    """Return the bytes of the hidden state of a micro-batch that this rank has between two layers."""
+    width = plan.source.config.get_text_config(decoder=True).hidden_size
+    shares = plan.layout.cp_size * (plan.layout.tp_size if plan.resolved.sequence_parallel else 1)
+    tokens = plan.resolved.micro_batch * -(-plan.block_size // shares)
+    return int(tokens * width * engine.dtype.itemsize)
 
 
 def _in_flight(engine: Engine, plan: DryRun, kept: Mapping[int, int]) -> float:

@@ -24,7 +24,7 @@ from harness.report.run_files import RunFiles, measured_parts, predict_run
 from harness.wording import counted
 
 LEFT_OUT = ("/arguments/output_dir", "/arguments/overwrite_output_dir")  # differ in any two runs
-AXES = {"pipeline": "pp", "tensor": "tp", "data": "dp"}
+AXES = {"pipeline": "pp", "tensor": "tp", "data": "dp", "context": "cp"}
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,13 @@ def is_recomputed(layers: Sequence[LayerCall]) -> bool:
     return any(getattr(module, "recompute", any(True for _ in module.parameters())) for module in modules)
 
 
+def recomputed_blocks(module: nn.Module) -> int:
+    """Return how many runs of layers of a stage, or of a whole model, are recomputed."""
+    if isinstance(module, LayerSequence):
+        return sum(recomputed for _, recomputed in module.blocks)
+    return sum(recomputed for _, recomputed in module.blocks()) if isinstance(module, StagedModule) else 0
+
+
 def shared_parameters(layers: Iterable[LayerCall]) -> set[nn.Parameter]:
     """Return the parameters that several layers hold."""
     counts = Counter(parameter for layer in layers for parameter in _parameters(layer))
@@ -340,6 +347,7 @@ class LayerSequence(nn.Module):
 
     Attributes:
         calls: what the forward calls, in order.
+        blocks: runs of them, each call with its index, and whether the run is recomputed.
     """
 
     def __init__(
@@ -351,12 +359,12 @@ class LayerSequence(nn.Module):
         for index, module in built.modules.items():
             self.add_module(str(index), module)
         self.calls = built.calls
-        self._blocks = list(split_into_blocks(built.calls, checkpoint_interval, shared_parameters(built.calls)))
+        self.blocks = list(split_into_blocks(built.calls, checkpoint_interval, shared_parameters(built.calls)))
 
     def forward(self, inputs: Value) -> Value:
         """Return the last layer's output."""
         key = self._keys.next() if self._keys is not None and self.training else None
-        for block, recomputed in self._blocks:
+        for block, recomputed in self.blocks:
             run = partial(run_block, block, key)
             tensors = inputs if isinstance(inputs, tuple) else (inputs,)
             if recomputed and self.training and any(_is_floating(tensor) for tensor in tensors):

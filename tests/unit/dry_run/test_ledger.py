@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from harness.config import AutoValues, resolve
 from harness.dry_run.ledger import Ledger, Message, Traffic, _named_groups
 from harness.dry_run.memory import Memory, by_dtype
-from harness.dry_run.rank import RankReport
+from harness.dry_run.rank import RankReport, _on_device
 from harness.dry_run.report import as_json, as_text, spell
+from harness.parallel.pipeline.staged_module import LayerSequence
 from harness.topology.layout import Coordinate, Layout
 
 ONE = Layout(pp_size=1, tp_size=1, dp_size=1)
@@ -168,9 +171,31 @@ def test_the_report_on_a_rank_is_a_few_lines() -> None:
 
 
 def test_what_could_not_be_tried_is_said() -> None:
-    text = as_text(plan(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}}), report(None))
+    text = as_text(plan(), report(None))
     assert "memory\n" not in text and "    none" in text and "  not checked: a step\n" in text
-    assert "  not checked: offload_param: what lies in host memory counts as memory of the rank" in text
+
+
+def test_what_lies_in_host_memory_is_a_row_of_its_own() -> None:
+    assert "in host memory" not in as_text(plan(), report())
+    assert "    in host memory  3.00 KiB" in as_text(plan(), report(replace(MEMORY, host=3072)))
+
+
+def test_hidden_states_and_offloaded_states_are_the_hosts() -> None:
+    """Two states of the four that wait are on the device; each is micro-batch x tokens x width x bytes."""
+    config = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "pipeline": {"activation_checkpoint_interval": 1},
+    }
+    described: Any = SimpleNamespace(get_text_config=lambda **_: SimpleNamespace(hidden_size=4))
+    run = SimpleNamespace(**vars(plan(**config)), source=SimpleNamespace(config=described))
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    module = LayerSequence(layers, checkpoint_interval=1, seed=0)
+    engine: Any = SimpleNamespace(deepspeed=SimpleNamespace(module=module), dtype=torch.float32)
+    found = _on_device(replace(MEMORY, activations=2**15, in_flight=1), engine, run)
+    waiting = 2 * 2 * 128 * 4 * 4
+    assert found.host == 4096 + waiting
+    assert (found.activations, found.peak) == (2**15 - waiting, 2**20 - found.host)
 
 
 def test_the_json_has_names_that_stay() -> None:
