@@ -46,7 +46,7 @@ from harness.resilience.reports import Report, cause_of
 from harness.resilience.rounds import Offer, team_of
 from harness.resilience.script import Script
 from harness.resilience.watch import hosts as watching
-from harness.topology.agreement import DIGEST_BYTES
+from harness.topology import agreement
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
 from harness.topology.placement import Hosts
@@ -90,6 +90,11 @@ def layout_of(ranks: int) -> Layout:
     """Return 8 tensor-parallel ranks, 8 stages where they fit, and data parallelism over the rest."""
     stages = min(8, ranks // PER_HOST)
     return Layout(pp_size=stages, tp_size=PER_HOST, dp_size=ranks // PER_HOST // stages)
+
+
+def agree() -> None:
+    """Compare what all ranks must hold alike."""
+    agreement.require_alike({f"subject {number}": "of many words" for number in range(SUBJECTS)})
 
 
 def groups(ranks: int) -> float:
@@ -188,6 +193,21 @@ def of_all(value: object, ranks: int) -> int:
     return ranks * (len(pickle.dumps(value)) + 8)
 
 
+def said(action: Callable[[], object]) -> int:
+    """Return the bytes that a rank hands to the collectives of an action, in which all ranks agree."""
+    counted: list[int] = []
+    before = dist.all_reduce, agreement.host_group
+    dist.all_reduce = lambda tensor, **_: counted.append(tensor.nbytes)
+    agreement.host_group = lambda: None
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+    try:
+        action()
+    finally:
+        dist.destroy_process_group()
+        dist.all_reduce, agreement.host_group = before
+    return sum(counted)
+
+
 def simulated(ranks: int) -> dict[str, float]:
     """Return what is measured for so many ranks: seconds and bytes."""
     agents = ranks // PER_HOST
@@ -205,10 +225,10 @@ def simulated(ranks: int) -> dict[str, float]:
         "start: agents meet, s in all (one after another)": joining_s,
         "start: a start is planned, bytes a host": plan_bytes / agents,
         "start: a start is planned, s of the leader": plan_s,
-        "start: agreement on config, code and data, bytes a rank": ranks * SUBJECTS * DIGEST_BYTES,
+        "start: agreement on config, code and data, bytes a rank": said(agree),
         "start: hosts of all ranks, bytes a rank": of_all(host, ranks),
         "start: hosts of all ranks, s of a rank": timed(lambda: Hosts(names).numbers),
-        "start: a yes or no of all ranks, bytes a rank": of_all(None, ranks),
+        "start: a yes or no of all ranks, bytes a rank": said(lambda: agreement.all_or_none(lambda: None)),
         "start: plan of a checkpoint's files, s of a rank": plan_files_s,
         "step: a rank finds the samples of the global batch, s": sampling_s,
         "step: watch, bytes a second and host": watched["store_megabytes_per_second"] * 1e6 / agents,
