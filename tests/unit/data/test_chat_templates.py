@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,9 @@ def calling(**more: Any) -> dict[str, Any]:
 TOLD = {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": "call00001"}
 
 
-@cache
+@lru_cache(maxsize=1)  # each has a process of its own
 def template_of(source: str) -> Template:
-    """A template as a tokenizer has it; each is tried once."""
+    """A template as a tokenizer has it."""
     tokenizer = ByteTokenizer().as_transformers()
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
     tokenizer.chat_template = source
