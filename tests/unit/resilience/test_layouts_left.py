@@ -55,6 +55,15 @@ def test_experts_stay_on_as_many_data_ranks_as_are_left() -> None:
     assert [layout.ep_size for layout in _smaller(Layout(dp_size=4, ep_size=2), 4)] == [2, 1, 2, 1]
 
 
+def test_ranks_that_share_a_sequence_stay_together_while_they_can() -> None:
+    whole = Layout(pp_size=1, tp_size=1, dp_size=8, cp_size=4)
+    tried = [(layout.cp_size, layout.dp_size) for layout in _smaller(whole, 6)]
+    assert tried[:3] == [(4, 4), (2, 6), (2, 4)]
+    left = Layout(dp_size=6)
+    assert _flags(left, whole, 32)["--context_parallel_size"] == "1", "it overrides what the config says"
+    assert "--context_parallel_size" not in _flags(left, left, 32)
+
+
 def test_a_start_is_named_by_its_layout_and_ranks() -> None:
     assert str(Start(words=(), ranks=1)) == "1 rank" and str(Start(words=(), ranks=3)) == "3 ranks"
     layout = Layout(pp_size=2, tp_size=1, dp_size=1)

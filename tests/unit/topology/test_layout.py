@@ -142,3 +142,29 @@ def test_places_and_ranks_outside_the_layout_are_index_errors() -> None:
         layout.rank(stage=2, dp_rank=0, tp_rank=0)
     with pytest.raises(IndexError, match="tensor index 1"):
         layout.rank(stage=0, dp_rank=0, tp_rank=1)
+
+
+def test_context_ranks_are_neighbours_on_the_data_axis() -> None:
+    layout = Layout(pp_size=2, tp_size=2, dp_size=4, cp_size=2)
+    assert str(layout) == "pp2 x dp4 (cp2) x tp2"
+    assert (layout.readers, layout.world_size) == (2, 16)
+    places = [layout.coordinate(rank) for rank in range(8)]
+    assert [(place.reader, place.cp_rank) for place in places[::2]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert layout.ranks_along("context", 5) == [5, 7]
+    assert layout.groups("context")[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert Layout.from_world(16, pp_size=2, tp_size=2, cp_size=2) == layout
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Layout(dp_size=3, cp_size=2), "context parallel size 2 does not divide 3 data-parallel ranks"),
+        (
+            lambda: Layout.from_world(6, tp_size=2, cp_size=2),
+            "pipeline 1 x context 2 x tensor 2 = 4 ranks do not divide",
+        ),
+    ],
+)
+def test_context_ranks_divide_the_data_ranks(make, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        make()
