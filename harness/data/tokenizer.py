@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.config.model.hub import TEXTS, Wanted, fetch
-from harness.config.values.json_file import require_regular_files
+from harness.config.values.json_file import read_json, require_regular_files
 from harness.errors import UserError
 
 if TYPE_CHECKING:
@@ -186,10 +186,10 @@ def _from_directory(directory: str) -> PreTrainedTokenizerBase:
 def _is_marked(directory: str) -> bool:
     """Whether this is a saved bytes tokenizer, and nobody has added tokens to it since."""
     try:
-        config = json.loads(Path(directory, "tokenizer_config.json").read_bytes())
+        config = read_json(Path(directory, "tokenizer_config.json"))
         if not isinstance(config, dict) or config.get(_MARK) != BYTES:
             return False
-        return len(json.loads(Path(directory, "tokenizer.json").read_bytes())["added_tokens"]) == 2
+        return len(read_json(Path(directory, "tokenizer.json"))["added_tokens"]) == 2
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

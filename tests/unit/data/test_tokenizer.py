@@ -104,7 +104,11 @@ def test_what_cannot_be_read_is_one_line(trained_tokenizer, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(trained_tokenizer, broken)
     (broken / "tokenizer.json").write_text("{")
+    deep = tmp_path / "deep"
+    shutil.copytree(trained_tokenizer, deep)
+    (deep / "tokenizer_config.json").write_text('{"a": ' * 10**5 + "1" + "}" * 10**5)
     for name, words in [
+        (deep, "cannot read the tokenizer in"),
         (tmp_path / "none", "is not a directory"),
         (tmp_path, "contains no tokenizer"),
         (broken, "cannot read the tokenizer in"),
