@@ -286,6 +286,7 @@ def assemble(
     in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes the layers, with their buffers, out
     noise = embedding_noise(model, noise_alpha)
     outer, router = _examine(source, model, device, router_loss)
+    _cast_buffers(model, buffers)
     outer.draws |= noise is not None
     if adaptation is None:  # with adapters the layers hold parameters under other names
         _require_all_held(outer, form)
@@ -318,6 +319,15 @@ def assemble(
         apart=apart,
         loss_tiles=blueprint.loss_tiles,
     )
+
+
+def _cast_buffers(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give the buffers that stay outside of pipeline layers, as tables of positions, the dtypes of these names."""
+    for path, module in model.named_modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            kind = dtypes.get(f"{path}.{key}" if path else key, buffer.dtype)
+            if kind != buffer.dtype and not buffer.is_meta:
+                setattr(module, key, buffer.to(kind))
 
 
 def _examine(
