@@ -20,11 +20,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import watching_hosts
 from report import RESULTS, write_report
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -33,9 +34,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _DistributedRendezvousOpExecutor,
     _NodeDesc,
     _RendezvousJoinOp,
+    _RendezvousState,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from watching_hosts import measure as watch
 
 from harness.checkpoint.directories import write_manifest
 from harness.checkpoint.tensors.tensor_writer import Entry, file_regions
@@ -56,6 +57,7 @@ SUBJECTS = 7  # whose digests the ranks compare at the start
 KNOWN = ("scripts/train.py", "--deepspeed_config", "zero3", "--max_steps", "9")
 FILE_BYTES = 5e9  # of a checkpoint's file
 LAYERS = 80
+SAMPLE = 8  # agents whose joining is measured
 BENCH = Path(__file__).parent
 
 
@@ -106,9 +108,10 @@ def groups(ranks: int) -> float:
         dist.destroy_process_group()
 
 
-def meeting(agents: int) -> tuple[int, float]:
-    """Return bytes through the store, and seconds of all agents, until they have met, one after another.
+def meeting(agents: int) -> tuple[float, float]:
+    """Return bytes through the store and seconds of all agents until they have met, one after another.
 
+    Both grow in proportion to the agents that are there already, so a sample of those that join gives their mean.
     Agents that come at once write over each other and try again: that costs more.
     """
     store = CountingStore()
@@ -116,19 +119,35 @@ def meeting(agents: int) -> tuple[int, float]:
         "run", agents, agents, RendezvousTimeout(join=timedelta(seconds=1e6)), timedelta(seconds=JOIN_S), 1
     )
     backend = C10dRendezvousBackend(store, "run")
-    begun = time.process_time()
+    state, token, joined, spent = _RendezvousState(), None, 0, 0.0
     for number in range(agents):
-        node = _NodeDesc(f"10.0.{number // 256}.{number % 256}", 4_000_000_000, 0)
-        holder = StateHolder(backend, settings, node, lambda: None)
-        executor = _DistributedRendezvousOpExecutor(node, holder, settings)
+        node = _NodeDesc(f"10.0.{number // 256}.{number % 256}", 4_000_000_000 + number, 0)
+        if number % max(agents // SAMPLE, 1) == 0:
+            found = backend.set_state(pickle.dumps(state), token)
+            assert found is not None
+            before, begun = store.moved, time.process_time()
+            _join(StateHolder(backend, settings, node, lambda: None), node, settings)
+            joined, spent = joined + store.moved - before, spent + time.process_time() - begun
+            state_and_token = backend.get_state()
+            assert state_and_token is not None
+            token = state_and_token[1]
+        state.participants[node] = 0
+        state.last_heartbeats[node] = datetime.now(UTC)
+    share = agents / min(agents, SAMPLE)
+    return joined * share, spent * share
 
-        def join_once(context: object, deadline: float) -> object:
-            action = _RendezvousJoinOp()(context, deadline)
-            return type(action).FINISH if action.name in ("SYNC", "KEEP_ALIVE") else action
 
-        executor.run(join_once, time.monotonic() + 1e6)
-    assert len(holder.state.participants) == agents
-    return store.moved, time.process_time() - begun
+def _join(holder: StateHolder, node: _NodeDesc, settings: RendezvousSettings) -> None:
+    """Have an agent take part, without the wait for others."""
+
+    def once(context: object, deadline: float) -> object:
+        action = _RendezvousJoinOp()(context, deadline)
+        return type(action).FINISH if action.name in ("SYNC", "KEEP_ALIVE") else action
+
+    executor = _DistributedRendezvousOpExecutor(node, holder, settings)
+    executor._record = lambda *_, **__: None  # noqa: SLF001  # it looks through the whole stack for a log that nobody keeps
+    executor.run(once, time.monotonic() + 1e6)
+    assert node in holder.state.participants
 
 
 def starting(agents: int) -> tuple[int, float, int, float]:
@@ -216,7 +235,7 @@ def simulated(ranks: int) -> dict[str, float]:
     host = "host-0000.cluster 0b5a3f7e-5c8e-4f0e-9d3b-0c1d2e3f4a5b"
     names = tuple(f"host-{rank // PER_HOST:04d}.cluster 0b5a3f7e" for rank in range(ranks))
     plan_files_s, manifest = checkpoint_plan()
-    watched = watch(agents, PER_HOST)
+    watched = watching_hosts.measure(agents, PER_HOST)
     samples = ranks * 4  # of a global batch
     sampling_s = timed(lambda: batch_indices(samples * 1000, samples, 10**9, 0))
     return {
@@ -286,6 +305,7 @@ def main() -> None:
     parser.add_argument("--real", type=int, nargs="*", default=[])
     flags = parser.parse_args()
     watching.EVERY_S = 1e6  # no thread exchanges by itself
+    watching_hosts.store_seconds = lambda *_: 0.0  # a store with a thread for each host: watching_hosts.py has it
     content: dict[str, object] = {"flags": vars(flags)}
     if flags.real:
         content["real"] = [real(ranks) for ranks in flags.real]
