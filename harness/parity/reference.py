@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 from harness.config.values.json_object import JsonObject
 from harness.data.batches.order import batch_indices
 from harness.data.tokenizer import ByteTokenizer
+from harness.parallel.plans.experts import run_where_aligned
 from harness.parity.composition import Composition, Training
 from harness.parity.subject import (
     EPSILON,
@@ -199,6 +200,7 @@ class _Loop:
 def _model(training: Training, subject: Subject, dtype: torch.dtype) -> Model:
     more = {"attn_implementation": training.attention} if training.attention else {}
     model: Model = AutoModelForCausalLM.from_pretrained(subject.base, dtype=dtype, local_files_only=True, **more)
+    run_where_aligned(model, dtype)
     if subject.adapters is not None:
         from peft import PeftModel
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,3 +80,9 @@ def test_16_bits_and_compression_are_allowed_what_they_do() -> None:
     assert compressed_limit(PLAIN, USUAL) == USUAL
     few, many = (compressed_limit(Composition.parse(f"llama : dp=2 bits={bits}"), USUAL) for bits in (8, 4))
     assert USUAL.norm < few.norm < many.norm
+
+
+def test_experts_of_any_width_are_trained(tmp_path: Path) -> None:
+    """Grouped products refuse rows that are not of whole 16 bytes."""
+    composition = Composition.parse('mixtral steps=1 config={"intermediate_size":95}')
+    assert reference(composition, make_subject(composition, tmp_path)).losses
