@@ -51,6 +51,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 struct Event {
   Clock clock;
+  int questions = 0;
   std::chrono::steady_clock::time_point when;
 };
 c10::Stream stream_of(c10::Device d, c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, d, id); }
@@ -71,17 +72,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& s, c10::DeviceIndex, c10::EventFlag) const override {
     std::lock_guard<std::recursive_mutex> guard(lock);
     delete static_cast<Event*>(*event);
-    *event = new Event{clocks[agent_of(s.device_index(), s.id())], std::chrono::steady_clock::now()};
+    *event = new Event{clocks[agent_of(s.device_index(), s.id())], 0, std::chrono::steady_clock::now()};
   }
   void block(void* event, const c10::Stream& s) const override {
     if (!event) return;
     std::lock_guard<std::recursive_mutex> guard(lock);
     join(clocks[agent_of(s.device_index(), s.id())], static_cast<Event*>(event)->clock);
   }
-  bool queryEvent(void* event) const override {  // who asks and hears yes has waited
+  bool queryEvent(void* event) const override {  // not yet, at first; who hears yes has waited
     std::vector<HostCopy> over;
     std::lock_guard<std::recursive_mutex> guard(lock);
-    if (event) join(clocks[HOST], static_cast<Event*>(event)->clock);
+    if (!event) return true;
+    auto* asked = static_cast<Event*>(event);
+    if (!is_done(asked->clock) && asked->questions++ == 0) return false;
+    join(clocks[HOST], asked->clock);
     over = settle();
     return true;
   }
@@ -142,6 +146,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   OnDevice on((from_host ? to : self).device().index());
   int who;
   int64_t time;
+  std::string at = non_blocking && (to_host || from_host) ? place() : "";
+  std::vector<HostCopy> over;
   {
     std::lock_guard<std::recursive_mutex> guard(lock);
     who = agent_now();
@@ -150,12 +156,21 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     if (!to_host) touch("a copy", to, who, time, true);
     for (HostCopy& copy : host_copies)  // what has come in the same stream before is sent again
       if (from_host && copy.arrives && overlap(copy.host, self) && known(clocks[who], copy.agent) >= copy.time) copy.host.copy_(copy.held);
+    std::vector<HostCopy> open;  // what was sent from there before, in this stream, was read before it is written
+    for (HostCopy& copy : host_copies)
+      if (to_host && !copy.arrives && overlap(copy.host, to) && known(clocks[who], copy.agent) >= copy.time) {
+        require_unchanged(copy);
+        over.push_back(std::move(copy));
+      } else {
+        open.push_back(std::move(copy));
+      }
+    host_copies = std::move(open);
     if (non_blocking && to_host) {
-      host_copies.push_back({who, time, to, on_host(self).clone(), true});
+      host_copies.push_back({who, time, to, on_host(self).clone(), true, at});
       if (to.is_contiguous()) memset(to.data_ptr(), GARBAGE, to.nbytes());
       else to.fill_(GARBAGE);
     } else if (non_blocking && from_host) {
-      host_copies.push_back({who, time, self, self.contiguous().clone(), false});
+      host_copies.push_back({who, time, self, self.contiguous().clone(), false, at});
     }
   }
   if (!(non_blocking && to_host)) on_host(to).copy_(on_host(self));
@@ -211,6 +226,10 @@ at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& low, co
     return counted;
   }
   return self.to(at::kFloat).histc(bins, low, high).to(self.scalar_type());
+}
+bool may_take_data(const at::Tensor& self, const at::Tensor& from) {  // a parameter stays itself where it moves, as with CUDA
+  auto is_dense = [](const at::Tensor& t) { return t.layout() == at::kStrided && (t.is_cpu() || t.device().type() == DEVICE); };
+  return is_dense(self) && is_dense(from);
 }
 void record_stream(at::Tensor& self, c10::Stream stream) { memory.recordStream(self.storage().data_ptr(), stream); }
 int64_t attention_kernel(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
@@ -364,6 +383,15 @@ namespace at::native {
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &attention_kernel)
 }
 
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // as CUDA's: products in the lower precision
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(scaled_dot_product_attention, lower_precision_fp)
+}
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
@@ -381,14 +409,16 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", set_nothing);
   m.impl("record_stream", record_stream);
   m.impl("histc", histc);
+  m.impl("_has_compatible_shallow_copy_type", may_take_data);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
-  m.def("start", [](int64_t n, int64_t bytes, py::object f) {
+  m.def("start", [](int64_t n, int64_t bytes, py::object f, py::object where) {
     devices = n;
     capacity = bytes;
     listener = f.release().ptr();
+    locator = where.release().ptr();
     at::RegisterPrivateUse1HooksInterface(&hooks);
   });
   m.def("current_device", [] { return int(current); });

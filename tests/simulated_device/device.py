@@ -97,6 +97,11 @@ def _listen(what: str, about: str) -> None:
         for finish in FINISH:
             finish()
         return
+    WAITS[f"{about} at {_place()}"] += 1
+
+
+def _place() -> str:
+    """Return where the program is: the innermost line of its own, and of what it calls."""
     stack = traceback.extract_stack(sys._getframe())
     frames = [each for each in stack if "/torch/" not in each.filename and each.filename != __file__]
     near = [frame for frame in frames if "/harness/" in frame.filename] or frames
@@ -105,7 +110,7 @@ def _listen(what: str, about: str) -> None:
         place = f"{_short(near[-1].filename)}:{near[-1].lineno}"
         if frames[-1] is not near[-1]:
             place += f" in {_short(frames[-1].filename)}:{frames[-1].lineno}"
-    WAITS[f"{about} at {place}"] += 1
+    return place
 
 
 def _short(path: str) -> str:
@@ -266,7 +271,7 @@ def install() -> None:
     global C
     C = _load()
     gib = float(os.environ.get("SIMULATED_DEVICE_GIB", "16"))
-    C.start(int(os.environ.get("SIMULATED_DEVICE_COUNT", "8")), int(gib * 2**30), _listen)
+    C.start(int(os.environ.get("SIMULATED_DEVICE_COUNT", "8")), int(gib * 2**30), _listen, _place)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()

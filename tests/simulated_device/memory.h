@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -40,6 +41,7 @@ c10::DeviceIndex devices = 8;
 int64_t capacity = int64_t(16) << 30;
 std::atomic<int> stuck{0};  // 1: a collective never ends, and so no wait for the device; 2: it was aborted
 std::atomic<int64_t> used{0}, peak{0}, operations{0}, streams{1};
+PyObject* locator = nullptr;
 PyObject* listener = nullptr;  // called with what happens and what it is about; never under `lock`, as it takes the GIL
 
 struct OnDevice {  // makes a device the current one
@@ -56,6 +58,12 @@ void tell(const char* what, const std::string& about) {
   if (!result) throw pybind11::error_already_set();
   Py_DECREF(result);
   PyErr_Restore(type, value, trace);
+}
+
+std::string place() {  // where the program is
+  if (!locator) return "";
+  pybind11::gil_scoped_acquire gil;
+  return pybind11::cast<std::string>(pybind11::handle(locator)());
 }
 
 // ---- who has waited for whom
@@ -86,6 +94,7 @@ struct HostCopy {  // a copy between host and device that the host has not waite
   int64_t time;
   at::Tensor host, held;  // held: what arrives, or what was sent
   bool arrives;
+  std::string place;  // in the program
 };
 std::recursive_mutex lock;
 std::vector<Clock> clocks(1, Clock(1, 0));
@@ -154,6 +163,10 @@ void touch(const std::string& op, const at::Tensor& t, int who, int64_t time, bo
   std::erase_if(all, [&](const Access& a) { return begin <= a.begin && a.end <= end && (write || (a.agent == who && !a.write)); });
   all.push_back({begin, end, who, time, write, op});
 }
+void require_unchanged(const HostCopy& copy) {
+  if (memcmp(copy.host.contiguous().data_ptr(), copy.held.data_ptr(), copy.held.nbytes()))
+    report_later("a host buffer was changed before its copy to the device had been waited for: " + copy.place);
+}
 // What the host has waited for is there. The copies that are over are returned: to let go of a tensor can need the GIL,
 // so that is done without `lock`.
 std::vector<HostCopy> settle() {
@@ -164,8 +177,7 @@ std::vector<HostCopy> settle() {
       continue;
     }
     if (copy.arrives) copy.host.copy_(copy.held);
-    else if (memcmp(copy.host.contiguous().data_ptr(), copy.held.data_ptr(), copy.held.nbytes()))
-      report_later("a host buffer was changed before its copy to the device had been waited for");
+    else require_unchanged(copy);
     over.push_back(std::move(copy));
   }
   host_copies = std::move(open);
@@ -185,6 +197,11 @@ void host_waits(const Clock& clock, const char* what) {
   std::lock_guard<std::recursive_mutex> guard(lock);
   join(clocks[HOST], clock);
   over = settle();
+}
+bool is_done(const Clock& clock) {  // as far as the host knows
+  for (size_t agent = 1; agent < clock.size(); agent++)
+    if (known(clocks[HOST], agent) < clock[agent]) return false;
+  return true;
 }
 Clock clock_of(int agent) {
   std::lock_guard<std::recursive_mutex> guard(lock);

@@ -86,6 +86,14 @@ def pageable_buffer_changed_too_early() -> None:
     here(1) + 1
 
 
+def time_of_an_event_that_is_not_done() -> None:
+    events = [torch.Event(device=NAME, enable_timing=True) for _ in range(2)]
+    for event in events:
+        here(3) + 1
+        event.record()
+    events[0].elapsed_time(events[1])
+
+
 def too_much_memory() -> None:
     torch.empty(10**12, device=NAME)
 
@@ -100,6 +108,7 @@ ALONE: dict[Callable[[], None], str] = {
     freed_too_early: "record_stream is missing",
     host_buffer_changed_too_early: "before its copy to the device had been waited for",
     pageable_buffer_changed_too_early: "before its copy to the device had been waited for",
+    time_of_an_event_that_is_not_done: "must be completed",
     too_much_memory: "out of memory",
 }
 
@@ -136,6 +145,8 @@ def virtues() -> dict[str, object]:
     event.record()
     event.synchronize()
     found["after"] = host.tolist()
+    layer = torch.nn.Linear(2, 2)
+    found["moved"] = layer.weight is layer.to(NAME).weight and layer.weight.device.type == NAME
     found["uninitialised"] = bool(torch.empty(3, device=NAME).cpu().eq(0).any())
     return found
 

@@ -25,6 +25,7 @@ def test_what_is_right_is_not_reported() -> None:
         "is_pinned": [True, True, False],
         "before": True,
         "after": [6.0, 6.0, 6.0],
+        "moved": True,
         "uninitialised": False,
     }
 

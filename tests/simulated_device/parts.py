@@ -1,0 +1,80 @@
+"""Parts of the program that copy, or exchange, without waiting at once: what they give is used the moment it may be."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from harness.checkpoint.background_save import KeptBuffer
+from harness.hf.weights.tensor_files import open_safetensors
+from harness.parallel.collectives import of_group
+from harness.parallel.gradients.compressed import PACKED, CompressedReduction
+from harness.parallel.host import brought_to_host, numbers, to_device
+from harness.resilience.process.moments import moment, seconds_between
+from tests.simulated_device import device
+from tests.simulated_device.device import NAME
+
+
+def copies(folder: str) -> dict[str, bool]:
+    """Copy between host and device in each way; whether the values came over."""
+    torch.accelerator.set_device_index(0)
+    place, found = torch.device(NAME, 0), {}
+    there = [torch.full((size,), float(size), device=place) for size in (3, 5, 7)]
+    with ThreadPoolExecutor(1) as helper:
+        kept = KeptBuffer().copy(there, helper)
+        found["kept for a checkpoint"] = all(float(copy.min()) == len(copy) for copy in kept) and kept[0].is_pinned()
+    brought = dict(brought_to_host(enumerate(there)))
+    found["brought to the host"] = all(float(copy.min()) == len(copy) for copy in brought.values())
+    found["numbers"] = numbers([there[0][0], 2.0, there[1].sum()]) == [3.0, 2.0, 25.0]
+    batch = torch.arange(4.0)
+    sent = to_device((batch, batch + 1), place)
+    batch.zero_()  # the program goes on with its own
+    torch.accelerator.synchronize()
+    found["batches"] = [each.sum().item() for each in sent] == [6.0, 10.0]
+    path = Path(folder, "weights.safetensors")
+    save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.arange(9.0)}, path)
+    for name, lazy in open_safetensors(path).items():
+        into = torch.empty(tuple(lazy.shape), device=place)
+        lazy.read_into(into)
+        found[f"read {name}"] = into.sum().item() == {"a": 15.0, "b": 36.0}[name]
+    begun = moment(place)
+    there[0] + 1
+    found["moments"] = seconds_between(begun, moment(place)) >= 0
+    found["nothing reported"] = device.C.reports() == []
+    return found
+
+
+def exchanges() -> dict[str, bool]:
+    """Exchange tensors in each way, on two ranks; whether the results are right when they are used."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+
+    def own() -> Tensor:
+        return torch.arange(4.0, device=NAME) + 10 * rank
+
+    both = [torch.arange(4.0), torch.arange(4.0) + 10]
+    found = {
+        "sum": (of_group.summed(own(), group), sum(both)),
+        "begun sum": (of_group.start_sum(own(), group)(), sum(both)),
+        "gathered": (torch.cat(list(of_group.gathered(own(), group))), torch.cat(both)),
+        "largest": (of_group.largest(own(), group), both[1]),
+        "begun share of a sum": (of_group.start_scattered_sum(own(), group)(), sum(both)[2 * rank : 2 * rank + 2]),
+        "begun exchange": (
+            of_group.start_exchange(own(), [[1, 3], [3, 1]], group)(),
+            torch.cat([both[0][:1], both[1][:3]] if rank == 0 else [both[0][1:], both[1][3:]]),
+        ),
+    }
+    whole = own()
+    of_group.sum_in_place(whole, group)
+    found["sum in place"] = (whole, sum(both))
+    reduction = CompressedReduction(bits=8, group=group, device=torch.device(NAME, rank), sizes=[1000], kinds=[PACKED])
+    values = [torch.full((1000,), float(rank), device=NAME)]
+    reduction.average(values)
+    right = {name: torch.allclose((a + 0).cpu(), b) for name, (a, b) in found.items()}
+    right["compressed mean"] = bool((values[0] - 0.5).abs().max().item() < 0.1)
+    return {**right, "nothing reported": device.C.reports() == []}

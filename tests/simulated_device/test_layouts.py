@@ -1,0 +1,86 @@
+"""Every layout on a device that is as strict as a GPU: the losses of plain torch on a CPU, and nothing is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Curve, Job, reference, tiny_model, train_all, worst
+
+pytestmark = pytest.mark.ranks
+
+LOSS, NORM = 2e-6, 2e-5  # fp32 sums in another order
+
+
+def schedule(name: str, **more: Any) -> dict[str, Any]:
+    """A config of two stages that recomputes every layer, with a schedule."""
+    return {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1, "schedule": name, **more}}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama", False)
+
+
+def wrong(jobs: list[Job], curves: list[Curve], loss: float = LOSS, norm: float = NORM, **of: Any) -> list[str]:
+    """Say which jobs have other losses or norms than plain torch on a CPU."""
+    found = []
+    for job, curve in zip(jobs, curves, strict=True):
+        off = worst(curve, reference(job.model, masked=job.masked, **of))
+        if not (off[0] < loss and off[1] < norm):
+            found.append(f"{Path(job.model).name} {job.layout} {job.config}: loss {off[0]:.1e}, norm {off[1]:.1e}")
+    return found
+
+
+CPU = {"device": "cpu"}
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True}}}
+SHARED = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
+LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "stages": [("pp2z0", {}), ("pp2z1", {}), ("pp2z1", schedule("gpipe"))],
+    "schedules": [
+        ("pp2z1", schedule("zero-bubble")),
+        ("pp2z1", schedule("interleaved")),
+        ("pp2z1", schedule("zero-bubble-v")),
+        ("pp2z0", schedule("dualpipe-v")),
+    ],
+    "tensor": [
+        ("tp2z0", {}),
+        ("tp2z1", SHARED),
+        ("tp2z2", {}),
+        ("tp2z1", {"tensor_parallel": {"autotp_size": 2, "sequence_parallel": True}}),
+    ],
+    "data": [
+        ("dp2z0", {}),
+        ("dp2z1", {}),
+        ("dp2z2", {}),
+        ("dp2z2", {**zero(2, overlap_comm=True), **ADAM}),
+        ("dp2z3", zero(3, stage3_param_persistence_threshold=0)),
+    ],
+    "offloaded": [
+        ("dp2z2", {**zero(2, offload_optimizer=CPU), **ADAM}),
+        ("dp2z3", {**zero(3, offload_optimizer=CPU, offload_param=CPU), **ADAM}),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_float32(kind: str, model: str, tmp_path: Path) -> None:
+    several = tiny_model(tmp_path / "four", "qwen3", True, num_hidden_layers=4) if kind == "schedules" else model
+    jobs = [Job(several, layout, config, masked=layout == "pp2z1") for layout, config in LAYOUTS[kind]]
+    curves = run_ranks(2, train_all, jobs, str(tmp_path), timeout_s=300)[0]
+    assert wrong(jobs, curves) == []
+
+
+def test_bf16(model: str, tmp_path: Path) -> None:
+    section = {"bf16": {"enabled": True}}
+    jobs = [Job(model, layout, section) for layout in ("pp2z1", "tp2z1", "dp2z3", "pp2z0")]
+    curves = run_ranks(2, train_all, jobs, str(tmp_path), timeout_s=300)[0]
+    assert wrong(jobs, curves, 0.01, 0.05, dtype=torch.bfloat16) == []

@@ -1,0 +1,22 @@
+"""What the program copies and exchanges without waiting at once is there when it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import run_ranks
+from tests.simulated_device.parts import copies, exchanges
+
+pytestmark = pytest.mark.ranks
+
+
+def test_copies_are_there_when_they_are_used(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, copies, str(tmp_path), process_group=False)
+    assert [what for what, right in found.items() if not right] == []
+
+
+def test_exchanges_are_done_when_they_are_used() -> None:
+    for found in run_ranks(2, exchanges):
+        assert [what for what, right in found.items() if not right] == []
