@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from harness.errors import UserError  # noqa: E402
 from harness.hf.locate import PLANS  # noqa: E402
-from harness.hf.verify.tiny_copy import tiny_config, tiny_ids, tiny_model  # noqa: E402
+from harness.hf.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model  # noqa: E402
 from harness.parallel.comm import ALONE, TensorParallel  # noqa: E402
 from harness.parallel.plans.apply import cut  # noqa: E402
 from harness.parallel.plans.experts import expert_parallel_plan  # noqa: E402
@@ -39,11 +39,17 @@ from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.threads import run_threads  # noqa: E402
 
 RANKS, OUTPUT = 2, RESULTS / "expert_families.json"
-# Fields for families whose configs have no experts by default.
+GEMMA4 = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
+QWEN4 = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64}
+QWEN4 |= {"indexer_compress_ratio": 4, "head_dim": 64}
 FIELDS: dict[str, dict[str, Any]] = {
-    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "gemma4": {"text_config": GEMMA4},
+    "gemma4_text": GEMMA4,
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+    "qwen4_exp": {"text_config": QWEN4},
+    "qwen4_exp_text": QWEN4,
 }
+"""Fields of families whose configs have no experts, or do not run, by default."""
 
 
 def families() -> list[str]:
@@ -104,8 +110,8 @@ def main() -> None:
     found: dict[str, Any] = json.loads(OUTPUT.read_text())["families"] if OUTPUT.exists() else {}
     for family in sys.argv[1:] or families():
         try:
-            config = tiny_config(family, tensor=2)
-            vars(config.get_text_config(decoder=True)).update(FIELDS.get(config.get_text_config().model_type, {}))
+            fields = FIELDS.get(family)
+            config = shrink(CONFIG_MAPPING[family](**fields), tensor=2) if fields else tiny_config(family, tensor=2)
             found[family] = float(f"{measure(config):.1e}")
         except UserError as error:
             found[family] = str(error).splitlines()[0]
