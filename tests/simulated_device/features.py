@@ -1,0 +1,97 @@
+"""Runs with what a run can do besides a layout: one function for ranks of the simulated device and for one process of a
+CPU, whose numbers are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+
+from harness import Trainer, TrainerCallback
+from harness.data.tokenizer import ByteTokenizer
+from tests.distributed.training import Job, arguments_of, rows
+from tests.simulated_device import device
+
+STEPS = 4
+TEXT = "Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. " * 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of some steps.
+
+    Attributes:
+        settings: of the harness, besides those of the job.
+        resumes: name of the run whose checkpoint it begins with.
+    """
+
+    job: Job
+    settings: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    packed: bool = False
+    evaluates: bool = False
+    resumes: str | None = None
+    signal_at: int | None = None
+
+
+class Signal(TrainerCallback):
+    """Sends this process a signal in a step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.step and kwargs["trainer"].run.groups.rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def make(name: str, run: Run, folder: str) -> dict[str, Any]:
+    """Train; return what the metrics say of each step, the samples, and whether steps were skipped."""
+    output = Path(folder, name)
+    arguments = arguments_of(run.job, str(output), **{"max_steps": STEPS, **run.settings})
+    data: list[dict[str, Any]] = rows() * STEPS
+    if run.packed:
+        data = [{"text": TEXT[at : at + size]} for size in (7, 12, 20, 5, 16) for at in range(0, 300, 20)]
+    trainer = Trainer(
+        run.job.model,
+        arguments,
+        train_dataset=data,
+        eval_dataset=rows()[:3] if run.evaluates else None,
+        processing_class=ByteTokenizer() if run.evaluates or run.packed else None,
+        peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear") if run.lora else None,
+        callbacks=[Signal(run.signal_at)],
+    )
+    ended = ""
+    try:
+        trainer.train(str(Path(folder, run.resumes, "checkpoint-2")) if run.resumes else None)
+    except BaseException as error:
+        if run.signal_at is None:
+            raise
+        ended = type(error).__name__
+    skipped = trainer.run.engine.deepspeed.skipped_steps
+    trainer.close()
+    steps, evaluations = (
+        [json.loads(line) for line in (output / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("metrics", "evaluations")
+    )
+    samples = output / "samples.jsonl"
+    return {
+        "losses": [line["loss"] for line in steps],
+        "eval": [line["eval_loss"] for line in evaluations],
+        "samples": samples.read_text() if samples.exists() else "",
+        "skipped": skipped,
+        "checkpoints": sorted(path.name for path in output.glob("checkpoint-*")),
+        "ended": ended,
+        "profile": (output / "profile").exists(),
+    }
+
+
+def make_all(runs: dict[str, Run], folder: str) -> tuple[dict[str, Any], list[str]]:
+    """Make runs one after the other on these ranks; also return what the device has reported."""
+    found = {name: make(name, run, folder) for name, run in runs.items()}
+    return found, list(device.C.reports()) if device.is_installed() else []

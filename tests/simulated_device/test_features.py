@@ -1,0 +1,112 @@
+"""What a run can do besides its layout, on a device as strict as a GPU: the numbers of one process on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import run_ranks
+from tests.distributed.rollback import in_layouts
+from tests.distributed.training import Job, tiny_model
+from tests.simulated_device.features import Run, make, make_all
+
+pytestmark = pytest.mark.ranks
+
+LOSS = 2e-6
+UNEVEN = {"pipeline": {"stages": 2, "partition": "type:Epilogue", "activation_checkpoint_interval": 1}}
+EAGER = {"attn_implementation": "eager"}  # fused kernels of a GPU draw masks by themselves
+BESIDE = {"save_steps": 2}  # training goes on while a checkpoint is written
+
+
+def runs_of(folder: Path) -> dict[str, Run]:
+    llama = tiny_model(folder / "llama", "llama", False)
+    gpt2 = tiny_model(folder / "gpt2", "gpt2", True, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    experts = tiny_model(folder / "mixtral", "mixtral", False, num_local_experts=4)
+    prompts = folder / "prompts.txt"
+    prompts.write_text("Sphinx of black\n")
+    samples = {"eval_steps": 2, "sample_prompts": str(prompts), "sample_tokens": 4}
+    return {
+        "dropout, stages": Run(Job(gpt2, "pp2z1"), EAGER),
+        "dropout, tensor": Run(Job(gpt2, "tp2z1"), EAGER),
+        "adapters, tensor": Run(Job(llama, "tp2z1"), lora=True),
+        "adapters, ZeRO-3": Run(Job(llama, "dp2z3"), lora=True),
+        "experts, tensor": Run(Job(experts, "tp2z1")),
+        "experts, ZeRO-3": Run(Job(experts, "dp2z3")),
+        "packed": Run(Job(llama, "pp2z1"), {"packing": True, "block_size": 32}, packed=True),
+        "samples": Run(Job(llama, "pp2z1"), samples, evaluates=True),
+        "saved": Run(Job(llama, "dp2z1"), {**BESIDE, "lr_scheduler_type": "cosine"}),
+        "resumed": Run(Job(llama, "tp2z2"), {"lr_scheduler_type": "cosine"}, resumes="on a CPU"),
+        "profiled": Run(Job(llama, "dp2z3"), {"profile": 2}),
+        "rebalanced": Run(Job(llama, "pp2z1", UNEVEN), {"rebalance_steps": 2}),
+        "signalled": Run(Job(llama, "pp2z1"), signal_at=2),
+    }
+
+
+def alone(run: Run) -> Run:
+    """The same in one process, which has neither stages nor other ranks."""
+    layout = f"z{run.job.layout[-1]}"
+    settings = {name: value for name, value in run.settings.items() if name not in ("profile", "rebalance_steps")}
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    return replace(run, job=Job(run.job.model, layout, sizes), settings=settings, resumes=None, signal_at=None)
+
+
+def off(found: list[float], wanted: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_what_a_run_can_do(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path)
+    cpu, device = str(tmp_path / "cpu"), str(tmp_path / "device")
+    wanted: dict[str, Any] = {}
+    for name, run in runs.items():
+        if name not in ("resumed", "profiled", "rebalanced", "signalled", "dropout, tensor", "experts, ZeRO-3"):
+            wanted[name] = make(name, alone(run), cpu)
+    (Path(device)).mkdir()
+    (Path(cpu) / "saved").rename(Path(device) / "on a CPU")
+    like = {"resumed": "saved", "profiled": "plain", "rebalanced": "plain", "dropout, tensor": "dropout, stages"}
+    like |= {"experts, ZeRO-3": "experts, tensor"}
+    wanted["plain"] = make("plain", alone(Run(runs["profiled"].job)), cpu)
+    ((found, reports), _) = run_ranks(2, make_all, runs, device, timeout_s=400)
+    assert reports == []
+    for name, got in found.items():
+        if name == "signalled":
+            continue
+        losses = wanted[like.get(name, name)]["losses"]
+        assert off(got["losses"], losses[-len(got["losses"]) :]) < LOSS, (name, got["losses"], losses)
+    assert off(found["samples"]["eval"], wanted["samples"]["eval"]) < LOSS
+    assert found["samples"]["samples"] == wanted["samples"]["samples"] != ""
+    assert found["profiled"]["profile"]
+    assert found["saved"]["checkpoints"] == ["checkpoint-2", "checkpoint-4"]
+    assert found["signalled"]["checkpoints"] == ["checkpoint-2"] and found["signalled"]["ended"]
+    back = replace(alone(runs["saved"]), resumes="saved")
+    resumed = make("back on a CPU", back, device)
+    assert off(resumed["losses"], wanted["saved"]["losses"][2:]) < LOSS
+
+
+def compressed_and_fp16(model: str, folder: str) -> dict[str, Any]:
+    bits = Run(Job(model, "dp2z0", {"gradient_compression": {"bits": 8}}))
+    scaled = {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1, "loss_scale_window": 100}}
+    runs = {"plain": Run(Job(model, "dp2z0")), "compressed": bits}
+    runs |= {f"fp16 {layout}": Run(Job(model, layout, scaled), {"max_steps": 8}) for layout in ("pp2z1", "dp2z3")}
+    found, reports = make_all(runs, folder)
+    return {**found, "reports": reports}
+
+
+def test_compressed_gradients_and_fp16_with_overflows(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "llama", "llama", False)
+    found = run_ranks(2, compressed_and_fp16, model, str(tmp_path), timeout_s=200)[0]
+    assert found["reports"] == []
+    assert 0 < off(found["compressed"]["losses"], found["plain"]["losses"]) < 1e-2
+    for layout in ("pp2z1", "dp2z3"):
+        got = found[f"fp16 {layout}"]
+        assert got["skipped"] > 0, got
+        assert got["losses"][-1] < got["losses"][0] - 0.3  # it learns once the scale fits
+
+
+def test_a_step_that_is_not_finite_is_rolled_back(tmp_path: Path) -> None:
+    (found, _) = run_ranks(2, in_layouts, [(2, 0), (2, 1), (1, 2)], str(tmp_path), timeout_s=200)
+    for message, back, never in found:
+        assert message == "" and back == never
