@@ -107,6 +107,6 @@ def test_compressed_gradients_and_fp16_with_overflows(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_not_finite_is_rolled_back(tmp_path: Path) -> None:
-    (found, _) = run_ranks(2, in_layouts, [(2, 0), (2, 1), (1, 2)], str(tmp_path), timeout_s=200)
+    (found, _) = run_ranks(2, in_layouts, [(2, 0), (1, 2)], str(tmp_path), timeout_s=200)
     for message, back, never in found:
         assert message == "" and back == never

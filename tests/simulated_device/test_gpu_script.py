@@ -1,0 +1,33 @@
+"""The script for a machine with a GPU, on the simulated device: it ends well, and its JSON holds what it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import ROOT, device_environment
+
+pytestmark = pytest.mark.ranks
+
+
+def test_it_compares_and_measures(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    words = [sys.executable, str(ROOT / "scripts/bench/gpu.py"), "--small", "--output", str(output), "--steps", "5"]
+    words += ["--programs", "harness", "harness, Liger", "PyTorch"]
+    environment = {**os.environ, **device_environment(), "OMP_NUM_THREADS": "1", "SIMULATED_DEVICE_COUNT": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(output.read_text())
+    assert report["device"] == "simulated device" and report["machine"]["torch"]
+    assert {name: row for name, row in report["correctness"].items() if not row["agree"]} == {}
+    assert {"ZeRO-3", "bf16", "optimizer on the host"} <= report["correctness"].keys()
+    for program in ("harness", "PyTorch"):
+        row = report["speed"][program]
+        assert row["tokens_per_second"] > 0 and row["mfu_of_measured_product"] > 0 and row["peak_gib"] > 0, row
+    assert report["speed"]["harness, Liger"]["failed"].startswith("failed: ")  # what cannot run is noted
+    assert report["speed"]["harness"]["expected"]["memory_gib"]
