@@ -68,8 +68,8 @@ def adamw(groups: list[ParameterGroup], args: TrainingArguments) -> Optimizer:
 class LateAdagrad(Optimizer):
     """torch's Adagrad, with its state made at the first step.
 
-    torch makes it at once, for parameters that ZeRO then replaces; so DeepSpeed makes a new Adagrad, without groups, on
-    which no schedule acts. Takes the arguments of torch.optim.Adagrad.
+    Up to 2.12 torch makes it at once, for parameters that ZeRO then replaces; so DeepSpeed makes a new Adagrad, without
+    groups, on which no schedule acts. Takes the arguments of torch.optim.Adagrad.
     """
 
     def __init__(self, params: list[ParameterGroup], **options: Any) -> None:
@@ -170,8 +170,7 @@ def own_optimizer(
         return adamw(groups, args)
     if section["type"].lower() == "muon":
         return muon(module, groups, section.get("params", {}), first_names)
-    zero = config.get("zero_optimization", {})
-    if section["type"].lower() == "adagrad" and zero.get("stage", 0) > 0 and not _is_offloaded(config):
+    if section["type"].lower() == "adagrad" and not _is_offloaded(config):
         return LateAdagrad(groups, **section.get("params", {}))
     return None
 

@@ -8,19 +8,20 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adadelta, Adafactor, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from harness.deepspeed.flat_tensors import OneParameter, stepped_on
 from harness.deepspeed.optimizer_states import counted, make_state, template
 from harness.errors import UserError
 from harness.training.engine.muon import muon
+from harness.training.engine.optimizer import LateAdagrad
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "Adam": partial(Adam, amsgrad=True),
     "AdamW": AdamW,
     "SGD": partial(SGD, momentum=0.9),
     "plain SGD": SGD,
-    "Adagrad": Adagrad,
+    "Adagrad": LateAdagrad,
     "Adadelta": Adadelta,
     "NAdam": NAdam,
     "RMSprop": partial(RMSprop, momentum=0.5),
