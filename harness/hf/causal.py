@@ -263,8 +263,7 @@ def assemble(
         device, dtype: of the parameters that will be built.
         seed: of initial weights, where the source has none.
         finish: called with each layer once its weights are there (ZeRO-3 partitions them).
-        experts: with whole experts on each rank (expert parallelism), the neighbours on the data axis that hold others;
-            None: each rank has a part of every expert.
+        experts: the neighbours on the data axis that hold other whole experts; None: each rank has a part of all.
         adaptation: adapters that are trained instead of the weights.
         router_loss: whether to add the model's own loss of its routers.
         part: what `finish` keeps of a parameter (ZeRO-3); only that is read or initialised.
