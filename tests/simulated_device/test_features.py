@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.distributed.ranks import run_ranks
 from tests.distributed.rollback import in_layouts
@@ -79,6 +81,13 @@ def test_what_a_run_can_do(tmp_path: Path) -> None:
     assert off(found["samples"]["eval"], wanted["samples"]["eval"]) < LOSS
     assert found["samples"]["samples"] == wanted["samples"]["samples"] != ""
     assert found["profiled"]["profile"]
+    for step in (2, 4):  # one is written while training goes on, the other at its end
+        saved, same = (
+            load_file(f"{device}/{run}/checkpoint-{step}/model.safetensors") for run in ("saved", "on a CPU")
+        )
+        assert saved.keys() == same.keys()
+        for tensor, values in same.items():
+            torch.testing.assert_close(saved[tensor], values, rtol=1e-4, atol=1e-5)
     assert found["saved"]["checkpoints"] == ["checkpoint-2", "checkpoint-4"]
     assert found["signalled"]["checkpoints"] == ["checkpoint-2"] and found["signalled"]["ended"]
     back = replace(alone(runs["saved"]), resumes="saved")

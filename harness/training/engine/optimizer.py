@@ -68,7 +68,7 @@ def adamw(groups: list[ParameterGroup], args: TrainingArguments) -> Optimizer:
 class LateAdagrad(Optimizer):
     """torch's Adagrad, with its state made at the first step.
 
-    Up to 2.12 torch makes it at once, for parameters that ZeRO then replaces; so DeepSpeed makes a new Adagrad, without
+    torch 2.11 makes it at once, for parameters that ZeRO then replaces; so DeepSpeed makes a new Adagrad, without
     groups, on which no schedule acts. Takes the arguments of torch.optim.Adagrad.
     """
 
