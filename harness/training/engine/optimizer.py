@@ -68,8 +68,9 @@ def adamw(groups: list[ParameterGroup], args: TrainingArguments) -> Optimizer:
 class LateAdagrad(Optimizer):
     """torch's Adagrad, with its state made at the first step.
 
-    torch 2.11 makes it at once, for parameters that ZeRO then replaces; so DeepSpeed makes a new Adagrad, without
-    groups, on which no schedule acts. Takes the arguments of torch.optim.Adagrad.
+    torch 2.11 makes it at once: ZeRO then replaces the parameters, so DeepSpeed makes a new Adagrad, without groups, on
+    which no schedule acts; without ZeRO, checkpoints would differ from later versions'. Takes the arguments of
+    torch.optim.Adagrad.
     """
 
     def __init__(self, params: list[ParameterGroup], **options: Any) -> None:

@@ -145,7 +145,7 @@ def test_a_step_returns_what_its_closure_returns_and_states_are_kept_and_loaded(
         pytest.param({}, "AdamW", id="none-is-torchs-adamw"),
         pytest.param({"optimizer": {"type": "Muon"}}, "OrthogonalMomentum", id="muon"),
         pytest.param({"optimizer": {"type": "MUON", "params": {"lr": 1.0}}}, "OrthogonalMomentum", id="in-capitals"),
-        pytest.param({"optimizer": {"type": "Adagrad"}}, None, id="adagrad-without-zero"),
+        pytest.param({"optimizer": {"type": "Adagrad"}}, "LateAdagrad", id="adagrad-without-zero"),
         pytest.param(
             {"optimizer": {"type": "adagrad"}, "zero_optimization": {"stage": 1}}, "LateAdagrad", id="adagrad-by-zero"
         ),
