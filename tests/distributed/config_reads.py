@@ -20,7 +20,10 @@ CONFIGS: list[dict[str, Any]] = [
     {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}},
     {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 1}},
-    {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "timers": {"throughput": {"enabled": True, "synchronized": True}},
+    },
     {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
     {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},

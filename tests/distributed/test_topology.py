@@ -25,7 +25,7 @@ from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-LAYOUT = Layout(pp_size=2, tp_size=2, dp_size=2)
+LAYOUT = Layout(pp_size=2, tp_size=2, dp_size=2, cp_size=2)
 WORLD = LAYOUT.world_size
 
 
@@ -41,11 +41,11 @@ def told(call: Callable[[], Any]) -> str | None:
 def tour(folder: Path) -> dict[str, Any]:
     """Everything that one launch can show."""
     groups = build_groups(LAYOUT)
-    members = {axis: dist.get_process_group_ranks(groups.along(axis)) for axis in AXES}
+    members = {axis: dist.get_process_group_ranks(group) for axis in AXES if (group := groups.along(axis))}
     members |= {"world": dist.get_process_group_ranks(groups.world_group)}
     unseen = folder / "there" if groups.rank > 5 else folder
     sums = {}
-    for axis in AXES:
+    for axis in members.keys() - {"world"}:
         number = torch.tensor(2.0**groups.rank)  # a sum of powers of two names its addends
         dist.all_reduce(number, group=groups.along(axis))
         sums[axis] = float(number)
@@ -62,7 +62,7 @@ def tour(folder: Path) -> dict[str, Any]:
 
 def agreement_of(rank: int) -> dict[str, str | None]:
     config, other = {"train_batch_size": 8}, {"train_batch_size": 8, "gradient_clipping": 0.3}
-    layout = LAYOUT if rank != 3 else dataclasses.replace(LAYOUT, tp_size=4, dp_size=1)
+    layout = LAYOUT if rank != 3 else dataclasses.replace(LAYOUT, tp_size=4, dp_size=1, cp_size=1)
     return {
         "same": told(lambda: check_agreement(config, LAYOUT)),
         "config": told(lambda: check_agreement(other if rank == 5 else config, LAYOUT)),
@@ -79,6 +79,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_each_rank_is_in_the_groups_that_the_layout_says(seen: list[dict[str, Any]]) -> None:
     for rank, got in enumerate(seen):
+        assert got["sums"].keys() == {"pipeline", "data", "context", "tensor"}
         for axis in AXES:
             expected = LAYOUT.ranks_along(axis, rank)
             assert got["members"][axis] == expected

@@ -70,7 +70,7 @@ def test_metrics_have_one_object_a_step(finished: Any) -> None:
 
 def test_run_json_says_what_was_run(finished: Any) -> None:
     run = json.loads((finished[0] / "run.json").read_text())
-    assert run["layout"] == {"pipeline": 2, "tensor": 1, "data": 1, "expert": 1, "world_size": 2}
+    assert run["layout"] == {"pipeline": 2, "data": 1, "context": 1, "tensor": 1, "expert": 1, "world_size": 2}
     assert run["stage_boundaries"][0] == 0 and len(run["stage_boundaries"]) == 3
     assert run["config"]["gradient_accumulation_steps"] == 8
     assert "train.py" in run["command"] and len(run["hosts"]) == 2

@@ -131,15 +131,7 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     if source is None:
         _require_config_for_layers(resolved)
     adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
-    checkpoint = None
-    named, overwrites = args.resume_from_checkpoint, args.overwrite_output_dir
-    # Of `auto` rank 0 alone looks at the checkpoints that there are, and the others are told which one it is.
-    if not inputs.may_hold_a_run and (env.rank == 0 or named != "auto"):
-        checkpoint = find_resume(Path(args.output_dir), named, overwrites=overwrites)
-    if checkpoint is not None:
-        require_same_optimizer(checkpoint, resolved)
-        require_same_adapters(checkpoint, adapters)
-    return RunPlan(
+    plan = RunPlan(
         **{**vars(inputs), "config": config},
         source=source,
         adaptation=adaptation,
@@ -149,8 +141,26 @@ def plan_run(inputs: RunInputs) -> RunPlan:
         resolved=resolved,
         layout=layout,
         max_steps=max_steps,
-        checkpoint=checkpoint,
+        checkpoint=None,
     )
+    if not inputs.may_hold_a_run and args.resume_from_checkpoint != "auto":
+        plan.checkpoint = checkpoint_to_resume(plan)
+    return plan
+
+
+def checkpoint_to_resume(plan: RunPlan) -> Path | None:
+    """Return the checkpoint that `--resume_from_checkpoint` means, None for a run that begins at step 0.
+
+    Of `auto` rank 0 alone asks, once the ranks have met: what it finds, or raises, is told to the others.
+
+    Raises UserError for a checkpoint that this run cannot go on from.
+    """
+    args = plan.args
+    checkpoint = find_resume(plan.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
+    if checkpoint is not None:
+        require_same_optimizer(checkpoint, plan.resolved)
+        require_same_adapters(checkpoint, plan.adapters)
+    return checkpoint
 
 
 def resolve_for(

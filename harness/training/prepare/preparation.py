@@ -70,7 +70,7 @@ from harness.training.engine.optimizer import compiled_optimizer
 from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning_of, sample_length
 from harness.training.prepare.forecast import forecast, require_masks, require_memory
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
-from harness.training.prepare.plan import RunInputs, RunPlan, intact_checkpoint, plan_run
+from harness.training.prepare.plan import RunInputs, RunPlan, checkpoint_to_resume, intact_checkpoint, plan_run
 from harness.training.prepare.sample_prompts import sample_prompts
 from harness.training.prepare.stages import choose_boundaries, report_stages, stage_costs, stage_lines
 from harness.training.prepare.trainable import TrainableModel, require_compilable, trainable_decoder, trainable_layers
@@ -211,7 +211,8 @@ def _warn_of_locks(plan: RunPlan, hosts: Hosts, rank: int) -> None:
 
 def _checkpoint_of_rank_0(plan: RunPlan) -> Path | None:
     """Return the checkpoint that rank 0 resumes, once this host sees it; all ranks call it."""
-    chosen = values_of_all(plan.checkpoint)[0]
+    asks = plan.args.resume_from_checkpoint == "auto" and plan.env.rank == 0
+    chosen = values_of_all(all_or_none(lambda: checkpoint_to_resume(plan) if asks else plan.checkpoint))[0]
     if chosen is not None:
         all_or_none(lambda: wait_until_seen(chosen, THIS_RANK.host))
     return chosen

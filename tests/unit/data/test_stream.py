@@ -175,6 +175,7 @@ def test_workers_read_ahead_the_same_samples_also_after_a_rollback_and_end(datas
 
     (alone,), ahead = streams(dataset, 1), BatchStream(dataset, seed=7, micro_batch=2, accumulation=4, workers=2)
     state = torch.get_rng_state()
+    before = set(multiprocessing.active_children())  # what other tests have left
     for _ in range(6):
         assert step(ahead) == step(alone)
     for stream in (ahead, alone):
@@ -183,7 +184,7 @@ def test_workers_read_ahead_the_same_samples_also_after_a_rollback_and_end(datas
     for _ in range(4):
         assert step(ahead) == step(alone)
     assert torch.equal(torch.get_rng_state(), state)
-    workers = multiprocessing.active_children()
+    workers = set(multiprocessing.active_children()) - before
     assert len(workers) == 2
     for number in ("TERM", "INT"):  # for the whole run, which saves first
         subprocess.run(["kill", f"-{number}", *(str(worker.pid) for worker in workers)], check=True)

@@ -73,7 +73,7 @@ def test_a_deepspeed_config_is_read_from_yaml_as_it_was_written(
             "seed": st.integers(0, 2**63 - 1),
             "learning_rate": st.floats(0, 1e300),
             "bf16": st.booleans(),
-            "max_steps": st.integers(1),
+            "max_steps": st.integers(1, 2**63 - 1),
             "train_file": st.lists(words, min_size=1, max_size=3),
         },
     ),

@@ -112,9 +112,8 @@ SWITCHED = ("/comms_logger", "/flops_profiler", "/torch_autocast", "/compile", "
     "setting-without-its-switch",
     Severity.WARNING,
     claim="runs",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2,'
-    ' "offload_optimizer": {"device": "cpu", "nvme_path": "/local_nvme"}}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
+    wrong='{"train_batch_size": 8, "flops_profiler": {"profile_step": 5}}',
+    right='{"train_batch_size": 8, "flops_profiler": {"enabled": true, "profile_step": 5}}',
 )
 def setting_without_its_switch(view: RunView) -> Iterator[Finding]:
     """A key acts only together with another one, which is off.
