@@ -99,8 +99,8 @@ def require_ours(kind: type, base: type, others: Iterable[str]) -> None:
 
     Also for keyword arguments, `others`, that it does not take.
     """
-    known = methods_of_transformers() | METHODS.keys()
     for cls in (each for each in kind.__mro__ if each not in base.__mro__):
+        known = methods_of_transformers() | METHODS.keys()  # seconds of imports, which our own class is spared
         for name in vars(cls):
             if name in known and (name in NOT_CALLED or not _serves(getattr(cls, name), getattr(base, name, None))):
                 remedy = METHODS.get(name, LOOP)
