@@ -73,7 +73,7 @@ def case_of(row: dict[str, str]) -> Case:
     if not row["seq"]:
         raise Unusable("the length of the sequence is not published")
     if number(row, "cp") > 1:
-        raise Unusable("context parallelism, which no plan has")
+        raise Unusable("context parallelism by a ring, which no plan has")
     if number(row, "pp") > 1 and not row["global_batch"]:
         raise Unusable("the batch of a pipeline is not published")
     if "ZB-2p" in row["system"]:

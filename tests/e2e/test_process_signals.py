@@ -143,6 +143,7 @@ def test_a_signal_while_an_operator_is_compiled_leaves_no_lock_and_no_compiler(t
     building.terminate()
     assert building.wait(30) == 143
     assert not (tmp_path / "lock").exists()
+    until = time.monotonic() + 20
     while subprocess.run(["ps", "-o", "pid=", "-p", listed.decode().split()[0]], capture_output=True).stdout:
         assert time.monotonic() < until
         time.sleep(0.1)
