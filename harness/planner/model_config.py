@@ -48,6 +48,7 @@ MAIN = ("layers", "hidden", "heads", "ffn", "vocab")  # which a config.json stat
 NEEDED = ("layers", "hidden", "heads", "vocab")
 SWITCHES = ("experts", "kv_rank")  # a layer is made otherwise where there are any
 MOST, MOST_LAYERS = 2**40, 10_000
+MOST_OFF = 0.01  # of a family's parameters, before they are counted on its model
 DEFAULTS = (
     *("multi_query", "new_decoder_architecture", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq"),
     *("use_sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
@@ -181,6 +182,8 @@ def _is_guess(config: Mapping[str, object]) -> bool:
     family = _family(config)
     unread = family.get("unread")
     if unread is None or any(config.get(key, usual) != usual for key, usual in unread.items()):
+        return True
+    if abs(family.get("off", 0.0)) > MOST_OFF:
         return True
     stated = [name for name in MAIN if any(config.get(key) is not None for key in SIZE_NAMES[name])]
     return config.keys() != {"model_type"} and not {*stated} >= {*MAIN} & family["sizes"].keys()

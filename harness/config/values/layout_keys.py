@@ -29,6 +29,13 @@ LOSS_TILE, FEED_FORWARD_TILE, ATTENTION_TILE = "/tiling/loss", "/tiling/feed_for
 """Tokens that the loss, and each feed-forward block and norm, are computed of at a time; 0 is all."""
 GRADIENT_BITS = "/gradient_compression/bits"
 GRADIENT_BITS_CHOICES = (0, 4, 8)
+EXPERTS = "/expert_parallel"
+EXPERT_ROUTING = (
+    *("route_norm", "route_scale", "routed_scaling_factor", "score_apply", "score_func", "top_k"),
+    *("num_expert_groups", "num_limited_groups", "load_balance_coeff", "expert_activation"),
+)
+"""Options of DeepSpeed's AutoEP that say what a mixture computes, which the model's config says here."""
+EXPERT_PARTS = "expert_tensor_parallel_size"
 TOKEN_PIECES = "/expert_parallel/token_pieces"
 # sizes that the harness itself reads, and the least that each may be; DeepSpeed takes any value for them
 LEAST = {

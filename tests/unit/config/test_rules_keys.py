@@ -260,6 +260,25 @@ def test_what_experts_on_other_data_ranks_exclude_is_refused(pointer, config):
 
 
 @pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ({"route_scale": 2.0}, "expert_parallel.route_scale would change what the model computes"),
+        ({"top_k": 4}, "expert_parallel.top_k would change what the model computes"),
+        ({"score_func": "sigmoid"}, "expert_parallel.score_func would change what the model computes"),
+        ({"expert_tensor_parallel_size": 2}, "would split experts that are dealt whole"),
+        ({"top_k": "auto", "route_scale": 1.0, "expert_tensor_parallel_size": 1, "load_balance_coeff": None}, ""),
+        ({"route_scale": 2.0, "enabled": False}, ""),
+    ],
+)
+def test_options_that_would_change_what_a_mixture_computes_are_refused(option, why):
+    config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {**EXPERTS["expert_parallel"], **option}}
+    found = said(config, "DS108")
+    assert len(found) == bool(why) and why in "".join(found)
+    assert said(config, "DS313") == []
+    assert said(config, "DS108", target="deepspeed") == []
+
+
+@pytest.mark.parametrize(
     ("config", "shown"),
     [
         ({"optimizer": {"type": "LAMB"}}, "optimizer.type LAMB"),

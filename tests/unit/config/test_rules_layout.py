@@ -149,6 +149,12 @@ def test_layers_with_context_ranks_are_not_compiled() -> None:
         ("tensor_parallel", {"tp_overlap_comm": False}, ""),
         ("tensor_parallel", {"sequence_parallel": True}, ""),
         ("expert_parallel", {"enabled": True}, ""),
+        (
+            "expert_parallel",
+            {"preset_model": "mixtral"},
+            "preset_model is an option of AutoEP, which the harness does "
+            "not use; remove it: the harness reads only autoep_size and token_pieces here",
+        ),
         ("tensor_parallel", {"surprise": True}, ""),  # another rule's
     ],
 )

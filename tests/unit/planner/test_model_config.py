@@ -105,6 +105,7 @@ def test_what_nobody_has_held_against_a_model_is_a_guess() -> None:
     assert not decoder_of({**sizes, "model_type": "llama"}, "it").guessed
     assert not decoder_of({"model_type": "llama"}, "it").guessed  # all of the family's own
     assert decoder_of({**PLAIN, "model_type": "of tomorrow"}, "it").guessed
+    assert decoder_of({"model_type": "deepseek_v4"}, "it").guessed  # 2.3% more than it has
     usual = families()["opt"]["unread"]["word_embed_proj_dim"]
     assert not decoder_of({**sizes, "model_type": "opt", "word_embed_proj_dim": usual}, "it").guessed
     assert decoder_of({**sizes, "model_type": "opt", "word_embed_proj_dim": 2 * usual}, "it").guessed

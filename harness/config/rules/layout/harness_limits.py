@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.deepspeed.offload import ZERO, offloads
@@ -12,7 +13,7 @@ from harness.config.rules.rule import Finding, rule
 from harness.config.schema import find
 from harness.config.schema.coercion import as_float
 from harness.config.values.idle_keys import IDLE, accelerated
-from harness.config.values.layout_keys import FEED_FORWARD_TILE
+from harness.config.values.layout_keys import EXPERT_PARTS, EXPERT_ROUTING, EXPERTS, FEED_FORWARD_TILE
 from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import RunView
 
@@ -82,6 +83,10 @@ class _Refusal:
     message: str
     hint: str
     deepspeed: str
+
+
+def _asks_of_experts(view: RunView, *, pointer: str) -> bool:
+    return view.on(f"{EXPERTS}/enabled") and _asks(view, pointer)
 
 
 def _zero_3(view: RunView) -> bool:
@@ -202,6 +207,23 @@ _REFUSED = (
         "fp16 at ZeRO stage 0 clips by a norm that leaves out the experts of other data-parallel ranks",
         "use bf16, or ZeRO stage 1 or 2",
         "takes the mean of the ranks' norms",
+    ),
+    *(
+        _Refusal(
+            f"{EXPERTS}/{name}",
+            partial(_asks_of_experts, pointer=f"{EXPERTS}/{name}"),
+            f"expert_parallel.{name} would change what the model computes, and the harness routes as its config says",
+            "remove it, and change the model's config.json if that says otherwise",
+            "routes by it instead of by the model",
+        )
+        for name in EXPERT_ROUTING
+    ),
+    _Refusal(
+        f"{EXPERTS}/{EXPERT_PARTS}",
+        partial(_asks_of_experts, pointer=f"{EXPERTS}/{EXPERT_PARTS}"),
+        "expert_parallel.expert_tensor_parallel_size would split experts that are dealt whole",
+        "remove it, or remove expert_parallel, so that tensor-parallel ranks share every expert",
+        "splits each expert over tensor-parallel ranks",
     ),
     _Refusal(
         "/torch_autocast/dtype",

@@ -9,12 +9,13 @@ from harness.config.rules.layout.context import context_pointer
 from harness.config.rules.rule import Finding, rule
 from harness.config.schema.coercion import as_int
 from harness.config.text import edits
-from harness.config.values.layout_keys import LEAST, expert_fault, size_fault
+from harness.config.values.layout_keys import EXPERT_PARTS, EXPERT_ROUTING, LEAST, expert_fault, size_fault
 from harness.config.values.pointers import AUTO
 from harness.config.view import RunView
 from harness.wording import counted
 
 _READ = {"/tensor_parallel": ("autotp_size", "sequence_parallel"), "/expert_parallel": ("autoep_size", "token_pieces")}
+_REFUSED = (*EXPERT_ROUTING, EXPERT_PARTS)  # where the section is enabled: DS108
 SEQUENCE_PARALLEL = "/tensor_parallel/sequence_parallel"
 
 
@@ -62,13 +63,13 @@ def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
     The harness cuts the layers itself, by the plans that the model declares, and takes nothing but
     `tensor_parallel.autotp_size`, `tensor_parallel.sequence_parallel`, and, where `enabled`,
     `expert_parallel.autoep_size` and `expert_parallel.token_pieces` from these sections, which are not handed
-    on to DeepSpeed.
+    on to DeepSpeed. Options of AutoEP by which a model would compute something else are refused (DS108).
     """
     if view.target != "harness":
         return
     for visit in view.visits:
         read = _READ.get(visit.parent)
-        if read is None or visit.key is None or visit.name in (*read, "dtype", "enabled"):
+        if read is None or visit.key is None or visit.name in (*read, *_REFUSED, "dtype", "enabled"):
             continue
         if visit.value not in (AUTO, None, visit.key.spec.get("default")):
             tool = "AutoTP" if visit.parent == "/tensor_parallel" else "AutoEP"
