@@ -11,7 +11,7 @@ import torch
 
 from harness.parallel.memory import M_MMAP_MAX, M_TRIM_THRESHOLD, keep_freed_memory
 
-SIZE = 1 << 30  # more than glibc keeps by itself, and than tests before in this process have freed in one piece
+SIZE = 512 << 20  # more than glibc keeps by itself, and than tests before in this process have freed in one piece
 
 
 def faults_of_the_second_block(device: str) -> int:
