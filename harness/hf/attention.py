@@ -16,7 +16,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from harness.errors import UserError
 
-FLASH = "flash"
+FLASH, FLEX = "flash", "flex_attention"
 
 
 def with_attention(config: PretrainedConfig, wanted: str | None) -> PretrainedConfig:
@@ -61,8 +61,10 @@ def on_any_device(model: PreTrainedModel) -> Iterator[None]:
 
 
 def require_available(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """UserError for flash-attention where its package or a GPU is missing, or in fp32."""
+    """UserError for flash-attention where its package or a GPU is missing, or in fp32; and for flex_attention."""
     name = str(attention_of(config))
+    if name == FLEX:
+        raise UserError(f"attention implementation {name}: not supported: give --attn_implementation sdpa")
     if not is_flash(config):
         return
     available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from harness.hf.weights.tensor_files import open_safetensors
 from harness.parallel.collectives import of_group
 from harness.parallel.gradients.compressed import PACKED, CompressedReduction
 from harness.parallel.host import brought_to_host, numbers, to_device
+from harness.resilience.process.distributed import mixed_devices
 from harness.resilience.process.moments import moment, seconds_between
 from tests.simulated_device import device
 from tests.simulated_device.device import NAME
@@ -77,4 +79,9 @@ def exchanges() -> dict[str, bool]:
     reduction.average(values)
     right = {name: torch.allclose((a + 0).cpu(), b) for name, (a, b) in found.items()}
     right["compressed mean"] = bool((values[0] - 0.5).abs().max().item() < 0.1)
+    module = torch.get_device_module(NAME)
+    right["devices of one kind"] = mixed_devices(torch.device(NAME, rank)) is None
+    with patch.object(module, "get_device_name", lambda _: f"generation {rank}"):
+        text = mixed_devices(torch.device(NAME, rank)) or ""
+    right["devices of two kinds"] = "rank 0 generation 0, rank 1 generation 1" in text
     return {**right, "nothing reported": device.C.reports() == []}

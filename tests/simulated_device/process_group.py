@@ -8,7 +8,9 @@ reported, by an error that names the group and the operation:
 - members of a group that call another collective, or one with another size, dtype, reduction or root
 - collectives of two groups that are under way at once, and were begun in another order by another member of both
 - sends and receives of two ranks that cannot meet: they are matched in their order, as in one stream of that pair
-- a collective that a rank does not join within the group's timeout: who has not come
+- a collective that a rank does not join within the group's timeout, or `SIMULATED_DEVICE_PATIENCE_S` (100): who has
+  not come
+- one that nobody has waited for when its group ends
 
 A stream that waits for a collective does not stop the host on a GPU. Here all is computed at once, so the host waits
 for the others, in `wait()`. `works.PATIENCE_S` says how long: after it the device is stuck, as a GPU's stream is. The
@@ -54,7 +56,8 @@ class Group(dist.ProcessGroup):
     def __init__(self, options: Any) -> None:
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
-        self._rank, self._size, self.timeout = rank, size, options.timeout
+        self._rank, self._size = rank, size
+        self._set_default_timeout(options.timeout)
         self.id, self.ranks = options.group_id, list(options.global_ranks_in_group) or list(range(size))
         if rank == 0:
             kept = os.environ.get("SIMULATED_DEVICE_FOLDER")
@@ -98,7 +101,7 @@ class Group(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None: ...
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
+        self.timeout = min(timeout, timedelta(seconds=float(os.environ.get("SIMULATED_DEVICE_PATIENCE_S", "100"))))
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -329,6 +332,10 @@ class Group(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self.queues.clear()
+        left = [key for key, work in works.UNDERWAY.items() if work.group is self]
+        works_left = [works.UNDERWAY.pop(key) for key in left]
+        if works_left and not self.aborted and not works.STUCK:
+            raise RuntimeError(f"{works_left[0]}: nothing has waited for it, and its group ends")
 
 
 def _operation(opts: Opts) -> str:

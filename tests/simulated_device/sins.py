@@ -259,6 +259,11 @@ def left_out() -> None:
         dist.all_reduce(here(3))
 
 
+def never_waited_for() -> None:
+    dist.all_reduce(here(3), group=GROUPS[0], async_op=True)
+    dist.destroy_process_group(GROUPS[0])
+
+
 GROUPS: list[dist.ProcessGroup] = []
 TOGETHER: dict[Callable[[], None], str] = {
     read_before_wait: "nothing has waited for it",
@@ -274,6 +279,7 @@ TOGETHER: dict[Callable[[], None], str] = {
     other_order_of_messages: "at its place",
     groups_in_another_order: "neither has waited in between",
     left_out: "ranks [1] have not joined",
+    never_waited_for: "nothing has waited for it, and its group ends",
 }
 
 
@@ -290,8 +296,9 @@ def together() -> dict[str, str]:
         found[act.__name__] = said(act)
         own.set(f"done {rank}", "")
         own.wait(["done 0", "done 1"])
+        works.UNDERWAY.clear()  # what the fault has left behind
         dist.destroy_process_group()
-        for left in (works.UNDERWAY, works.GROUPS, works.BEGUN_BESIDE):  # what the fault has left behind
+        for left in (works.GROUPS, works.BEGUN_BESIDE):
             left.clear()
         torch.accelerator.synchronize()
         said(lambda: here(1) + 1)

@@ -63,6 +63,7 @@ LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("dp2z2", {}),
         ("dp2z2", {**zero(2, overlap_comm=True), **ADAM}),
         ("dp2z3", zero(3, stage3_param_persistence_threshold=0)),
+        ("cp2z1", {"context_parallel": {"size": 2}}),
     ],
     "offloaded": [
         ("dp2z2", {**zero(2, offload_optimizer=CPU), **ADAM}),
@@ -84,3 +85,18 @@ def test_bf16(model: str, tmp_path: Path) -> None:
     jobs = [Job(model, layout, section) for layout in ("pp2z1", "tp2z1", "dp2z3", "pp2z0")]
     curves = run_ranks(2, train_all, jobs, str(tmp_path), timeout_s=300)[0]
     assert wrong(jobs, curves, 0.01, 0.05, dtype=torch.bfloat16) == []
+
+
+def test_axes_together(model: str, tmp_path: Path) -> None:
+    experts = tiny_model(tmp_path / "mixtral", "mixtral", False, num_local_experts=4)
+    jobs = [Job(model, "pp2tp2z1"), Job(model, "pp2dp2z1", schedule("zero-bubble")), Job(model, "tp2dp2z3")]
+    jobs.append(Job(experts, "pp2dp2z0", {"expert_parallel": {"enabled": True, "autoep_size": 2}}))
+    curves = run_ranks(4, train_all, jobs, str(tmp_path), timeout_s=300)[0]
+    assert wrong(jobs, curves) == []
+
+
+def test_compiled_layers(model: str, tmp_path: Path) -> None:
+    section = {"compile": {"enabled": True, "backend": "aot_eager"}}  # no kernel is made
+    jobs = [Job(model, layout, section) for layout in ("pp2z1", "tp2z1")]
+    curves = run_ranks(2, train_all, jobs, str(tmp_path), timeout_s=300)[0]
+    assert wrong(jobs, curves) == []

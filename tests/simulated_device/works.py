@@ -121,6 +121,8 @@ class Work(torch._C._distributed_c10d.Work):
     def is_completed(self) -> bool:
         done = self.is_done or (not STUCK and self.ready())
         if done:
+            self.complete()
+            UNDERWAY.pop(id(self), None)
             device.C.host_knows(self.clock)
         return done
 

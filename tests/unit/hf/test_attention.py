@@ -35,6 +35,8 @@ def test_what_cannot_be_had_is_one_line() -> None:
     require_available(LlamaConfig(**SIZES), CPU, torch.float32)
     with pytest.raises(UserError, match="flash_attention_2: needs a GPU and its Python package"):
         require_available(with_attention(LlamaConfig(**SIZES), "flash_attention_2"), CPU, torch.bfloat16)
+    with pytest.raises(UserError, match="flex_attention: not supported: give --attn_implementation sdpa"):
+        require_available(LlamaConfig(**SIZES, attn_implementation="flex_attention"), CPU, torch.float32)
     with pytest.raises(
         UserError, match=r"does not support an attention .*: use another --attn_implementation than sdpa"
     ):
