@@ -132,7 +132,7 @@ def _steps(trial: FamilyCase, execution: Execution, exported: Path | None = None
         untrained.close()
     run_composition(composition, trial.subject, place, verify_plan="off")  # which would refuse what is wrong
     if dist.get_rank() == 0:
-        verdict = trial.judge.verdict(composition, trial.subject, outcome_of([{}], place), place)
+        verdict = trial.judge.verdict(composition, trial.subject, outcome_of([""], place), place)
         if verdict.kind != RIGHT:
             raise Wrong(verdict.reason)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +21,15 @@ from harness.checkpoint.directories import METRICS, RUN
 from harness.config.values.json_file import read_json
 from harness.errors import UserError
 
-STEPS = ("step", "global_step", "iteration", "iter", "_step", "steps", "train/step", "update")
-LOSSES = ("loss", "train_loss", "train/loss", "lm loss", "lm_loss", "training_loss", "loss/train", "train/lm loss")
-NUMBER = r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?"
+STEPS = ("step", "global_step", "iteration", "iter", "steps", "iterations", "update", "train_step")
+LOSSES = ("loss", "train_loss", "lm_loss", "training_loss", "loss_train", "train_lm_loss", "cross_entropy", "nll_loss")
+"""Names that are looked for first, in small letters and with `_` for whatever else stands between words."""
+NOT_OF_TRAINING = frozenset(
+    ("eval", "evaluation", "val", "valid", "validation", "test", "dev", "aux", "scale", "min", "max", "z", "router")
+)
+"""Words of the names of other losses."""
+NUMBER = r"(?:[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?|nan|[-+]?inf(?:inity)?)"
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 IN_A_LOG = re.compile(
     rf"\b(?:step|iteration|iter)\b[\s:=\[]*(\d+).*?\b(?:lm )?(?:train_)?loss\b[\s:=]*({NUMBER})", re.IGNORECASE
 )
@@ -57,7 +63,7 @@ def read_curve(path: Path) -> Curve:
         digits[step] = _half_unit(loss)
     if not losses:
         raise UserError(
-            f"{file}: there are no steps with a loss: give .jsonl, .json or .csv with step and loss, or a log"
+            f"{file}: there are no steps with a loss: give a log, or .jsonl, .json or .csv with step and loss"
         )
     return Curve(losses=losses, digits=digits)
 
@@ -65,7 +71,8 @@ def read_curve(path: Path) -> Curve:
 def _entries(file: Path, text: str) -> Iterator[tuple[int, str]]:
     """Yield step and loss, as it is written."""
     if file.suffix == ".csv":
-        yield from _of_rows(csv.DictReader(text.splitlines()))
+        first = text.partition("\n")[0]
+        yield from _of_rows(csv.DictReader(text.splitlines(), delimiter=max(",;\t", key=first.count)))
     elif file.suffix == ".json":
         content = _parsed(text)
         rows = content.get("log_history", content.get("history", [])) if isinstance(content, dict) else content
@@ -73,7 +80,7 @@ def _entries(file: Path, text: str) -> Iterator[tuple[int, str]]:
     elif text.lstrip().startswith("{"):
         yield from _of_rows(_parsed(line) for line in text.splitlines())
     else:
-        for line in text.splitlines():
+        for line in COLOURS.sub("", text).splitlines():
             if found := IN_A_LOG.search(line):
                 yield int(found[1]), found[2]
 
@@ -87,12 +94,29 @@ def _parsed(text: str) -> object:
 
 def _of_rows(rows: Iterable[object]) -> Iterator[tuple[int, str]]:
     for row in rows:
-        if not isinstance(row, Mapping):
+        said = dict(_flat(row))
+        if "train_runtime" in said:  # HuggingFace's last row: the mean of the whole run
             continue
-        step = next((row[name] for name in STEPS if row.get(name) not in (None, "")), None)
-        loss = next((row[name] for name in LOSSES if row.get(name) not in (None, "")), None)
-        if step is not None and loss is not None and re.fullmatch(NUMBER, str(loss).strip()):
-            yield int(float(step)), str(loss).strip()
+        step = next(filter(None, map(said.get, _names(said, STEPS, "step"))), "")
+        loss = next(filter(None, map(said.get, _names(said, LOSSES, "loss"))), "")
+        if re.fullmatch(r"\d+(\.0*)?", step) and re.fullmatch(NUMBER, loss, re.IGNORECASE):
+            yield int(float(step)), loss
+
+
+def _flat(row: object, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield name and value of a row, and of what it has nested: `train/Loss` is `train_loss`."""
+    for name, value in row.items() if isinstance(row, Mapping) else ():
+        simple = re.sub(r"[^a-z0-9]+", "_", f"{prefix}{name}".lower()).strip("_")
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{simple}_")
+        elif isinstance(value, str | int | float):
+            yield simple, str(value).strip()
+
+
+def _names(said: Iterable[str], known: Sequence[str], word: str) -> list[str]:
+    """Return the names that may be wanted, the likeliest first."""
+    others = [name for name in said if word in (words := name.split("_")) and NOT_OF_TRAINING.isdisjoint(words)]
+    return [*known, *others]
 
 
 def _half_unit(written: str) -> float:

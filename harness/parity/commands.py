@@ -29,7 +29,7 @@ ARGUMENTS = (
     *("gradient_checkpointing", "max_grad_norm", "optim"),
 )
 """Arguments of a run that change what is tried."""
-EXAMPLE = f"""exit codes: 0 equal, 1 different, refused or not verified, 2 unusable arguments
+EXAMPLE = f"""exit codes: 0 equal; 1 different, refused, not verified, or no such file; 2 unusable arguments
 
 example:
   ds-harness verify --model_name_or_path {DEFAULT_MODEL} --deepspeed_config pipeline_3d --output certificate.json
@@ -81,7 +81,7 @@ def _certify(model: str, arguments: TrainingArguments, world_size: int | None, o
             output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from error
-    if "subject" in found and certificate.store(found) is None:
+    if found["compared"] and certificate.store(found) is None:
         print("the certificate cannot be kept for runs: set XDG_CACHE_HOME to a folder of yours", file=sys.stderr)
     print(table(found))
     if found["verdict"] != certificate.EQUAL:

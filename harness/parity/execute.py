@@ -1,7 +1,7 @@
 """Run compositions on the ranks of this process group, one after the other, and leave what came of each in a folder.
 
-What comes of one is its curves, or why it was refused, or an error. After an error the ranks end: what it has left
-behind might spoil the next composition.
+What comes of one is its curves, or why it was refused. An error ends the ranks: what it has left behind might spoil the
+next composition.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import traceback
 import warnings
 from pathlib import Path
 from typing import cast
@@ -49,20 +48,14 @@ def run_lines(folder: Path, first: int = 0) -> None:
             continue
         composition, place = Composition.parse(line), folder / str(number)
         subject = make_subject(composition, folder / "models")
-        found: JsonObject = {}
-        error: Exception | None = None
+        refusal = ""
         try:
             run_composition(composition, subject, place)
-        except Refused as refusal:
-            found = {"refused": str(refusal)}
-        except Exception as raised:
-            traceback.print_exc()
-            error, found = raised, {"error": f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"}
-        said = values_of_all(found)
+        except Refused as refused:
+            refusal = str(refused)
+        said = values_of_all(refusal)
         if dist.get_rank() == 0:
-            _write(folder / f"{number}.json", outcome_of(said, place))
-        if error is not None:
-            raise error
+            replace_text(folder / f"{number}.json", json.dumps(outcome_of(said, place)) + "\n")
 
 
 def be_silent() -> None:
@@ -73,14 +66,12 @@ def be_silent() -> None:
     warnings.simplefilter("ignore")
 
 
-def outcome_of(said: list[JsonObject], place: Path) -> JsonObject:
-    """Return what the ranks together say of a composition."""
-    errors = [one["error"] for one in said if "error" in one]
-    refusals = [one["refused"] for one in said if "refused" in one]
-    if errors:
-        return {"error": errors[0]}
-    if refusals:
-        return {"refused": refusals[0]} if len(refusals) == len(said) else {"error": f"on some ranks: {refusals[0]}"}
+def outcome_of(refusals: list[str], place: Path) -> JsonObject:
+    """Return what the ranks together say of a composition; `refusals`: why each refused it, empty where it did not."""
+    if all(refusals):
+        return {"refused": refusals[0]}
+    if reason := next(filter(None, refusals), None):
+        return {"error": f"on some ranks: {reason}"}
     return {
         "steps": _rows(place / METRICS),
         "evaluations": _rows(place / EVALUATIONS),
@@ -90,10 +81,6 @@ def outcome_of(said: list[JsonObject], place: Path) -> JsonObject:
 
 def _rows(path: Path) -> list[JsonObject]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _write(path: Path, content: JsonObject) -> None:
-    replace_text(path, json.dumps(content) + "\n")
 
 
 def run_composition(composition: Composition, subject: Subject, place: Path, verify_plan: str = "auto") -> None:

@@ -5,6 +5,7 @@ A server has imported everything once; ranks are forked from it, so that startin
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -31,6 +32,7 @@ QUIET = {
 }
 """What ranks and their server are started with: read when modules are imported."""
 LINES = "lines"
+ERROR = "error_"  # a rank's file of why it has failed begins so, and goes on with the time
 Worker: TypeAlias = Callable[[Path, int], None]
 """Runs the lines of `FOLDER/lines` from a number on, on all ranks; rank 0 writes what comes of line N to N.json."""
 START_S = 60.0  # for imports, on top of the first composition's time
@@ -66,6 +68,8 @@ def _launch(
 ) -> Iterator[tuple[int, JsonObject]]:
     """Yield what comes of the lines of these numbers, until all are done or one has ended the ranks."""
     port = free_port()
+    for path in folder.glob(f"{ERROR}*"):  # of a launch before
+        path.unlink()
     processes = [
         _server().Process(target=_rank, args=(rank, ranks, port, folder, _name(worker), numbers.start, root))
         for rank in range(ranks)
@@ -85,8 +89,7 @@ def _launch(
             elif time.monotonic() >= limit:
                 outcome = {"error": f"no answer within {limit_s:.0f} s"}
             else:
-                codes = [process.exitcode for process in processes]
-                outcome = {"error": f"a rank ended: {codes}: {_last_words(folder, codes)}"}
+                outcome = {"error": _first_error(folder, [process.exitcode or 0 for process in processes])}
             yield number, outcome
             if "error" in outcome:
                 return
@@ -104,15 +107,18 @@ def _alive(processes: Sequence[ForkServerProcess]) -> bool:
 def _let_end(processes: Sequence[ForkServerProcess], path: Path) -> None:
     """Give the ranks a moment to say what has happened, once one of them has ended."""
     patience = time.monotonic() + GRACE_S
-    while not path.exists() and not _alive(processes) and time.monotonic() < patience:
+    while not path.exists() and time.monotonic() < patience:
+        if _alive(processes) or not any(process.is_alive() for process in processes):
+            return
         time.sleep(0.05)
 
 
-def _last_words(folder: Path, codes: Sequence[int | None]) -> str:
-    ended = next((rank for rank, code in enumerate(codes) if code), 0)
-    log = folder / f"rank_{ended}.log"
-    said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return said[-1][:300] if said else "it said nothing"
+def _first_error(folder: Path, codes: Sequence[int]) -> str:
+    """Return what the rank that failed first says: the others fail because it has gone."""
+    if killed := next(((rank, -code) for rank, code in enumerate(codes) if code < 0), None):
+        return f"rank {killed[0]} was ended by signal {killed[1]}"
+    first = min(folder.glob(f"{ERROR}*"), default=None)
+    return first.read_text() if first is not None else f"the ranks ended with exit codes {codes}"
 
 
 def _server() -> ForkServerContext:
@@ -140,6 +146,7 @@ def _rank(
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
+    gc.freeze()  # else each collection of garbage looks through all that is imported, for half a second
     dist.init_process_group("gloo")
     code = 1
     try:
@@ -149,7 +156,9 @@ def _rank(
         run(folder, first)
         dist.barrier()
         code = 0
-    except BaseException:
+    except BaseException as error:
+        said = f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        (folder / f"{ERROR}{time.monotonic_ns():020}").write_text(said)
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -87,17 +87,18 @@ def certify(
     `report` gets each verdict. Raises UserError for files that are none.
     """
     source, document = read_source(model), read_config(arguments.deepspeed_config)
+    shape = {name: value for name, value in source.config.to_dict().items() if name not in UNSHAPING}
     found: JsonObject = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "model": model,
         "config": str(arguments.deepspeed_config),
         "versions": versions(),
         "machine": {"processors": os.cpu_count(), "device": "cpu"},
+        "subject": certificate.subject(document.data, {}, shape),  # a config that is refused may say no layout
     }
     with TemporaryDirectory(prefix="verify_") as folder:
         try:
             run = _run_config(model, arguments, world_size)
-            shape = {name: value for name, value in source.config.to_dict().items() if name not in UNSHAPING}
             found["subject"] = certificate.subject(document.data, certificate.layout_of(run.resolved), shape)
             reduced = reduce(run)
             tiny = shrink(source.config, tensor=reduced.execution.tp)

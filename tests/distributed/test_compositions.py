@@ -13,10 +13,12 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch.distributed as dist
 
 from harness import Trainer, TrainingArguments
 from harness.parity.commands import verify
 from harness.parity.composition import Composition
+from harness.parity.launch import run_on_ranks
 from harness.parity.search import Families, draw
 from harness.parity.trial import REFUSED, RIGHT, UNTRIED, Judge, try_all
 from tests.distributed.ranks import run_ranks
@@ -50,6 +52,18 @@ def test_fresh_compositions_of_the_day_are_right_or_refused(capsys: pytest.Captu
         print(f"\nfresh compositions of {seed}: {dict(counts)}; scripts/bench/parity.py --count {FRESH} --seed {seed}")
     assert not [str(verdict) for verdict in verdicts if verdict.is_bad]
     assert counts[RIGHT] > counts[REFUSED] + counts[UNTRIED]
+
+
+def test_a_failure_is_told_in_the_words_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    said: dict[int, object] = {}
+    run_on_ranks(["one"], 2, tmp_path, worker=fail_on_the_second_rank, limit_s=30, report=said.__setitem__)
+    assert said == {0: {"error": "rank 1: ValueError: rows of 90"}}
+
+
+def fail_on_the_second_rank(_folder: Path, _first: int) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rows of 90")
+    dist.barrier()  # gloo says here that the other rank has gone
 
 
 def test_a_config_is_certified_and_a_run_of_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,14 @@ FORMS = {
         for s, x in steps
     ),
     "titan.log": lambda steps: "\n".join(f"[rank0]: step: {s:2}  loss: {x:8.5f}  grad_norm: 1.1" for s, x in steps),
+    "coloured.log": lambda steps: "\n".join(f"\x1b[31mstep: {s:2}  \x1b[32mloss: {x:8.5f}\x1b[39m" for s, x in steps),
+    "wandb.csv": lambda steps: (
+        '"Step","mine - train/loss","mine - train/loss__MIN"\n' + "\n".join(f'"{s}","{x}","0"' for s, x in steps)
+    ),
+    "german.csv": lambda steps: "Step;val_loss; Loss\n" + "\n".join(f"{s};9; {x}" for s, x in steps),
+    "nested.jsonl": lambda steps: "\n".join(
+        json.dumps({"global_step": s, "eval_loss": None, "metrics": {"loss": x}}) for s, x in steps
+    ),
     "table.csv": lambda steps: "step,train_loss\n" + "\n".join(f"{s},{x}" for s, x in steps),
     "lines.jsonl": lambda steps: "\n".join(json.dumps({"iteration": s, "lm loss": x}) for s, x in steps),
 }
@@ -58,6 +66,21 @@ def test_steps_from_zero_and_means_over_several_steps_are_seen(run: Path) -> Non
     means = [(step, sum(LOSSES[step - 5 : step]) / 5) for step in range(5, 41, 5)]
     said, same = compare_files(run, written(run, "means.json", FORMS["hf.json"](means)))
     assert same and "means of 5 steps" in said
+
+
+def test_steps_may_be_missing_and_the_mean_of_a_whole_run_is_none_of_them(run: Path) -> None:
+    some = [(step, loss) for step, loss in enumerate(LOSSES, 1) if step % 7 in (1, 4, 5)]
+    said, same = compare_files(run, written(run, "gaps.csv", FORMS["table.csv"](some)))
+    assert same and f"{len(some)} steps compared" in said
+    history = [*({"step": s, "loss": x} for s, x in some), {"step": 40, "train_loss": 4.0, "train_runtime": 3.0}]
+    assert compare_files(run, written(run, "trainer_state.json", json.dumps({"log_history": history})))[1]
+
+
+def test_a_loss_that_is_no_number_parts(run: Path) -> None:
+    theirs = [(s, x if s != 30 else float("nan")) for s, x in enumerate(LOSSES, 1)]
+    for name in ("lines.jsonl", "table.csv", "titan.log"):
+        said, same = compare_files(run, written(run, name, FORMS[name](theirs)))
+        assert not same and "they part at step 30:" in said
 
 
 def test_what_bf16_rounds_away_counts_in_bf16_alone(run: Path) -> None:

@@ -73,6 +73,7 @@ def test_a_composition_that_runs_refuse_is_said_in_the_certificate(tmp_path: Pat
     path.write_text('{"train_batch_size": 8, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}}')
     found = certify("tiny-llama", TrainingArguments(deepspeed_config=str(path)), lambda _: None)
     assert found["verdict"] == certificate.REFUSED and "DS601" in found["reason"]
+    assert found["subject"].keys() == {"config", "layout", "model", "code"}
     assert table(found).endswith("verdict: refused")
 
 
