@@ -10,7 +10,7 @@ import copy
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias, TypeVar
@@ -129,7 +129,7 @@ def dry_run(
     """
 
     def attempt(device: torch.device) -> Result:
-        with _shapes_alone(layer) if device == META else nullcontext():
+        with _any_experts(layer, "batched_mm" if device == META else "eager"):
             return run(zeroed(layer, device), inputs.mapped(lambda tensor: tensor.to(device)), hidden.to(device))
 
     *first, last = dict.fromkeys((META, CPU, hidden.device))
@@ -144,14 +144,15 @@ def dry_run(
 @torch.no_grad()
 def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
     """Return the shapes of the random numbers that a layer on the meta device draws, until it reads a value."""
-    with DrawnShapes() as drawn, suppress(*ASKS_FOR_VALUES), _shapes_alone(layer):
+    with DrawnShapes() as drawn, suppress(*ASKS_FOR_VALUES), _any_experts(layer, "batched_mm"):
         inputs.mapped(lambda tensor: tensor.to(META)).apply(layer, hidden.to(META))
     return drawn.shapes
 
 
 @contextmanager
-def _shapes_alone(layer: nn.Module) -> Iterator[None]:
-    """Let transformers' experts compute all tokens at once, which needs no values and takes any dtype.
+def _any_experts(layer: nn.Module, implementation: str) -> Iterator[None]:
+    """Let transformers' experts run by one of its implementations that take any width and dtype: "batched_mm", which
+    needs no values, or "eager", which takes little memory.
 
     Afterwards the attributes of all modules are as before: a layer may have cached a table, now on meta.
     """
@@ -159,7 +160,7 @@ def _shapes_alone(layer: nn.Module) -> Iterator[None]:
     configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
     chosen = {id(config): (config, kind) for config in configs if (kind := _experts_of(config)) is not None}
     for config, _ in chosen.values():
-        run_experts_by(config, "batched_mm")
+        run_experts_by(config, implementation)
     try:
         yield
     finally:

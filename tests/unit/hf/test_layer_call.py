@@ -43,3 +43,16 @@ def test_what_runs_nowhere_says_why():
 
     with pytest.raises(RuntimeError, match="not on cpu"):
         dry_run(torch.nn.Linear(2, 2, device="meta"), LayerInputs((), {}, None), torch.zeros(1, 2), run)
+
+
+def test_experts_of_any_width_run_on_zeros():
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 37}
+    block = build_skeleton(CONFIG_MAPPING["mixtral"](**sizes, vocab_size=64)).model.layers[0].mlp
+
+    def run(module: Any, call: LayerInputs, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.is_meta:
+            raise NotImplementedError
+        return call.apply(module, hidden)
+
+    hidden = torch.zeros(1, 3, 32)
+    assert dry_run(block, LayerInputs((), {}, None), hidden, run).shape == hidden.shape
