@@ -239,7 +239,8 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
         stacklevel=3,
     )
     text = copy.deepcopy(text)
-    text.tie_word_embeddings = config.tie_word_embeddings
+    if (tied := getattr(config, "tie_word_embeddings", None)) is not None:  # some configs leave it to their parts
+        text.tie_word_embeddings = tied
     return text
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from harness.errors import UserError
-from harness.hf.skeleton import ModelSource, position_limit, read_source
+from harness.hf.skeleton import ModelSource, position_limit, read_source, text_decoder
 from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 
 
@@ -51,3 +51,14 @@ def test_code_in_a_directory_is_not_run(tmp_path):
     (tmp_path / "own.py").write_text("raise SystemExit(3)\n")
     with pytest.raises(UserError, match="needs custom code"):
         read_source(str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:only the text decoder")
+@pytest.mark.parametrize(("family", "text"), [("inkling_mm_model", "inkling_text"), ("aria", "aria_text")])
+def test_of_a_model_of_several_parts_the_text_decoder_is_trained(family, text):
+    """One of these says whether the head is the embedding table, the other does not."""
+    whole = CONFIG_MAPPING[family]()
+    found = text_decoder(whole)
+    assert found.model_type == text
+    tied = [getattr(config, "tie_word_embeddings", None) for config in (found, whole)]
+    assert tied[0] == tied[1]
