@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import shutil
 from dataclasses import dataclass
 from functools import cache
@@ -68,7 +69,9 @@ def make_subject(composition: Composition, folder: Path) -> Subject:
     """Write the model of a composition below `folder`, once. UserError for a family of which no tiny model runs."""
     training = composition.training
     shape = {name: getattr(training, name) for name in ("config", "dropout", "lora", "seed", "router")}
-    place = folder / hashlib.sha256(f"{composition.model} {shape}".encode()).hexdigest()[:16]
+    place = (
+        folder / hashlib.sha256(f"{composition.model} {json.dumps(shape, sort_keys=True)}".encode()).hexdigest()[:16]
+    )
     if not place.exists():
         made = place.with_suffix(".part")
         shutil.rmtree(made, ignore_errors=True)

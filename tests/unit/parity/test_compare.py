@@ -86,3 +86,9 @@ def test_experts_of_any_width_are_trained(tmp_path: Path) -> None:
     """Grouped products refuse rows that are not of whole 16 bytes."""
     composition = Composition.parse('mixtral steps=1 config={"intermediate_size":95}')
     assert reference(composition, make_subject(composition, tmp_path)).losses
+
+
+def test_a_model_is_made_once_however_its_config_is_written(tmp_path: Path) -> None:
+    line = 'llama config={"num_hidden_layers":1,"intermediate_size":24} : dp=2'
+    as_given = Composition.parse(line)
+    assert make_subject(as_given, tmp_path).base == make_subject(Composition.parse(str(as_given)), tmp_path).base
