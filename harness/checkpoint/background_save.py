@@ -37,7 +37,7 @@ from harness.checkpoint.tensors.tensor_writer import OpenFiles
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles, plan_tensors
 from harness.checkpoint.training_state import EngineState, describe, write_residue
 from harness.errors import UserError, lacks_inodes
-from harness.topology.agreement import all_or_none, values_of_all
+from harness.topology.agreement import all_or_none, value_of_first, values_of_all
 
 ALIGNMENT = 64
 NO_MEMORY = "has no memory for it"
@@ -259,7 +259,7 @@ class BackgroundSave:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 if NO_MEMORY not in text:
                     text += f" ({full or _room(self._plans, self._folder)})"
-            raise NotSaved(values_of_all(text)[0]) from error
+            raise NotSaved(value_of_first(text)) from error
 
 
 def _in_memory(action: Callable[[], T]) -> T:

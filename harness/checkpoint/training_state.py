@@ -49,7 +49,7 @@ from harness.deepspeed.optimizer_states import (
 from harness.errors import UserError
 from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.host import numbers
-from harness.topology.agreement import all_or_none, values_of_all
+from harness.topology.agreement import all_or_none, value_of_first, values_of_all
 from harness.topology.groups import Groups
 
 MODEL, ADAPTERS = "model", "adapter_model"
@@ -272,5 +272,5 @@ def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) ->
         if not auto:
             raise UserError(f"{left_out[0]}: resume from another checkpoint")
         older = newest_whole(output_dir, before=checkpoint) if dist.get_rank() == 0 else None
-        checkpoint = values_of_all(older)[0]
+        checkpoint = value_of_first(older)
     return checkpoint, left_out

@@ -15,7 +15,7 @@ from harness.checkpoint.atomic import exchange, sync_file, sync_folder
 from harness.checkpoint.directories import partial_name, remove
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions
 from harness.errors import UserError
-from harness.topology.agreement import all_or_none, spell_ranks, values_of_all
+from harness.topology.agreement import all_or_none, spell_ranks, value_of_first
 
 VALUES = 1000  # that a rank writes: no whole number of pages
 
@@ -32,7 +32,7 @@ def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
     try:
         all_or_none(lambda: _create(path, header, region) if rank == 0 else None)
         all_or_none(lambda: _write(region, rank, several_hosts=several_hosts))
-        lost = values_of_all(_lost(region, ranks) if rank == 0 else [])[0]
+        lost = value_of_first(_lost(region, ranks) if rank == 0 else [])
         if lost:
             raise UserError(
                 f"what {spell_ranks(lost)} wrote is not in the file: the file system loses what several ranks write to "

@@ -18,6 +18,15 @@ HERE = {  # flags with a value that a launch which starts others by ssh or srun 
     *("--hostfile", "-H", "--include", "-i", "--exclude", "-e", "--num_nodes", "--num_accelerators", "--num_gpus"),
     *("--nproc_per_node", "--nproc-per-node", "--ssh_port"),
 }
+ON_EACH = "run `ds-harness launch --rdzv_endpoint HOST:PORT` on each host, by what starts commands there"
+BY_DEEPSPEED = "only the `deepspeed` command can do this, without restarts"
+ELSEWHERE = {  # flags that are not of this command any more, or of the `deepspeed` command alone
+    "--slurm": "use `ds-harness cluster slurm --output FILE`",
+    "--slurm_seconds": "use `ds-harness cluster slurm --save_seconds S`",
+    **dict.fromkeys(("--launcher", "--launcher_args", "--no_ssh"), ON_EACH),
+    **dict.fromkeys(("--bind_cores_to_rank", "--bind_core_list"), "use `--no_python numactl ...` instead"),
+    **dict.fromkeys(("--autotuning", "--venv_script", "--enable_each_rank_log", "--save_pid"), BY_DEEPSPEED),
+}
 HOSTFILE = "/job/hostfile"  # where the `deepspeed` command looks
 EXAMPLE = """example:
   ds-harness launch --max_restarts 20 --num_accelerators 8 scripts/train.py --deepspeed_config pipeline_3d \\
@@ -88,6 +97,9 @@ class Options:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        for flag in (word.partition("=")[0] for word in message.split()):
+            if flag in ELSEWHERE:
+                raise UserError(f"{flag}: {ELSEWHERE[flag]}")
         raise UserError(f"{message} (see --help)")
 
 

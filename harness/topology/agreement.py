@@ -12,10 +12,11 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -117,6 +118,49 @@ def values_on_first(value: T) -> list[T]:
     values = [value] * dist.get_world_size() if is_first else []
     dist.gather_object(value, values if is_first else None, dst=0, group=host_group())
     return values
+
+
+def value_of_first(value: T) -> T:
+    """Return rank 0's value; all ranks of the world call it."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=host_group())
+    return values[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside(Generic[T]):
+    """What a rank knows of its host.
+
+    Attributes:
+        values: of the ranks of this host, in ascending order of the ranks.
+        number: of this host, in the order of the hosts' first ranks.
+        hosts: how many there are.
+    """
+
+    values: dict[int, T]
+    number: int
+    hosts: int
+
+
+def values_beside(host: str, value: T) -> Beside[T]:
+    """Return the values of the ranks that call their `host` alike; all ranks of the world call it.
+
+    Rank 0 deals them out, so that no other rank holds what all have said.
+    """
+    parts = dealt_beside(values_on_first((host, value)))
+    found: list[Beside[T] | None] = [None]
+    dist.scatter_object_list(found, parts or None, src=0, group=host_group())
+    assert found[0] is not None
+    return found[0]
+
+
+def dealt_beside(of_all: Sequence[tuple[str, T]]) -> list[Beside[T]]:
+    """Return what each rank is told of its host, from the host and the value of each."""
+    rows: dict[str, dict[int, T]] = {}
+    for rank, (name, each) in enumerate(of_all):
+        rows.setdefault(name, {})[rank] = each
+    numbers = {name: number for number, name in enumerate(rows)}
+    return [Beside(values=rows[name], number=numbers[name], hosts=len(rows)) for name, _ in of_all]
 
 
 def all_or_none(action: Callable[[], T]) -> T:

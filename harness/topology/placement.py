@@ -187,7 +187,3 @@ class Hosts:
         """The number of each rank's host."""
         order = {each: number for number, each in enumerate(dict.fromkeys(self.ids))}
         return [order[each] for each in self.ids]
-
-    def ranks_beside(self, rank: int) -> Sequence[int]:
-        """Return the ranks of one's host, its own among them."""
-        return [other for other, each in enumerate(self.ids) if each == self.ids[rank]]

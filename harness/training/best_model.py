@@ -14,7 +14,7 @@ from harness.checkpoint.directories import NAME, finished_name
 from harness.checkpoint.integrity import changed_file, damage
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import value_of_first, values_of_all
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
 from harness.training.prepare.plan import require_metric_of_one
 from harness.training.run import Run
@@ -163,7 +163,7 @@ def load_best(run: Run, state: TrainerState) -> None:
         run.console.warn(f"no evaluation has a checkpoint that could be loaded as the best model: {kept}")
         return
     checkpoint = Path(state.best_model_checkpoint)
-    problem = values_of_all(damage(checkpoint))[0]
+    problem = value_of_first(damage(checkpoint))
     if problem is None:
         found = values_of_all(changed_file(checkpoint, dist.get_rank(), dist.get_world_size()))
         problem = next(filter(None, found), None)

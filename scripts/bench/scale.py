@@ -50,13 +50,21 @@ from harness.resilience.watch import hosts as watching
 from harness.topology import agreement
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
-from harness.topology.placement import Hosts
 
 PER_HOST = 8
+REASONS = {
+    "start: process groups of a rank, s": "torch has every rank take part in the making of every group",
+    "start: agents meet, bytes a host": "the engine keeps all agents in one value, which each reads and writes",
+    "start: agents meet, s in all (one after another)": "the same, once for each agent",
+    "start: ranks find those of their host, bytes of rank 0": "rank 0 deals out what the ranks say",
+    "step: a rank finds the samples of the global batch, s": "the global batch grows with the ranks here",
+}
+"""Why something grows faster than the logarithm of the ranks, or in all faster than the ranks."""
 SUBJECTS = 7  # whose digests the ranks compare at the start
 KNOWN = ("scripts/train.py", "--deepspeed_config", "zero3", "--max_steps", "9")
 FILE_BYTES = 5e9  # of a checkpoint's file
 LAYERS = 80
+LOG = 0.3  # more than the exponent of a logarithm between 1,024 and 16,384 ranks
 SAMPLE = 8  # agents whose joining is measured
 BENCH = Path(__file__).parent
 
@@ -233,7 +241,8 @@ def simulated(ranks: int) -> dict[str, float]:
     joined, joining_s = meeting(agents)
     plan_bytes, plan_s, report_bytes, judge_s = starting(agents)
     host = "host-0000.cluster 0b5a3f7e-5c8e-4f0e-9d3b-0c1d2e3f4a5b"
-    names = tuple(f"host-{rank // PER_HOST:04d}.cluster 0b5a3f7e" for rank in range(ranks))
+    told = [(f"host-{rank // PER_HOST:04d}.cluster 0b5a3f7e", rank) for rank in range(ranks)]
+    beside = agreement.dealt_beside(told[:PER_HOST])[0]
     plan_files_s, manifest = checkpoint_plan()
     watched = watching_hosts.measure(agents, PER_HOST)
     samples = ranks * 4  # of a global batch
@@ -245,8 +254,9 @@ def simulated(ranks: int) -> dict[str, float]:
         "start: a start is planned, bytes a host": plan_bytes / agents,
         "start: a start is planned, s of the leader": plan_s,
         "start: agreement on config, code and data, bytes a rank": said(agree),
-        "start: hosts of all ranks, bytes a rank": of_all(host, ranks),
-        "start: hosts of all ranks, s of a rank": timed(lambda: Hosts(names).numbers),
+        "start: ranks find those of their host, bytes a rank": of_all((host, 0), 1) + of_all(beside, 1),
+        "start: ranks find those of their host, bytes of rank 0": of_all((host, 0), ranks) + of_all(beside, ranks),
+        "start: ranks find those of their host, s of rank 0": timed(lambda: agreement.dealt_beside(told)),
         "start: a yes or no of all ranks, bytes a rank": said(lambda: agreement.all_or_none(lambda: None)),
         "start: plan of a checkpoint's files, s of a rank": plan_files_s,
         "step: a rank finds the samples of the global batch, s": sampling_s,
@@ -315,12 +325,13 @@ def main() -> None:
         columns = [simulated(ranks) for ranks in flags.ranks]
         rows = {name: [column[name] for column in columns] for name in columns[0]}
         content["rows"] = {name: [*values, growth(values, flags.ranks)] for name, values in rows.items()}
-        print(f"| what | {' | '.join(f'{ranks:,} ranks' for ranks in flags.ranks)} | growth |")
-        print(f"|---|{'---|' * len(flags.ranks)}---|")
+        print(f"| what | {' | '.join(f'{ranks:,} ranks' for ranks in flags.ranks)} | growth | because |")
+        print(f"|---|{'---|' * len(flags.ranks)}---|---|")
         for name, values in rows.items():
             exponent = growth(values, flags.ranks)
             shown = " | ".join(f"{value:.2g}" if value < 1 else f"{value:,.0f}" for value in values)
-            print(f"| {name} | {shown} | {'' if exponent is None else f'{exponent:.1f}'} |")
+            reason = REASONS.get(name, "the leader, or the first host, looks at all" if (exponent or 0) > LOG else "")
+            print(f"| {name} | {shown} | {'' if exponent is None else f'{exponent:.1f}'} | {reason} |")
     name = "scale_real.json" if flags.real else "scale.json"
     print(write_report(RESULTS / name, content, what=__doc__))
 

@@ -17,7 +17,7 @@ from harness.data.inputs import datasets as inputs
 from harness.data.on_disk.cache import once_per_host
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
-from harness.topology.agreement import check_agreement
+from harness.topology.agreement import check_agreement, value_of_first, values_beside
 from harness.topology.groups import build_groups
 from harness.topology.layout import AXES, Layout
 from harness.training.prepare.preparation import require_shared
@@ -56,6 +56,8 @@ def tour(folder: Path) -> dict[str, Any]:
         "agreement": agreement_of(groups.rank),
         "same folder": told(lambda: require_shared(folder, groups.rank, WORLD)),
         "another folder": told(lambda: require_shared(unseen, groups.rank, WORLD)),
+        "beside": values_beside(f"host {groups.rank % 3}", groups.rank * 10),
+        "of the first": value_of_first(f"rank {groups.rank}"),
         "another world": told(lambda: build_groups(Layout(dp_size=4))),
     }
 
@@ -105,6 +107,14 @@ def test_a_folder_that_some_ranks_do_not_see_is_refused(seen: list[dict[str, Any
     for got in seen:
         assert got["same folder"] is None
         assert "ranks 6-7 (host " in got["another folder"] and "cannot see what rank 0 (host " in got["another folder"]
+
+
+def test_a_rank_learns_what_the_ranks_of_its_host_say_and_no_more(seen: list[dict[str, Any]]) -> None:
+    for rank, got in enumerate(seen):
+        here = [other for other in range(WORLD) if other % 3 == rank % 3]
+        assert list(got["beside"].values.items()) == [(other, other * 10) for other in here]
+        assert (got["beside"].number, got["beside"].hosts) == (rank % 3, 3)
+        assert got["of the first"] == "rank 0"
 
 
 def test_a_layout_for_another_world_is_refused(seen: list[dict[str, Any]]) -> None:

@@ -30,7 +30,7 @@ from harness.report.profile.record import Span
 from harness.resilience.process.distributed import shared_store
 from harness.resilience.process.memory import host_bytes, peak_bytes, reset_peak
 from harness.resilience.process.moments import Moment, moment, seconds_between
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import values_beside, values_on_first
 from harness.topology.placement import host_id
 
 # One time for the ranks of several hosts: how far each host's clock is ahead of rank 0's.
@@ -53,16 +53,17 @@ class Offset:
 
 def offset_to_first(place: str) -> Offset:
     """Return how far this process's clock is ahead of rank 0's; all ranks call it. `place` names the call."""
-    hosts = values_of_all(host_id())
-    leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
     rank, found = dist.get_rank(), Offset()
-    if len(leaders) > 1:
+    here = values_beside(host_id(), rank)
+    leader = min(here.values)
+    leaders = dict.fromkeys(values_on_first(leader))
+    if here.hosts > 1:
         store = dist.PrefixStore(f"clocks {place}", shared_store())
         if rank == 0:
-            answer(store, leaders[1:], time.perf_counter)
-        elif rank in leaders:
+            answer(store, list(leaders)[1:], time.perf_counter)
+        elif rank == leader:
             found = ask(store, rank, time.perf_counter)
-    return values_of_all(found)[hosts.index(hosts[rank])]
+    return values_beside(host_id(), found).values[leader]
 
 
 def answer(store: dist.Store, ranks: Sequence[int], now: Callable[[], float]) -> None:

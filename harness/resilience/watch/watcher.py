@@ -45,7 +45,7 @@ from harness.resilience.watch.enqueued import (
 )
 from harness.resilience.watch.hosts import OtherHosts
 from harness.resilience.watch.stragglers import Stragglers, WorkShare
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import any_rank, value_of_first, values_beside
 from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
 from harness.topology.placement import host_id
@@ -67,14 +67,12 @@ class Member:
     """What all ranks know of a rank.
 
     Attributes:
-        host_id: equal on ranks that see each other's processes; `host` is the name for messages.
         started: start time of the process, which tells it from a later one with the same pid.
     """
 
     rank: int
     stage: int
     host: str
-    host_id: str
     pid: int
     started: int
 
@@ -384,15 +382,12 @@ def watch_run(
     """
     ACTIVITY.stop_watching()
     status = status_of(os.getpid())
-    everyone = values_of_all(None if status is None else _myself(groups, status.started))
-    if None in everyone:
+    if any_rank(status is None):
         return None
-    members = [member for member in everyone if member is not None]
-    hosts = list(dict.fromkeys(member.host_id for member in members))
-    mine = members[groups.rank].host_id
-    local = [member for member in members if member.host_id == mine]
-    board, name = _shared_board(local, groups.rank)
-    others = OtherHosts(shared_store(), hosts.index(mine), len(hosts), name) if len(hosts) > 1 else None
+    assert status is not None
+    here = values_beside(_view(), _myself(groups, status.started))
+    board, name = _shared_board(list(here.values), groups.rank)
+    others = OtherHosts(shared_store(), here.number, here.hosts, name) if here.hosts > 1 else None
     store = None
     if on_accelerator:
         count_transfers()
@@ -400,8 +395,8 @@ def watch_run(
         store = dist.PrefixStore(f"enqueued/{name}", own)
     watcher = Watcher(
         board,
-        local,
-        [member.rank for member in local].index(groups.rank),
+        list(here.values.values()),
+        list(here.values).index(groups.rank),
         Limits(hang=args.hang_seconds, longest=SHARE_OF_TIMEOUT * run_timeout().total_seconds()),
         console,
         Path(args.output_dir).absolute(),
@@ -413,31 +408,32 @@ def watch_run(
     return watcher
 
 
+def _view() -> str:
+    """Return what is equal on ranks that see each other's processes."""
+    return " ".join([host_id(), *(str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES)])
+
+
 def _myself(groups: Groups, started: int) -> Member:
-    ids = [host_id(), *(str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES)]
     return Member(
         rank=groups.rank,
         stage=groups.coordinate.stage,
         host=THIS_RANK.host,
-        host_id=" ".join(ids),
         pid=os.getpid(),
         started=started,
     )
 
 
-def _shared_board(local: list[Member], rank: int) -> tuple[Board, str]:
+def _shared_board(ranks: list[int], rank: int) -> tuple[Board, str]:
     """Return the board of this host's ranks, and a name of the run that no other run has."""
-    first = local[0].rank == rank
-    folder = Path(tempfile.mkdtemp(prefix="ds-harness-watch-")) if first else None
-    folders = values_of_all(folder)
-    shared = folders[local[0].rank]
-    assert shared is not None and folders[0] is not None
-    board = Board(shared / "board", len(local))
+    folder = Path(tempfile.mkdtemp(prefix="ds-harness-watch-")) if ranks[0] == rank else None
+    shared, of_run = values_beside(_view(), folder).values[ranks[0]], value_of_first(folder)
+    assert shared is not None and of_run is not None
+    board = Board(shared / "board", len(ranks))
     dist.barrier()
     if folder is not None:
         (folder / "board").unlink()
         folder.rmdir()
-    return board, folders[0].name
+    return board, of_run.name
 
 
 def announce_layers(calls: Sequence[LayerCall]) -> None:

@@ -59,7 +59,17 @@ from harness.resilience.process.distributed import (
 from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.resilience.watch.watcher import watch_run
-from harness.topology.agreement import all_or_none, check_agreement, spell_ranks, values_of_all
+from harness.topology.agreement import (
+    Beside,
+    all_or_none,
+    any_rank,
+    check_agreement,
+    spell_ranks,
+    value_of_first,
+    values_beside,
+    values_of_all,
+    values_on_first,
+)
 from harness.topology.groups import build_groups
 from harness.topology.placement import Hosts, advise, host_id, hosts_of_launch
 from harness.training.engine.build import build_engine
@@ -88,13 +98,13 @@ def prepare_run(inputs: RunInputs) -> Run:
 
     # 2. together: process groups, one checkpoint to resume, one model to begin with
     context, foreign_groups = _meet(plan)
-    hosts = Hosts(tuple(values_of_all(host_id())))
+    here, hosts = values_beside(host_id(), context.groups.rank), Hosts(tuple(values_on_first(host_id())))
     plan.resolved = context.resolved
     if plan.data.train is not None:
-        try_saving(plan.output_dir, several_hosts=len(hosts.names) > 1)
-        _warn_of_locks(plan, hosts, context.groups.rank)
+        try_saving(plan.output_dir, several_hosts=here.hosts > 1)
+        _warn_of_locks(plan, here, context.groups.rank)
     plan.checkpoint = intact_checkpoint(plan, args)
-    if advice := advise(plan.layout, hosts_of_launch(hosts), hosts.numbers):
+    if hosts.ids and (advice := advise(plan.layout, hosts_of_launch(hosts), hosts.numbers)):
         console.warn(advice)  # tensor-parallel groups that cross hosts
     take_first_ranks(tensors_in_memory(plan.model, plan.source, plan.adaptation), context.device, console)
 
@@ -112,7 +122,7 @@ def prepare_run(inputs: RunInputs) -> Run:
         console.say(f"a sample, what is learnt of it between {BEGIN} and {END}: {text}")
 
     # 4. the model as a list of pipeline layers, which are not built yet: will it fit, can it be cut, what does it cost
-    expected = _expected(plan, context, sample, hosts.ranks_beside(context.groups.rank))
+    expected = _expected(plan, context, sample, list(here.values))
     trainable = _trainable(plan, context, sample)
     if trainable.causal is not None:  # the vocabulary is known now, so ids are checked against it
         collator = TokenCollator(plan.data_collator, trainable.causal.vocab_size, longest, not own_loss)
@@ -146,7 +156,7 @@ def prepare_run(inputs: RunInputs) -> Run:
         stages=stages,
         foreign_groups=foreign_groups,
         hosts=hosts,
-        run_id=values_of_all(run_id(plan.checkpoint))[0],
+        run_id=value_of_first(run_id(plan.checkpoint)),
         samples=samples,
         expected=expected,
     )
@@ -199,10 +209,10 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     return context, foreign_groups
 
 
-def _warn_of_locks(plan: RunPlan, hosts: Hosts, rank: int) -> None:
+def _warn_of_locks(plan: RunPlan, here: Beside[int], rank: int) -> None:
     """Warn if a host gets the lock that rank 0 holds on another one; all ranks call it."""
-    looks = hosts.ranks_beside(rank)[0] == rank and hosts.numbers[rank] > 0
-    if len(hosts.names) > 1 and any(values_of_all(looks and is_lent_twice(plan.output_dir))):
+    looks = min(here.values) == rank and here.number > 0
+    if here.hosts > 1 and any_rank(looks and is_lent_twice(plan.output_dir)):
         plan.console.warn(
             f"{plan.output_dir}: its file system lends each host a lock of its own: on another host a second run there "
             "is not refused, and this one finds it at a save"
@@ -212,7 +222,7 @@ def _warn_of_locks(plan: RunPlan, hosts: Hosts, rank: int) -> None:
 def _checkpoint_of_rank_0(plan: RunPlan) -> Path | None:
     """Return the checkpoint that rank 0 resumes, once this host sees it; all ranks call it."""
     asks = plan.args.resume_from_checkpoint == "auto" and plan.env.rank == 0
-    chosen = values_of_all(all_or_none(lambda: checkpoint_to_resume(plan) if asks else plan.checkpoint))[0]
+    chosen = value_of_first(all_or_none(lambda: checkpoint_to_resume(plan) if asks else plan.checkpoint))
     if chosen is not None:
         all_or_none(lambda: wait_until_seen(chosen, THIS_RANK.host))
     return chosen
@@ -341,13 +351,15 @@ def require_shared(output_dir: Path, rank: int, world_size: int) -> None:
         with tempfile.NamedTemporaryFile(dir=output_dir, prefix="shared-", delete=False) as file:
             return Path(file.name)
 
-    marker = values_of_all(all_or_none(mark))[0]
+    marker = value_of_first(all_or_none(mark))
     assert marker is not None
-    seen = values_of_all((THIS_RANK.host, _appears(output_dir / marker.name)))
+    appears = _appears(output_dir / marker.name)
+    is_blind = any_rank(not appears)
     if rank == 0:
         marker.unlink()
-    blind = [number for number, (_, sees) in enumerate(seen) if not sees]
-    if blind:
+    if is_blind:
+        seen = values_of_all((THIS_RANK.host, appears))
+        blind = [number for number, (_, sees) in enumerate(seen) if not sees]
         raise UserError(
             f"--output_dir {output_dir}: {spell_ranks(blind)} (host {seen[blind[0]][0]}) cannot see what rank 0 (host "
             f"{seen[0][0]}) writes there: give a folder on a file system that all hosts share"

@@ -20,7 +20,7 @@ from harness.parallel.collectives.of_group import shares_memory
 from harness.report import certificate
 from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
-from harness.topology.agreement import all_or_none, values_of_all
+from harness.topology.agreement import all_or_none, values_on_first
 from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.outputs import continued
@@ -55,7 +55,7 @@ class Recorder:
         self._unlogged: list[StepRecord] = []
 
     def __enter__(self) -> Recorder:
-        hosts = values_of_all(socket.gethostname())
+        hosts = values_on_first(socket.gethostname())
         all_or_none(lambda: self._begin(hosts) if self.writes else None)
         return self
 

@@ -31,7 +31,7 @@ from harness.data.batches.stream import BatchStream
 from harness.data.streaming.source import Streamed
 from harness.errors import UserError
 from harness.resilience.process.activity import inside
-from harness.topology.agreement import all_or_none, values_of_all
+from harness.topology.agreement import all_or_none, value_of_first
 from harness.training.best_model import restore_best
 from harness.training.callbacks import TrainerState
 from harness.training.nonfinite import NonFiniteStep
@@ -50,7 +50,7 @@ def load(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | 
         run.console.say(f"gradient compression: {checkpoint} has no residue of this layout: starting without")
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
     state.global_step, state.consumed_samples = progress.step, progress.consumed_samples
-    of_first_rank = lambda path: values_of_all(damage(path))[0]  # noqa: E731  folders may look different from each host
+    of_first_rank = lambda path: value_of_first(damage(path))  # noqa: E731  folders may look different from each host
     if lost := restore_best(run.args, state, progress.best, checkpoint.absolute().parent, of_first_rank):
         run.console.warn(lost)
     if stream is not None:
@@ -90,7 +90,7 @@ def resume_named(run: Run, name: str | Path | bool, state: TrainerState, stream:
     all_or_none(lambda: require_same_base(checkpoint, run.base))
     require_same_model(run.checkpoint, run.trainable.summary, run.trainable.shaping_config)
     resume(run, run.checkpoint, state, stream)
-    run.run_id = values_of_all(run_id(run.checkpoint))[0]
+    run.run_id = value_of_first(run_id(run.checkpoint))
 
 
 def resume(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> None:
@@ -239,4 +239,4 @@ class Rollback:
 
     def _newest(self) -> Path | None:
         """Return the newest checkpoint as rank 0 sees it, as a shared folder may look different from each host."""
-        return values_of_all(newest_whole(self.run.output_dir) if dist.get_rank() == 0 else None)[0]
+        return value_of_first(newest_whole(self.run.output_dir) if dist.get_rank() == 0 else None)

@@ -29,6 +29,21 @@ def test_the_script_keeps_its_arguments() -> None:
         assert (options.num_accelerators, options.max_restarts, options.module) == (2, 0, False)
 
 
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        (["--slurm", "job.sbatch"], "--slurm: use `ds-harness cluster slurm --output FILE`"),
+        (["--launcher=pdsh"], "--launcher: run `ds-harness launch --rdzv_endpoint HOST:PORT` on each host"),
+        (["--bind_cores_to_rank"], "--bind_cores_to_rank: use `--no_python numactl"),
+        (["--save_pid"], "--save_pid: only the `deepspeed` command can do this"),
+    ],
+)
+def test_a_flag_that_is_gone_is_answered_with_what_to_use(flag: list[str], answer: str) -> None:
+    with pytest.raises(UserError) as raised:
+        read_options([*flag, "train.py"])
+    assert str(raised.value).startswith(answer)
+
+
 def test_hosts_and_devices_are_chosen_as_by_deepspeed(hostfile: str) -> None:
     assert hosts("--hostfile", hostfile) == {"a": (0, 1, 2, 3), "b": (0, 1)}
     assert hosts("--hostfile", hostfile, "--num_nodes", "1", "--num_accelerators", "2") == {"a": (0, 1)}
@@ -48,7 +63,6 @@ def test_hosts_and_devices_are_chosen_as_by_deepspeed(hostfile: str) -> None:
         (["--include", "a", "--exclude", "b"], "give one of them"),
         (["--include", "a", "--num_nodes", "1"], "cannot be combined"),
         (["--max_restarts", "-1"], "--max_restarts -1: must be at least 0"),
-        (["--launcher", "openmpi"], "see --help"),
         (["--hostfile", "/nowhere"], "no such file"),
         (["--max_restart", "2"], "see --help"),
     ],

@@ -65,7 +65,6 @@ def test_a_launch_tells_its_hosts_by_the_ranks_on_each() -> None:
     in_order, in_turn = (Hosts(tuple(f"n{host} 1c9a" for host in dealt)) for dealt in ((7, 7, 7, 2), (7, 2, 7, 7)))
     assert hosts_of_launch(in_order) == hosts_of_launch(in_turn) == (Host(name="n7", slots=3), Host(name="n2", slots=1))
     assert (in_order.numbers, in_turn.numbers) == ([0, 0, 0, 1], [0, 1, 0, 0])
-    assert in_turn.ranks_beside(2) == [0, 2, 3]
     assert Hosts((host_id(),)).names == [socket.gethostname()]
     same_name = Hosts(("localhost 1c9a", "localhost 77b0"))
     assert same_name.names == ["localhost"] * 2 and same_name.numbers == [0, 1]
