@@ -1,7 +1,8 @@
 """The same run as a TrainJob of Kubeflow Trainer v2, with a runtime of its own, or as a JobSet.
 
 Every pod runs one `ds-harness launch`, which finds the others through the first pod. Its exit codes say what Kubernetes
-is to do with a pod that has ended: see CODES.
+is to do with a pod that has ended: see SAVED and BY_SIGNAL. 137 without a disruption (out of memory, a host that was
+restarted) counts as a failure of the pod, which is started again, BACKOFF times.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from harness.config.values.json_object import JsonObject
 
 Document: TypeAlias = JsonObject
 PORT = 29400
-CODES = {
-    "FailJob": (1, 2, 126, 127),  # what the user must mend, by a launch that has given up
-    "Ignore": (129, 130, 138, 143),  # the ranks have saved on a signal: the pod is started again and they go on
-}
+SAVED = (129, 130, 138, 143)  # the ranks have saved on a signal: the pod is started again and they go on
+BY_SIGNAL = tuple(range(129, 160))  # with any other code the launch has given up, and the user must mend something
 NODE = "node"  # name that Kubeflow's runtimes give to the pods that train, and to their container
 BACKOFF = 100  # pods that may be killed (out of memory, a host that is gone) before the job fails
 
@@ -107,13 +106,9 @@ def _job_spec(job: Job, *, with_size: bool) -> Document:
             "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
         }
     ]
-    for action, codes in CODES.items():
-        rules.append(
-            {
-                "action": action,
-                "onExitCodes": {"containerName": NODE, "operator": "In", "values": list(codes)},
-            }
-        )
+    for action, operator, codes in (("Ignore", "In", SAVED), ("FailJob", "NotIn", BY_SIGNAL)):
+        of_code = {"containerName": NODE, "operator": operator, "values": list(codes)}
+        rules.append({"action": action, "onExitCodes": of_code})
     volumes: list[Document] = [
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{job.shared_gib}Gi"}}
     ]

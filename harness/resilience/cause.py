@@ -60,7 +60,7 @@ class Cause:
         is_final: whether a restart would fail in the same way, because the user must fix it.
         is_stop: whether a signal ended the ranks, after a checkpoint.
         may_pass: whether it may go away by itself (a full disk, a network), unlike an error of the code.
-        code: exit code of the launch if there is no restart.
+        code: exit code of the launch if there is no restart. More than 128 means a signal to the launch itself.
     """
 
     text: str
@@ -128,7 +128,7 @@ def _killed(end: Ended, position: Position | None, kills: int | None) -> Cause:
     if end.code == -signal.SIGKILL:
         reason = {None: "; killed by the system: memory?", 0: ""}.get(kills, "; killed by the system: out of memory")
     text = f"{_who(end.rank, position, end.host)} was killed by {_name(-end.code)} {_when(position)}{reason}"
-    return Cause(text=text, step=position.step if position else 0, rank=end.rank, may_pass=True, code=128 - end.code)
+    return Cause(text=text, step=position.step if position else 0, rank=end.rank, may_pass=True)
 
 
 def _silent(end: Ended, positions: Mapping[int, Position]) -> Cause:
@@ -145,7 +145,7 @@ def _silent(end: Ended, positions: Mapping[int, Position]) -> Cause:
         rank=end.rank,
         is_final=end.code == USAGE_ERROR and step == 0,
         may_pass=end.code != USAGE_ERROR,
-        code=end.code or 1,
+        code=end.code if 0 < end.code <= 128 else 1,
     )
 
 

@@ -68,18 +68,27 @@ def pod_of(document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return job["template"]["spec"], job["template"]["spec"]["template"]["spec"]
 
 
+def action_on(job: dict[str, Any], code: int, *, is_disrupted: bool = False) -> str | None:
+    """What Kubernetes does with a pod that has ended: the first rule that fits counts; None counts as a failure."""
+    for rule in job["podFailurePolicy"]["rules"]:
+        on_code, on_conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])
+        assert on_code is None or 0 not in on_code["values"] or on_code["operator"] == "NotIn"
+        if is_disrupted and {"type": "DisruptionTarget", "status": "True"} in on_conditions:
+            return str(rule["action"])
+        if on_code is not None and (code in on_code["values"]) == (on_code["operator"] == "In"):
+            return str(rule["action"])
+    return None
+
+
 @pytest.mark.parametrize("resource", ["TrainJob", "JobSet"])
 def test_exit_codes_time_to_save_shared_memory_and_volume(resource: str, tmp_path: Path) -> None:
     flags = ("--resource", resource, "--gpus", "8", "--nodes", "4", "--volume", "claim", "--save_seconds", "90")
     job, pod = pod_of(written(*flags, folder=tmp_path)[0])
     assert job["completionMode"] == "Indexed" and pod["restartPolicy"] == "Never"  # a failure policy needs it
-    actions = {
-        code: rule["action"]
-        for rule in job["podFailurePolicy"]["rules"]
-        for code in rule.get("onExitCodes", {}).get("values", ())
-    }
-    assert actions[1] == actions[2] == "FailJob" and {actions[128 + number] for number in (1, 2, 10, 15)} == {"Ignore"}
-    assert 0 not in actions  # not allowed among the codes
+    assert {action_on(job, code) for code in (1, 2, 3, 126, 127)} == {"FailJob"}  # the launch has given up
+    assert {action_on(job, 128 + number) for number in (1, 2, 10, 15)} == {"Ignore"}  # it has saved
+    assert action_on(job, 137) is action_on(job, 139) is None  # counted: out of memory, a node that was restarted
+    assert {action_on(job, code, is_disrupted=True) for code in (1, 137, 143)} == {"Ignore"}
     assert pod["terminationGracePeriodSeconds"] == 240  # twice a save and a minute
     (container,) = pod["containers"]
     mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
