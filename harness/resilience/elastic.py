@@ -12,12 +12,10 @@ talk through the store of the rendezvous, under keys of the start's number:
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -32,7 +30,7 @@ from harness.resilience.leading import ANSWER_S, HOSTS_S, LOOK_S, Leader
 from harness.resilience.on_host.ranks import Ranks
 from harness.resilience.options import Options
 from harness.resilience.process.records import read_positions
-from harness.resilience.rendezvous import AGAIN_S, LAST_CALL_S, PULSE_S, Pulse, meet, run_store
+from harness.resilience.rendezvous import AGAIN_S, LAST_CALL_S, PULSE_S, Pulse, meet, put, run_store, take
 from harness.resilience.reports import BY_SIGNAL, ENDS, Report, have_told, why_over
 from harness.resilience.rounds import LOST, Offer, Place, free_port
 from harness.resilience.script import Script
@@ -113,17 +111,16 @@ class Agent(LocalElasticAgent):
             position=place.position,
             devices=place.devices,
             port=self.options.master_port or free_port(),
-            history="" if store_has_history else self.leader.known.dump(),
+            history=None if store_has_history else self.leader.known,
         )
-        store.set(f"offer/{group_rank}", json.dumps(asdict(offer)))
+        put(store, f"offer/{group_rank}", offer)
         if self._leads:
             keys = [f"offer/{rank}" for rank in range(group_world_size)]
             self._await(store, keys)
-            offers = [Offer.load(json.loads(content)) for content in store.multi_get(keys)]
-            if (verdict := self.leader.plan(offers, store)) is not None:
+            if (verdict := self.leader.plan([take(store, key) for key in keys], store)) is not None:
                 self._leave(verdict.code or 0)
         self._await(store, ["plan", f"plan/{offer.node}"])
-        self._plan = {**json.loads(store.get("plan")), **json.loads(store.get(f"plan/{offer.node}"))}
+        self._plan = {**take(store, "plan"), **take(store, f"plan/{offer.node}")}
         self._number, self._index = self._plan["start"], self._plan["index"]
         self._signalled = self._finished = False
         first, total = self._plan["first"], self._plan["ranks"]
@@ -242,7 +239,7 @@ class Agent(LocalElasticAgent):
             self._pause(SIGNAL_S)
         if ranks.count:
             report = Report.of(ranks.records, ranks.exits, seen, self._kills, self._received)
-            self.store.set(f"{self._number}/ended/{self._index}", json.dumps(asdict(report)))
+            put(self.store, f"{self._number}/ended/{self._index}", report)
         ranks.end()
         if self._leads:
             lost = set(detail.split()) if why == "hosts" else set()
@@ -252,7 +249,7 @@ class Agent(LocalElasticAgent):
             if time.monotonic() > until:
                 return Verdict()  # the leader is lost: the next one judges
             self._sleep(NEWS_S)
-        verdict = Verdict(**json.loads(self.store.get(key)))
+        verdict: Verdict = take(self.store, key)
         for line in () if self.options.started else verdict.lines:
             self.leader.say(line)
         if self.handler.node in self.leader.history.gone and verdict.code is None and not self._received:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from harness.resilience.cause import Cause
@@ -47,23 +46,6 @@ class History:
     earlier: tuple[tuple[int, int], ...] | None = None
     gone: tuple[str, ...] = ()
 
-    def dump(self) -> str:
-        """Serialise."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def load(cls, text: str) -> History:
-        """Read what `dump` has made."""
-        fields = json.loads(text)
-        for name, value in fields.items():
-            if isinstance(value, list):
-                fields[name] = tuple(tuple(each) if isinstance(each, list) else each for each in value)
-        fields["faults"] = tuple(
-            Fault(**{**each, "device": None if each["device"] is None else tuple(each["device"])})
-            for each in fields["faults"]
-        )
-        return cls(**fields)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -76,7 +58,7 @@ class Verdict:
 
     code: int | None = None
     pause: float = 0.0
-    lines: tuple[str, ...] = field(default=())
+    lines: tuple[str, ...] = ()
 
 
 def judge(

@@ -1,5 +1,6 @@
 """What the leader of a run does for all hosts: it plans each start, and judges it when it is over.
 
+In the engine each agent restarts by itself, at once and a number of times, whatever has happened.
 The agent that the rendezvous numbers 0 leads. What must outlive it is in the store, where the next leader finds it: the
 history of the run, and the team of the start that nobody has judged yet.
 """
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -21,6 +22,7 @@ from harness.errors import UserError
 from harness.resilience.cause import Cause
 from harness.resilience.judging import History, Verdict, judge
 from harness.resilience.options import Options
+from harness.resilience.rendezvous import put, take
 from harness.resilience.reports import Report, cause_of
 from harness.resilience.rounds import Offer, Place, Team, team_of
 from harness.resilience.script import Script
@@ -70,7 +72,7 @@ class Leader:
     def history(self) -> History:
         """The history of the run, as the store has it: another agent may have led. As this agent knows it if not."""
         if self.store.check(["history"]):
-            self.known = History.load(self.store.get("history").decode())
+            self.known = take(self.store, "history")
         return self.known
 
     def plan(self, offers: Sequence[Offer], meeting: dist.Store) -> Verdict | None:
@@ -80,7 +82,7 @@ class Leader:
             A verdict that ends the run instead: no layout fits, or the start before has already used up the restarts.
         """
         if not self.store.check(["history"]):
-            known = [History.load(offer.history) for offer in offers if offer.history]
+            known = [offer.history for offer in offers if offer.history is not None]
             self._write(replace(max(known, key=lambda each: each.start, default=History()), is_open=False))
         if (history := self.history).is_open:
             verdict = self._judge_abandoned(history, {offer.node for offer in offers})
@@ -110,13 +112,14 @@ class Leader:
             "address": self.options.master_addr or (first.address if several else LOOPBACK),
             "port": first.port,
         }
-        for key, value in (("over", ""), ("signal", "0"), ("team", team.dump())):
-            self.store.set(f"{number}/{key}", value)
+        self.store.set(f"{number}/over", "")
+        self.store.set(f"{number}/signal", "0")
+        put(self.store, f"{number}/team", team)
         self._write(replace(history, start=number, is_open=start is not None, gone=()))
         for index, offer in enumerate(team.offers):
             part = {"index": index, "first": team.first_rank(index), "devices": offer.devices}
-            meeting.set(f"plan/{offer.node}", json.dumps(part))
-        meeting.set("plan", json.dumps(plan))
+            put(meeting, f"plan/{offer.node}", part)
+        put(meeting, "plan", plan)
         return None
 
     def _problem(self, team: Team) -> Verdict | None:
@@ -157,7 +160,7 @@ class Leader:
 
     def _judge_abandoned(self, history: History, here: set[str]) -> Verdict:
         """Judge a start whose leader is lost: its agent was killed, or its host."""
-        team = Team.load(self.store.get(f"{history.start}/team").decode())
+        team: Team = take(self.store, f"{history.start}/team")
         self.store.compare_set(f"{history.start}/over", "", "fault")
         verdict = self._judge(team, history, {offer.node for offer in team.offers} - here, "", ANSWER_S)
         until = time.monotonic() + min(verdict.pause, LONGEST_S)
@@ -191,7 +194,7 @@ class Leader:
             goes_on=goes_on,
         )
         if cause is not None and len(history.faults) > known:
-            self._log(cause, team.text)
+            self._log(cause, str(team.start))
         return self.publish(verdict, replace(history, gone=tuple(sorted(lost | leaving))))
 
     def _reports(self, team: Team, number: int, lost: set[str], seconds: float) -> dict[int, Report]:
@@ -202,7 +205,7 @@ class Leader:
         while (missing := wanted - reports.keys()) and time.monotonic() < until:
             for index in missing:
                 if self.store.check([f"{number}/ended/{index}"]):
-                    reports[index] = Report(**json.loads(self.store.get(f"{number}/ended/{index}")))
+                    reports[index] = take(self.store, f"{number}/ended/{index}")
             if wanted - reports.keys():
                 self._sleep(LOOK_S)
         return reports
@@ -221,12 +224,12 @@ class Leader:
         self._write(history)
         if verdict.code is not None:
             self.store.set("end", str(verdict.code))
-        self.store.set(f"{history.start}/verdict", json.dumps(asdict(verdict)))
+        put(self.store, f"{history.start}/verdict", verdict)
         return verdict
 
     def _write(self, history: History) -> None:
         self.known = history
-        self.store.set("history", history.dump())
+        put(self.store, "history", history)
 
     def _log(self, cause: Cause, start: str) -> None:
         """Add a line to `restarts.jsonl` in the output directory."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -61,6 +63,16 @@ def serve(endpoint: tuple[str, int], listener: socket.socket) -> dist.Store:
 def run_store(store: dist.Store, run_id: str) -> dist.Store:
     """Return the keys of one run in the store of the agents, which several runs may use."""
     return dist.PrefixStore(f"ds-harness/{run_id}", store)
+
+
+def put(store: dist.Store, key: str, value: object) -> None:
+    """Write a value of any type, as the engine writes its own state there."""
+    store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # torch's stubs know only texts
+
+
+def take(store: dist.Store, key: str) -> Any:
+    """Return what `put` has written."""
+    return pickle.loads(store.get(key))
 
 
 def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:

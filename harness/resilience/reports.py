@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from harness.config.values.json_object import JsonObject
 from harness.resilience.cause import Cause, Ended, first_cause, oom_kills
 from harness.resilience.process.records import (
     STOPPED,
@@ -40,9 +39,9 @@ class Report:
         received: signal that asked this host's launch to end; 0 if none did.
     """
 
-    exits: list[tuple[int, int, float]]
-    failures: list[JsonObject]
-    positions: list[JsonObject]
+    exits: list[Exit]
+    failures: list[Failure]
+    positions: list[Position]
     success: bool | None
     kills: int | None
     received: int
@@ -62,8 +61,8 @@ class Report:
         now = oom_kills()
         return cls(
             exits=[(rank, code, at - seen) for rank, code, at in exits],
-            failures=[{**asdict(failure), "time": failure.time - seen} for failure in read_failures(records)],
-            positions=[asdict(position) for position in read_positions(records).values()],
+            failures=[replace(failure, time=failure.time - seen) for failure in read_failures(records)],
+            positions=list(read_positions(records).values()),
             success=succeeded(records),
             kills=None if now is None or kills is None else now - kills,
             received=received[0] if received else 0,
@@ -123,10 +122,8 @@ def cause_of(team: Team, reports: Mapping[int, Report], lost: set[str], text: st
     ranks = sum(len(offer.devices) for offer in team.offers)
     if True in successes or (False not in successes and [end.code for end in ended] == [0] * ranks):
         return None
-    failures = sorted(
-        (Failure(**each) for report in reports.values() for each in report.failures), key=lambda failure: failure.time
-    )
-    positions = {each["rank"]: Position(**each) for report in reports.values() for each in report.positions}
+    failures = sorted((each for report in reports.values() for each in report.failures), key=lambda each: each.time)
+    positions = {each.rank: each for report in reports.values() for each in report.positions}
     step = max((position.step for position in positions.values()), default=last_step)
     if text:
         return Cause(text=text, step=step, may_pass=True)

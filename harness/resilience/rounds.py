@@ -1,17 +1,18 @@
-"""Which ranks run where: the layout for the hosts that have met, and the place of each host's ranks in it."""
+"""Which ranks run where: the layout for the hosts that have met, and the place of each host's ranks in it.
+
+The engine gives each agent as many ranks as it asks for, in the order of addresses, whatever layout they make.
+"""
 
 from __future__ import annotations
 
-import json
 import random
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.resilience.judging import Device
+from harness.resilience.judging import Device, History
 from harness.resilience.script import Script, Start
 from harness.topology.env import PORTS
 from harness.topology.placement import Host, place
@@ -50,7 +51,7 @@ class Offer:
         node: name of its agent in the rendezvous.
         position: where it stands among all hosts.
         port: free on it, for rank 0.
-        history: what its agent knows of the run's history; empty if nothing. The store may have been lost.
+        history: as its agent knows it, where the store has none. The store may have been lost.
     """
 
     node: str
@@ -59,12 +60,7 @@ class Offer:
     position: int
     devices: tuple[int, ...]
     port: int
-    history: str = ""
-
-    @classmethod
-    def load(cls, fields: JsonObject) -> Offer:
-        """Return the offer of these fields, as JSON has them."""
-        return cls(**{**fields, "devices": tuple(fields["devices"])})
+    history: History | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,25 +68,13 @@ class Team:
     """The hosts of a start, in the order of their ranks, each with the devices in use; and what they start.
 
     Attributes:
-        start: None while too few hosts are there to start anything, and in a team that was read from the store.
-        text: what it starts, for the record of a fault.
+        start: None while too few hosts are there to start anything.
         available: number of devices that it could use.
     """
 
     offers: tuple[Offer, ...]
     start: Start | None = None
-    text: str = ""
     available: int = 0
-
-    def dump(self) -> str:
-        """Serialise."""
-        return json.dumps({"offers": [asdict(offer) for offer in self.offers], "text": self.text})
-
-    @classmethod
-    def load(cls, text: str) -> Team:
-        """Read what `dump` has made."""
-        fields = json.loads(text)
-        return cls(offers=tuple(map(Offer.load, fields["offers"])), text=fields["text"])
 
     def device(self, rank: int | None) -> Device | None:
         """Return host and device of a rank."""
@@ -116,7 +100,7 @@ def team_of(offers: Sequence[Offer], failing: Sequence[Device], script: Script, 
     start = script.first(ranks) if ranks == wanted else script.on_fewer(wanted, ranks) if ranks else None
     if start is None or start.ranks < fewest:
         return Team(offers=tuple(replace(offer, devices=()) for offer in left), available=ranks)
-    return Team(offers=_used(left, start), start=start, text=str(start))
+    return Team(offers=_used(left, start), start=start)
 
 
 def _used(offers: Sequence[Offer], start: Start) -> tuple[Offer, ...]:

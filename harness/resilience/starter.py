@@ -1,4 +1,7 @@
-"""Start `ds-harness launch` on each host by ssh or srun, again on hosts that were lost, and serve the agents' store."""
+"""Start `ds-harness launch` on each host by ssh or srun, again on hosts that were lost, and serve the agents' store.
+
+The engine starts nothing on other hosts.
+"""
 
 from __future__ import annotations
 

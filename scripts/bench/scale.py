@@ -42,6 +42,7 @@ from harness.checkpoint.directories import write_manifest
 from harness.checkpoint.tensors.tensor_writer import Entry, file_regions
 from harness.data.batches.order import batch_indices
 from harness.resilience.judging import History
+from harness.resilience.process.records import Position
 from harness.resilience.rendezvous import JOIN_S, StateHolder
 from harness.resilience.reports import Report, cause_of
 from harness.resilience.rounds import Offer, team_of
@@ -173,21 +174,21 @@ def starting(agents: int) -> tuple[int, float, int, float]:
     ]
     begun = time.process_time()
     team = team_of(offers, (), Script(KNOWN), agents * PER_HOST, 1)
-    text = team.dump()
-    plan = json.dumps({"start": 0, "words": KNOWN, "ranks": agents * PER_HOST, "hosts": agents, "address": "a" * 20})
+    text = pickle.dumps(team)
+    plan = pickle.dumps({"start": 0, "words": KNOWN, "ranks": agents * PER_HOST, "hosts": agents, "address": "a" * 20})
     parts = [
-        json.dumps({"index": index, "first": index * PER_HOST, "devices": offer.devices})
+        pickle.dumps({"index": index, "first": index * PER_HOST, "devices": offer.devices})
         for index, offer in enumerate(team.offers)
     ]
     planned = time.process_time() - begun
     # each agent writes its offer and reads plan and part; the leader reads the offers, and writes the rest
-    bytes_of_plan = 2 * (len(text)) + agents * (len(plan) + 2 * len(parts[-1])) + len(History().dump())
+    bytes_of_plan = 2 * (len(text)) + agents * (len(plan) + 2 * len(parts[-1])) + len(pickle.dumps(History()))
     reports = [
         Report(
             exits=[(index * PER_HOST + local, 1, 0.1) for local in range(PER_HOST)],
             failures=[],
             positions=[
-                {"rank": index * PER_HOST + local, "host": offer.host, "stage": 1, "step": 9, "doing": "training"}
+                Position(rank=index * PER_HOST + local, host=offer.host, stage=1, step=9, doing="training")
                 for local in range(PER_HOST)
             ],
             success=False,
@@ -196,7 +197,7 @@ def starting(agents: int) -> tuple[int, float, int, float]:
         )
         for index, offer in enumerate(offers)
     ]
-    sizes = sum(len(json.dumps(vars(report))) for report in reports)
+    sizes = sum(len(pickle.dumps(report)) for report in reports)
     judged = timed(lambda: cause_of(team, dict(enumerate(reports)), set(), "", 9))
     return bytes_of_plan, planned, 2 * sizes, judged
 

@@ -1,4 +1,7 @@
-"""Find and kill all processes of a run on this host, stopped and re-parented ones too."""
+"""Find and kill all processes of a run on this host, stopped and re-parented ones too.
+
+The engine ends the processes that it has started itself, not what these have left: data workers, compilers, servers.
+"""
 
 from __future__ import annotations
 

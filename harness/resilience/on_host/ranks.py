@@ -1,4 +1,8 @@
-"""The ranks of one host: started, signalled, seen to end, and ended, with all that they have left behind."""
+"""The ranks of one host: started, signalled, seen to end, and ended, with all that they have left behind.
+
+The engine's own processes do not serve: with the first rank that fails it ends the others, before they have said why,
+keeps that one's end alone, and takes the launch's signal handlers.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.resilience.cause import Cause
-from harness.resilience.judging import Device, Fault, History, Verdict, judge
+from harness.resilience.judging import Device, History, Verdict, judge
 
 
 class Run:
@@ -146,26 +146,3 @@ def test_a_device_that_fails_at_once_is_left_out(
         assert run.judge(fault(step), device) is None
     assert run.history.failing == left_out
     assert ("device 1 of b is left out: it failed twice before the first step" in run.said) == bool(left_out)
-
-
-@given(
-    st.builds(
-        History,
-        start=st.integers(-1, 99),
-        is_open=st.booleans(),
-        faults=st.lists(
-            st.builds(
-                Fault,
-                step=st.integers(0, 9),
-                text=st.text(max_size=5),
-                device=st.none() | st.tuples(st.text(max_size=3), st.integers(0, 9)),
-            ),
-            max_size=2,
-        ).map(tuple),
-        failing=st.lists(st.tuples(st.text(max_size=3), st.integers(0, 9)), max_size=2).map(tuple),
-        earlier=st.none() | st.lists(st.tuples(st.integers(), st.integers()), max_size=2).map(tuple),
-        gone=st.lists(st.text(max_size=3), max_size=2).map(tuple),
-    )
-)
-def test_the_next_leader_reads_the_history_as_it_was(history: History) -> None:
-    assert History.load(history.dump()) == history

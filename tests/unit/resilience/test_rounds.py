@@ -32,12 +32,12 @@ def test_all_hosts_start_as_the_user_asked_in_the_order_of_their_positions() -> 
     assert found.start == Start(words=KNOWN, ranks=4)
     assert devices(found) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert [found.first_rank(index) for index in range(2)] == [0, 2]
-    assert Team.load(found.dump()).offers == found.offers and found.device(9) is None and found.device(None) is None
+    assert found.device(9) is None and found.device(None) is None
 
 
 def test_fewer_hosts_get_another_layout() -> None:
     found = team(offer("a"))
-    assert str(found.start) == found.text == "pp1 x dp1 x tp2 on 2 ranks"
+    assert str(found.start) == "pp1 x dp1 x tp2 on 2 ranks"
     assert found.start is not None and "--global_batch_size" in found.start.words
 
 
