@@ -89,11 +89,6 @@ class Options:
         least, _, most = (self.nnodes or "1").partition(":")
         return int(least), int(most or least)
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the run goes on after a fault, or without some hosts."""
-        return bool(self.max_restarts) or (self.nodes is not None and self.nodes[0] < self.nodes[1])
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:

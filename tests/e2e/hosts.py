@@ -39,8 +39,9 @@ def missing(*, ssh: bool = True) -> str:
     absent = [name for name in wanted if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
     if absent:
         return f"needs {', '.join(absent)}"
-    probe = subprocess.run(["ip", "netns", "add", "dsh-probe"], capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "del", "dsh-probe"], capture_output=True)
+    name = f"dsh-probe-{os.getpid()}"  # workers of the tests look at the same time
+    probe = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
     return f"ip netns: {probe.stderr.strip()}" if probe.returncode else ""
 
 
