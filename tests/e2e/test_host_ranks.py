@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.resilience.on_host import processes
 from harness.resilience.on_host import ranks as module
 from harness.resilience.on_host.processes import become_subreaper
 from harness.resilience.on_host.ranks import Command, Ranks
@@ -54,6 +55,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     for each in made:
         each.close()
     assert set(children_of(os.getpid())) <= set(before)
+    processes._prctl(processes.PR_SET_CHILD_SUBREAPER, 0)  # nobody would reap what later tests leave
 
 
 def codes(ranks: Ranks, count: int, seconds: float = 30) -> dict[int, int]:
