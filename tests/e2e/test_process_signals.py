@@ -145,13 +145,8 @@ def test_a_signal_while_an_operator_is_compiled_leaves_no_lock_and_no_compiler(t
     building.terminate()
     assert building.wait(30) == 143
     assert not (tmp_path / "lock").exists()
-<<<<<<< HEAD
-    until = time.monotonic() + 20
-    while subprocess.run(["ps", "-o", "pid=", "-p", listed.decode().split()[0]], capture_output=True).stdout:
-=======
     compiler, until = int(listed.split()[0]), time.monotonic() + 30
     while (status := status_of(compiler)) is not None and status.state != "Z":  # whoever is its parent now may not reap
->>>>>>> f646534 (Tests that depend on when another process has ended wait for it; workers of the tests do not take each other's name of a namespace)
         assert time.monotonic() < until
         time.sleep(0.1)
 
