@@ -117,10 +117,10 @@ class Agent(LocalElasticAgent):
         if self._leads:
             keys = [f"offer/{rank}" for rank in range(group_world_size)]
             self._await(store, keys)
-            if (verdict := self.leader.plan([take(store, key) for key in keys], store)) is not None:
+            if (verdict := self.leader.plan([take(store, key, Offer) for key in keys], store)) is not None:
                 self._leave(verdict.code or 0)
         self._await(store, ["plan", f"plan/{offer.node}"])
-        self._plan = {**take(store, "plan"), **take(store, f"plan/{offer.node}")}
+        self._plan = {**take(store, "plan", dict), **take(store, f"plan/{offer.node}", dict)}
         self._number, self._index = self._plan["start"], self._plan["index"]
         self._signalled = self._finished = False
         first, total = self._plan["first"], self._plan["ranks"]
@@ -249,7 +249,7 @@ class Agent(LocalElasticAgent):
             if time.monotonic() > until:
                 return Verdict()  # the leader is lost: the next one judges
             self._sleep(NEWS_S)
-        verdict: Verdict = take(self.store, key)
+        verdict = take(self.store, key, Verdict)
         for line in () if self.options.started else verdict.lines:
             self.leader.say(line)
         if self.handler.node in self.leader.history.gone and verdict.code is None and not self._received:

@@ -72,7 +72,7 @@ class Leader:
     def history(self) -> History:
         """The history of the run, as the store has it: another agent may have led. As this agent knows it if not."""
         if self.store.check(["history"]):
-            self.known = take(self.store, "history")
+            self.known = take(self.store, "history", History)
         return self.known
 
     def plan(self, offers: Sequence[Offer], meeting: dist.Store) -> Verdict | None:
@@ -160,7 +160,7 @@ class Leader:
 
     def _judge_abandoned(self, history: History, here: set[str]) -> Verdict:
         """Judge a start whose leader is lost: its agent was killed, or its host."""
-        team: Team = take(self.store, f"{history.start}/team")
+        team = take(self.store, f"{history.start}/team", Team)
         self.store.compare_set(f"{history.start}/over", "", "fault")
         verdict = self._judge(team, history, {offer.node for offer in team.offers} - here, "", ANSWER_S)
         until = time.monotonic() + min(verdict.pause, LONGEST_S)
@@ -205,7 +205,7 @@ class Leader:
         while (missing := wanted - reports.keys()) and time.monotonic() < until:
             for index in missing:
                 if self.store.check([f"{number}/ended/{index}"]):
-                    reports[index] = take(self.store, f"{number}/ended/{index}")
+                    reports[index] = take(self.store, f"{number}/ended/{index}", Report)
             if wanted - reports.keys():
                 self._sleep(LOOK_S)
         return reports

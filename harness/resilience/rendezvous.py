@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -37,6 +37,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from harness.console import print_if_heard
 from harness.topology.env import LOOPBACK
 
+T = TypeVar("T")
 PULSE_S = 2.0
 LOST_S = 20.0  # an agent whose count has stood still for so long is lost; packet loss alone delays it by some seconds
 LAST_CALL_S = 30.0  # wait for further hosts before the first start
@@ -70,9 +71,11 @@ def put(store: dist.Store, key: str, value: object) -> None:
     store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # torch's stubs know only texts
 
 
-def take(store: dist.Store, key: str) -> Any:
-    """Return what `put` has written."""
-    return pickle.loads(store.get(key))
+def take(store: dist.Store, key: str, kind: type[T]) -> T:
+    """Return what `put` has written, which is of this kind."""
+    value = pickle.loads(store.get(key))
+    assert isinstance(value, kind)
+    return value
 
 
 def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:
