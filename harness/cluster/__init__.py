@@ -1,1 +1,1 @@
-"""`ds-harness cluster`: write the file by which a cluster starts `ds-harness launch` on its hosts. No torch."""
+"""`ds-harness cluster`: write the job file with which a cluster starts `ds-harness launch` on its hosts. No torch."""

@@ -1,4 +1,4 @@
-"""The verb `ds-harness cluster`: what Kubernetes or Slurm is given to start a run."""
+"""The verb `ds-harness cluster`: write the job file for Kubernetes or Slurm."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ EXAMPLE = """example:
       -- scripts/train.py --deepspeed_config pipeline_3d --max_steps 1000 --output_dir /data/run
   ds-harness cluster slurm --nodes 4 --gpus 8 --output job.sbatch \\
       -- scripts/train.py --deepspeed_config pipeline_3d --max_steps 1000 --output_dir runs/a"""
-NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # of Kubernetes' labels, with room for what it adds
-SAVE_S = 60.0  # of a run that has not been measured
-SPARE_S = 60.0  # beyond the save: the end of a step before it, and of the processes after it
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # Kubernetes' labels take 63 characters; it appends to names
+SAVE_S = 60.0  # seconds of a save, if no run has measured one
+SPARE_S = 60.0  # besides the save: to finish a step before it, and to end the processes after it
 
 
 def cluster(argv: Sequence[str]) -> int:
-    """Write the file; returns the exit code."""
+    """Write the job file and return the exit code."""
     own, script = _parted(argv)
     parser = VerbParser("cluster", DESCRIPTION, EXAMPLE)
     add = parser.add_argument
@@ -105,7 +105,7 @@ def cluster(argv: Sequence[str]) -> int:
 
 
 def measured_save(folder: str | None) -> float | None:
-    """Return the longest save of an earlier run in this folder in seconds; None if none was measured here."""
+    """Return the longest save of an earlier run in this folder, in seconds; None if none was measured."""
     with suppress(OSError, ValueError, TypeError, AttributeError):
         found = json.loads((Path(folder or "") / "run.json").read_text(encoding="utf-8"))
         return float(found["longest_save_s"]) or None
@@ -113,7 +113,7 @@ def measured_save(folder: str | None) -> float | None:
 
 
 def _parted(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before and behind the first `--`."""
+    """Split the command line at the first `--`: this verb's arguments, and the training script with its own."""
     words = list(argv)
     if "--" not in words:
         return words, []

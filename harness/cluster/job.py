@@ -1,4 +1,4 @@
-"""A run on a cluster, as its file is made from it."""
+"""The settings of a run on a cluster, from which its job file is made."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ class Job:
     """A run on a cluster.
 
     Attributes:
+        nodes: number of hosts.
         least: number of hosts that the run may shrink to.
-        ranks: on each host.
-        grace_s: time that a save at the end may take.
-        words: the script and its arguments.
-        volume: claim that holds the output directory; `mount`: where pods see it.
+        ranks: number of ranks on each host.
+        gpus: whether each rank has a GPU.
+        restarts: restarts after which `ds-harness launch` gives up.
+        grace_s: seconds between the cluster's signal to end and its kill, in which the run saves.
+        words: the training script and its arguments.
+        volume: PersistentVolumeClaim that holds the output directory; `mount` is its path in the pods.
         shared_gib: size of /dev/shm in GiB.
     """
 

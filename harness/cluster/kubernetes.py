@@ -1,8 +1,8 @@
-"""The same run as a TrainJob of Kubeflow Trainer v2, with a runtime of its own, or as a JobSet.
+"""Describe a run as a TrainJob of Kubeflow Trainer v2, with a runtime of its own, or as a JobSet.
 
-Every pod runs one `ds-harness launch`, which finds the others through the first pod. Its exit codes say what Kubernetes
-is to do with a pod that has ended: see SAVED and BY_SIGNAL. 137 without a disruption (out of memory, a host that was
-restarted) counts as a failure of the pod, which is started again, BACKOFF times.
+Every pod runs one `ds-harness launch`, which finds the others through the first pod. Its exit code decides what
+Kubernetes does with a pod that has ended: see SAVED and BY_SIGNAL. 137 without a disruption (out of memory, a host that
+was restarted) counts as a failure of the pod, which is started again, BACKOFF times.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from harness.config.values.json_object import JsonObject
 
 Document: TypeAlias = JsonObject
 PORT = 29400
-SAVED = (129, 130, 138, 143)  # the ranks have saved on a signal: the pod is started again and they go on
-BY_SIGNAL = tuple(range(129, 160))  # with any other code the launch has given up, and the user must mend something
-NODE = "node"  # name that Kubeflow's runtimes give to the pods that train, and to their container
-BACKOFF = 100  # pods that may be killed (out of memory, a host that is gone) before the job fails
+SAVED = (129, 130, 138, 143)  # 128 + signal: the ranks have saved; a new pod goes on, and no failure is counted
+BY_SIGNAL = tuple(range(129, 160))  # with any other code the launch has given up: a new pod would fail alike
+NODE = "node"  # Kubeflow's runtimes require this name for the job of the pods that train, and for their container
+BACKOFF = 100  # pods that may be lost (out of memory, a dead host) before the job fails
 
 
 def train_job(job: Job) -> list[Document]:
-    """Return a TrainingRuntime, which is `torch-distributed` with our failure policy, and a TrainJob of it.
+    """Return a TrainingRuntime, `torch-distributed` with our failure policy, and a TrainJob that uses it.
 
-    A TrainJob itself cannot state a failure policy.
+    A TrainJob itself has no field for a failure policy.
     """
     runtime = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -73,7 +73,7 @@ def train_job(job: Job) -> list[Document]:
 
 
 def job_set(job: Job) -> Document:
-    """Return a JobSet: one indexed job, a pod for each host. Pods know each other by name."""
+    """Return a JobSet: one indexed job with a pod for each host. Pods find each other by DNS names."""
     spec = _job_spec(job, with_size=True)
     (container,) = spec["template"]["spec"]["containers"]
     container |= {
@@ -92,7 +92,8 @@ def job_set(job: Job) -> Document:
         "metadata": _metadata(job, job.name),
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": 0},  # ds-harness launch restarts; a job that fails has given up
+            # ds-harness launch itself restarts the ranks; once it has given up, the whole job fails
+            "failurePolicy": {"maxRestarts": 0},
             "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": spec}}],
         },
     }
@@ -102,7 +103,7 @@ def _job_spec(job: Job, *, with_size: bool) -> Document:
     size = {"parallelism": job.nodes, "completions": job.nodes} if with_size else {}
     rules: list[Document] = [
         {
-            "action": "Ignore",  # evicted, preempted, drained: no fault of the run
+            "action": "Ignore",  # evicted, preempted, drained: not the run's fault
             "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
         }
     ]

@@ -1,4 +1,4 @@
-"""The same run as a batch file for sbatch."""
+"""Describe a run as a batch file for sbatch."""
 
 from __future__ import annotations
 
@@ -41,8 +41,12 @@ exit $code
 def batch(job: Job) -> str:
     """Return the batch file.
 
-    Slurm sends SIGUSR1 to the batch shell some time before the time limit. The shell passes it on to the launch, the
-    ranks save, and the job goes back into the queue. Slurm itself requeues a job that is preempted or loses a node.
+    Slurm sends SIGUSR1 to the batch shell `grace_s` seconds before the time limit. The shell passes it on to the
+    launch, the ranks save, and the shell requeues the job. Slurm itself requeues a job that is preempted or loses a
+    node.
+
+    The launch runs in the background, because bash handles a signal only after a foreground command has ended. A signal
+    also ends `wait`, so the shell waits again until the launch is gone.
     """
     program = str(Path(sys.executable).with_name("ds-harness"))
     flags = ["--max_restarts", str(job.restarts), "--num_nodes", str(job.nodes), "--nproc_per_node", str(job.ranks)]

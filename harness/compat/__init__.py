@@ -1,4 +1,4 @@
-"""The matrix of families: what holds for which, found by running it on tiny models.
+"""The matrix of model families: what each can do, found out by running it on a tiny model.
 
-`commands` is the verb `ds-harness models`, `launch` starts two ranks and survives them, `cells` is what they run.
+`commands` is the verb `ds-harness models`. `launch` starts two ranks, and new ones if they die; they run `cells`.
 """

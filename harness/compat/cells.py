@@ -1,6 +1,6 @@
-"""One family's row of the matrix, run by two ranks on a tiny random model.
+"""Fill one family's row of the matrix with two ranks and a tiny random model.
 
-Every cell is a composition: three steps in its layout, held to plain torch and transformers in one process.
+Every cell trains three steps in its layout and compares them with plain torch and transformers in one process.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from harness.parity.trial import RIGHT
 
 
 class Wrong(Exception):
-    """A cell was not refused and is not right."""
+    """A cell ran, and its result is not that of one process."""
 
 
 def run_family(family: str, work: Path) -> dict[str, str]:
-    """Return the row of a family; both ranks call it, and get the same."""
+    """Return the row of a family; both ranks must call it, and get the same."""
     row: dict[str, str] = {}
     if (digest := plan_digest(CONFIG_MAPPING[family])) is not None:
         row[PLAN] = digest
@@ -50,7 +50,7 @@ def run_family(family: str, work: Path) -> dict[str, str]:
             row[IS_DECODER] = NEEDED
     except UserError as error:
         return {**row, **dict.fromkeys(CELLS, f"refused: {_short(error)}")}
-    except Exception as error:  # a family that transformers itself cannot run, for whatever reason
+    except Exception as error:  # transformers itself cannot run the family, for whatever reason
         return {**row, **dict.fromkeys(CELLS, f"not tried: {_short(error)}")}
     exported = work / "exported"
     row["pipeline"] = _verdict(partial(_pipeline, trial, exported))
@@ -63,14 +63,14 @@ def run_family(family: str, work: Path) -> dict[str, str]:
 
 
 def _verdict(cell: Callable[[], None]) -> str:
-    """Return what a cell says on these ranks: the worst of both."""
+    """Run a cell and return its result, the worse one of both ranks: `yes`, `refused: ...` or `wrong: ...`."""
     try:
         cell()
         own = YES
     except UserError as error:
         own = f"refused: {_short(error)}"
-    except Exception as error:  # whatever a family's code raises under a cut is a wrong cut
-        traceback.print_exc()  # into the log: if the other rank goes on, nothing else will show it
+    except Exception as error:  # whatever a family's code raises once it is cut, the cut is wrong
+        traceback.print_exc()  # if the other rank hangs now, this log is all that shows why
         own = f"wrong: {_short(error)}"
     said = [""] * dist.get_world_size()
     dist.all_gather_object(said, own)
@@ -101,7 +101,7 @@ def _experts(trial: FamilyCase) -> None:
 
 
 def _has_experts(trial: FamilyCase) -> bool:
-    """Whether the family is a mixture of experts, as its config or its plan says."""
+    """Whether the family is a mixture of experts, by its config or its plan."""
     text = _trained(trial)
     declared = getattr(text, "base_model_ep_plan", None) or {}
     return bool(declared) or experts_of(text.to_dict())[0] > 1
@@ -112,7 +112,7 @@ def _zero3(trial: FamilyCase, exported: Path | None) -> None:
 
 
 def _trained(trial: FamilyCase) -> PretrainedConfig:
-    """Return the config of what is trained: of a model of several parts, its text decoder."""
+    """Return the config of the model that is trained; of a multimodal model, that of its text decoder."""
     return read_source(str(trial.directory)).config
 
 
@@ -123,14 +123,18 @@ def _compare_cut(trial: FamilyCase, place: TensorParallel) -> None:
 
 
 def _steps(trial: FamilyCase, execution: Execution, exported: Path | None = None) -> None:
-    """Write the model to `exported`, untrained; train in a layout, and hold what it comes to to one process."""
+    """Write the untrained model to `exported`, if given; train in a layout and compare the result with one process.
+
+    Raises Wrong on rank 0 if they differ.
+    """
     composition = replace(trial.composition, executions=(execution,))
     place = trial.directory.parent / str(execution).replace(" ", "_")
     if exported is not None:
         untrained = new_trainer(composition, execution, trial.subject, place, verify_plan="off")
         untrained.save_model(exported)
         untrained.close()
-    run_composition(composition, trial.subject, place, verify_plan="off")  # which would refuse what is wrong
+    # with verify_plan on, a wrong plan would be refused before training, and the cell would not show that it is wrong
+    run_composition(composition, trial.subject, place, verify_plan="off")
     if dist.get_rank() == 0:
         verdict = trial.judge.verdict(composition, trial.subject, outcome_of([""], place), place)
         if verdict.kind != RIGHT:
@@ -139,13 +143,13 @@ def _steps(trial: FamilyCase, execution: Execution, exported: Path | None = None
 
 def _same_tensors(trial: FamilyCase, exported: Path) -> None:
     if _trained(trial).model_type != trial.config.model_type:
-        return  # a part is written alone, under its own names: its logits show whether it is right
+        return  # only the text decoder is written, under its own names; `_loads` compares its logits instead
     if (difference := stored_difference(trial.directory, exported)) is not None:
         raise Wrong(difference)
 
 
 def _loads(trial: FamilyCase, exported: Path) -> None:
-    """Check that transformers loads what was written, with the logits of the model that was read."""
+    """Check that transformers loads the exported model and gets the logits of the original; raises Wrong if not."""
     ids = torch.tensor([sample["input_ids"] for sample in trial.subject.trained()[:2]])
     logits = []
     for directory in (trial.directory, exported):
@@ -163,7 +167,10 @@ def _loads(trial: FamilyCase, exported: Path) -> None:
 
 
 def run_rows(folder: Path, first: int) -> None:
-    """Fill the rows of a folder's families from number `first` on, as a `launch.Worker`."""
+    """Fill the rows of the families listed in a folder, from number `first` on; a worker of `run_on_ranks`.
+
+    Each row is written to `NUMBER.json` in that folder as soon as it is known, so that a later crash does not lose it.
+    """
     be_silent()
     for number, family in enumerate((folder / LINES).read_text().splitlines()):
         if number >= first:

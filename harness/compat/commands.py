@@ -1,4 +1,4 @@
-"""The verb `ds-harness models`: the matrix of families as it is stored, or as it comes out when it is run now.
+"""The verb `ds-harness models`: print the stored matrix of families, or run it now.
 
 Printing the stored matrix imports neither torch nor transformers.
 """
@@ -16,14 +16,14 @@ from harness.hf.locate import plan_file
 from harness.hf.matrix import CELLS, STORED, YES, Matrix, installed_transformers, read_matrix, write_matrix
 from harness.verb_parser import VerbParser
 
-DESCRIPTION = """Prints what holds for each family of HuggingFace decoders: pipeline stages, tensor parallelism, ZeRO-3,
+DESCRIPTION = """Prints what works for each family of HuggingFace decoders: pipeline stages, tensor parallelism, ZeRO-3,
 reading a checkpoint, writing one. Every cell was run on a tiny random model: three training steps against the same
 model in one process, and checkpoints compared to the bit."""
 EXAMPLE = """example:
   ds-harness models                                 the stored matrix
   ds-harness models FAMILY --run                    run a family now, on two CPU ranks
-  ds-harness models --run --compare                 what came and went with the installed transformers
-  ds-harness models --run --write --results r.jsonl run all, store them; started again it goes on"""
+  ds-harness models --run --compare                 what the installed transformers has changed
+  ds-harness models --run --write --results r.jsonl run all and store them; run it again to continue"""
 FORMATS = ("text", "json", "markdown")
 PAGE = Path("docs/models.md")
 
@@ -31,7 +31,10 @@ Rows = Mapping[str, Mapping[str, str]]
 
 
 def models(argv: Sequence[str]) -> int:
-    """Print, run, compare or store the matrix; 1 if a cell that was run is wrong, or is no more what is stored."""
+    """Print, run, compare or store the matrix and return the exit code.
+
+    It is 1 if a cell that was run is wrong, or, with --compare, if a cell that is stored as working no longer works.
+    """
     parser = VerbParser("models", DESCRIPTION, EXAMPLE)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types (default: all)")
     parser.add_argument("--run", action="store_true", help="run the cells now instead of printing the stored matrix")
@@ -87,7 +90,7 @@ def known_families() -> list[str]:
 
 
 def spell(row: Mapping[str, str]) -> str:
-    """Return a row in a line: what holds, and for what reason the rest does not."""
+    """Return a row as one line: the cells that work, and the reasons why the others do not."""
     holds = [cell for cell in CELLS if row.get(cell) == YES]
     reasons: dict[str, list[str]] = {}
     for cell in CELLS:
@@ -98,7 +101,11 @@ def spell(row: Mapping[str, str]) -> str:
 
 
 def differences(stored: Matrix, rows: Rows, *, everything: bool) -> list[str]:
-    """Return what the rows say otherwise than what is stored: families and cells that came, and those that are gone."""
+    """Return a line for each difference from the stored matrix: families and cells that came, and that are gone.
+
+    Args:
+        everything: `rows` are all families, so that one that is missing in them is gone.
+    """
     lines = []
     for family, row in rows.items():
         if family not in stored.families:
@@ -115,7 +122,7 @@ def differences(stored: Matrix, rows: Rows, *, everything: bool) -> list[str]:
 
 
 def store(matrix: Matrix) -> None:
-    """Write the matrix where it is read from, and the page in the docs of a checkout."""
+    """Write the matrix to the file that it is read from, and in a checkout also the page of the docs."""
     write_matrix(matrix)
     page = STORED.resolve().parents[1] / PAGE
     if page.parent.is_dir():
@@ -142,7 +149,7 @@ def render(matrix: Matrix, form: str) -> str:
 
 
 def _reasons(row: Mapping[str, str]) -> list[str]:
-    """Why cells do not hold, each reason once."""
+    """Return the reasons why cells do not work, each once."""
     return list(dict.fromkeys(row[cell].partition(": ")[2] for cell in CELLS if ": " in row.get(cell, "")))
 
 

@@ -1,4 +1,4 @@
-"""A tiny model of a family, and its training in one process: what the cells of the matrix are tried on."""
+"""A tiny model of a family and its training in one process, with which the cells of the matrix are compared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NotTried(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyCase:
-    """A tiny model of a family in a directory, what it is trained on, and what says whether a training is right."""
+    """A tiny model of a family with its training data, and the judge that compares a training with one process."""
 
     family: str
     config: PretrainedConfig
@@ -39,12 +39,15 @@ class FamilyCase:
 
     @property
     def directory(self) -> Path:
-        """Where the model lies."""
+        """The directory of the model."""
         return self.subject.base
 
 
 def build_case(family: str, work: Path) -> FamilyCase:
-    """Return what the cells are tried on; UserError for a family that no layout can train, whatever its config says."""
+    """Return a family's tiny model, with the losses and gradient norms of one process already computed on rank 0.
+
+    Both ranks must call it. Raises UserError for a family that no layout can train, and NotTried if no tiny model runs.
+    """
     text_decoder(CONFIG_MAPPING[family]())
     composition = Composition(model=family)
     try:
@@ -55,27 +58,28 @@ def build_case(family: str, work: Path) -> FamilyCase:
         raise NotTried(str(error)) from error
     dist.barrier()
     subject, judge = make_subject(composition, work), Judge()
-    if looks_ahead(config, CPU):  # perhaps not with other settings: what holds for all of them is said first
+    if looks_ahead(config, CPU):
+        # with other settings it might not look ahead; so a reason that holds for all settings comes first
         cut_family(ModelSource(name=family, config=config, weights=None), TensorParallel())
         raise UserError(NOT_CAUSAL)
     if dist.get_rank() == 0:
-        judge.reference(composition, subject)  # before an engine of ZeRO-3 has changed how torch multiplies
+        judge.reference(composition, subject)  # first: a ZeRO-3 engine replaces torch's `functional.linear` for good
     dist.barrier()
     return FamilyCase(family=family, config=config, subject=subject, composition=composition, judge=judge)
 
 
 def needs_is_decoder(config: PretrainedConfig) -> bool:
-    """Return whether the family of a tiny config looks at later tokens unless its config.json sets `is_decoder`."""
+    """Return whether a family attends to later tokens unless its config.json sets `is_decoder`."""
     if getattr(type(config)(), "is_decoder", True):
         return False
     encoder = copy.deepcopy(config)
     encoder.is_decoder = False
     try:
         return looks_ahead(encoder, CPU)
-    except Exception:  # it does not run at all
+    except Exception:  # as an encoder it does not run at all
         return True
 
 
 def cut_family(source: ModelSource, place: TensorParallel) -> CausalModel:
-    """Return the model of a tiny config, cut for a place in a tensor-parallel group."""
+    """Return the model of a tiny config, cut for this rank's place in a tensor-parallel group."""
     return assemble(source, tensor=place, device=CPU, dtype=torch.float32, seed=0, finish=lambda _layer: None)

@@ -1,7 +1,6 @@
-"""Have two ranks fill rows of the matrix, and go on after a family that kills or stalls them.
+"""Have two ranks fill rows of the matrix, and continue after a family that kills or stalls them.
 
-Rows are lines of JSON in a file; a family that is in it already is not run again, so an interrupted run goes on where
-it stopped.
+Rows are lines of JSON in a file. A family that is already in it is not run again, so an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ RANKS = 2
 def run_families(
     families: Sequence[str], results: Path, *, limit_s: float, report: Callable[[str, dict[str, str]], None]
 ) -> dict[str, dict[str, str]]:
-    """Return the rows of `families`, and report each as soon as it is known.
+    """Return the rows of `families`, and call `report` with each as soon as it is known.
 
     A family that takes longer than `limit_s` seconds is given up; its row says so.
     """
@@ -47,7 +46,7 @@ def run_families(
 
 
 def read_rows(results: Path) -> dict[str, dict[str, str]]:
-    """Return the rows of a results file; a last line that was cut off is left out."""
+    """Return the rows of a results file by family, without a last line that was cut off."""
     rows = {}
     for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else []:
         try:
@@ -59,7 +58,7 @@ def read_rows(results: Path) -> dict[str, dict[str, str]]:
 
 
 def _end_last_line(results: Path) -> None:
-    """End a last line that was cut off, so that the next row does not become a part of it."""
+    """Append a line break to a last line that was cut off, so that the next row starts on a line of its own."""
     content = results.read_bytes() if results.exists() else b""
     if content and not content.endswith(b"\n"):
         with results.open("a", encoding="utf-8") as file:

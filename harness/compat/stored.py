@@ -1,4 +1,4 @@
-"""Do two HuggingFace directories hold the same tensors, to the last bit?"""
+"""Compare the tensors of two HuggingFace directories, to the last bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def stored_difference(wanted: Path, found: Path) -> str | None:
-    """In what the safetensors of `found` differ from those of `wanted`; None if they are equal to the bit."""
+    """Return the first difference between the safetensors of `found` and of `wanted`; None if they are equal."""
     a, b = _tensors(wanted), _tensors(found)
     if missing := sorted(set(a) - set(b)):
         return f"{missing[0]} is missing ({len(missing)} in all)"

@@ -1,4 +1,4 @@
-"""Replace the collectives by which DeepSpeed's ZeRO sums gradients and gathers parameters."""
+"""Replace the collectives with which DeepSpeed's ZeRO sums gradients and gathers parameters."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 InPlace = Callable[[Tensor, ProcessGroup | None], bool]
-"""A tensor and its group; false where it is for torch.distributed."""
+"""Called with a tensor and its group; returns False to leave the collective to torch.distributed."""
 Into = Callable[[Tensor, Tensor, ProcessGroup | None], bool]
-"""What to fill, a tensor and its group; likewise."""
+"""Called with the output tensor, the input tensor and the group; returns False likewise."""
 Means = Callable[[Sequence[Tensor], ProcessGroup | None], list[Tensor] | None]
-"""Tensors and their group; this rank's part of the mean of each, or None."""
+"""Called with tensors and their group; returns this rank's flat part of the mean of each, or None likewise."""
 
 _MEANS_OF_DEEPSPEED = stage3.reduce_scatter_coalesced
 _SUMS = (comm.ReduceOp.SUM, dist.ReduceOp.SUM)
 
 
 class Done:
-    """The handle of an asynchronous collective that is already done."""
+    """The handle of an asynchronous collective that has already completed."""
 
     def wait(self) -> bool:
         """Return at once."""
@@ -34,15 +34,16 @@ class Done:
 
 
 def carry_collectives(sums: InPlace, gathers: Into, scatters: Into, means: Means) -> None:
-    """Offer the collectives of this process's DeepSpeed to these functions first, then to torch.distributed.
+    """Have DeepSpeed in this process try these functions for each collective, and torch.distributed where they refuse.
+
+    A function must have completed when it returns. All ranks of the group must accept or refuse alike, else some would
+    wait in torch.distributed for the others. DeepSpeed calls its collectives in the same order on each rank.
 
     Args:
         sums: all-reduce, in place.
         gathers: all-gather into one tensor.
         scatters: reduce-scatter of one tensor.
         means: reduce-scatter of ZeRO-3's gradients, averaged.
-
-    They must be done when they return, and must decide alike on all ranks: they are asked in one order.
     """
     backend = comm.cdb
     of_torch = type(backend)
@@ -72,6 +73,7 @@ def carry_collectives(sums: InPlace, gathers: Into, scatters: Into, means: Means
             return Done() if async_op else None
         return of_torch.reduce_scatter_tensor(backend, output_tensor, input_tensor, op, group, async_op)
 
+    # on the object, not on its class: a second backend of the process keeps torch's collectives
     backend.all_reduce = all_reduce
     backend.all_gather_into_tensor = all_gather_into_tensor
     backend.reduce_scatter_tensor = reduce_scatter_tensor
@@ -80,4 +82,4 @@ def carry_collectives(sums: InPlace, gathers: Into, scatters: Into, means: Means
         found = means(tensors, group)
         return _MEANS_OF_DEEPSPEED(tensors, group) if found is None else found
 
-    stage3.reduce_scatter_coalesced = reduce_scatter_coalesced
+    stage3.reduce_scatter_coalesced = reduce_scatter_coalesced  # stage3 has imported the function by name

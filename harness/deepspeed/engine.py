@@ -23,7 +23,7 @@ GRADIENTS = ("grad", "_hp_grad", "grad_accum")
 
 
 def has_bf16_optimizer(engine: DeepSpeedEngine) -> bool:
-    """Whether parameters in bf16 are stepped on in float32 without ZeRO's optimizers."""
+    """Whether DeepSpeed updates float32 copies of bf16 parameters without one of ZeRO's optimizers."""
     return isinstance(engine.optimizer, BF16_Optimizer)
 
 
@@ -34,48 +34,48 @@ def stepping_optimizer(engine: DeepSpeedEngine) -> Optimizer:
 
 
 def inner_optimizers(engine: DeepSpeedEngine) -> list[Optimizer]:
-    """Return the torch optimizers that DeepSpeed's own steps with: two where a part of the states is offloaded."""
+    """Return the torch optimizers inside DeepSpeed's optimizer: two where a part of the states is offloaded."""
     found = [stepping_optimizer(engine), getattr(engine.optimizer, "backup_optimizer", None)]
     return [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
 
 
 def clip_before_step(engine: DeepSpeedEngine, clip: Callable[[], Tensor], *, skip_nonfinite: bool) -> None:
-    """Clip gradients by `clip` just before the update, in an engine whose optimizer is a plain torch one.
+    """Call `clip` just before the update, in an engine whose optimizer is a plain torch one.
 
-    DeepSpeed's own clipping counts tied weights twice.
+    It replaces DeepSpeed's own clipping, which counts tied weights twice.
 
     Args:
-        clip: clips all gradients; returns their norm before clipping, which the engine then reports.
-        skip_nonfinite: make no update where that norm is not finite; the optimizer's attribute `overflow` says so. The
-            host waits for the norm, but for a fused optimizer: its kernel leaves the update out by itself, and whoever
-            reads the norm later calls `count_skipped_step`.
+        clip: clips all gradients; returns their norm before clipping (a scalar), which the engine then reports.
+        skip_nonfinite: skip the update if that norm is not finite, and set the optimizer's attribute `overflow`. The
+            host waits for the norm, except with a fused optimizer: its kernel skips the update on the device, and the
+            caller that reads the norm later must call `count_skipped_step`.
     """
     optimizer: EngineOptimizer = stepping_optimizer(engine)
     update = optimizer.step
     optimizer.skips_itself = skip_nonfinite and bool(optimizer.defaults.get("fused"))
 
-    @wraps(update)  # with what the schedule has noted on it
+    @wraps(update)  # a learning-rate scheduler marks `step` with attributes, and warns where they are gone
     def step(*args: object, **kwargs: object) -> object:
         norm = clip()
         engine._global_grad_norm = norm
         if optimizer.skips_itself:
+            # torch's fused kernels read `found_inf`, as GradScaler sets it, and change nothing where it is 1
             optimizer.overflow, optimizer.found_inf = False, (~torch.isfinite(norm)).float()
             return update(*args, **kwargs)
         optimizer.overflow = skip_nonfinite and not bool(torch.isfinite(norm))
         return None if optimizer.overflow else update(*args, **kwargs)
 
-    engine.clip_fp32_gradients = lambda: None
+    engine.clip_fp32_gradients = lambda: None  # else DeepSpeed clips what `clip` has clipped
     optimizer.step = step
 
 
 def skips_nonfinite_itself(engine: DeepSpeedEngine) -> bool:
-    """Whether the kernel of the optimizer makes no update where the gradient norm is not finite; see
-    `clip_before_step`."""
+    """Whether the optimizer's kernel skips the update if the gradient norm is not finite; see `clip_before_step`."""
     return bool(getattr(engine.optimizer, "skips_itself", False))
 
 
 def count_skipped_step(engine: DeepSpeedEngine) -> None:
-    """Note that the last step has updated nothing, which the engine could not know yet."""
+    """Tell the engine that its last step has updated nothing: it did not wait for the norm that showed it."""
     engine.skipped_steps += 1
     engine._step_applied = False
 
@@ -83,11 +83,11 @@ def count_skipped_step(engine: DeepSpeedEngine) -> None:
 def sum_norm_with(
     optimizer: BF16_Optimizer, square_sum: Callable[[Iterable[Tensor], Iterable[Tensor], torch.device], Tensor]
 ) -> None:
-    """Replace how the bf16 optimizer sums the squares of this rank's gradients for the gradient norm.
+    """Replace the bf16 optimizer's sum of squares of this rank's gradients, from which it takes the gradient norm.
 
     Args:
-        square_sum: given the gradients of other parameters and of experts that are not on every data-parallel rank,
-            returns the sum of the squares of all elements, a scalar on the device.
+        square_sum: called with the gradients of dense parameters, the gradients of experts that are not on every
+            data-parallel rank, and the device; returns the sum of the squares of all elements, a scalar on the device.
     """
     of_deepspeed = optimizer.get_grads_for_norm
 
@@ -98,16 +98,18 @@ def sum_norm_with(
         dense, by_expert_group = grads
         device = optimizer.fp32_groups_flat_partition[0].device
         experts = [grad for found in by_expert_group.values() for grad in found]
-        # DeepSpeed would sum those of experts over all stages, of which some may have no expert and would not take part
+        # As dense gradients, all of them: DeepSpeed would sum those of experts over all stages in a second all-reduce,
+        # which a stage without experts never calls. It squares what it is given, hence the root.
         return [square_sum(dense, experts, device).sqrt().view(1)], {}
 
     optimizer.get_grads_for_norm = grads_for_norm
 
 
 def count_groups_alike(optimizer: EngineOptimizer, most: int) -> None:
-    """Have ZeRO-1 sum squares over the stages as often as the stage with `most` parameter groups, if only zeros.
+    """Have ZeRO-1 call as many all-reduces for the gradient norm as the stage with `most` parameter groups.
 
-    DeepSpeed sums group by group, so a stage with fewer of them (no experts, say) would not come to the last sums.
+    DeepSpeed calls one per group over all stages, so a stage with fewer groups (no experts, say) would miss the last
+    ones, and the other stages would hang. Here it adds zeros in those.
     """
     of_deepspeed, missing = optimizer.scaled_global_norm, most - len(optimizer.bit16_groups)
 
@@ -126,13 +128,13 @@ def count_groups_alike(optimizer: EngineOptimizer, most: int) -> None:
 
 
 def is_counted_elsewhere(parameter: Tensor) -> bool:
-    """Whether a parameter is tied to one of an earlier stage, whose rank counts it in the gradient norm."""
+    """Whether an earlier stage holds the same tied parameter and counts it in the gradient norm."""
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def gradients_of(parameter: Tensor) -> Iterator[Tensor]:
-    """Yield the gradients that a parameter holds: torch's, the one in float32 of the bf16 optimizer, and ZeRO-1's of
-    another precision."""
+    """Yield the gradients that a parameter holds: torch's, the bf16 optimizer's in float32, and ZeRO-1's, which may
+    have another precision."""
     for name in GRADIENTS:
         gradient: Tensor | None = getattr(parameter, name, None)
         if gradient is not None:
@@ -140,16 +142,16 @@ def gradients_of(parameter: Tensor) -> Iterator[Tensor]:
 
 
 def check_every_gradient(optimizer: EngineOptimizer) -> None:
-    """Have DeepSpeed's ZeRO optimizers check gradients for infinities and NaN in bf16, too, before they update."""
+    """Have DeepSpeed's ZeRO optimizers check gradients for infinities and NaN before an update in bf16 too."""
     if hasattr(optimizer, "check_grad_overflow"):
         optimizer.check_grad_overflow = True
 
 
 def ask_the_norm_once(optimizer: EngineOptimizer) -> None:
-    """Have ZeRO-1 and ZeRO-2 wait for the device once a step, for the gradient norm, where they would several times.
+    """Have ZeRO-1 and ZeRO-2 wait for the device once a step, for the gradient norm, instead of several times.
 
-    DeepSpeed looks at every gradient, then at their norm, which is not finite if one of them is not, and at the norm
-    again in clipping, once for each group of parameters.
+    DeepSpeed copies three results to the host: whether a gradient is not finite, whether their norm is not (which
+    implies the first), and in clipping the norm again, once for each parameter group.
     """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.cpu_offload or not optimizer.compute_grad_norm:
         return
@@ -160,6 +162,7 @@ def ask_the_norm_once(optimizer: EngineOptimizer) -> None:
     def clip(gradients: Sequence[Tensor | Sequence[Tensor]], norm: Tensor) -> None:
         scale = optimizer.loss_scale
         if optimizer.clip_grad > 0.0:  # a step whose norm is not finite does not come here
+            # the norm is that of gradients times the loss scale; with clamp in place of `if`, the host need not wait
             scale = torch.clamp((norm / scale + 1e-6) / optimizer.clip_grad, min=1.0) * scale
         for gradient in gradients:
             for part in [gradient] if isinstance(gradient, Tensor) else gradient:
@@ -170,12 +173,12 @@ def ask_the_norm_once(optimizer: EngineOptimizer) -> None:
 
 
 def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: int) -> Tensor:
-    """Return the mean loss of `steps` micro-batches, equal on all ranks; their shape may be another than in training.
+    """Return the mean loss of `steps` micro-batches, a scalar that is equal on all ranks.
 
-    Nothing is logged: DeepSpeed would log each call as an evaluation.
+    Their shape may differ from training's. Nothing is logged: DeepSpeed would log each call as an evaluation.
     """
     monitored, engine.monitor.enabled = engine.monitor.enabled, False
-    engine.reset_activation_shape()
+    engine.reset_activation_shape()  # stages tell each other shapes only once, with the first tensor that they send
     loss: Tensor = engine.eval_batch(iter(batches), num_micro_batches=steps, bcast_loss=True)
     engine.reset_activation_shape()
     engine.monitor.enabled = monitored
@@ -184,32 +187,32 @@ def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: 
 
 
 def forget_outputs(engine: PipelineEngine) -> None:
-    """Free the last stage's outputs once their loss is known: DeepSpeed keeps them until others take their place."""
+    """Free the last stage's outputs (logits) once their loss is known; DeepSpeed keeps them until the next ones."""
     outputs: list[object] = engine.pipe_buffers["outputs"]
     outputs[:] = [None] * len(outputs)
 
 
 def scales_loss_dynamically(optimizer: EngineOptimizer) -> bool:
-    """Whether an engine's optimizer finds the scale of the loss by itself (fp16)."""
+    """Whether an engine's optimizer scales the loss dynamically (fp16)."""
     return bool(getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False))
 
 
 def loss_scaling(optimizer: EngineOptimizer) -> dict[str, float]:
-    """Return where a scaler of the loss stands that finds the scale by itself; nothing without one."""
+    """Return the state of the dynamic loss scaler, to be saved; empty without one."""
     if not scales_loss_dynamically(optimizer):
         return {}
     return {name: getattr(optimizer.loss_scaler, name) for name in LOSS_SCALING}
 
 
 def set_loss_scaling(optimizer: EngineOptimizer, saved: Mapping[str, float]) -> None:
-    """Have the scaler of the loss, if it finds the scale by itself, go on from where a saved one stood."""
+    """Set the state of the dynamic loss scaler, if there is one, to a saved state."""
     if scales_loss_dynamically(optimizer):
         for name, value in saved.items():
             setattr(optimizer.loss_scaler, name, value)
 
 
 def set_counters(engine: DeepSpeedEngine, steps: int, skipped: int) -> None:
-    """Have an engine count on from `steps` optimizer steps, of which `skipped` made no update."""
+    """Set an engine's counters to `steps` optimizer steps, `skipped` of them without an update."""
     engine.global_steps, engine.skipped_steps = steps, skipped
     engine.global_samples = steps * engine.train_batch_size()
     engine.micro_steps = steps * engine.gradient_accumulation_steps()

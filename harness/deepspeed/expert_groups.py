@@ -1,7 +1,7 @@
-"""Experts that are not on every data-parallel rank, by the marks and groups with which DeepSpeed knows its own.
+"""Mark experts that are not on every data-parallel rank as DeepSpeed marks those of its own MoE layers.
 
-Such a parameter's gradients are summed over the ranks that hold it and divided by the number of data-parallel ranks;
-ZeRO-1 and ZeRO-2 divide its optimizer states over those ranks; norms count it once.
+DeepSpeed then sums the gradients of such a parameter over the ranks that hold it and divides by the number of
+data-parallel ranks. ZeRO-1 and ZeRO-2 divide its optimizer states over those ranks, and norms count it once.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 NAME = "experts"
-"""Of the one group of ranks that share out experts."""
+"""The name under which DeepSpeed keeps the groups of ranks that share experts."""
 EXPERT_GROUP = {"moe": True, "name": NAME}
-"""What tells DeepSpeed that a parameter group holds such experts."""
+"""Entries of a parameter group that tell DeepSpeed that it holds such experts."""
 
 
 def mark_experts(parameters: Iterable[nn.Parameter]) -> None:
-    """Tell DeepSpeed that these are not on every data-parallel rank."""
+    """Tell DeepSpeed that these parameters are not on every data-parallel rank."""
     for parameter in parameters:
         parameter.allreduce = False  # type: ignore[attr-defined]  # a parameter takes any attribute
         parameter.group_name = NAME  # type: ignore[attr-defined]  # likewise
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is marked so."""
+    """Whether a parameter was marked by `mark_experts`."""
     return not getattr(parameter, "allreduce", True)
 
 
 @contextmanager
 def knowing_experts(sharing: ProcessGroup | None, copies: ProcessGroup | None, *, marked: bool) -> Iterator[None]:
-    """Let an engine that is built meanwhile know of experts that are marked.
+    """Have an engine that is built in this context treat the marked parameters as experts.
 
-    DeepSpeed looks for layers of its own classes, and keeps the groups for the whole process.
+    By itself DeepSpeed recognises only layers of its own MoE classes. It keeps the groups for the whole process, so
+    they stay set after the context.
 
     Args:
-        sharing: the ranks among which experts are dealt; None where there are none.
-        copies: the ranks with the same ones.
-        marked: whether any parameter of this rank is.
+        sharing: the ranks among which experts are dealt; None if no experts are.
+        copies: the ranks that hold the same experts as this one.
+        marked: whether any parameter of this rank is marked.
     """
     groups._EXPERT_PARALLEL_GROUP = {} if sharing is None else {NAME: sharing}
     groups._EXPERT_DATA_PARALLEL_GROUP = {} if copies is None else {NAME: copies}

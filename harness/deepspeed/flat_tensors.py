@@ -1,4 +1,8 @@
-"""The tensors that DeepSpeed's optimizers step on, and where the elements of each parameter lie in them."""
+"""The tensors that DeepSpeed's optimizers update, and where the elements of each parameter lie in them.
+
+ZeRO and the bf16 optimizer update flat float32 tensors in place of the parameters, and copy the values back. To save
+or change the state of one parameter, its elements have to be found in those. "Stepped on" means: updated by `step`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from torch import Tensor
 from harness.deepspeed.zero3_parameters import Partition
 
 EngineOptimizer: TypeAlias = Any
-"""What an engine steps with: an optimizer of torch, or DeepSpeed's own around one, which has no types."""
+"""The optimizer of an engine: a torch one, or DeepSpeed's wrapper around one, which has no types."""
 
 
 @dataclass(frozen=True)
 class OneParameter:
-    """A parameter that is stepped on itself."""
+    """A parameter that the optimizer updates directly."""
 
     tensor: Tensor
     param_group: int = 0
@@ -28,11 +32,12 @@ class OneParameter:
 
 @dataclass(frozen=True)
 class DividedTogether:
-    """This rank's run of a flat tensor that holds parameters one after the other (ZeRO-1, ZeRO-2, bf16).
+    """This rank's slice of a flat tensor that holds parameters one after the other (ZeRO-1, ZeRO-2, bf16).
 
     Attributes:
-        offsets: where each parameter begins in the whole flat tensor.
-        group: the ranks, each with a run of equal length.
+        tensor: the slice, flat.
+        offsets: index of each parameter's first element in the whole flat tensor.
+        group: the ranks, each with a slice of equal length.
     """
 
     tensor: Tensor
@@ -44,7 +49,7 @@ class DividedTogether:
 
 @dataclass(frozen=True)
 class DividedOneByOne:
-    """This rank's parts of parameters, each divided by itself, one after the other (ZeRO-3)."""
+    """This rank's part of each parameter, one after the other in a flat tensor (ZeRO-3 divides each by itself)."""
 
     tensor: Tensor
     parameters: Sequence[Tensor]
@@ -56,14 +61,14 @@ SteppedOn: TypeAlias = OneParameter | DividedTogether | DividedOneByOne
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The elements of one parameter, one after the other, that lie in a tensor that is stepped on.
+    """Consecutive elements of one parameter in a tensor that the optimizer updates.
 
     Attributes:
-        shape: of the parameter as this rank has it when it is gathered (a tensor-parallel shard, perhaps).
-        start: first element of it that is here.
-        length: number of its elements that are here; 0 where other ranks have them all.
-        offset: where they begin in the tensor.
-        group: ranks over which the parameter is spread; None where this rank has all of it.
+        shape: of the whole parameter on this rank, once gathered (under tensor parallelism, of the shard).
+        start: index of the first element that is here, in the flattened parameter.
+        length: number of its elements that are here; 0 if other ranks have them all.
+        offset: index of the first of them in the tensor.
+        group: ranks over which the parameter is divided; None if this rank has all of it.
         split: whether several ranks of `group` have a part of the parameter.
     """
 
@@ -77,7 +82,10 @@ class Run:
 
 
 def runs(stepped: SteppedOn) -> Iterator[Run]:
-    """Yield what a tensor that is stepped on holds of each parameter; the same parameters on all ranks of a group."""
+    """Yield the run of each parameter in a tensor that the optimizer updates.
+
+    All ranks of a group yield the same parameters in the same order, so collectives may follow; a run may be empty.
+    """
     match stepped:
         case OneParameter(tensor=tensor):
             yield Run(parameter=tensor, shape=tuple(tensor.shape), start=0, length=tensor.numel(), offset=0)
@@ -100,12 +108,13 @@ def _divided_together(stepped: DividedTogether) -> Iterator[Run]:
             length=end - begin,
             offset=begin - first if end > begin else 0,
             group=stepped.group,
+            # its first and its last element belong to different ranks
             split=offset // size != (offset + parameter.numel() - 1) // size,
         )
 
 
 def _divided_one_by_one(stepped: DividedOneByOne) -> Iterator[Run]:
-    """Every rank has an equal part of each parameter, the last ones perhaps less."""
+    """Yield runs of equal length on all ranks; those of the last ranks may be shorter, and padded in the tensor."""
     offset = 0
     for parameter in stepped.parameters:
         divided = Partition.of(parameter)
@@ -123,14 +132,14 @@ def _divided_one_by_one(stepped: DividedOneByOne) -> Iterator[Run]:
 
 
 def run_of_each(optimizer: EngineOptimizer) -> Iterator[tuple[Tensor, Run]]:
-    """Yield each tensor that is stepped on with what it holds of each parameter; `optimizer` is the engine's."""
+    """Yield each run with the tensor that it lies in; `optimizer` is the engine's."""
     for stepped in stepped_on(optimizer):
         for run in runs(stepped):
             yield stepped.tensor, run
 
 
 def stepped_on(optimizer: EngineOptimizer, chosen: Sequence[int] | None = None) -> Iterator[SteppedOn]:
-    """Yield the tensors that the parameter groups `chosen`, or all, step on; `optimizer` is the engine's."""
+    """Yield the tensors that `optimizer`, the engine's, updates for the parameter groups `chosen`, or for all."""
     chosen = range(len(optimizer.param_groups)) if chosen is None else chosen
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         for index, parameters in enumerate(optimizer.fp16_groups):

@@ -1,8 +1,8 @@
-"""Find the gradients of a step where DeepSpeed's optimizers look for them, and replace the sums of them.
+"""Find the gradients of a step where DeepSpeed's optimizers look for them, and replace how they are summed.
 
 An optimizer reads a gradient in one of three places: `grad`, its own flat tensor in float32 (BF16_Optimizer), or
-`grad_accum` (ZeRO-1, where gradients are accumulated in another precision than the parameters'). A gradient that is
-put anywhere else is lost without a word.
+`grad_accum` (ZeRO-1, if gradients are accumulated in another precision than the parameters'). DeepSpeed silently
+ignores a gradient in any other place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harness.deepspeed.instructions import execute_by, executing, run_before
 
 
 class StepGradients:
-    """The gradients that an engine's optimizer will step by."""
+    """The gradients that an engine's optimizer will read in its next step."""
 
     def __init__(self, optimizer: EngineOptimizer) -> None:
         self._optimizer = optimizer
@@ -35,7 +35,7 @@ class StepGradients:
             self._flat = {id(p): (group, at) for group, members in groups for at, p in enumerate(members)}
 
     def found(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient in the parameter's shape, to be changed in place; None where none was computed here."""
+        """Return the gradient, of the parameter's shape, to be changed in place; None if none was computed here."""
         place = self._flat.get(id(parameter))
         if place is None:
             found: Tensor | None = getattr(parameter, self._attribute, None)
@@ -46,7 +46,7 @@ class StepGradients:
         return self._in_float32(group, at).view_as(parameter)
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the same, of zeros where none was computed here: another rank may have one."""
+        """Return the same, but make a gradient of zeros if none was computed here: another rank may have one."""
         found = self.found(parameter)
         if found is not None:
             return found
@@ -71,12 +71,12 @@ def sum_tied_gradients(
 ) -> None:
     """Sum the gradients of tied weights over the stages that hold them, once all gradients of a step are accumulated.
 
-    Every stage takes part with every tied weight, if only with zeros: a stage may use only some weights of a shared
-    block, and would leave the others waiting.
+    Every stage calls the all-reduce for every tied weight, with zeros if it has no gradient. A stage may use only some
+    weights of a shared block; without its zeros the other stages would wait for it forever.
 
     Args:
-        sum_partial: called before, with what returns the gradient of a parameter, to sum what is but a part on each
-            tensor-parallel rank.
+        sum_partial: called first, with a function that returns a parameter's gradient. It sums over the tensor-parallel
+            ranks those gradients of which each rank has computed only one summand.
     """
     gradients = StepGradients(engine.optimizer)
 
@@ -89,7 +89,11 @@ def sum_tied_gradients(
 
 
 def before_reduction(engine: PipelineEngine, act: Callable[[StepGradients], object]) -> None:
-    """Have `act` called once a step, when all gradients of the step are accumulated and none is reduced yet."""
+    """Have `act` called once a step, when all gradients of the step are accumulated and none is reduced yet.
+
+    `ReduceTiedGrads` comes after the last backward pass and before any reduction; every stage executes it, also without
+    tied weights.
+    """
     run_before(engine, ReduceTiedGrads, partial(act, StepGradients(engine.optimizer)))
 
 
@@ -102,12 +106,12 @@ def average_with(engine: PipelineEngine, average: Callable[[Sequence[Tensor], fl
     """Have `average` replace the gradients by their means over the data-parallel ranks, once a step.
 
     Args:
-        average: called with the gradients of the trained parameters, and the scale of the loss.
+        average: called with the gradients of the trained parameters, each in its parameter's shape, and the loss scale.
     """
     parameters, optimizer = trained_parameters(engine), engine.optimizer
     of_deepspeed = executing(engine, ReduceGrads)
     divided, gradients = isinstance(optimizer, DeepSpeedZeroOptimizer), StepGradients(optimizer)
-    if divided:  # ZeRO-1 then splits the means over its ranks as it would its own sums, and sends nothing
+    if divided:  # ZeRO-1 still has to copy each rank's share of the means to its own tensors, but must send nothing
         optimizer.reduce_scatter = False
         optimizer.gradient_reduction_w_predivide = lambda tensor, _: tensor
 
@@ -122,17 +126,17 @@ def average_with(engine: PipelineEngine, average: Callable[[Sequence[Tensor], fl
 def give_every_gradient(engine: PipelineEngine) -> None:
     """Give a gradient of zeros to each trained parameter that has none in a step: another rank may have one.
 
-    ZeRO-1 reduces the gradients that there are, so ranks that use other parameters would wait for each other.
+    ZeRO-1 reduces only the gradients that exist, so ranks that have used different parameters would hang.
     """
-    if not isinstance(engine.optimizer, BF16_Optimizer):  # which has one of its own for each
+    if not isinstance(engine.optimizer, BF16_Optimizer):  # it has a flat float32 gradient for every parameter
         parameters = trained_parameters(engine)
         before_reduction(engine, lambda gradients: [gradients.of(parameter) for parameter in parameters])
 
 
 def keep_own_gradients(engine: PipelineEngine) -> None:
-    """Leave out the reduction of a rank without data-parallel neighbours, whose optimizer takes gradients as they are.
+    """Skip the reduction on a rank that has no data-parallel peers and a plain torch optimizer.
 
-    DeepSpeed would copy them into a flat tensor of the size of the parameters, and back.
+    DeepSpeed would copy the gradients into a flat tensor of the size of all parameters, and back.
     """
     if isinstance(engine.optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)) or engine.has_moe_layers:
         return
@@ -146,9 +150,10 @@ def keep_own_gradients(engine: PipelineEngine) -> None:
 
 
 def reduce_in_place(optimizer: EngineOptimizer) -> None:
-    """Have ZeRO-1 and ZeRO-2 sum a bucket of gradients where it lies.
+    """Have ZeRO-1 and ZeRO-2 all-reduce a bucket of gradients in place.
 
-    DeepSpeed would copy the bucket into a second one, and the sums back.
+    DeepSpeed flattens the bucket into a second one and copies the sums back. Flattening one tensor copies nothing, so
+    neighbours in memory are handed over as one tensor.
     """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer):
         return
@@ -162,7 +167,7 @@ def reduce_in_place(optimizer: EngineOptimizer) -> None:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors that lie one after the other in one memory as a flat one; None where they do not."""
+    """Return tensors that are adjacent in one storage as one flat view of it; None if they are not."""
     first = tensors[0]
     end = start = first.storage_offset()
     for tensor in tensors:

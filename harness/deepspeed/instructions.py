@@ -1,8 +1,8 @@
-"""What executes each instruction of a pipeline's engine: the one place where DeepSpeed's instruction map is changed.
+"""Replace or wrap the functions that execute a pipeline's instructions: the only place that changes DeepSpeed's map.
 
 An engine executes a list of instructions (`ForwardPass`, `SendActivation`, `ReduceGrads`, ...) and looks up the
-function of each in a map of its class. Every change makes a new map for that one engine, so that another engine of the
-process keeps DeepSpeed's. A later change wraps what an earlier one has left.
+function for each in a map of its class. Every change here makes a new map for that one engine, so that other engines of
+the process keep DeepSpeed's. A later change wraps the result of an earlier one, so the order of changes matters.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Execute: TypeAlias = Callable[..., None]
 
 
 def executing(engine: PipelineEngine, kind: Kind) -> Execute:
-    """Return what executes an instruction now."""
+    """Return the function that executes an instruction now."""
     execute: Execute = engine._INSTRUCTION_MAP[kind]
     return execute
 
 
 def execute_by(engine: PipelineEngine, changed: Mapping[Kind, Execute]) -> Callable[[], None]:
-    """Have these functions execute their instructions; return what undoes the change."""
+    """Have these functions execute their instructions; return a function that undoes the change."""
     before = engine._INSTRUCTION_MAP
     engine._INSTRUCTION_MAP = {**before, **changed}
     return partial(setattr, engine, "_INSTRUCTION_MAP", before)
 
 
 def run_before(engine: PipelineEngine, kind: Kind, act: Callable[[], object]) -> None:
-    """Have `act` called before each instruction of a kind."""
+    """Have `act` called before each instruction of one kind."""
     execute = executing(engine, kind)
 
     def run(self: PipelineEngine, **place: int) -> None:
@@ -59,10 +59,10 @@ def tell_labels(engine: PipelineEngine, tell: Callable[..., None]) -> None:
 def watch_instructions(
     engine: PipelineEngine, begin: Callable[[str, Mapping[str, int]], None], finished: Callable[[], None] = lambda: None
 ) -> Callable[[], None]:
-    """Have `begin` called with the name of each instruction and its place, and `finished` after it; return what undoes
-    this.
+    """Have `begin` called before each instruction, with its name and its arguments, and `finished` after it.
 
-    The place is a `buffer_id`, and in a schedule that is not DeepSpeed's own a `micro_batch` and a `chunk`.
+    The arguments are a `buffer_id`, and in a schedule that is not DeepSpeed's own also a `micro_batch` and a `chunk`.
+    Return a function that undoes this.
     """
 
     def announced(name: str, execute: Execute) -> Execute:
@@ -80,8 +80,10 @@ def watch_instructions(
 def announce_instructions(
     engine: PipelineEngine, announce: Callable[[str], None], finished: Callable[[], None] = lambda: None
 ) -> Callable[[], None]:
-    """Have `announce` called with each instruction, as `RecvGrad(0)`, before it is executed, and `finished` after it;
-    return what undoes this."""
+    """Have `announce` called before each instruction, with text such as `RecvGrad(0)`, and `finished` after it.
+
+    Return a function that undoes this.
+    """
 
     def begin(name: str, place: Mapping[str, int]) -> None:
         announce(f"{name}({place['buffer_id']})" if "buffer_id" in place else name)

@@ -1,8 +1,8 @@
 """Keep chosen parameters in float32 in an engine that trains the others in bf16.
 
-DeepSpeed casts all parameters of a model to one dtype. ZeRO-0 to 2 flatten each group of parameters by itself, so a
-group may have another dtype. ZeRO-3 puts all groups into one flat tensor and reduces all gradients in one dtype; here
-it gets a tensor and a bucket for each dtype. A parameter to keep has the attribute `kept_in_fp32`.
+DeepSpeed casts all parameters of a model to one dtype. ZeRO-0 to 2 flatten each parameter group by itself, so the
+groups may differ in dtype. ZeRO-3 puts all groups into one flat tensor and reduces all gradients in one dtype; here it
+gets one tensor and one bucket for each dtype. The attribute `kept_in_fp32` marks a parameter that is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness.deepspeed.flat_tensors import EngineOptimizer
 
 @contextmanager
 def keeping_fp32() -> Iterator[None]:
-    """Leave the parameters to keep in float32 uncast in an engine that is built while this lasts."""
+    """Leave parameters marked `kept_in_fp32` uncast in an engine that is built in this context."""
     of_engine, of_zero3 = DeepSpeedEngine._cast_module_mixed_precision, stage3.defragment
 
     def cast(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
@@ -42,13 +42,13 @@ def keeping_fp32() -> Iterator[None]:
 
 
 class _FlatRuns:
-    """Flat tensors of different dtypes, one after the other, that DeepSpeed narrows as one tensor."""
+    """Flat tensors of different dtypes that stand for one flat tensor; `narrow` is all that DeepSpeed calls on it."""
 
     def __init__(self, runs: Sequence[Tensor]) -> None:
         self._runs = runs
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
-        """Return `length` elements from `start`; they lie in one run."""
+        """Return `length` elements from `start`, which must lie in one of the tensors."""
         for run in self._runs:
             if start < run.numel():
                 break
@@ -57,7 +57,7 @@ class _FlatRuns:
 
 
 def reduce_fp32_gradients(optimizer: EngineOptimizer) -> None:
-    """Have ZeRO-3 reduce the gradients of parameters in float32 in float32, if there are any beside those in bf16."""
+    """Have ZeRO-3 reduce the gradients of float32 parameters in float32, if there are any beside those in bf16."""
     if not isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
         return
     kept = [p for group in optimizer.fp16_groups for p in group if is_kept(p)]

@@ -1,6 +1,6 @@
 """Run DeepSpeed's engines on one rank of many, without the other ranks and with tensors that have no values.
 
-DeepSpeed itself works out what is sent. What would be received is made up, with the shapes that the other ranks send.
+DeepSpeed itself works out what this rank sends. Received tensors are made here, in the shapes that other ranks send.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def trusting_peers() -> Iterator[None]:
 
 
 def expect_from_peers(engine: PipelineEngine, received: Mapping[int, Received]) -> None:
-    """Have a stage receive tensors with the shapes of `received` from the model chunk before.
+    """Have a stage "receive" tensors with the shapes of `received` from the previous model chunk.
 
-    From the next chunk it gets gradients with the shapes of what it sends. The metadata by which partitioned tensors
-    are put together again is known here, and not received.
+    From the next chunk it gets gradients with the shapes of what it sends. The metadata from which a partitioned tensor
+    is put together again would be received as values, which these tensors lack, so it is computed here.
 
     Args:
-        received: by the number of the receiving chunk, which is the stage with one chunk a stage. The first chunk
+        received: tensors by the index of the receiving chunk (the stage, if each has one chunk). The first chunk
             receives nothing.
     """
     execute = executing(engine, RecvGrad)
@@ -74,7 +74,9 @@ def expect_from_peers(engine: PipelineEngine, received: Mapping[int, Received]) 
     execute_by(engine, {RecvGrad: receive_gradients})
 
     def buffers(sender: int) -> Received:
-        p2p.recv(torch.empty(TENSOR_META_SIZE, dtype=torch.int32, device=engine.device), sender)  # its form: known
+        # The first message of DeepSpeed's protocol: the number, dtypes and shapes of the tensors. They are known here;
+        # the receive is there to be counted.
+        p2p.recv(torch.empty(TENSOR_META_SIZE, dtype=torch.int32, device=engine.device), sender)
         value = received[sender + 1]
         tensors = value if isinstance(value, tuple) else (value,)
         if engine.is_pipe_partitioned:
@@ -87,22 +89,23 @@ def expect_from_peers(engine: PipelineEngine, received: Mapping[int, Received]) 
 
 
 def _buffer(engine: PipelineEngine, index: int, like: Tensor) -> Tensor:
-    """Return the engine's own buffer for a received tensor; one of integers, whose values are needed, itself."""
+    """Return the engine's own buffer for a received tensor, or the tensor itself if its values matter (integers)."""
     buffer: Tensor = engine._allocate_or_extend_buffers(index, list(like.shape), like.dtype)
     return buffer if like.is_floating_point() else like
 
 
 def cut_step(engine: DeepSpeedEngine, micro_batches: int) -> None:
-    """Cut the next step to its last `micro_batches`, which end in the optimizer step."""
+    """Shorten the next step to its last `micro_batches`, so that it still ends in the optimizer step."""
     if isinstance(engine, PipelineEngine):
         engine.micro_batches = micro_batches
     engine.micro_steps = engine.gradient_accumulation_steps() - micro_batches
 
 
 def announce_halves(engine: DeepSpeedEngine, announce: Callable[[str], None]) -> None:
-    """Have `announce` called before each backward and step of an engine without a pipeline.
+    """Have `announce` called before each backward and each step of an engine without a pipeline.
 
-    With the names of a pipeline's instructions; of the last micro-batch, after which weights change, as `LastStep`.
+    It gets the names of a pipeline's instructions, `BackwardPass` and `OptimizerStep`. On the last micro-batch of a
+    step, after which weights change, it gets `LastBackward` and `LastStep`.
     """
     for name, first, last in (("backward", "BackwardPass", "LastBackward"), ("step", "OptimizerStep", "LastStep")):
         setattr(engine, name, _announced(engine, getattr(engine, name), (first, last), announce))
@@ -119,8 +122,8 @@ def _announced(
 
 
 def gradients_of(engine: DeepSpeedEngine, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients that there are now: of parameters, in their own precision and in the optimizer's, and the
-    parts that ZeRO keeps of them."""
+    """Return all gradients that exist now, each once: those on parameters, in the parameter's precision and in the
+    optimizer's, and the parts of them that ZeRO keeps."""
     found = [getattr(parameter, name, None) for parameter in parameters for name in GRADIENTS]
     names = ("averaged_gradients", "grad_partitions_flat_buffer", "single_partition_of_fp32_groups")
     *kept, offloaded = (getattr(engine.optimizer, name, None) for name in names)

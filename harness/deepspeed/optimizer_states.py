@@ -1,7 +1,7 @@
-"""The state that an optimizer keeps for the tensors that it steps on: found out, read, and made before its first step.
+"""Find out, read and create the state that an optimizer keeps for the tensors that it updates.
 
-Which state that is, and of which types, is the optimizer's own affair: torch's AdamW counts steps in a tensor for each
-parameter, DeepSpeed's fused one in the parameter group. So it is asked: it makes a step on a few zeros.
+Each optimizer keeps another state: torch's AdamW counts steps in a tensor per parameter, DeepSpeed's fused one in the
+parameter group. To find out, the optimizer makes one trial step on a few zeros.
 
 With `offload_optimizer.device` nvme, ZeRO-3 writes the float32 weights of a sub-group and their optimizer states to
 files after each step, and leaves the tensors empty. To save or load them, they are read back into memory for a while.
@@ -26,7 +26,7 @@ from harness.errors import UserError
 
 
 def sub_groups_on_nvme(optimizer: EngineOptimizer) -> list[int]:
-    """Return the indices of the sub-groups that lie on NVMe between steps; a small one stays in memory."""
+    """Return the indices of the sub-groups that lie on NVMe between steps; small ones stay in memory."""
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) or not optimizer.swap_optimizer:
         return []
     return [index for index in range(len(optimizer.fp16_groups)) if optimizer._swappable_optimizer_subgroup(index)]
@@ -34,10 +34,12 @@ def sub_groups_on_nvme(optimizer: EngineOptimizer) -> list[int]:
 
 @contextmanager
 def states_in_memory(optimizer: EngineOptimizer, *, changed: bool = False) -> Iterator[None]:
-    """Hold what lies on NVMe in memory, in new tensors that views of them outlive; nothing happens without NVMe.
+    """Hold the sub-groups that lie on NVMe in memory within this context; do nothing without NVMe.
+
+    The values are in new tensors, not in DeepSpeed's swap buffers, so views of them stay valid after the context.
 
     Args:
-        changed: write the values back at the end, those of states that were put in the place of others too.
+        changed: write the values back at the end, also those of states that have replaced others.
     """
     indices = sub_groups_on_nvme(optimizer)
     for index in indices:
@@ -48,7 +50,8 @@ def states_in_memory(optimizer: EngineOptimizer, *, changed: bool = False) -> It
             tensor.data = values
     yield
     if changed and indices:
-        optimizer.optimizer_swapper.purge_state()  # it asks the optimizer anew which tensors it keeps
+        # the swapper remembers which tensors there were; states may have been replaced since, so it must ask anew
+        optimizer.optimizer_swapper.purge_state()
     for index in indices:
         if changed:
             _write_back(optimizer, index)
@@ -57,10 +60,12 @@ def states_in_memory(optimizer: EngineOptimizer, *, changed: bool = False) -> It
 
 
 def _write_back(optimizer: EngineOptimizer, index: int) -> None:
-    """Write the tensors of a sub-group to their files; those of states may not exist yet."""
+    """Write the tensors of a sub-group to their files."""
     flat, states = optimizer.fp32_partitioned_groups_flat[index], optimizer.optimizer.state
+    # DeepSpeed writes from a pinned buffer, which swapping in allocates. The states are taken away for that time: those
+    # of a fresh optimizer have no file yet, and would be read from one.
     values, kept = flat.data, states.pop(flat, None)
-    optimizer._optimizer_states_and_gradient_swap_in(index)  # into a pinned buffer, which DeepSpeed writes from
+    optimizer._optimizer_states_and_gradient_swap_in(index)
     flat.data.copy_(values)
     if kept is not None:
         states[flat] = kept
@@ -68,18 +73,18 @@ def _write_back(optimizer: EngineOptimizer, index: int) -> None:
 
 
 def _swapped(optimizer: EngineOptimizer, index: int) -> list[Tensor]:
-    """Return the tensors of a sub-group that DeepSpeed writes to files: those with a value for each element."""
+    """Return the tensors of a sub-group that DeepSpeed writes to files: the flat weights, and states of their size."""
     flat: Tensor = optimizer.fp32_partitioned_groups_flat[index]
     kept = optimizer.optimizer.state.get(flat, {}).values()
     return [flat, *(value for value in kept if isinstance(value, Tensor) and value.dim() > 0)]
 
 
 Counter: TypeAlias = Tensor | int | float
-"""What an optimizer counts with: a number, or a tensor of one element."""
+"""A step counter or the like: a number, or a tensor of one element."""
 
 
 def torch_optimizer(optimizer: EngineOptimizer) -> Optimizer:
-    """Return the optimizer that steps, of the one that an engine has, which may wrap it."""
+    """Return the torch optimizer inside an engine's optimizer, which may wrap it several times."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     found: Optimizer = optimizer
@@ -87,8 +92,8 @@ def torch_optimizer(optimizer: EngineOptimizer) -> Optimizer:
 
 
 def held_by_optimizer(optimizer: EngineOptimizer, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that an engine's optimizer holds after its first step: its state, and what it steps on in the
-    place of `parameters`, as a copy in float32."""
+    """Return the tensors that an engine's optimizer holds after its first step, besides `parameters`: its states, and
+    the tensors that it updates in their place, such as float32 copies."""
     inner, of_model = torch_optimizer(optimizer), {id(parameter) for parameter in parameters}
     stepped = [tensor for tensor in inner.state if id(tensor) not in of_model]
     states = (value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor))
@@ -100,9 +105,9 @@ class Template:
     """The state that an optimizer makes for a tensor in its first step.
 
     Attributes:
-        elements: what it keeps for each element, by name, with its dtype.
-        counters: what it keeps besides for the tensor: numbers, and tensors of one element.
-        of_group: the same for a whole parameter group.
+        elements: dtype of each state of the tensor's own shape, by name (`exp_avg`).
+        counters: the tensor's other states, by name (`step`): numbers, and tensors of one element.
+        of_group: counters that the optimizer keeps once for the whole parameter group.
     """
 
     elements: Mapping[str, torch.dtype]
@@ -111,7 +116,7 @@ class Template:
 
 
 def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> Template:
-    """Return what the engine's `optimizer` keeps for a tensor that it steps on.
+    """Return which state the engine's `optimizer` keeps for a tensor that it updates.
 
     Raises UserError for an optimizer that keeps tensors of another shape than the parameter's.
     """
@@ -123,8 +128,8 @@ def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> Template:
     state, groups = inner.state, inner.param_groups
     inner.state, inner.param_groups = defaultdict(dict), [trial]
     try:
-        # not what the schedule, or the harness, has wrapped around the step, nor its hooks: those would take this for
-        # the first step of the run, in which they see which parameters are used
+        # The bare step of the class, without hooks and without the wrappers of the learning-rate scheduler and the
+        # harness: those would take this for the first step of the run, in which they see which parameters are used.
         step: Callable[[Optimizer], object] = type(inner).step
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # type: ignore[attr-defined]  # torch has wrapped the hooks around it
@@ -148,7 +153,7 @@ def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> Template:
 
 
 def counted(optimizer: EngineOptimizer, stepped: SteppedOn, template: Template) -> dict[str, Counter]:
-    """Return the counters that the optimizer keeps for a tensor or its group; none before the first step."""
+    """Return the counters that the optimizer keeps for a tensor and its group, by name; none before the first step."""
     inner = torch_optimizer(optimizer)
     state, group = inner.state.get(stepped.tensor, {}), inner.param_groups[stepped.param_group]
     if not state:
@@ -160,7 +165,7 @@ def counted(optimizer: EngineOptimizer, stepped: SteppedOn, template: Template) 
 def make_state(
     optimizer: EngineOptimizer, stepped: SteppedOn, template: Template, counters: Mapping[str, float]
 ) -> None:
-    """Give the optimizer state for a tensor as if it had made steps: zeros for each element, and `counters`."""
+    """Give the optimizer a state for a tensor as if it had made steps: zeros for each element, and `counters`."""
     inner = torch_optimizer(optimizer)
     state = {name: _set(value, counters.get(name)) for name, value in template.counters.items()}
     for name, dtype in template.elements.items():
@@ -171,7 +176,7 @@ def make_state(
 
 
 def _set(value: Counter, number: float | None) -> Counter:
-    """Return `number` in the form of `value`."""
+    """Return `number` in the type of `value`: an equal tensor or a number; a copy of `value` if it is None."""
     if number is None:
         return copy.deepcopy(value)
     return torch.full_like(value, number) if isinstance(value, Tensor) else type(value)(number)
@@ -179,14 +184,15 @@ def _set(value: Counter, number: float | None) -> Counter:
 
 @torch.no_grad()
 def use_stepped_on(optimizer: EngineOptimizer) -> None:
-    """Bring the values of the tensors that are stepped on to the parameters that the model computes with.
+    """Copy the values of the tensors that the optimizer updates to the parameters that the model computes with.
 
-    All ranks call it. Where a parameter is stepped on itself, there is nothing to do.
+    All ranks must call it: ZeRO gathers the parameters. If the optimizer updates the parameters directly, nothing
+    happens.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        if optimizer.persistent_parameters:  # whole on every rank, so they are made of the new parts
+        if optimizer.persistent_parameters:  # kept whole on every rank: drop the old values, gather the new ones
             optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
         optimizer.invalidate_secondary_tensor()

@@ -15,8 +15,13 @@ R = TypeVar("R")
 
 
 def newton_schulz(matrix: Tensor, method: str) -> Tensor:
-    """Return an approximation of the nearest orthogonal matrix by five iterations, in the precision of `method`."""
-    # imported late: torch's compiler comes with it
+    """Return an approximation of the orthogonal matrix nearest to `matrix`, of its shape, by five iterations.
+
+    Args:
+        method: "gram" iterates on the small Gram matrix in fp16, anything else on the matrix itself in bf16; both in
+            float32 where the device lacks that type.
+    """
+    # imported late, as it brings torch's compiler
     from deepspeed.runtime.zero.muon import original_muon
 
     iterate = original_muon.zeropower_via_gram_newtonschulz
@@ -27,9 +32,9 @@ def newton_schulz(matrix: Tensor, method: str) -> Tensor:
 
 
 def import_muon_without_compiler() -> None:
-    """Import DeepSpeed's Muon, as every ZeRO engine does, but torch's compiler only when Muon is used.
+    """Import DeepSpeed's Muon, as every ZeRO engine does, but without torch's compiler until Muon is used.
 
-    Its decorator would import the compiler at once, which takes more than a second of each start.
+    A decorator in that module imports the compiler at once, which takes more than a second of each start.
     """
     compile_at_once, compiler.compile = compiler.compile, lambda: _compiled_when_called
     try:

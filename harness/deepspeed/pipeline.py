@@ -1,4 +1,4 @@
-"""DeepSpeed's PipelineModule with the stage boundaries and the built layers given."""
+"""DeepSpeed's PipelineModule with stage boundaries and layers that the harness provides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tie: TypeAlias = dict[str, Any]
 
 
 class TiedWeights(nn.Module):
-    """The parameters that one tied layer shares with its namesakes, and nothing else of it."""
+    """The parameters that a tied layer shares with the other layers of the same key, and nothing else of it."""
 
     def __init__(self, owner: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class TiedWeights(nn.Module):
 
     @property
     def names(self) -> list[str]:
-        """Names of the shared parameters in this holder, in the order of the spec."""
+        """Names of the shared parameters in this module ("0", "1", ...), in the order of the spec."""
         return list(self._parameters)
 
 
@@ -41,8 +41,8 @@ class BuiltLayers:
     """The layers of one stage.
 
     Attributes:
-        calls: what the forward calls, in order.
-        modules: pipeline index -> module, to be registered under it; a module that two specs share is there once.
+        calls: the modules and functions that the forward calls, in order.
+        modules: index of the pipeline layer -> module, to be registered under it; a module of two specs is there once.
         tied: key -> the parameters shared under that key on this stage.
     """
 
@@ -53,13 +53,13 @@ class BuiltLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class StageBuilder:
-    """What decides in the place of DeepSpeed.
+    """The decisions that `GivenStages` takes over from DeepSpeed.
 
     Attributes:
         boundaries: model chunk i holds layers boundaries[i] to boundaries[i + 1] - 1.
         chunks: which stage has which model chunk.
-        build: `build(layers, indices, seed)` returns the layers with these indices, built.
-        is_recomputed: whether activation checkpointing applies to some neighbouring layers.
+        build: `build(layers, indices, seed)` builds and returns the layers with these indices.
+        is_recomputed: whether activation checkpointing applies to a run of consecutive layers.
     """
 
     boundaries: Sequence[int]
@@ -83,11 +83,12 @@ class GivenStages(PipelineModule):
     ) -> None:
         self.__dict__["_builder"] = builder  # DeepSpeed's constructor needs it before it sets up nn.Module
         super().__init__(layers, topology=topology, **options)
-        # by now the stages hold the same tied weights; where those are frozen there is no gradient to share
+        # only after the constructor, which broadcasts the first values of all tied weights: frozen ones need those too,
+        # but have no gradient to sum
         self.tied_comms = dict(_trained_ties(self.tied_comms))
 
     def indexed_layers(self) -> list[tuple[int, LayerCall]]:
-        """Return this stage's layers, each with its index."""
+        """Return this stage's layers, each with its index in the whole pipeline."""
         return list(zip(self._indices, self.forward_funcs, strict=True))
 
     def blocks(self) -> Iterator[tuple[list[tuple[int, LayerCall]], bool]]:
@@ -105,7 +106,7 @@ class GivenStages(PipelineModule):
         """Return the stage that has a layer."""
         return self._chunks.stage_of(bisect_right(self.parts, layer_idx) - 1)
 
-    @torch.no_grad()  # else each backward through a tied weight warns that torch cannot go back through a broadcast
+    @torch.no_grad()  # else each backward through a tied weight warns that a broadcast is not differentiable
     def _synchronize_tied_weights(self) -> None:
         super()._synchronize_tied_weights()
 
@@ -137,7 +138,7 @@ class GivenStages(PipelineModule):
 
 
 def _trained_ties(ties: Mapping[str, Tie]) -> Iterator[tuple[str, Tie]]:
-    """Yield DeepSpeed's records of tied weights, without those that are frozen."""
+    """Yield DeepSpeed's records of tied weights, each with its key, without frozen weights."""
     for key, tie in ties.items():
         trained = [name for name in tie["weight_attr"] if tie["module"].get_parameter(name).requires_grad]
         if trained:

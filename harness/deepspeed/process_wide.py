@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps, compiles and prints for a whole process, whatever engine it runs."""
+"""Change what DeepSpeed prints, compiles and keeps for a whole process, whichever engines it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 
 def silence_prints() -> None:
-    """Have DeepSpeed's pipeline print nothing; what it logs and warns of stays."""
+    """Have DeepSpeed's pipeline print nothing; its log messages and warnings stay."""
     for place in (module, topology):
         vars(place)["print"] = _print_nothing
 
@@ -25,14 +25,17 @@ def _print_nothing(*_words: object) -> None:
 def avoid_compiling() -> None:
     """Keep DeepSpeed from compiling a shared-memory all-reduce (about 25 s) that only its inference engine uses.
 
-    Nor does it find out which of its other ops could be compiled, for which each rank would start compilers for a
-    second: this is the only entry of the table that a run asks for.
+    The entry also keeps DeepSpeed from filling the rest of its table of compatible ops, for which each rank would start
+    compilers for about a second. A run asks for no other entry.
     """
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def mask_norms_on_the_device() -> None:
-    """Have ZeRO-1 and ZeRO-2 mark a norm that is not finite without a number that is copied from the host each time."""
+    """Have ZeRO-1 and ZeRO-2 replace a norm that is not finite by -1 without a copy from the host.
+
+    DeepSpeed makes a tensor of -1 on the host in each step; copying it to the device makes the host wait.
+    """
     stage_1_and_2.mask_nan_or_inf_with_val_inplace = _mask
 
 
@@ -41,25 +44,25 @@ def _mask(norm: Tensor, device: torch.device | None = None, val: float = -1.0) -
 
 
 def ask_torch_for_free_memory(accelerator: DeepSpeedAccelerator) -> None:
-    """Have torch say how much of a GPU is free.
+    """Have DeepSpeed ask torch how much of a GPU's memory is free, in bytes.
 
-    DeepSpeed asks NVML, where its package is installed, by the number in CUDA_VISIBLE_DEVICES; that may hold UUIDs, on
-    which ZeRO-1 and ZeRO-2 would fail.
+    If NVML's package is installed, DeepSpeed asks NVML, with the number in CUDA_VISIBLE_DEVICES. That may hold a UUID
+    instead, with which ZeRO-1 and ZeRO-2 would fail.
     """
     accelerator.available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
 
 
 def set_secondary_group(group: ProcessGroup | None) -> None:
-    """Set the group whose ranks share a second copy of ZeRO-3's parameters (hpZ); None where there is none.
+    """Set the group whose ranks share a second copy of ZeRO-3's parameters (hpZ); None if there is no such copy.
 
-    DeepSpeed reads it from its own module in many places. It makes one by itself only once a process, of neighbours
-    in the world.
+    DeepSpeed reads it from its own module in many places. By itself it creates one only once per process, out of
+    consecutive global ranks, which are not data-parallel peers in every layout.
     """
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group
 
 
 class MpuAdapter:
-    """A tensor-parallel group by the names under which DeepSpeed's activation checkpointing asks for it."""
+    """A tensor-parallel group with the methods that DeepSpeed's activation checkpointing calls on Megatron's `mpu`."""
 
     def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
         self.get_tensor_model_parallel_rank = lambda: rank

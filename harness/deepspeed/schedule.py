@@ -1,11 +1,10 @@
 """Run other schedules than 1F1B on DeepSpeed's PipelineEngine.
 
-The engine executes a list of instructions. It is given another list, and three things that it lacks: a backward pass
-whose weight gradients come later, sends that do not wait (`Transfers`), and several model chunks on a stage
-(`ChunkSwitch`).
+The engine executes a list of instructions. It gets another list, and three things that it lacks: a backward pass that
+defers its weight gradients, sends that do not block (`Transfers`), and several model chunks per stage (`ChunkSwitch`).
 
-The engine knows one chunk. What it keeps for a chunk, as buffers and the shapes that it receives, is put away when it
-goes to another chunk. The chunks before and after take the place of its neighbouring stages.
+The engine has attributes for one chunk only: buffers, received shapes and the like. They are saved and replaced
+whenever it switches to another chunk. The previous and the next chunk take the place of the neighbouring stages.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from harness.topology.env import run_timeout
 
 @dataclass
 class Transfers:
-    """The transfers of activations, or of gradients, of one stage with the others.
+    """Sends and receives activations, or gradients, between one stage and the others.
 
-    Each direction has a process group of its own. NCCL holds a send back until its receive begins, and runs the
-    calls of one group in order, so in one group a tensor for a later stage could wait for one to an earlier stage.
+    Each direction has a process group of its own. NCCL completes a send only when its receive has begun, and runs the
+    calls of one group in order. With one group for both directions, two stages that send to each other would deadlock.
 
     Attributes:
-        groups: process group by whether a tensor goes to a later stage.
+        groups: process group for tensors to a later stage (True), and to an earlier stage (False).
     """
 
     engine: PipelineEngine
@@ -47,8 +46,8 @@ class Transfers:
     _within: deque[Tensor] = field(default_factory=deque)
 
     def send(self, tensor: Tensor, chunk: int) -> None:
-        """Begin to send a tensor to the stage of a chunk; takes the place of DeepSpeed's `p2p.send`."""
-        # a tensor whose send is under way must not be freed or written
+        """Start to send a tensor to the stage of a chunk; replaces DeepSpeed's `p2p.send`."""
+        # keep a reference until the send is complete: the tensor's memory must not be reused before
         self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
         tensor, stage = tensor.detach().contiguous(), self.chunks.stage_of(chunk)
         if stage == self.engine.stage_id:  # both chunks are here: nothing travels
@@ -60,7 +59,7 @@ class Transfers:
             self._under_way.append((work, tensor))
 
     def receive(self, tensor: Tensor, chunk: int) -> None:
-        """Receive a tensor from the stage of a chunk; takes the place of DeepSpeed's `p2p.recv`."""
+        """Receive into `tensor` from the stage of a chunk; replaces DeepSpeed's `p2p.recv`."""
         stage = self.chunks.stage_of(chunk)
         if stage == self.engine.stage_id:
             tensor.copy_(self._within.popleft())
@@ -69,17 +68,17 @@ class Transfers:
         dist.recv(tensor, self.engine.grid.stage_to_global(stage_id=stage), group=group)
 
     def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all sends are complete."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
 
     def clear(self) -> None:
-        """Forget what a step that failed has left within the stage."""
+        """Drop tensors between chunks of this stage that a failed step has left."""
         self._within.clear()
 
     def carry(self, execute: Execute) -> Execute:
-        """Return an instruction of the engine whose transfers are these."""
+        """Wrap an instruction of the engine so that it sends and receives by these transfers."""
 
         def run(engine: PipelineEngine, **kwargs: object) -> None:
             with _in_place_of_p2p(self):
@@ -89,17 +88,17 @@ class Transfers:
 
 
 def open_transfers(engine: PipelineEngine, chunks: ModelChunks) -> tuple[Transfers, Transfers]:
-    """Return the transfers of activations and those of gradients; all ranks of a pipeline call it together."""
-    activations: dict[bool, dist.ProcessGroup | None] = {True: None}
+    """Return the transfers of activations and those of gradients; all ranks must call it, as it creates groups."""
+    activations: dict[bool, dist.ProcessGroup | None] = {True: None}  # None: the default group of all ranks
     gradients: dict[bool, dist.ProcessGroup | None] = {False: engine.grid.get_pipe_parallel_group()}
-    if chunks.each > 1:  # the way from chunk to chunk leads back
+    if chunks.each > 1:  # the next chunk may be on an earlier stage
         activations[False], gradients[True] = _new_group(engine), _new_group(engine)
     return Transfers(engine, chunks, activations), Transfers(engine, chunks, gradients)
 
 
 def _new_group(engine: PipelineEngine) -> dist.ProcessGroup | None:
-    """Return another group of the stages of this rank's pipeline; all ranks create the groups of all pipelines."""
-    mine = None
+    """Return a new group of the stages of this rank's pipeline; all ranks must call it."""
+    mine = None  # torch wants every rank to create every group, in one order
     for ranks in engine.module.topology().get_axis_comm_lists("pipe"):
         group = dist.new_group(ranks, timeout=run_timeout())
         mine = group if engine.global_rank in ranks else mine
@@ -121,7 +120,7 @@ OF_A_CHUNK = (
     *("first_output_send", "first_gradient_send", "pipe_partition_input_meta_cache"),
     *("pipe_partition_output_meta_cache", "pipe_partition_grad_meta_cache", "grad_partition_grad_layer_meta_cache"),
 )
-"""Attributes of the engine that belong to one chunk."""
+"""Attributes of the engine that `ChunkSwitch` saves and replaces for each chunk."""
 
 
 class ChunkSwitch:
@@ -154,7 +153,9 @@ class ChunkSwitch:
             self.leave()
 
         def load() -> object:
-            if not self._loaded[self._here[0]]:  # a stage with the first and the last chunk reads each batch for both
+            # A stage with both the first chunk (which needs the ids) and the last (labels) loads each batch twice in
+            # the schedule, but must read it only once. It keeps a queue for each of the two chunks.
+            if not self._loaded[self._here[0]]:
                 batch = next_batch()
                 for waiting in self._loaded.values():
                     waiting.append(batch)
@@ -167,7 +168,7 @@ class ChunkSwitch:
 
     @property
     def _here(self) -> list[int]:
-        """The chunk that the engine works on; outside of a schedule all chunks of the stage."""
+        """The chunk that the engine works on, as a list; outside of a schedule all chunks of the stage."""
         return self._own if self._at is None else [self._at]
 
     def begin(self, buffers: int) -> None:
@@ -181,7 +182,8 @@ class ChunkSwitch:
     def at_chunk(self, execute: Execute) -> Execute:
         """Wrap an instruction so that the engine switches to its chunk first.
 
-        DeepSpeed's own schedule names no chunk. `micro_batch` is for those who watch instructions (profiler, watch).
+        DeepSpeed's own schedule gives no `chunk`. `micro_batch` is only for wrappers that report instructions, such as
+        the profiler's.
         """
 
         def run(
@@ -197,7 +199,8 @@ class ChunkSwitch:
         return run
 
     def keep_loss(self, forward: Execute) -> Execute:
-        """Wrap a forward pass so that others may come before its backward: the engine keeps the last loss alone."""
+        """Wrap a forward pass so that its loss is kept by buffer: the engine itself keeps only the last loss, and other
+        forward passes may come before this one's backward."""
 
         def run(engine: PipelineEngine, buffer_id: int) -> None:
             forward(engine, buffer_id=buffer_id)
@@ -217,7 +220,7 @@ class ChunkSwitch:
         return run
 
     def leave(self) -> None:
-        """Put away what the engine keeps for the chunk that it works on."""
+        """Save the engine's attributes for the chunk that it works on; it then works on none."""
         if self._at is not None:
             self._kept[self._at] = {name: getattr(self._engine, name) for name in OF_A_CHUNK}
         self._at = None
@@ -235,15 +238,15 @@ class ChunkSwitch:
 
 
 class InputGradients(of_deepspeed.BufferOpInstruction):  # type: ignore[misc]  # DeepSpeed has no types
-    """Run a backward pass without the weight gradients that can be deferred."""
+    """Instruction: run a backward pass, but defer the weight gradients that can be deferred."""
 
 
 class WeightGradients(of_deepspeed.BufferOpInstruction):  # type: ignore[misc]  # DeepSpeed has no types
-    """Compute the weight gradients that were deferred first."""
+    """Instruction: compute the weight gradients of the oldest backward pass that has deferred some."""
 
 
 class AwaitSends(of_deepspeed.PipeInstruction):  # type: ignore[misc]  # DeepSpeed has no types
-    """Wait until all that was sent has arrived."""
+    """Instruction: wait until all sends of the step are complete."""
 
 
 class Deferral(Protocol):
@@ -253,19 +256,19 @@ class Deferral(Protocol):
         """Return a context in which a backward pass defers its weight gradients."""
 
     def compute(self) -> None:
-        """Compute and accumulate those of the oldest backward pass."""
+        """Compute and accumulate the weight gradients of the oldest backward pass that has deferred some."""
 
     def clear(self) -> None:
-        """Forget what is kept."""
+        """Drop all deferred weight gradients."""
 
 
 @dataclass(frozen=True)
 class StageProgram:
-    """What one stage executes in a step.
+    """The instructions of one stage in a step.
 
     Attributes:
-        instructions: names of instructions, each with its micro-batch and its model chunk.
-        buffers: micro-batches that each chunk of the stage holds at a time.
+        instructions: name, micro-batch and model chunk of each instruction, in order.
+        buffers: largest number of micro-batches that a chunk of the stage holds at a time.
     """
 
     instructions: Sequence[tuple[str, int, int]]
@@ -273,12 +276,12 @@ class StageProgram:
 
     @property
     def micro_batches(self) -> int:
-        """How many it goes through: in an evaluation others than in a step."""
+        """Number of micro-batches in the program; an evaluation may have another than a step."""
         return 1 + max((micro_batch for _, micro_batch, _ in self.instructions), default=-1)
 
 
 class OwnSchedule(of_deepspeed.PipeSchedule):  # type: ignore[misc]  # DeepSpeed has no types
-    """A program as the engine takes it, and what comes after its last instruction."""
+    """A stage program in the form of a DeepSpeed schedule; the instructions `last` follow it."""
 
     def __init__(self, engine: PipelineEngine, program: StageProgram, last: Sequence[Kind]) -> None:
         super().__init__(program.micro_batches, engine.num_stages, engine.stage_id)
@@ -311,6 +314,7 @@ INSTRUCTIONS: Mapping[str, type[of_deepspeed.BufferOpInstruction]] = {
 }
 
 
+# Tied weights first: DeepSpeed sums them over stages before the data-parallel reduction, which must see the sums.
 UPDATE = (AwaitSends, of_deepspeed.ReduceTiedGrads, of_deepspeed.ReduceGrads, of_deepspeed.OptimizerStep)
 
 
@@ -321,8 +325,14 @@ def run_schedule(
     evaluation: Callable[[int], StageProgram],
     deferral: Deferral,
 ) -> None:
-    """Have the engine train by a program. It evaluates some micro-batches by `evaluation`, if a stage has several
-    model chunks; else it keeps DeepSpeed's schedule."""
+    """Have the engine train by a program.
+
+    Args:
+        training: this stage's instructions in each training step.
+        evaluation: returns its instructions to evaluate a number of micro-batches. It is used only if a stage has
+            several model chunks; else the engine evaluates by DeepSpeed's own schedule.
+        deferral: defers and computes weight gradients, for the instructions that do.
+    """
     switch = ChunkSwitch(engine, chunks)
     transfers = open_transfers(engine, chunks)
     execute_by(engine, _executors(engine, switch, transfers, deferral))
@@ -334,7 +344,7 @@ def run_schedule(
         return OwnSchedule(engine, program, last)
 
     def train_schedule() -> OwnSchedule:
-        deferral.clear()  # of a step that failed
+        deferral.clear()  # a failed step may have left some
         return begin(training, UPDATE)
 
     engine._train_schedule = train_schedule
@@ -345,7 +355,7 @@ def run_schedule(
 def _executors(
     engine: PipelineEngine, switch: ChunkSwitch, transfers: tuple[Transfers, Transfers], deferral: Deferral
 ) -> dict[Kind, Execute]:
-    """Return what executes each instruction of a schedule that is not DeepSpeed's own."""
+    """Return the function for each instruction of a schedule that is not DeepSpeed's own."""
     activations, gradients = transfers
     own: dict[Kind, Execute] = {}
     for kind in (of_deepspeed.SendActivation, of_deepspeed.RecvActivation):
@@ -361,12 +371,13 @@ def _executors(
 
     def input_gradients(engine: PipelineEngine, buffer_id: int) -> None:
         received = engine.grad_layer
-        engine.grad_layer = tree_map(_copied, received)  # the engine receives the next one into the same tensor
+        # The engine receives the next gradient into the same tensor, but the deferred weight gradients need this one.
+        engine.grad_layer = tree_map(_copied, received)
         with deferral.defer():
             backward(engine, buffer_id=buffer_id)
         engine.grad_layer = received
 
-    def weight_gradients(engine: PipelineEngine, buffer_id: int) -> None:  # noqa: ARG001  # in the order of the passes
+    def weight_gradients(engine: PipelineEngine, buffer_id: int) -> None:  # noqa: ARG001  # always the oldest first
         _accumulate(engine, deferral.compute)
 
     def await_sends(_engine: PipelineEngine) -> None:
@@ -384,7 +395,11 @@ def _copied(value: object) -> object:
 
 
 def _accumulate(engine: PipelineEngine, compute: Callable[[], None]) -> None:
-    """Compute gradients as the engine does in a backward pass of its own: in bf16 they are added up in float32."""
+    """Call `compute` as the engine calls a backward pass of its own: bf16 gradients are accumulated in float32.
+
+    The engine clears the bf16 gradients before, adds the new ones to its float32 tensors after, and clears them again.
+    While `_running_engine_backward` is unset, its gradient hooks would take this for a backward pass of the user's.
+    """
     in_float32 = engine.using_bf16_optimizer
     if in_float32:
         engine.optimizer.clear_lp_grads(set_to_none=True)

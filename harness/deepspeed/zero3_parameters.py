@@ -1,4 +1,4 @@
-"""ZeRO-3's parameters: what DeepSpeed notes on them, and how it divides them among the data-parallel ranks."""
+"""ZeRO-3's parameters: the attributes that DeepSpeed sets on them, and how data-parallel ranks share them."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def is_partitioned(tensor: Tensor) -> bool:
 
 
 def restore_linear() -> None:
-    """Give torch its own `functional.linear` back: the one that ZeRO-3 puts in its place outlasts the engine, rounds
-    differently, and cannot take a layer of width zero."""
+    """Restore torch's `functional.linear`: ZeRO-3's replacement outlasts the engine, rounds differently, and fails on a
+    layer of width zero."""
     functional.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", functional.linear)
 
 
 def held_tensor(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, partitioned or not; under ZeRO-3 a flat part of it."""
+    """Return this rank's part of a tensor: flat if ZeRO-3 has partitioned it, else the tensor itself."""
     held: Tensor = getattr(tensor, "ds_tensor", tensor)
     return held
 
 
 def unpartitioned_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape that a tensor has once ZeRO-3 has gathered it; its own if it is not partitioned."""
+    """Return the shape of a tensor once ZeRO-3 has gathered it; its own if it is not partitioned."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def unpartitioned_size(tensors: Sequence[Partitioned]) -> int:
-    """Return how many elements partitioned tensors have in all once they are gathered."""
+    """Return the total number of elements of partitioned tensors once they are gathered."""
     return sum(tensor.ds_numel for tensor in tensors)
 
 
@@ -51,9 +51,9 @@ class Partition:
 
     Attributes:
         shape: of the whole parameter.
-        total: its elements.
-        size: elements that each rank has; the last ones may hold padding.
-        group: the ranks.
+        total: number of its elements.
+        size: number of elements on each rank, with padding on the last ranks.
+        group: the ranks that it is divided among.
     """
 
     shape: tuple[int, ...]
@@ -73,10 +73,10 @@ class Partition:
 
 
 class PartitionInPlace(deepspeed.zero.Init):
-    """`deepspeed.zero.Init` for a module in which each rank has filled its own part of every parameter.
+    """`deepspeed.zero.Init` for a module in which each rank has already filled its own part of every parameter.
 
-    Without it, rank 0 of the data group would send whole parameters to the others. Raises RuntimeError where DeepSpeed
-    does not give each rank an equal run of elements, rounded up.
+    DeepSpeed's own would broadcast whole parameters from rank 0 of the data-parallel group. Raises RuntimeError if
+    DeepSpeed does not give each rank an equal number of consecutive elements, rounded up.
     """
 
     parted = 0
@@ -96,11 +96,12 @@ class PartitionInPlace(deepspeed.zero.Init):
 
 
 class GatheredParameters:
-    """The parameters that ZeRO-3 gathers, which the micro-batches of a step may share.
+    """Keeps ZeRO-3's parameters gathered between the micro-batches of a step.
 
-    DeepSpeed gathers them for each micro-batch anew, although only the optimizer changes them. They stay where a
-    forward ends with all of them gathered in any case, within `stage3_max_live_parameters` and, there and back, within
-    `stage3_max_reuse_distance`; not where they come from another device, or from hpZ's second copy.
+    DeepSpeed gathers them anew for each micro-batch, although only the optimizer changes them. They are kept only if a
+    forward pass ends with all of them gathered in any case, so that this takes no memory: their number is within
+    `stage3_max_live_parameters`, and twice it (forward and backward) within `stage3_max_reuse_distance`. Offloaded
+    parameters, and those gathered from hpZ's second copy, are not kept.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -111,6 +112,7 @@ class GatheredParameters:
         if total > engine.zero_max_live_parameters() or 2 * total > engine.zero_max_reuse_distance():
             return
         coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        # a private method of the class, hence the mangled name
         release = coordinator._PartitionedParameterCoordinator__release_param
 
         def release_if_done(parameter: Partitioned, free_data: bool = True) -> None:
@@ -121,7 +123,7 @@ class GatheredParameters:
 
     @contextmanager
     def staying(self, stay: bool) -> Iterator[None]:
-        """Release nothing within this block where `stay`; the last micro-batch of a step must release all."""
+        """Release no parameter in this context if `stay`; it must be False for the last micro-batch of a step."""
         self._stay = stay
         try:
             yield

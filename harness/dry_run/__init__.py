@@ -1,1 +1,1 @@
-"""What one rank of a run would build, hold and send, found out on one machine without the other ranks."""
+"""Find out, on one machine and without the other ranks, what one rank of a run would build, hold and send."""

@@ -1,4 +1,4 @@
-"""The verb `ds-harness dry-run`: what a rank of a run would build, hold and send, or why it would fail."""
+"""The verb `ds-harness dry-run`: report what a rank of a run would build, hold and send, or why it would fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ example:
 
 
 def dry_run(argv: Sequence[str]) -> int:
-    """Print the report on one rank, or one of each stage. UserError for what a run would refuse."""
+    """Print the report on one rank, or on one rank of each stage, and return the exit code.
+
+    Raises UserError for whatever a run would refuse.
+    """
     own, words = _parser().parse_known_args(argv)
     world_size, rank = own.world_size, own.rank
     if rank is not None and not 0 <= rank < world_size:
@@ -59,7 +62,7 @@ def dry_run(argv: Sequence[str]) -> int:
                 report = dry_run_rank(plan, replace(env, rank=each))
             except UserError:
                 raise
-            except Exception as error:  # whatever DeepSpeed or a family's code raises, a run would raise too
+            except Exception as error:  # a run would raise the same, from DeepSpeed or from the model's code
                 reason = next(iter(str(error).strip().splitlines()), "")
                 raise UserError(f"rank {each} cannot be built: {type(error).__name__}: {reason}") from error
             text = json.dumps(as_json(plan, report)) if own.json else as_text(plan, report)
@@ -80,14 +83,14 @@ def _parser() -> VerbParser:
 
 
 def _rank(text: str) -> int | None:
-    """Return a rank; None for all."""
+    """Return the rank that `--rank` names; None for `all`."""
     if text != "all" and not text.isdecimal():
         raise ArgumentTypeError("must be a rank, from 0, or all")
     return None if text == "all" else int(text)
 
 
 def _plan(script: ScriptArguments, config: RunConfig, lora: LoraArguments, world_size: int, device: str) -> DryRun:
-    """Return what is to be run. UserError for what a run would refuse before its ranks meet."""
+    """Return the settings of the dry run. Raises UserError for whatever a run would refuse before its ranks meet."""
     import torch
 
     from harness.data.inputs.datasets import SampleForm

@@ -1,8 +1,8 @@
-"""What a rank sends and holds, counted while it runs: in a dry run, and as well in a real one.
+"""Count what a rank sends and holds while it runs, in a dry run or in a real one.
 
-Every tensor and every collective of torch passes here. A message is counted with the size of what is exchanged: the
-tensor of an all-reduce, broadcast, send or recv, all that an all-gather brings together or a reduce-scatter takes
-apart. Groups of one rank are left out, as nothing leaves it. Memory is counted by storages, each once.
+Every operation of torch passes here, collectives too. The size of a message is that of the tensor of an all-reduce,
+broadcast, send or recv, of the output of an all-gather, and of the input of a reduce-scatter. Collectives in a group of
+one rank are not counted, as they send nothing. Memory is the sum of all storages, each counted once.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ OPERATIONS = {
     "recv_": "recv",
     "recv_any_source_": "recv",
 }
-"""torch's names of collectives, where they are not the usual ones with a line below at the end."""
+"""The usual name of each of torch's collectives whose internal name is not the usual one with a final underscore."""
 POINT_TO_POINT = ("send", "recv")
 
 
 @dataclass(frozen=True, order=True)
 class Message:
-    """A kind of message: in which group of how many ranks, and by which operation."""
+    """A kind of message: the name of its group, the number of ranks in it, and the operation."""
 
     group: str
     ranks: int
@@ -52,19 +52,19 @@ class Message:
 
 @dataclass
 class Traffic:
-    """How many messages of a kind, and their bytes."""
+    """The number of messages of one kind, and their bytes in all."""
 
     count: int = 0
     size: int = 0
 
 
 class Ledger(TorchDispatchMode):
-    """Counts messages by phase, and the bytes of all tensors made while it is entered.
+    """Counts messages by phase, and the bytes of all tensors that are created while it is entered.
 
     Attributes:
-        live: bytes of the tensors that there are now.
+        live: bytes of the tensors that exist now.
         peak: the largest `live` since `begin_step`.
-        marks: phase -> `live` when it was first begun since `begin_step`.
+        marks: phase -> `live` when it first began after `begin_step`.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
@@ -77,19 +77,19 @@ class Ledger(TorchDispatchMode):
         self._storages = WeakIdKeyDictionary()
 
     def begin_step(self) -> None:
-        """Forget the messages so far; what is made from now on is of this step."""
+        """Start counting a step: forget messages and marks, and start the peak at what is held now."""
         self._messages.clear()
         self.marks = {}
         self.peak = self.live
         self.begin("step")
 
     def begin(self, phase: str) -> None:
-        """Begin a part of the work, under whose name messages are counted; a text in brackets is left out of it."""
+        """Begin a phase, by whose name messages are counted from now on; of `RecvGrad(0)` that is `RecvGrad`."""
         self._phase = phase.partition("(")[0]
         self.marks.setdefault(self._phase, self.live)
 
     def messages(self, repeated: Mapping[str, int]) -> dict[Message, Traffic]:
-        """Return the messages since `begin_step`; those of a phase in `repeated` count so many times."""
+        """Return the messages since `begin_step`; those of a phase in `repeated` are multiplied by its number."""
         found: dict[Message, Traffic] = {}
         for phase, counts in self._messages.items():
             for (message, size), count in counts.items():
@@ -110,7 +110,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _hold(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()  # views share it, and it lives as long as the last of them
         if storage in self._storages:
             return
         self._storages[storage] = True
@@ -129,6 +129,7 @@ class Ledger(TorchDispatchMode):
         ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
         if len(ranks) == 1:
             return
+        # of inputs and outputs the larger: the output of an all-gather, the input of a reduce-scatter
         size = max(sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args)
         if operation in POINT_TO_POINT:
             message = Message("pipeline", 2, operation)
@@ -138,7 +139,10 @@ class Ledger(TorchDispatchMode):
 
 
 def _named_groups(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
-    """Return the names of the groups that a rank is in, by their ranks; of equal groups the innermost axis counts."""
+    """Return the name of each group that a rank is in, by the group's ranks.
+
+    Groups of the same ranks have one name; the last of `AXES` wins.
+    """
     place = layout.coordinate(rank)
     replica = [r for stage in range(layout.pp_size) for r in layout.ranks_along("tensor", _at(layout, rank, stage))]
     named = {tuple(range(layout.world_size)): "world", tuple(sorted(replica)): "model"}

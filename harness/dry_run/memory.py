@@ -1,4 +1,4 @@
-"""The bytes that a rank holds in a step, by what they are for."""
+"""Sort the bytes that a rank holds in a step by their purpose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.dry_run.ledger import Ledger
 
 OF_FORWARD = ("RecvActivation", "LoadMicroBatch", "ForwardPass", "SendActivation")
 BACKWARD = ("BackwardPass", "InputGradients", "LastBackward")
-"""When the first of these begins, all activations of a micro-batch are kept."""
+"""When the first of these begins, all activations of a micro-batch are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,13 @@ class Memory:
     """Bytes that a rank holds, by dtype where several are possible.
 
     Attributes:
-        optimizer: its states, and the copies of parameters that it steps on.
-        activations: of one micro-batch, kept for its backward.
-        in_flight: micro-batches whose activations are kept at once; not whole where a stage has several parts.
-        buffers: whatever else lasts: masks, rotary tables, flat tensors of DeepSpeed.
-        peak: the most at any moment of a step, without what lies in the host's memory.
-        host: what lies there: offloaded states, and hidden states that wait for recomputation.
+        optimizer: the optimizer's states, and the copies of parameters that it updates.
+        activations: those of one micro-batch that are kept for its backward pass.
+        in_flight: number of micro-batches whose activations are kept at once; a fraction if a stage has several model
+            chunks, as these differ in size.
+        buffers: everything else that outlasts a step: masks, rotary tables, DeepSpeed's flat tensors.
+        peak: the most at any moment of a step, without `host`.
+        host: bytes in the host's memory: offloaded states, and hidden states that wait for recomputation.
     """
 
     parameters: dict[str, int]
@@ -45,11 +46,11 @@ class Memory:
 
 @dataclass
 class Step:
-    """What is noted of a step while it runs, in a dry run or in a real one.
+    """Takes notes on a step while it runs, in a dry run or in a real one.
 
     Attributes:
-        gradients: bytes by dtype when the most were there.
-        kept: bytes that forward passes of the last step have left behind, by the part of the model.
+        gradients: bytes of gradients by dtype, when they were largest.
+        kept: bytes that the forward passes of the last step have left in memory, by model chunk.
     """
 
     ledger: Ledger
@@ -61,31 +62,36 @@ class Step:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The model's part on this rank."""
+        """The model's parameters on this rank."""
         return list(self.engine.module.parameters())
 
     def begin_at(self, instruction: str, place: Mapping[str, int]) -> None:
-        """Begin an instruction of a schedule with several parts of the model."""
+        """Begin an instruction of a schedule with several model chunks."""
         self.begin(instruction)
         self._part = place["chunk"] if instruction in OF_FORWARD else None
         self._before = self.ledger.live
 
     def end(self) -> None:
-        """Note what the instruction that was begun has left behind."""
+        """End an instruction, and note the bytes that it has left in memory."""
         if self._part is not None:
             self.kept[self._part] += self.ledger.live - self._before
 
     def begin(self, phase: str) -> None:
         """Begin a phase of the step."""
         if phase.startswith(BACKWARD):
-            gc.collect()  # what recomputation leaves in cycles
+            gc.collect()  # recomputation leaves tensors in reference cycles, which would count as live
         if phase in ("ReduceGrads", "OptimizerStep", "LastStep"):
             now = by_dtype(gradients_of(self.engine, self.parameters))
             self.gradients = max(now, self.gradients, key=lambda sizes: sum(sizes.values()))
         self.ledger.begin(phase)
 
     def memory(self, in_flight: float) -> Memory:
-        """Return the bytes of the step that has ended, if the activations of `in_flight` micro-batches are kept."""
+        """Return the bytes of the step that has ended.
+
+        Args:
+            in_flight: number of micro-batches whose activations the schedule keeps at once. The step here has run with
+                one of them; the others are added.
+        """
         marks = self.ledger.marks
         activations = next((live for phase, live in marks.items() if phase in BACKWARD), 0) - marks["step"]
         parameters = by_dtype(held_tensor(parameter) for parameter in self.parameters)
@@ -104,7 +110,7 @@ class Step:
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """Return the bytes of tensors by dtype."""
+    """Return the bytes of tensors by dtype, as `float32`."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:
         sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes

@@ -1,7 +1,8 @@
-"""Build what one rank of a run would build, by the run's own code, and let it make a step.
+"""Build with the run's own code what one rank of a run would build, and let it make two steps.
 
-The model is prepared, cut and put into DeepSpeed's engine as in a run; its tensors have shapes but no values, and no
-other rank is there. Two steps are made of as few micro-batches as will do, and the second one is counted.
+The model is prepared, cut and put into DeepSpeed's engine as in a run. Its tensors have shapes but no values, and there
+are no other ranks. Both steps have as few micro-batches as possible; only the second one, which finds the optimizer's
+states in place, is counted.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ OF_A_MICRO_BATCH = (
     *("LoadMicroBatch", "ForwardPass", "BackwardPass", "InputGradients", "WeightGradients"),
     *("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"),
 )
-"""The instructions that come once a micro-batch."""
+"""The instructions that each micro-batch repeats."""
 EXPERTS = "the memory of experts: counted as if each token had weights of its own, which is too much"
 
 
@@ -61,11 +62,11 @@ class RankReport:
     """What one rank builds, holds and sends in a step.
 
     Attributes:
-        parts: the model chunks that it has, with the first and last index of the layers of each.
+        parts: model chunk -> indices of its first and last layer.
         kinds: class name -> number of layers.
-        elements: of its parameters.
-        memory: None where no step could be made.
-        notes: what is not known, or not as in a run.
+        elements: number of elements of its parameters.
+        memory: None if no step could be made.
+        notes: what could not be found out, or differs from a run.
     """
 
     groups: Groups
@@ -79,11 +80,11 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What is to be run, read and checked.
+    """The settings of a dry run, read and checked.
 
     Attributes:
         block_size: tokens of a sample.
-        max_steps: of the run, for its schedule.
+        max_steps: steps of the run, for its learning-rate schedule.
     """
 
     args: TrainingArguments
@@ -96,13 +97,14 @@ class DryRun:
 
 
 def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
-    """Build the rank `env.rank` and let it make its steps. Raises UserError for what a run would refuse."""
+    """Build the rank `env.rank`, let it make two steps, and report. Raises UserError for what a run would refuse."""
     with fake_world(env):
         device = start(env)
         groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
         context = EngineContext(
             args=plan.args,
-            # the schedule is cut short first; a compiled layer asks for the sizes of tensors that have no values
+            # The schedule is set later, once a step is cut to one micro-batch. Layers stay uncompiled: torch's compiler
+            # would ask for values.
             resolved=replace(plan.resolved, schedule=DEEPSPEED_1F1B, compile_backend=None),
             groups=groups,
             device=device,
@@ -113,8 +115,9 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
             require_compilable(trainable, plan.resolved.compile_backend)
         boundaries = choose_boundaries(trainable, context, None)
         with (
+            # These two make loops over blocks one pass over everything: blocks are there to fit into a CPU's cache, and
+            # without memory they only cost time.
             replaced(gradients, "BLOCK", 2**62),
-            # these tensors are on no device: a loop over pieces that fit into a CPU's cache would have no end
             replaced(cross_entropy, "IN_CACHE", cross_entropy.ELEMENTS_AT_ONCE),
             replaced(Route, "of", partial(_even_routes, layout=plan.layout)),
             fake_tensors(),
@@ -148,7 +151,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
 def _even_routes(
     pieces: Sequence[Tensor], _stretches: Sequence[Stretch], place: TensorParallel, *, layout: Layout
 ) -> list[Route]:
-    """Return the ways of tokens whose experts are not known: as many go to each expert."""
+    """Return routes that send equally many tokens to each expert: `Route.of` would need the router's choices."""
     routes = []
     for piece in pieces:
         each = max(piece.numel() // layout.tp_size // place.size, 1)
@@ -164,7 +167,7 @@ def _two_steps(
     ledger: Ledger,
     before: Callable[[int, Tensor], Received],
 ) -> tuple[Memory, dict[Message, Traffic]]:
-    """Return memory and messages of the second of two steps, in which the optimizer has its states."""
+    """Return memory and messages of the second of two steps, in which the optimizer already has its states."""
     deepspeed, accumulation = engine.deepspeed, plan.resolved.accumulation
     pipeline = isinstance(engine, PipelineStages)
     count = Step(ledger, deepspeed)
@@ -184,8 +187,8 @@ def _two_steps(
         announce_halves(deepspeed, count.begin)
     micro_batches = 1 if pipeline else min(2, accumulation)
     batches = [(ids, ids)] * micro_batches if engine.reads_data else []
-    engine.compared = True  # there are no other ranks
-    gc.freeze()  # collecting is quick then
+    engine.compared = True  # skip the comparison of the batches with those of other ranks: there are none
+    gc.freeze()  # the collections before backward passes then look at the step's own objects only
     for _ in range(2):
         ledger.begin_step()
         count.kept.clear()
@@ -198,10 +201,10 @@ def _two_steps(
 
 
 def _on_device(memory: Memory, engine: Engine, plan: DryRun) -> Memory:
-    """Return the memory without what a run keeps in its host's, which has no device of its own here.
+    """Return the memory with offloaded tensors counted as `host`; here they have the same device as all others.
 
-    All of that is there when a step is fullest. Of the hidden states that wait for recomputation two are on the device:
-    the one in use, and the one that travels.
+    At the peak of a step all offloaded states exist. Of the hidden states that wait for recomputation, two are on the
+    device: the one in use, and the one that is being copied.
     """
     zero = plan.resolved.config.get("zero_optimization", {})
     sections = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
@@ -217,7 +220,7 @@ def _on_device(memory: Memory, engine: Engine, plan: DryRun) -> Memory:
 
 
 def _hidden_bytes(engine: Engine, plan: DryRun) -> int:
-    """Return the bytes of the hidden state of a micro-batch that this rank has between two layers."""
+    """Return the bytes of this rank's hidden state of a micro-batch between two layers."""
     width = plan.source.config.get_text_config(decoder=True).hidden_size
     shares = plan.layout.cp_size * (plan.layout.tp_size if plan.resolved.sequence_parallel else 1)
     tokens = plan.resolved.micro_batch * -(-plan.block_size // shares)
@@ -225,7 +228,11 @@ def _hidden_bytes(engine: Engine, plan: DryRun) -> int:
 
 
 def _in_flight(engine: Engine, plan: DryRun, kept: Mapping[int, int]) -> float:
-    """Return of how many micro-batches the schedule keeps activations at once; `kept`: of one, in each chunk."""
+    """Return the number of micro-batches whose activations the schedule keeps at once on this rank.
+
+    Args:
+        kept: bytes of activations of one micro-batch, by model chunk.
+    """
     if not isinstance(engine, PipelineStages):
         return 1
     stage, accumulation = engine.groups.coordinate.stage, plan.resolved.accumulation
@@ -238,11 +245,14 @@ def _in_flight(engine: Engine, plan: DryRun, kept: Mapping[int, int]) -> float:
 def _before(
     trainable: TrainableModel, boundaries: Sequence[int], dtype: torch.dtype, stage: int, ids: Tensor
 ) -> Received:
-    """Return what the stage before sends, for these ids: its layers are built, run and let go one by one."""
+    """Return what the previous stage sends for these ids: all earlier layers are built, run and freed one by one.
+
+    If only a hidden state travels, the first layer suffices: all later ones have outputs of the same shape.
+    """
     causal = trainable.causal
     bare = causal is not None and causal.outer.schema.bare and causal.router is None
     value: Value = ids
-    with torch.no_grad():  # where hidden states alone travel, all of them are as the first one
+    with torch.no_grad():
         for index in range(1 if bare else boundaries[stage]):
             layer = build_layers(trainable.layers, index, index + 1, 0).calls[0]
             if isinstance(layer, nn.Module):
@@ -252,7 +262,10 @@ def _before(
 
 
 def _experts_by_token(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Let fused experts run by shapes alone, where grouped products of this type cannot; whether there are any."""
+    """Switch fused experts to batched matrix products, unless in bf16; return whether there are any.
+
+    torch's grouped products can run on tensors without values only in bf16.
+    """
     if dtype == torch.bfloat16:
         return False
     experts: list[Any] = [each for each in module.modules() if hasattr(each, "is_concatenated")]

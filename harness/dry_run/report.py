@@ -1,4 +1,4 @@
-"""The report on a rank, as text and as JSON."""
+"""Write the report on a rank as text or as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def as_json(plan: DryRun, report: RankReport) -> JsonObject:
-    """Return the report by names that stay."""
+    """Return the report as JSON; programs rely on its keys."""
     memory, place = report.memory, report.groups.coordinate
     return {
         "rank": report.groups.rank,
@@ -58,7 +58,7 @@ def as_text(plan: DryRun, report: RankReport) -> str:
 
 
 def _layers(report: RankReport) -> JsonObject:
-    """Return the first and last layer, of each part where there are several."""
+    """Return the first and last layer, or those of each model chunk if there are several."""
     parts = [{"part": part, "first": first, "last": last} for part, (first, last) in report.parts.items()]
     return {"parts": parts} if len(parts) > 1 else {"first": parts[0]["first"], "last": parts[0]["last"]}
 
@@ -99,7 +99,7 @@ def _by_dtype(sizes: Mapping[str, int]) -> str:
 
 
 def spell(size: float) -> str:
-    """Return bytes in the unit that suits."""
+    """Return bytes as text in the largest unit that fits, as `1.50 GiB`."""
     unit = 0
     while size >= 1024 and unit + 1 < len(UNITS):
         size, unit = size / 1024, unit + 1

@@ -1,7 +1,7 @@
-"""A world of many ranks of which one is real, and tensors that have shapes but no values.
+"""Simulate a world of many ranks in which only one is real, and tensors that have shapes but no values.
 
-Process groups are torch's fake ones: a collective takes no time. What a rank gathers is its own contribution, as often
-as there are ranks, so every comparison between ranks finds them equal.
+Process groups are torch's fake ones: a collective returns at once. Gathering returns a copy of this rank's own
+contribution for each rank, so every comparison between ranks finds them equal.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from harness.parallel.values import Keyword, Operation, Positional
 from harness.topology.env import LaunchEnv, inherited, replace_environment
 
 ALL_OF = (torch.ops.aten.all.default, torch.ops.aten.all.dim)
-KNOWN_ELEMENTS = 256  # up to this size a tensor keeps its values: shapes of what travels, weights of losses
+KNOWN_ELEMENTS = 256  # tensors up to this size keep their values: received shapes, weights of losses (torch's limit: 1)
 
 
 @contextmanager
 def fake_world(env: LaunchEnv) -> Iterator[None]:
-    """Be the rank `env.rank` of `env.world_size` while the context lasts; nothing is sent.
+    """Make this process rank `env.rank` of `env.world_size` while the context lasts; nothing is sent.
 
-    The environment is as before afterwards. RuntimeError if this process is in a process group already.
+    The environment is restored afterwards. Raises RuntimeError if this process is already in a process group.
     """
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already: a dry run needs one of its own")
@@ -51,9 +51,9 @@ def fake_world(env: LaunchEnv) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make tensors without memory while the context lasts.
+    """Make all new tensors without memory while the context lasts.
 
-    Modules are left as they are built: they are of the right type already, and have no values to move.
+    `Module.to` and the like do nothing: modules are built in the right type already, and have no values to move.
     """
     with (
         replaced(nn.Module, "_apply", lambda module, *_, **__: module),
@@ -67,7 +67,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def _own_of_all(values: list[object], value: object, group: dist.ProcessGroup | None = None) -> None:
-    """Gather this rank's value as often as there are ranks; torch would send its bytes as a tensor, which has none."""
+    """Replace `all_gather_object`, which sends the pickled bytes as a tensor, and such a tensor has no values here."""
     values[:] = [value] * dist.get_world_size(group)
 
 
@@ -75,7 +75,7 @@ _DEEPCOPY: Any = Tensor.__deepcopy__
 
 
 def _copy(tensor: Tensor, memo: object) -> Tensor:
-    """Return a copy; of a buffer on meta one that is no fake tensor either, which torch asks for."""
+    """Return a copy, a fake tensor only if `tensor` is one: torch wants a copied meta buffer to be a plain tensor."""
     if isinstance(tensor, FakeTensor):
         copied: Tensor = _DEEPCOPY(tensor, memo)
     else:
@@ -97,7 +97,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Echo(_Mode):
-    """Gives a rank its own tensors for those of the others."""
+    """Fills the output of an all-gather with copies of this rank's own tensor; torch's fake group leaves it empty."""
 
     def __torch_dispatch__(
         self, func: Operation, _types: object, args: Positional = (), kwargs: Keyword | None = None
@@ -111,9 +111,10 @@ class _Echo(_Mode):
 
 
 class _Values(_Mode):
-    """Gives values to single numbers that have none: zero, and true where all of something is asked for.
+    """Gives each tensor of one element that has no value the value 0, or True if it comes from `all`.
 
-    What is computed from them has values again, so no gradient overflows and every norm is finite.
+    Numbers computed from them have values too. So every norm is finite, no gradient overflows, and code that branches
+    on a scalar (DeepSpeed's overflow check) takes the path of a normal step.
     """
 
     def __torch_dispatch__(

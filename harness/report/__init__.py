@@ -1,1 +1,1 @@
-"""Pictures of a run (`ds-harness report`): its files, what to show of them, drawn as a page or PNGs. No torch."""
+"""Draw pictures of a run (`ds-harness report`) from its files, as an HTML page or as PNGs. No torch."""

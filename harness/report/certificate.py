@@ -1,8 +1,8 @@
 """Certificates of `ds-harness verify`: what was compared for a config and a model, by which code, and with what result.
 
-They lie in a folder of the user's, under a name made of what they hold for: the config as it is written, the layout,
-the model's config, the code of the harness and the versions of what it stands on. A run that finds the one of its own
-copies it into `run.json`; a change of any of these leaves it behind.
+They are kept in the user's cache folder. The file name is a hash of everything that a certificate depends on: the
+config as written, the layout, the model's config, the source of the harness and the versions of its libraries. A run
+looks for the certificate under its own hash and copies it into `run.json`; if any of these has changed, it finds none.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from harness.topology.env import cache_folder
 from harness.wording import counted
 
 EQUAL, DIFFERS, REFUSED, UNVERIFIED = "equal", "differs", "refused", "not verified"
-"""What a certificate says: of all that was compared; that the run refuses it; that nothing could be compared."""
+"""Verdicts: all comparisons were equal; one differs; the run refuses the config; nothing could be compared."""
 HARNESS = Path(__file__).resolve().parents[1]
 
 
 def digest(content: object) -> str:
-    """Return a short hash of JSON, whatever the order of its keys."""
+    """Return a short hash of JSON that does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 @cache
 def digest_of_code() -> str:
-    """Return a short hash of the harness's own source, and of its plans."""
+    """Return a short hash of the harness's own Python and JSON files."""
     found = hashlib.sha256()
     for path in sorted(HARNESS.rglob("*")):
         if path.suffix in (".py", ".json") and path.is_file():
@@ -42,7 +42,10 @@ def digest_of_code() -> str:
 
 
 def layout_of(resolved: Resolved) -> JsonObject:
-    """Return what decides how ranks compute, as flags may have changed it; how many data ranks there are does not."""
+    """Return the settings that decide how ranks compute, after flags have changed them.
+
+    The number of data-parallel ranks is not among them: it does not change what each rank computes.
+    """
     names = (
         "pp_size",
         "tp_size",
@@ -57,18 +60,18 @@ def layout_of(resolved: Resolved) -> JsonObject:
 
 
 def subject(config: Mapping[str, object], layout: Mapping[str, object], model: Mapping[str, object]) -> JsonObject:
-    """Return what a certificate holds for.
+    """Return everything that a certificate depends on, besides the versions of libraries.
 
     Args:
         config: the DeepSpeed JSON as it is written.
-        layout: as `layout_of` says it.
-        model: what its config says of the computation.
+        layout: from `layout_of`.
+        model: the entries of the model's config that change what it computes.
     """
     return {"config": digest(config), "layout": dict(layout), "model": digest(model), "code": digest_of_code()}
 
 
 def store(certificate: JsonObject) -> Path | None:
-    """Keep a certificate where runs look for it; None if there is no room for it."""
+    """Write a certificate where runs look for it and return its path; None if the folder cannot be written."""
     path = _path(certificate["subject"], certificate["versions"])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +82,7 @@ def store(certificate: JsonObject) -> Path | None:
 
 
 def find(subject: Mapping[str, object], versions: Mapping[str, object]) -> JsonObject | None:
-    """Return the certificate that holds for a run; None if there is none."""
+    """Return the certificate for a run's subject and versions; None if there is none."""
     with suppress(OSError, ValueError):
         found = read_json(_path(subject, versions))
         if isinstance(found, dict) and found.get("subject") == subject and found.get("versions") == versions:
@@ -92,7 +95,7 @@ def _path(subject: Mapping[str, object], versions: Mapping[str, object]) -> Path
 
 
 def told(certificate: Mapping[str, object]) -> str:
-    """Return when, on what and why a certificate says so, in a few words."""
+    """Return a few words on a certificate: its date, the number of trainings compared, the reason."""
     rows = certificate.get("compared")
     count = len(rows) if isinstance(rows, list) else 0
     words = [f"verified {str(certificate.get('date', ''))[:10]}", counted(count, "training"), certificate.get("reason")]

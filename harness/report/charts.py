@@ -1,11 +1,11 @@
-"""What a chart shows, whoever draws it: lines over steps, and bars of parts; and the colors."""
+"""The content of a chart (lines over steps, or bars) without the way it is drawn, and the colours."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Colours that people with any colour vision tell apart, on white and on near-black.
+# Colours that people with any kind of colour vision can tell apart, on white and on near-black.
 #
 # Source: Okabe and Ito 2008, Color Universal Design; blue and vermilion are a little lighter here, for dark pages.
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = "#2b83c6", "#e0712c", "#009e73", "#cc79a7", "#e6b91e", "#56b4e9"
 GREY, PALE = "#8a8f98", "rgba(138,143,152,0.28)"
 RUNS = (BLUE, ORANGE, GREEN, PINK, YELLOW, SKY)
-DARKER = 0.62  # of each channel
+DARKER = 0.62  # factor for each colour channel
 
 OF_KIND = {
     "forward": BLUE,
@@ -31,7 +31,7 @@ OF_MARK = {"checkpoint": GREEN, "restart": ORANGE, "rollback": PINK}
 
 
 def darker(color: str, steps: int) -> str:
-    """Return a colour, given as #rrggbb, so many steps darker: white text stands out from all of them."""
+    """Return a colour, given as #rrggbb, `steps` times darker; white text stays readable on it."""
     channels = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(channel * DARKER**steps):02x}" for channel in channels)
 
@@ -43,7 +43,7 @@ def of_run(number: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Values by step; None is a gap. `is_points`: single values, each worth a dot."""
+    """Values by step; None is a gap. `is_points`: draw each value as a dot."""
 
     name: str
     color: str
@@ -73,12 +73,12 @@ class LineChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """The pieces of one kind: piece i is in `rows[i]`, from `starts[i]`, `lengths[i]` long.
+    """Bars of one kind: bar i is in `rows[i]`, starts at `starts[i]`, and is `lengths[i]` long.
 
     Attributes:
-        texts: short ones to write into the pieces, shown where they fit.
-        hovers: what to say of each piece.
-        is_hidden: whether it is shown only when it is asked for.
+        texts: short texts to write into the bars where they fit.
+        hovers: text for each bar, shown under the pointer.
+        is_hidden: shown only after a click on the legend.
     """
 
     name: str
@@ -93,12 +93,12 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True)
 class BarChart:
-    """Rows of bars, the first one on top; or columns, from left to right.
+    """Rows of bars, the first on top; or, if `is_upright`, columns from left to right.
 
     Attributes:
-        axis: what lengths are, with the unit.
-        dividers: before which column a line stands, and what to write to its right.
-        note: a sentence below.
+        axis: what the lengths mean, with their unit.
+        dividers: index of a column, and text: a line before the column, with the text to its right.
+        note: a sentence below the chart.
     """
 
     key: str

@@ -22,7 +22,7 @@ EXAMPLE = """example:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Write the report of one run or several."""
+    """Write the report of one or several runs and return the exit code."""
     description = "Show runs in one HTML file, which needs no network: curves, the step of a profiled run, memory."
     parser = VerbParser("report", description, EXAMPLE)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="the --output_dir of a run")
@@ -49,13 +49,13 @@ def report(argv: Sequence[str]) -> int:
 
 
 def _pyplot() -> ModuleType:
-    """Return matplotlib's pyplot, which then draws into files alone."""
+    """Return matplotlib's pyplot, set to draw to files only, as there may be no display."""
     installed("matplotlib").use("agg")
     return installed("matplotlib.pyplot")
 
 
 def installed(module: str) -> ModuleType:
-    """Return a module of the extra `report`; UserError if it is missing."""
+    """Return a module of the extra `report`. Raises UserError if its package is not installed."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs no network: plotly's program lies within it."""
+"""Write the report as one HTML file that needs no network: plotly's JavaScript is part of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AXES = {"pipeline": "pp", "tensor": "tp", "data": "dp", "context": "cp"}
 
 @dataclass(frozen=True)
 class Fact:
-    """A number to show large, with what it is; `note` says more."""
+    """A value to show large, with its label; `note` is small print."""
 
     value: str
     label: str
@@ -37,7 +37,7 @@ class Fact:
 
 
 def facts(run: RunFiles) -> list[Fact]:
-    """Return what to know of a run at first sight."""
+    """Return the key figures of a run."""
     found = []
     if run.steps:
         last = run.steps[-1]
@@ -63,7 +63,7 @@ def _median(run: RunFiles, key: str, label: str, form: str) -> Iterator[Fact]:
 
 
 def step_facts(run: RunFiles, predicted: Prediction | None) -> list[Fact]:
-    """Return what the profiled steps come to: the bubble beside its prediction."""
+    """Return the key figures of the profiled steps: their time and their bubble, each beside its prediction."""
     if not run.profiles:
         return []
     found, facts = summary(run.profiles), []
@@ -88,7 +88,7 @@ def step_facts(run: RunFiles, predicted: Prediction | None) -> list[Fact]:
 
 
 def diagnostics(run: RunFiles) -> list[tuple[str, str, str]]:
-    """Return what the check finds in a run's config: severity, code, and what to do."""
+    """Return the findings of `ds-harness check` on a run's config: severity, code, and message."""
     try:
         found = check(from_values(run.config), world_size=run.layout.get("world_size")) if run.config else []
     except UserError as error:
@@ -100,7 +100,7 @@ def diagnostics(run: RunFiles) -> list[tuple[str, str, str]]:
 
 
 def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
-    """Return the settings in which runs differ, with the value of each."""
+    """Return the settings in which runs differ, each with its value in every run."""
     flat = [
         dict(_flat({name: run.about.get(name) for name in ("config", "arguments", "layout", "versions")}))
         for run in runs
@@ -152,7 +152,7 @@ class RunCharts:
 def charts_of(
     runs: Sequence[RunFiles], hardware: Hardware | None = None
 ) -> tuple[Sequence[Chart], Sequence[RunCharts]]:
-    """Return the curves of all runs, and the charts of each; times are predicted on the given hardware."""
+    """Return the curves of all runs, and the charts of each run; step times are predicted if `hardware` is given."""
     shown = []
     for run in runs:
         predicted = predict_run(run, hardware)
@@ -162,7 +162,7 @@ def charts_of(
 
 
 def page(curve_charts: Sequence[Chart], runs: Sequence[RunCharts], plotly: str) -> str:
-    """Return the HTML; `plotly`: its program."""
+    """Return the HTML; `plotly` is its JavaScript source."""
     figures: dict[str, object] = {}
 
     def plot(chart: Chart, at: str) -> str:
@@ -227,7 +227,7 @@ def _details(run: RunFiles) -> str:
 
 
 def _tables(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """Yield what can be unfolded: title and HTML."""
+    """Yield the sections that can be unfolded: title and HTML."""
     marks = "".join(f"<li>{escape(mark.text)}</li>" for mark in marks_of(run))
     if marks:
         yield "Checkpoints, restarts, rollbacks", f"<ul>{marks}</ul>"

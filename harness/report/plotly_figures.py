@@ -1,4 +1,4 @@
-"""Charts as plotly's JSON. Colours of text, lines and edges come from the page, which may be light or dark."""
+"""Write charts as plotly's JSON. Colours of text, axes and edges come from the page, which may be light or dark."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from harness.config.values.json_object import JsonObject
 from harness.report.charts import OF_MARK, BarChart, Bars, Chart, LineChart
 
 ROW_PIXELS = 34
-MOST_SHOWN_MARKS = 40  # more would cover the curve
-FEW_STEPS = 10  # of which each has a tick
+MOST_SHOWN_MARKS = 40  # more lines would cover the curve
+FEW_STEPS = 10  # up to this number each step has a tick
 LEGEND = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "traceorder": "normal", "font": {"size": 12}}
 
 
 def figure(chart: Chart) -> JsonObject:
-    """Return `data` and `layout` of a chart."""
+    """Return a chart's `data` and `layout`."""
     return _lines(chart) if isinstance(chart, LineChart) else _bars(chart)
 
 
@@ -46,7 +46,7 @@ def _lines(chart: LineChart) -> JsonObject:
         "margin": {"l": 64, "r": 16, "t": 40, "b": 44},
         "xaxis": {"title": {"text": "step"}, "zeroline": False, "tickformat": ",d", "dtick": 1 if is_short else None},
         "yaxis": {"zeroline": False, "exponentformat": "power"},
-        # marks stand on the lower edge, whatever the values are
+        # a second axis keeps marks on the lower edge, whatever the values of the curve are
         "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
         "shapes": [_line_at(mark.x, OF_MARK[mark.kind]) for mark in shown],
         "showlegend": len(data) > 1,

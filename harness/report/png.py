@@ -1,4 +1,4 @@
-"""Charts as PNG files for papers, drawn by matplotlib, which needs no browser."""
+"""Draw charts as PNG files, for papers, with matplotlib, which needs no browser."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 DOTS_PER_INCH = 200
 WIDTH, HEIGHT, ROW = 7.0, 2.6, 0.32  # inches
 OPAQUE = {PALE: "#dfe1e5"}
-NARROWEST_TEXT = 0.02  # of the chart's width; a number would not fit into less
+NARROWEST_TEXT = 0.02  # bars narrower than this share of the chart's width get no number
 STYLE = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 
 
 def write_pngs(folder: Path, curves: Sequence[Chart], runs: Sequence[RunCharts], pyplot: ModuleType) -> list[Path]:
-    """Write each chart as a file of its name; those of several runs begin with the run's."""
+    """Write each chart to `KEY.png`, or `RUN-KEY.png` if there are several runs, and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     named = [(chart.key, chart) for chart in curves]
     for one in runs:

@@ -1,4 +1,4 @@
-"""The charts of runs: curves over their steps, what their data is, and where the time and memory of a step go."""
+"""The charts of runs: curves over their steps, their data, and the time and memory of a step by purpose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.report.profile.summary import largest_of_stage, seconds_by_kind, su
 from harness.report.profile.timeline import with_waits
 from harness.report.run_files import RunFiles
 
-MOST_POINTS = 4000  # of a curve; a screen has not more columns
+MOST_POINTS = 4000  # per curve; a screen does not have more columns
 Point = tuple[float, float | None]
 SHOWN = {
     "loss": "loss",
@@ -21,7 +21,7 @@ SHOWN = {
     "learning_rate": "learning rate",
     "tokens_per_second": "tokens/s",
 }
-"""The curves by their names in `metrics.jsonl`, with their titles."""
+"""Key in `metrics.jsonl` -> title of its curve."""
 
 
 def curves(runs: Sequence[RunFiles]) -> list[LineChart]:
@@ -36,7 +36,7 @@ def curves(runs: Sequence[RunFiles]) -> list[LineChart]:
 
 
 def marks_of(run: RunFiles, *, with_name: bool = False) -> list[Mark]:
-    """Return what happened to a run, by step."""
+    """Return the events of a run by step: checkpoints, restarts, rollbacks."""
     ending = f" ({run.name})" if with_name else ""
     found = [Mark(x=step, kind="checkpoint", text=f"checkpoint at step {step}{ending}") for step in run.checkpoints]
     found += [
@@ -55,7 +55,10 @@ def marks_of(run: RunFiles, *, with_name: bool = False) -> list[Mark]:
 
 
 def _left_out(run: RunFiles) -> Iterator[tuple[int, int]]:
-    """Yield the steps before which samples were left out, and how many: a rollback does that."""
+    """Yield the steps before which a rollback has left out samples, and how many.
+
+    It shows as more samples consumed between two consecutive steps than a step takes.
+    """
     batch = run.config.get("train_batch_size")
     counted = [(row["step"], row.get("consumed_samples")) for row in run.steps]
     for (step, samples), (next_step, next_samples) in pairwise(counted):
@@ -84,7 +87,7 @@ def _lines(run: RunFiles, key: str, color: str, is_named: bool) -> Iterator[Line
 
 
 def _of_sources(row: JsonObject) -> JsonObject:
-    """Return the losses of a step by the names of the data's sources."""
+    """Return the losses of a step by data source."""
     found = row.get("source_losses")
     return found if isinstance(found, dict) else {}
 
@@ -96,14 +99,14 @@ def _sources_of(run: RunFiles) -> list[str]:
 
 
 def _evaluations(run: RunFiles, key: str) -> dict[str, str]:
-    """Return the titles of a curve by its names in the evaluations: one, or one for each named data set."""
+    """Return key in `evaluations.jsonl` -> title of its points, for the one or for each named evaluation set."""
     names = dict.fromkeys(name for row in run.evaluations for name in row)
     named = {name: match[1] for name in names if (match := re.fullmatch(rf"eval_(.+)_{key}", name))}
     return {f"eval_{key}": "evaluation"} | {name: f"evaluation on {title}" for name, title in named.items()}
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Return the points that can be seen: of each stretch of a long curve the lowest, the highest, and a gap."""
+    """Return about `MOST_POINTS` points at most: of each interval of a curve the lowest, the highest, and a gap."""
     stretch = 2 * -(-len(points) // MOST_POINTS)
     if len(points) <= MOST_POINTS:
         return points
@@ -122,7 +125,7 @@ def _number(value: object) -> float | None:
 
 
 def data_charts(run: RunFiles) -> list[BarChart]:
-    """Return the charts of a run whose `run.json` says what its data is made of."""
+    """Return the charts of a run's data, as far as its `run.json` describes it."""
     data = run.about.get("data")
     return [] if not isinstance(data, dict) else [*_lengths(data), *_sources(data)]
 
@@ -184,21 +187,22 @@ def _is_source(row: object) -> bool:
 
 
 def _numbers(values: object) -> Sequence[int]:
-    """Return a list of counts; nothing if it is none."""
+    """Return `values` if they are a list of counts, else an empty sequence."""
     is_list = isinstance(values, list) and all(isinstance(each, int) and 0 <= each < 2**63 for each in values)
     return values if isinstance(values, list) and is_list else ()
 
 
-MOST_RANKS = 64  # in the picture of a step; more cannot be told apart
+MOST_RANKS = 64  # in the chart of a step; more rows could not be told apart
 TITLES = {"wait": "waits for another stage", "step": "optimizer step", "data": "reads data"}
 OF_PASSES = ("forward", "recompute", "backward")
 GIB, MIB = 2**30, 2**20
 
 
 def step_charts(run: RunFiles, predicted: Sequence[Mapping[str, float]] = ()) -> list[BarChart]:
-    """Return the charts of a run that was profiled; of another one, the sizes of its stages.
+    """Return the charts of a profiled step, or, if the run was not profiled, of the sizes of its stages.
 
-    `predicted`: bytes by part for each stage, where they are known.
+    Args:
+        predicted: predicted bytes by part for each stage, if known.
     """
     shown = run.shown_profile
     if shown is None:
@@ -210,7 +214,7 @@ def step_charts(run: RunFiles, predicted: Sequence[Mapping[str, float]] = ()) ->
 
 
 def timeline(profile: StepProfile) -> BarChart:
-    """Return ranks by time; what is left white is none of the kinds."""
+    """Return a row for each rank over the time of the step; white is time that belongs to no kind of work."""
     pieces: dict[tuple[str, int], list[tuple[str, Span]]] = {}
     chosen = _chosen(profile)
     ranks = [(rank, spans) for rank, spans in with_waits(profile) if rank.rank in chosen]
@@ -230,7 +234,7 @@ def timeline(profile: StepProfile) -> BarChart:
 
 
 def _chosen(profile: StepProfile) -> set[int]:
-    """Return the ranks to show: one of each stage, then others, as many as can be told apart."""
+    """Return the ranks to show: one of each stage, then others, up to `MOST_RANKS`."""
     by_place = sorted(profile.ranks, key=lambda rank: (rank.dp_rank, rank.tp_rank, rank.stage))
     return {rank.rank for rank in by_place[: max(MOST_RANKS, profile.pp_size)]}
 
@@ -240,13 +244,13 @@ def _row(rank: RankProfile) -> str:
 
 
 def _round(profile: StepProfile, span: Span) -> int:
-    """Return which of its stage's chunks computes, counted from 0; for all else 0."""
+    """Return the index of the computing chunk among those of its stage; 0 if a stage has one or nothing computes."""
     is_apart = profile.parts_per_stage > 1 and span.kind in COMPUTING and span.part is not None
     return span.part // profile.pp_size if is_apart and span.part is not None else 0
 
 
 def _kinds(profile: StepProfile, pieces: Mapping[tuple[str, int], Sequence[tuple[str, Span]]]) -> Iterator[Bars]:
-    """Yield what is of one kind, and of one round of the chunks: each goes to the next stage."""
+    """Yield the bars of each kind of work; computing has one for each index of `_round`, in darker colours."""
     seconds = seconds_by_kind([profile])
     whole, stages, several = sum(seconds.values()), profile.pp_size, profile.parts_per_stage > 1
     for kind, number in sorted(pieces, key=lambda key: (KINDS.index(key[0]), key[1])):
@@ -263,7 +267,7 @@ def _kinds(profile: StepProfile, pieces: Mapping[tuple[str, int], Sequence[tuple
 
 
 def _spans(name: str, color: str, kind: str, pieces: Sequence[tuple[str, Span]], *, is_named: bool) -> Bars:
-    """Return the pieces of a kind; `is_named`: whether to say of which model chunk they are."""
+    """Return the bars of one kind; `is_named`: name their model chunk in the hover text."""
 
     def hover(span: Span) -> str:
         of = f", part {span.part}" if is_named and span.part is not None else ""
@@ -284,7 +288,7 @@ def _spans(name: str, color: str, kind: str, pieces: Sequence[tuple[str, Span]],
 
 
 def layer_chart(profiles: Sequence[StepProfile]) -> BarChart:
-    """Return the layers with the time of each pass, and the boundaries of the stages."""
+    """Return a column for each layer with the time of each pass, and the stage boundaries."""
     layers = summary(profiles)["layers"]
     rows = [str(layer["layer"]) for layer in layers]
     bases = [0.0] * len(rows)
@@ -312,13 +316,13 @@ def layer_chart(profiles: Sequence[StepProfile]) -> BarChart:
 
 
 def _owner(profile: StepProfile, chunk: int) -> str:
-    """Return the stage of a model chunk, and which chunk it is if stages have several."""
+    """Return the stage of a model chunk as text, with the chunk if stages have several."""
     stage = f"stage {profile.chunks.stage_of(chunk)}"
     return stage if profile.parts_per_stage == 1 else f"{stage}, part {chunk}"
 
 
 def memory_chart(profile: StepProfile, predicted: Sequence[Mapping[str, float]]) -> BarChart:
-    """Return for each stage the parts of the peak memory of the rank that needs most, and what was predicted."""
+    """Return a row for each stage: the peak memory, by part, of the rank with the highest peak; then the prediction."""
     rows: list[tuple[str, Mapping[str, float]]] = []
     for stage in range(profile.pp_size):
         rows.append((f"stage {stage}", largest_of_stage(profile, stage).memory_bytes))
@@ -359,7 +363,7 @@ def _unit(largest: float) -> tuple[float, str]:
 
 
 def _stages(run: RunFiles) -> Iterator[BarChart]:
-    """Yield the parameters of each stage of a run that was not profiled, if its `run.json` has them."""
+    """Yield a chart of the parameters of each stage, if `run.json` has them."""
     listed = run.about.get("stages")
     stages = [stage for stage in listed if _is_whole(stage)] if isinstance(listed, list) else []
     if stages:

@@ -1,4 +1,4 @@
-"""What the files of a run say, and what the planner predicts of it, to stand beside what was measured."""
+"""Read the files of a run, and predict the run with the planner, for comparison with what was measured."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from harness.report.profile.record import StepProfile, read_steps
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """One run.
+    """The files of one run.
 
     Attributes:
-        name: that tells it from the others of a report.
-        about: `run.json`; empty where there is none.
-        steps: objects of `metrics.jsonl` by their order, each with a step.
-        evaluations: of `evaluations.jsonl`, likewise.
-        restarts: of `restarts.jsonl`: the steps at which ranks failed, and why.
-        checkpoints: steps of the checkpoints that are there.
+        name: unique among the runs of a report.
+        about: content of `run.json`; empty if there is none.
+        steps: rows of `metrics.jsonl` that have a step, in order.
+        evaluations: rows of `evaluations.jsonl`, likewise.
+        restarts: rows of `restarts.jsonl`: the steps at which ranks failed, and why.
+        checkpoints: steps of the checkpoints that exist.
         profiles: the profiled steps of this run in its newest layout.
-        problem: what is wrong with `run.json`; None where it is sound or absent.
+        problem: why `run.json` cannot be read; None if it can, or is absent.
     """
 
     name: str
@@ -47,29 +47,29 @@ class RunFiles:
 
     @property
     def config(self) -> JsonObject:
-        """The DeepSpeed JSON as it ran."""
+        """The resolved DeepSpeed JSON of the run."""
         return _object(self.about.get("config"))
 
     @property
     def certificate(self) -> JsonObject:
-        """What `ds-harness verify` has said of its config and model; empty if nothing."""
+        """The certificate of `ds-harness verify` for its config and model; empty if there is none."""
         return _object(self.about.get("certificate"))
 
     @property
     def layout(self) -> JsonObject:
-        """Sizes by axis, where they are sizes."""
+        """Sizes by axis; entries that are no plausible size are left out, as the file may have been edited."""
         sizes = _object(self.about.get("layout"))
         return {axis: size for axis, size in sizes.items() if type(size) is int and 0 < size < 2**31}
 
     @property
     def shown_profile(self) -> StepProfile | None:
-        """The profiled step that took the median time; None without profiles."""
+        """The profiled step with the median time; None without profiles."""
         by_time = sorted(self.profiles, key=lambda profile: profile.seconds)
         return by_time[len(by_time) // 2] if by_time else None
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunFiles]:
-    """Return the runs of some folders, under names that differ; UserError for a folder that holds none."""
+    """Return the runs of some folders, with unique names. Raises UserError for a folder that holds none."""
     folders = [folder.resolve() for folder in folders]
     for folder in {one for one in folders if folders.count(one) > 1}:
         raise UserError(f"{folder} is given twice")
@@ -81,7 +81,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunFiles]:
 
 
 def read_run(folder: Path, name: str) -> RunFiles:
-    """Return the run of a folder; UserError if it holds none."""
+    """Return the run of a folder. Raises UserError if it holds none."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder: give the --output_dir of a run")
     (about, problem), steps = _read_about(folder / RUN), list(_by_step(folder / METRICS))
@@ -105,7 +105,7 @@ def read_run(folder: Path, name: str) -> RunFiles:
 
 
 def _read_about(path: Path) -> tuple[JsonObject, str | None]:
-    """Return `run.json`, and what is wrong with it."""
+    """Return the content of `run.json`, and why it cannot be read, if so."""
     try:
         return _object(read_json(path)), None
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def _read_about(path: Path) -> tuple[JsonObject, str | None]:
 
 
 def _by_step(path: Path) -> Iterator[JsonObject]:
-    """Yield the whole lines of a file that have a step; the last one may be half written."""
+    """Yield the rows of a file that have a step; the last line, which may be half written, is left out if so."""
     try:
         lines = regular_bytes(path).decode("utf-8", errors="replace").splitlines()
     except (OSError, ValueError):
@@ -133,11 +133,14 @@ def _object(value: object) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
-MOST_OFF = 0.03  # share of a run's parameters by which the planner may miscount its model
+MOST_OFF = 0.03  # relative error of the planner's parameter count above which it has misread the model
 
 
 def predict_run(run: RunFiles, hardware: Hardware | None) -> Prediction | None:
-    """Return what the planner predicts of a run, its times only on a hardware; None for a model that it cannot read."""
+    """Return the planner's prediction for a run; None if it cannot read the model or the config.
+
+    Without `hardware` it predicts memory, but no times.
+    """
     model, block = run.about.get("model"), _object(run.about.get("arguments")).get("block_size")
     if not (isinstance(model, dict) and "model_type" in model and isinstance(block, int) and run.config):
         return None
@@ -145,7 +148,7 @@ def predict_run(run: RunFiles, hardware: Hardware | None) -> Prediction | None:
         resolved = resolve(from_values(run.config), AutoValues(world_size=run.layout.get("world_size", 1)))
         shape, counted = decoder_of(model, run.name), run.about.get("parameters")
         if isinstance(counted, int) and abs(shape.parameters / max(counted, 1) - 1) > MOST_OFF:
-            return None  # the planner reads another model from the config than the one that ran
+            return None  # the config describes another model to the planner than the one that ran
         boundaries = _boundaries(run, len(shape.layers) + 2, resolved.chunks.count)
         on_cpu = bool(run.profiles) and run.profiles[-1].device == "cpu"
         return predict(resolved, shape, block, hardware=hardware, on_cpu=on_cpu, boundaries=boundaries)
@@ -154,9 +157,10 @@ def predict_run(run: RunFiles, hardware: Hardware | None) -> Prediction | None:
 
 
 def _boundaries(run: RunFiles, layers: int, chunks: int) -> tuple[int, ...] | None:
-    """Return where the run was cut as it is shown; None if it does not say.
+    """Return the stage boundaries of the run; None if its files do not have them.
 
-    By measured times, by a user's pattern of class names and after layers have moved that is not what is planned.
+    The planner would choose others if the run's were chosen by measured times or by a user's pattern of class names, or
+    if layers have moved since.
     """
     found = run.profiles[-1].stage_boundaries if run.profiles else run.about.get("stage_boundaries")
     if not isinstance(found, list) or len(found) != chunks + 1:
@@ -167,7 +171,7 @@ def _boundaries(run: RunFiles, layers: int, chunks: int) -> tuple[int, ...] | No
 
 
 def measured_parts(stage: StageMemory) -> dict[str, float]:
-    """Return the bytes of the parts that a profile measures: of what a step makes, it knows the sum alone."""
+    """Return predicted bytes by the parts that a profile measures; of a step's own tensors it measures only the sum."""
     made = stage.activations + stage.logits + stage.buffers
     return {
         "parameters": stage.parameters,

@@ -1,1 +1,1 @@
-"""What `--profile` has measured of a run's steps: the records, and what follows from them. No torch."""
+"""Profiled steps (`--profile`): measuring them (`measuring`, which needs torch), their records and their summaries."""

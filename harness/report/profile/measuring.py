@@ -1,6 +1,7 @@
-"""Measure a step that `--profile` asks for: when instructions and layers begin and end, and what memory holds.
+"""Measure a step for `--profile`: when instructions and layers begin and end, and what is in memory.
 
-Ranks of several hosts bring their clocks to one time first."""
+Ranks of several hosts first measure how far their clocks differ.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +34,26 @@ from harness.resilience.process.moments import Moment, moment, seconds_between
 from harness.topology.agreement import values_beside, values_on_first
 from harness.topology.placement import host_id
 
-# One time for the ranks of several hosts: how far each host's clock is ahead of rank 0's.
-#
-# The processes of a host share a clock (CLOCK_MONOTONIC, which `time.perf_counter` reads). The first rank of every
-# other host asks rank 0 for its time; the answer that comes back fastest is the most exact: it is off by half its
-# round trip at most.
-
-
+# How far each host's clock is ahead of rank 0's. All processes of a host share one clock (CLOCK_MONOTONIC, which
+# `time.perf_counter` reads), so only the first rank of every other host asks rank 0 for its time. It takes the answer
+# with the shortest round trip: its error is at most half of that.
 ROUND_TRIPS = 9
 
 
 @dataclass(frozen=True)
 class Offset:
-    """How many seconds a clock shows more than rank 0's, and by how much that may be off."""
+    """How many seconds a clock is ahead of rank 0's, and the largest error of that in seconds."""
 
     seconds: float = 0.0
     error: float = 0.0
 
 
 def offset_to_first(place: str) -> Offset:
-    """Return how far this process's clock is ahead of rank 0's; all ranks call it. `place` names the call."""
+    """Return how far this process's clock is ahead of rank 0's; all ranks must call it.
+
+    Args:
+        place: the same on all ranks, and another for each call: keys of the store are made from it.
+    """
     rank, found = dist.get_rank(), Offset()
     here = values_beside(host_id(), rank)
     leader = min(here.values)
@@ -67,7 +68,7 @@ def offset_to_first(place: str) -> Offset:
 
 
 def answer(store: dist.Store, ranks: Sequence[int], now: Callable[[], float]) -> None:
-    """Tell each rank the time, as often as it asks."""
+    """Answer each rank's requests for the time, `ROUND_TRIPS` of them."""
     for rank in ranks:
         for trip in range(ROUND_TRIPS):
             store.wait([f"{rank}/{trip}"])
@@ -75,7 +76,7 @@ def answer(store: dist.Store, ranks: Sequence[int], now: Callable[[], float]) ->
 
 
 def ask(store: dist.Store, rank: int, now: Callable[[], float]) -> Offset:
-    """Return how far the clock `now` is ahead of the one that answers."""
+    """Return how far the clock `now` is ahead of the clock that answers."""
     trips = []
     for trip in range(ROUND_TRIPS):
         sent = now()
@@ -92,7 +93,7 @@ OF_MICRO_BATCHES = ("forward", "recompute", "backward", "send", "receive", "data
 
 @dataclass
 class Clock:
-    """The time of a device, as this process's `time.perf_counter` shows it. Nothing waits for the device in a step."""
+    """Takes times on a device, on the scale of this process's `time.perf_counter`, without waiting during a step."""
 
     device: torch.device
     _base: tuple[float, Moment] = (0.0, 0.0)
@@ -104,18 +105,18 @@ class Clock:
         self._base = time.perf_counter(), self.now()
 
     def now(self) -> Moment:
-        """Return this moment, for `seconds`."""
+        """Return this moment (on an accelerator an event in its stream), to be handed to `seconds` later."""
         return moment(self.device)
 
     def seconds(self, at: Moment) -> float:
-        """Return a moment of the step in seconds; waits for the device to reach it."""
+        """Return a moment in seconds of `time.perf_counter`; waits for the device to reach it."""
         begun, base = self._base
         return at if isinstance(at, float) else begun + seconds_between(base, at)
 
 
 @dataclass(slots=True)
 class _Doing:
-    """What goes on since `start`; `number`: its micro-batch, or how many of its kind and layer have begun before it."""
+    """Something that began at `start`; `number` is its micro-batch, or how many of its kind and layer came before."""
 
     kind: str
     name: str
@@ -127,17 +128,21 @@ class _Doing:
 
 @dataclass
 class SpanLog:
-    """What happens one after the other: an inner thing interrupts the outer one."""
+    """A log of spans that do not overlap: one that begins within another interrupts it, and splits it in two.
+
+    Attributes:
+        inner: the log of finer spans (layers within instructions); those end when a span here begins or ends.
+    """
 
     clock: Clock
-    inner: SpanLog | None = None  # of what happens within; all of it ends where something begins or ends here
+    inner: SpanLog | None = None
     _noted: list[tuple[_Doing, Moment]] = field(default_factory=list)
     _open: list[_Doing] = field(default_factory=list)
     _counts: Counter[tuple[str, int | None]] = field(default_factory=Counter)
 
     @property
     def kind(self) -> str:
-        """Of what goes on now; empty if nothing does."""
+        """Kind of the span that is open now; empty if none is."""
         return self._open[-1].kind if self._open else ""
 
     def begin(
@@ -149,9 +154,10 @@ class SpanLog:
         part: int | None = None,
         micro_batch: int | None = None,
     ) -> None:
-        """Note that something begins, within what has begun before and has not ended.
+        """Begin a span, and interrupt the one that is open.
 
-        Where the micro-batch is not said, they are taken to come one after the other.
+        Without `micro_batch`, spans of the same name and layer are numbered in their order: DeepSpeed's own schedule
+        tells no numbers, but executes micro-batches in order.
         """
         self._end_inner()
         now, thing = self.clock.now(), (name, layer) if layer is None else (kind, layer)
@@ -162,7 +168,7 @@ class SpanLog:
         self._counts[thing] += 1
 
     def end(self) -> None:
-        """Note that what began last ends, and what it interrupted goes on."""
+        """End the span that began last, and resume the one that it interrupted."""
         self._end_inner()
         if self._open:
             now = self.clock.now()
@@ -171,7 +177,7 @@ class SpanLog:
                 self._open[-1] = replace(self._open[-1], start=now)
 
     def end_all(self) -> None:
-        """Note that nothing goes on."""
+        """End all open spans."""
         while self._open:
             self.end()
 
@@ -180,7 +186,7 @@ class SpanLog:
             self.inner.end_all()
 
     def spans(self, origin: float) -> list[Span]:
-        """Return what was noted, in seconds since `origin`; what took no time is left out."""
+        """Return the spans in seconds since `origin`, without those that took no time."""
         return [
             Span(
                 kind=doing.kind,
@@ -214,18 +220,17 @@ KINDS = {
     "OptimizerStep": "step",
     "LoadMicroBatch": "data",
 }
-"""Kind of work of each instruction of the pipeline."""
+"""Kind of work of each instruction of a pipeline."""
 
 
 def log_instructions(engine: DeepSpeedEngine, log: SpanLog, before_update: Callable[[], object]) -> ExitStack:
-    """Log what an engine does in a step, until the returned stack is closed; `before_update` is called before the
-    optimizer's step."""
+    """Log what an engine does until the returned stack is closed; call `before_update` before the optimizer's step."""
     stack = ExitStack()
     if isinstance(engine, PipelineEngine):
         begin = partial(_begin_instruction, log, before_update)
         stack.callback(watch_instructions(engine, begin, log.end))
         return stack
-    # the loss, which lies between forward and backward, counts as forward
+    # a forward ends only when the backward begins, so the loss, computed between the two, counts as forward
     hook = engine.module.register_forward_pre_hook(lambda *_: log.begin("forward", "Forward"))
     stack.callback(hook.remove)
 
@@ -266,7 +271,7 @@ def _logged(log: SpanLog, kind: str, name: str, method: Callable[P, R]) -> Calla
 
 
 def layers_of(module: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """Yield the layers of a stage, or of the whole model, that are modules, with their indices; each module once."""
+    """Yield the layers of a stage or of the whole model, with their indices: only modules, and each module once."""
     if isinstance(module, GivenStages):
         calls = module.indexed_layers()
     else:
@@ -279,15 +284,16 @@ def layers_of(module: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 def log_layers(module: nn.Module, names: Sequence[str], log: SpanLog, instructions: SpanLog) -> ExitStack:
     """Log the forward and backward of each layer, until the returned stack is closed.
 
-    A backward begins when the gradient of the layer's output is there, and ends when that of another layer's is. A
-    forward within a backward pass is one that activation checkpointing runs again.
+    The backward of a layer begins when the gradient of its output is computed, and ends when that of another layer's
+    output is: hooks on tensors, because a full backward hook would change what a module returns. A forward within a
+    backward pass is a recomputation by activation checkpointing.
     """
     stack = ExitStack()
     for index, layer in layers_of(module):
         before = partial(_before, log, instructions, names[index], index)
         after = partial(_after, log, names[index], index)
         stack.callback(layer.register_forward_pre_hook(before, prepend=True).remove)
-        # always: recomputation may stop a layer half-way, by an exception
+        # always_call: torch stops a recomputation by an exception as soon as it has all the tensors that it needs
         stack.callback(layer.register_forward_hook(after, always_call=True).remove)
     return stack
 
@@ -312,14 +318,14 @@ def _begin_backward(log: SpanLog, name: str, index: int, _gradient: Tensor) -> N
     log.begin("backward", name, index)
 
 
-DEPTH = 4  # of lists and dictionaries in an optimizer
+DEPTH = 4  # levels of lists and dictionaries in which an optimizer's tensors are looked for
 
 
 @dataclass
 class StepMemory:
-    """Takes the memory of one step: what was there before it, what gradients there are, and the peak.
+    """Measures the memory of one step: what is held before it, the gradients, and the peak.
 
-    On a CPU it is the process's resident set, on an accelerator what the allocator has given out.
+    On a CPU it measures the process's resident set, on an accelerator the bytes that torch's allocator has given out.
     """
 
     engine: DeepSpeedEngine
@@ -329,21 +335,21 @@ class StepMemory:
     _gradients: int = 0
 
     def begin(self) -> None:
-        """Begin a step, from pages that hold something alone."""
+        """Begin a step; free pages go back to the system first, so that the resident set holds only what is in use."""
         malloc_trim()
         self._held = held_bytes(self.engine, self.device)
         reset_peak(self.device)
         self._before = host_bytes() if self.device.type == "cpu" else torch.accelerator.memory_allocated(self.device)
 
     def note_gradients(self) -> None:
-        """Take the gradients, when they are complete."""
+        """Measure the gradients; to be called when they are complete."""
         self._gradients = max(self._gradients, held_bytes(self.engine, self.device)["gradients"])
 
     def end(self) -> dict[str, int]:
         """Return the parts of the peak in bytes, which add up to `peak`."""
         found = {**self._held, "gradients": max(self._gradients, self._held["gradients"])}
         after = held_bytes(self.engine, self.device)
-        found["optimizer"] = after["optimizer"]  # the first step makes the states
+        found["optimizer"] = after["optimizer"]  # before the first step there were no states
         known = sum(self._held.values())
         made = sum(found.values()) - known
         peak = max(peak_bytes(self.device), self._before)
@@ -353,7 +359,7 @@ class StepMemory:
 
 
 def held_bytes(engine: DeepSpeedEngine, device: torch.device) -> dict[str, int]:
-    """Return the bytes of parameters, gradients and optimizer state on the device; what is shared counts once."""
+    """Return the bytes of parameters, gradients and optimizer state on the device; shared storages count once."""
     seen: set[int] = set()
 
     def size(tensors: Iterator[Tensor]) -> int:
@@ -366,7 +372,7 @@ def held_bytes(engine: DeepSpeedEngine, device: torch.device) -> dict[str, int]:
         return total
 
     module, optimizer = engine.module, engine.optimizer
-    whole = (*module.parameters(), *module.buffers())  # ZeRO-3 keeps small ones whole, besides their parts
+    whole = (*module.parameters(), *module.buffers())  # ZeRO-3 keeps small parameters whole, besides their parts
     parameters = size(tensor for one in whole for tensor in (held_tensor(one), one))
     gradients = size(gradient for parameter in module.parameters() for gradient in gradients_of(parameter))
     gradients += size(tensor for is_gradient, tensor in _tensors(optimizer) if is_gradient)
@@ -375,7 +381,7 @@ def held_bytes(engine: DeepSpeedEngine, device: torch.device) -> dict[str, int]:
 
 
 def _tensors(value: object, is_gradient: bool = False, depth: int = 0) -> Iterator[tuple[bool, Tensor]]:
-    """Yield the tensors on this rank that an optimizer holds, and whether their names say that they are gradients."""
+    """Yield the tensors that an optimizer holds, each with whether the name of its attribute says gradient."""
     if isinstance(value, Tensor):
         yield is_gradient, value
         if value.grad is not None:
@@ -394,5 +400,5 @@ def _tensors(value: object, is_gradient: bool = False, depth: int = 0) -> Iterat
 
 
 def _names_gradients(name: object) -> bool:
-    """Whether a name, which may be a tensor as well, is that of gradients; DeepSpeed calls its buckets ipg."""
+    """Whether a key, which may be a tensor instead of a name, names gradients; DeepSpeed calls its buckets ipg."""
     return isinstance(name, str) and ("grad" in name or "ipg" in name)

@@ -1,4 +1,4 @@
-"""The profile of a step as `output_dir/profile/step-XXXXXXXX.json` holds it: what each rank did, and when."""
+"""The profile of a step, stored in `output_dir/profile/step-XXXXXXXX.json`: what each rank did, and when."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.config.values.model_chunks import ModelChunks, model_chunks
 FOLDER = "profile"
 COMPUTING = ("forward", "backward")
 KINDS = (*COMPUTING, "send", "receive", "wait", "reduce", "step", "data", "other")
-"""What a rank may do in a step. `wait` is derived: the part of a send or receive before the other side has begun."""
+"""Kinds of work in a step. `wait` is derived: the part of a send or receive before the other side has begun."""
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "other")
 """The parts of a rank's peak memory, lowest first."""
 
@@ -26,11 +26,11 @@ class Span:
     """Something that a rank did from `start` to `end`, in seconds since the first rank began the step.
 
     Attributes:
-        kind: one of `KINDS`; of a layer: forward, recompute or backward.
-        name: of the pipeline's instruction, or of the layer.
-        micro_batch: its number within the step, where there is one.
-        layer: index of the layer, for the spans of layers.
-        part: the model chunk, for the instructions of a schedule that is not DeepSpeed's own.
+        kind: one of `KINDS`; for a layer: forward, recompute or backward.
+        name: name of the pipeline's instruction, or class name of the layer.
+        micro_batch: number of the micro-batch within the step, if it belongs to one.
+        layer: index of the layer, for spans of layers.
+        part: the model chunk, for instructions of a schedule that is not DeepSpeed's own.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration in seconds."""
         return self.end - self.start
 
 
@@ -52,9 +52,10 @@ class RankProfile:
     """One rank in one step.
 
     Attributes:
-        instructions: what it did, one after the other.
-        layers: passes through single layers, one after the other, each within an instruction.
-        memory_bytes: `MEMORY`, which add up to `peak`: the process's resident set on a CPU, else the allocator's.
+        instructions: the instructions that it executed, in order.
+        layers: passes through single layers, in order, each within an instruction.
+        memory_bytes: bytes of each of `MEMORY`, which add up to `peak`. On a CPU they are those of the process's
+            resident set, on an accelerator those of torch's allocator.
     """
 
     rank: int
@@ -69,7 +70,7 @@ class RankProfile:
     memory_bytes: dict[str, int] = field(default_factory=dict)
 
     def since(self, moment: float) -> RankProfile:
-        """Return the same with all times counted from a moment."""
+        """Return the same profile with all times counted from `moment`."""
 
         def moved(spans: Sequence[Span]) -> list[Span]:
             return [replace(span, start=span.start - moment, end=span.end - moment) for span in spans]
@@ -88,12 +89,12 @@ class StepProfile:
     """One step on all ranks.
 
     Attributes:
-        run_id: of the run, as in `run.json`.
+        run_id: that of `run.json`.
         layout: sizes by axis.
         stage_boundaries: index of the first layer of each model chunk, then the number of layers.
-        micro_batches: of each rank in the step.
-        schedule: of the pipeline.
-        parts_per_stage: how many model chunks a stage has; with one a chunk is a stage.
+        micro_batches: number of micro-batches of each rank in the step.
+        schedule: name of the pipeline's schedule.
+        parts_per_stage: number of model chunks of a stage; 1 means that a chunk is a stage.
     """
 
     step: int
@@ -114,29 +115,29 @@ class StepProfile:
 
     @property
     def chunks(self) -> ModelChunks:
-        """The model chunks, and which stage has which."""
+        """The model chunks, and the stage of each."""
         return model_chunks(
             (len(self.stage_boundaries) - 1) // self.parts_per_stage, self.schedule, self.parts_per_stage
         )
 
     @property
     def seconds(self) -> float:
-        """From the first rank's begin to the last one's end."""
+        """Seconds from the first rank's start, which is 0, to the last rank's end."""
         return max(rank.end for rank in self.ranks)
 
 
 def write_step(folder: Path, profile: StepProfile) -> None:
-    """Write a step's profile; one of the same step is replaced."""
+    """Write a step's profile; it replaces an earlier one of the same step."""
     replace_text(folder / f"step-{profile.step:08d}.json", _dumped(asdict(profile)))
 
 
 def write_object(folder: Path, name: str, content: JsonObject) -> None:
-    """Write a file that is made of the profiles."""
+    """Write a JSON file that was made from the profiles."""
     replace_text(folder / name, _dumped(content))
 
 
 def read_steps(output_dir: Path, run_id: str | None = None) -> Iterator[StepProfile]:
-    """Yield the profiles of a run's steps in order; files that are not whole, or of another run, are left out."""
+    """Yield the profiles of a run's steps in order, without files that are damaged or belong to another run."""
     for path in sorted((output_dir / FOLDER).glob("step-*.json")):
         try:
             profile = _profile(read_json(path))
@@ -158,7 +159,7 @@ def _profile(content: JsonObject) -> StepProfile:
 
 
 def _dumped(content: JsonObject) -> str:
-    """Return JSON in which times have nanoseconds and no field is there that says nothing."""
+    """Return JSON with times rounded to nanoseconds and without fields that are None."""
 
     def short(value: object) -> object:
         if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""What the profiled steps say together: `profile/summary.json`, by layer and by stage."""
+"""Summarise the profiled steps by layer and by stage: `profile/summary.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.report.profile.timeline import bubble, with_gaps, with_waits
 
 
 def summary(profiles: Sequence[StepProfile]) -> JsonObject:
-    """Return the medians of steps that were profiled in one layout; times are of one micro-batch where that is said."""
+    """Return medians over steps that were profiled in one layout; keys say which times are per micro-batch."""
     last = profiles[-1]
     bubbles = [found for found in map(bubble, profiles) if found is not None]
     shares = [asdict(found) for found in bubbles]
@@ -32,7 +32,7 @@ def summary(profiles: Sequence[StepProfile]) -> JsonObject:
 
 
 def seconds_by_kind(profiles: Sequence[StepProfile]) -> dict[str, float]:
-    """Return what a rank spends on each kind of work in a step, mean over ranks and steps."""
+    """Return the seconds that a rank spends on each kind of work in a step, mean over ranks and steps."""
     totals = []
     for profile in profiles:
         for rank, spans in with_waits(profile):
@@ -43,7 +43,7 @@ def seconds_by_kind(profiles: Sequence[StepProfile]) -> dict[str, float]:
 
 
 def largest_of_stage(profile: StepProfile, stage: int) -> RankProfile:
-    """Return the rank of a stage with the highest peak of memory."""
+    """Return the rank of a stage with the highest peak memory."""
     return max(_of_stage(profile, stage), key=lambda rank: rank.memory_bytes.get("peak", 0))
 
 
@@ -90,9 +90,9 @@ def _layer(profiles: Sequence[StepProfile], index: int) -> JsonObject:
 
 
 def _median(passes: Iterable[Sequence[Span]], kind: str) -> float | None:
-    """Return the median seconds of a kind in a micro-batch; `passes` are of one rank in one step each.
+    """Return the median seconds per micro-batch of a kind; each item of `passes` is one rank's spans in one step.
 
-    A pass that something interrupts is noted in several spans.
+    An interrupted pass has several spans, so those of one micro-batch are added up.
     """
     seconds: list[float] = []
     for spans in passes:

@@ -1,4 +1,4 @@
-"""What a rank waits for in a pipeline, and how much of a step is lost to it: the bubble."""
+"""Find out what ranks of a pipeline wait for, and the share of a step that they lose to it: the bubble."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PEERS = {
     "SendGrad": ("RecvGrad", -1),
     "RecvGrad": ("SendGrad", 1),
 }
-"""By an instruction that talks to a neighbouring model chunk: the one that answers it, and the direction."""
+"""Instruction that sends or receives -> its counterpart, and on which model chunk that is: the next or the previous."""
 
 Answer: TypeAlias = tuple[RankProfile, Span]
-"""The other side of a message: a rank, and what it does there."""
+"""The other side of a message: the rank, and its instruction."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Bubble:
     """The share of a pipeline's time in which a stage does not compute, mean over the ranks.
 
     Attributes:
-        measured: of the time from the first forward to the last backward of any rank.
-        balanced: of equal stages, without communication: (p - 1) / (m + p - 1) under 1F1B.
-        unequal: the same for stages that take as long as they were measured to take.
+        measured: the measured share of the time from the first forward to the last backward of any rank.
+        balanced: predicted for equal stages without communication: (p - 1) / (m + p - 1) under 1F1B.
+        unequal: predicted likewise, for stages with their measured times.
     """
 
     measured: float
@@ -44,10 +44,14 @@ class Bubble:
 def pipeline_seconds(
     stages: Sequence[float], micro_batches: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None
 ) -> float:
-    """Return the seconds of a step: each stage once, and the slowest for every other micro-batch.
+    """Return the predicted seconds of a step's passes: the first micro-batch crosses every stage, and each other one
+    costs the time of the slowest stage.
 
     Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
-    section 2.2.1, for stages of unequal time. Other schedules leave a share of these waits.
+    section 2.2.1, extended to stages of unequal time. Schedules other than 1F1B leave only a share of the waits.
+
+    Args:
+        stages: seconds of a forward and backward of one micro-batch, by stage.
     """
     waits = (sum(stages) - max(stages)) * left_waits(len(stages), micro_batches, schedule, parts_per_stage)
     return micro_batches * max(stages) + waits
@@ -74,7 +78,10 @@ def bubble(profile: StepProfile) -> Bubble | None:
 
 
 def with_answers(profile: StepProfile) -> Iterator[tuple[RankProfile, list[tuple[Span, Answer | None]]]]:
-    """Yield each rank with its instructions, each with the other side of its message, if it is one."""
+    """Yield each rank with its instructions, each with the other side of its message, if it sends or receives one.
+
+    The n-th send of a chunk belongs to the n-th receive of its neighbour: messages between two chunks keep their order.
+    """
     sides: dict[tuple[int, int, int, str], list[Answer]] = {}
     for rank in profile.ranks:
         for span in rank.instructions:
@@ -98,9 +105,9 @@ def _chunk(rank: RankProfile, span: Span) -> int:
 
 
 def with_waits(profile: StepProfile) -> Iterator[tuple[RankProfile, list[Span]]]:
-    """Yield each rank with its instructions, in which `wait` is the time before the other side of a message begins.
+    """Yield each rank with its instructions, after cutting from each message the `wait` before the other side begins.
 
-    Sends wait in DeepSpeed's own schedule alone.
+    Sends wait only in DeepSpeed's own schedule; in the harness's they return at once.
     """
     for rank, spans in with_answers(profile):
         found = []
@@ -111,7 +118,7 @@ def with_waits(profile: StepProfile) -> Iterator[tuple[RankProfile, list[Span]]]
 
 
 def _split(span: Span, ready: float) -> list[Span]:
-    """Return a message as its wait for the other side, which is ready at some time, and its transfer."""
+    """Split a message into its wait until the other side is ready, and its transfer."""
     if ready <= span.start:
         return [span]
     middle = min(ready, span.end)
@@ -120,7 +127,7 @@ def _split(span: Span, ready: float) -> list[Span]:
 
 
 def with_gaps(spans: Sequence[Span], start: float, end: float) -> Iterator[Span]:
-    """Yield the spans of a rank and, as `other`, what lies between them: Python, checks, data."""
+    """Yield the spans of a rank and, as kind `other`, the gaps between them: Python, checks, data."""
     for span in spans:
         if span.start > start:
             yield Span(kind="other", name="between instructions", start=start, end=span.start)
@@ -141,7 +148,7 @@ BETWEEN_STEPS_S = 0.01
 
 
 def trace(profiles: Sequence[StepProfile]) -> JsonObject:
-    """Return the steps one after the other; a process is a rank, and arrows join each send with its receive."""
+    """Return the steps one after the other as trace events: a process is a rank, arrows join sends and receives."""
     events = [event for rank in profiles[-1].ranks for event in _names(rank)]
     begin = 0.0
     for profile in profiles:
@@ -186,7 +193,7 @@ def _arrows(profile: StepProfile, begin: float) -> Iterator[JsonObject]:
         for number, (span, (peer, received)) in enumerate(sent):
             name = span.name
             arrow = {"name": name, "cat": "message", "id": f"{profile.step}-{rank.rank}-{name}-{number}", "tid": 0}
-            # an arrow binds to the slice that encloses its time
+            # viewers attach an arrow to the slice that encloses its time, so it ends shortly before the slice does
             yield {**arrow, "ph": "s", "pid": rank.rank, "ts": _within(span, begin)}
             yield {**arrow, "ph": "f", "bp": "e", "pid": peer.rank, "ts": _within(received, begin)}
 
