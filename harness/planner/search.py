@@ -243,13 +243,14 @@ def _zero(task: Task, base: Strategy) -> list[tuple[int, Offload]]:
     plain: list[tuple[int, Offload]] = [(least, "none")]
     if base.dp_size > 1 and least == 0:
         plain.append((1, "none"))
-    if base.pp_size > 1 or base.dp_size == 1:
+    if base.pp_size > 1:
         return plain
+    divided: list[tuple[int, Offload]] = [(2, "none"), (3, "none")] if base.dp_size > 1 else []
     if base.ep_size > base.tp_size:  # whose experts ZeRO-3 would divide twice
-        return [*plain, (2, "none")]
+        return [*plain, *divided[:1]]
     if task.hardware.is_host:  # which has no other memory to offload to
-        return [*plain, (2, "none"), (3, "none")]
-    return [*plain, (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "optimizer+parameters")]
+        return [*plain, *divided]
+    return [*plain, *divided, (2, "optimizer"), (3, "optimizer"), (3, "optimizer+parameters")]
 
 
 def require_fit(task: Task, found: Found) -> None:

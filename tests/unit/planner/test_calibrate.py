@@ -17,7 +17,7 @@ def measured():
     rates = {name: speed.matmul_flops(dtype, size=64) for name, dtype in speed.DTYPES.items()}
     rank = {**rates, "attention": speed.attention_flops(length=64, heads=1), "memory": speed.copied_bytes(2**16)}
     link, crowded = {"bytes_per_second": 1e9, "hop_seconds": 1e-4}, {"bytes_per_second": 2e8, "hop_seconds": 3e-4}
-    return device(rank | {"layer": speed.narrow_layer_seconds(1)}, {2: link, 4: crowded})
+    return device(rank | {"layer": speed.narrow_layer_seconds()}, {2: link, 4: crowded})
 
 
 def test_measurements_are_plausible(measured):

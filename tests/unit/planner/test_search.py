@@ -82,11 +82,14 @@ def test_what_cannot_run_falls_out_with_its_reason(asked: Task, reason: str) -> 
     assert found.tried == len(list(candidates(asked)))
 
 
+OFFLOADED = [(2, "optimizer"), (3, "optimizer"), (3, "optimizer+parameters")]
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "world_size", "stages"),
     [
-        pytest.param("h100", "bf16", 1, {(1, "none")}, id="one rank shares nothing"),
-        pytest.param("h100", "fp32", 1, {(0, "none")}, id="nor in fp32"),
+        pytest.param("h100", "bf16", 1, {(1, "none"), *OFFLOADED}, id="one rank shares with its host alone"),
+        pytest.param("h100", "fp32", 1, {(0, "none"), *OFFLOADED}, id="in fp32 too"),
         pytest.param(
             "cpu", "fp32", 2, {(0, "none"), (1, "none"), (2, "none"), (3, "none")}, id="no host beside a host"
         ),
