@@ -33,6 +33,17 @@ def plan_refusal(config: Mapping[str, object]) -> str | None:
     return _refused_case(parts[-1])
 
 
+def expert_plan_refusal(config: Mapping[str, object]) -> str | None:
+    """Return why the experts of a model with this config.json cannot be dealt whole among ranks; None if they can, or
+    where that is not known."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    family = parts[-1].get("model_type")
+    has_own = any(key.startswith("base_model_") for part in parts for key in part)
+    if has_own or family not in families_of_matrix() or spreads_experts(config):
+        return None
+    return f"model type {family!r} declares no expert-parallel plan"
+
+
 def spreads_experts(config: Mapping[str, object]) -> bool:
     """Whether the family's configuration in the installed transformers declares an expert-parallel plan, or its plan
     file does."""

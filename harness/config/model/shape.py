@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.model.hub import cached
-from harness.config.model.plans import MODELS, families_of_matrix, plan_refusal
+from harness.config.model.plans import MODELS, expert_plan_refusal, families_of_matrix, plan_refusal
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import whole
@@ -44,7 +44,7 @@ _MANY_EXPERTS = re.compile(r"(\w+_)?experts", re.IGNORECASE)
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a decoder; None where its config does not say. `plan_refusal`: why it cannot be cut for tensor
-    parallelism, if that is known."""
+    parallelism, `expert_plan_refusal`: why its experts cannot be dealt whole, if that is known."""
 
     name: str
     layers: int | None
@@ -55,6 +55,7 @@ class ModelShape:
     experts: int | None
     vocabulary: int | None
     plan_refusal: str | None = None
+    expert_plan_refusal: str | None = None
     layerdrop: float = 0.0  # probability of a layer to be skipped in training
 
 
@@ -106,7 +107,7 @@ def is_model_type(source: str) -> bool:
 def read_shape(source: str) -> ModelShape:
     """Read the shape of a model; `source` and errors are those of `read_model_config`."""
     config = read_model_config(source)
-    refusal = plan_refusal(config)
+    refusals = {"plan_refusal": plan_refusal(config), "expert_plan_refusal": expert_plan_refusal(config)}
     text = config.get("text_config", config)
     config = config | text if isinstance(text, dict) else config
     return ModelShape(
@@ -118,8 +119,8 @@ def read_shape(source: str) -> ModelShape:
         intermediate=_first(config, _INTERMEDIATE),
         experts=_first(config, _EXPERTS),
         vocabulary=_first(config, ("vocab_size",)),
-        plan_refusal=refusal,
         layerdrop=layer_drop(config),
+        **refusals,
     )
 
 

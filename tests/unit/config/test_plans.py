@@ -12,7 +12,7 @@ import pytest
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.cli import main
-from harness.config.model.plans import plan_refusal
+from harness.config.model.plans import expert_plan_refusal, plan_refusal
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.prepare.preflight import check_before_start
@@ -38,6 +38,22 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "tenso
 def test_a_missing_plan_is_known_from_the_config(model: dict[str, Any], refused: str | None) -> None:
     found = plan_refusal(model)
     assert found is None if refused is None else re.search(refused, found or "")
+
+
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [
+        ({"model_type": "mixtral"}, False),
+        ({"model_type": "dbrx"}, False),  # by a plan file
+        ({"model_type": "inkling_mm_model", "text_config": {"model_type": "inkling_text"}}, False),
+        ({"model_type": "of_tomorrow"}, False),
+        ({"model_type": "longcat_flash"}, True),
+        ({"model_type": "llama"}, True),
+        ({"model_type": "llama", "base_model_ep_plan": {"layers.*.mlp.experts": "ep_dispatch_experts"}}, False),
+    ],
+)
+def test_a_missing_plan_for_experts_is_known_from_the_config(model: dict[str, Any], refused: bool) -> None:
+    assert (expert_plan_refusal(model) is not None) is refused
 
 
 def test_check_reports_it_with_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

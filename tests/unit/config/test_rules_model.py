@@ -119,12 +119,14 @@ def test_experts_that_ranks_cannot_share_equally_are_counted(model: str) -> None
 )
 def test_each_rank_has_an_expert(config: dict[str, Any], words: str, model: str) -> None:
     assert said(config, "DS904", model=model) == at("/expert_parallel/autoep_size", words)
+    if words:
+        assert "experts" not in str(said(config, "DS903", model=model))
 
 
 def test_sizes_that_the_model_does_not_say_are_not_held_against_it(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": "many", "num_attention_heads": None, "num_experts": 0}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow", **sizes}))
-    for code in ("DS901", "DS902", "DS903", "DS904", "DS905"):
+    for code in ("DS901", "DS902", "DS903", "DS904", "DS905", "DS906"):
         assert said({**pipe(99), **tensor(99, 99)}, code, model=str(tmp_path)) == []
 
 

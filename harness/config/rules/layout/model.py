@@ -106,7 +106,7 @@ def unequal_shares(view: RunView) -> Iterator[Finding]:
     if view.ep_size == 1 and model.intermediate is not None:
         largest.append((model.intermediate, -(-model.intermediate // view.tp_size), "intermediate columns"))
     unequal = [f"{most} of {total} {what}" for total, most, what in largest if most * view.tp_size > total]
-    if view.ep_size > 1 and model.experts is not None and model.experts % view.ep_size:
+    if model.experts is not None and model.experts > view.ep_size > 1 and model.experts % view.ep_size:
         most = -(-model.experts // view.ep_size)
         yield Finding(
             pointer="/expert_parallel/autoep_size",
@@ -177,5 +177,31 @@ def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
             message=refusal,
             hint="set tensor_parallel.autotp_size to 1, or add a plan file for the family to models/plans",
             deepspeed="does nothing here: the harness splits the layers itself",
+            on_value=True,
+        )
+
+
+@rule(
+    "DS906",
+    "no-expert-parallel-plan",
+    Severity.ERROR,
+    claim="elsewhere",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": true, "autoep_size": 2}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": true, "autoep_size": 1}}',
+    model=_TINY,
+)
+def no_expert_parallel_plan(view: RunView) -> Iterator[Finding]:
+    """The model has no experts, or none that can be dealt whole among ranks.
+
+    Which of a model's modules are experts stands in the plan that its family declares in transformers
+    (`base_model_ep_plan`), or in the plan file of the family: `models/plans/MODEL_TYPE.json`.
+    """
+    refusal = view.model.expert_plan_refusal if view.model is not None else None
+    if view.target == "harness" and view.ep_size > 1 and refusal is not None:
+        yield Finding(
+            pointer="/expert_parallel/autoep_size",
+            message=refusal,
+            hint="remove expert_parallel, so that each expert is split",
+            deepspeed="looks for the modules by patterns of its presets",
             on_value=True,
         )
