@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "expert_overlap.json")
     args = parser.parse_args()
-    rows = run_ranks(2, measure, args.rounds, timeout_s=150)[0]
+    rows = run_ranks(2, "scripts.bench.expert_overlap:measure", args.rounds, timeout_s=150)[0]
     load = [round(each, 1) for each in os.getloadavg()]
     write_report(args.output, {"load_average": load, "tokens": TOKENS, "rows": rows}, what=str(__doc__))
     for row in rows:
