@@ -26,7 +26,7 @@ With --against: compares the losses of a run with those of another program, and 
 more than rounding."""
 ARGUMENTS = (
     *("bf16", "fp16", "pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size"),
-    *("gradient_checkpointing", "max_grad_norm", "optim"),
+    *("context_parallel_size", "gradient_checkpointing", "max_grad_norm", "optim"),
 )
 """Arguments of a run that change what is tried."""
 EXAMPLE = f"""exit codes: 0 equal; 1 different, refused, not verified, or no such file; 2 unusable arguments

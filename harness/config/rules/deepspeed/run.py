@@ -27,8 +27,8 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
     """The file and an argument of the run give different values.
 
     Neither wins: the run is refused, and the message names both. `"auto"` in the file takes the argument.
-    The layout (`--pipeline_parallel_size`, `--tensor_parallel_size`, `--expert_parallel_size`) is the
-    exception: there the argument overrides the file.
+    The layout (`--pipeline_parallel_size`, `--tensor_parallel_size`, `--expert_parallel_size`,
+    `--context_parallel_size`) is the exception: there the argument overrides the file.
     """
     values = view.arguments
     if values is None:
