@@ -32,7 +32,7 @@ from harness.resilience.on_host.keeper import GRACE_S, keep
 from harness.resilience.on_host.lines import LineReader
 from harness.resilience.on_host.processes import become_subreaper
 from harness.resilience.on_host.ranks import Command, Ranks
-from harness.resilience.options import USAGE, Options, read_options
+from harness.resilience.options import QUIET, USAGE, Options, read_options
 from harness.resilience.process.signals import SIGNALS
 from harness.resilience.rounds import LOST, Place
 from harness.resilience.script import Script
@@ -130,9 +130,8 @@ def run_agent(options: Options, host: HostDevices, script: Script, control: Cont
 
 def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ranks, control: Control) -> int:
     endpoint, listener = _endpoint(options)
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else a store that is gone is a page of C++ frames
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see `rendezvous`
-    replace_environment({**quiet, **inherited(), **own_store})
+    replace_environment({**QUIET, **inherited(), **own_store})
     # A launch that a starter has started again takes the place of the one before.
     launched = options.node_rank if options.started else int.from_bytes(os.urandom(4), "big") | 1 << 31
     assert launched is not None

@@ -115,7 +115,7 @@ class Slow(TrainerCallback):
         if records.THIS_RANK.step >= STEP + 1 and place not in self.done:
             self.done.append(place)
             if self.is_slow(place):
-                time.sleep(4.0 if place == "loss" else 1.5)  # longer than five slow steps of a busy machine
+                time.sleep(2.0 if place == "loss" else 0.9)  # longer than five slow steps of a busy machine
 
     def is_slow(self, place: str) -> bool:
         return records.THIS_RANK.rank == (0 if place == "compute_metrics" else 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.topology.processes import parent_of
-from tests.e2e.launching import ROOT, environment
+from tests.e2e.launching import environment
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -35,25 +35,81 @@ if rank == 0:
 """
 
 
+KILLED = """
+    if attempt == 0 and step == 2:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        subprocess.Popen(["sh", "-c", f"setsid sleep 99 & echo $! >{folder}/left"]).wait()
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)"""
+REPEATED = """
+    if step == 2:
+        time.sleep(rank == 0)
+        records.record_failure(ValueError("odd"))
+        os._exit(3)"""
+DEVICE = """
+    for position in Path(os.environ["DS_HARNESS_RECORDS"]).glob(f"position-{rank}.json"):
+        position.unlink()  # as if there had been no step
+    rank == 1 and os._exit(3)
+    time.sleep(1)"""
+RUNS: dict[str, tuple[str, tuple[object, ...]]] = {
+    "killed": (KILLED, ("--max_restarts", 2)),
+    "early": ("if attempt == 0 and step == 2: sys.exit(0)", ("--max_restarts", 1)),
+    "repeated": (REPEATED, ("--max_restarts", 9)),
+    "user": (
+        'records.THIS_RANK.step = 0; records.record_failure(UserError("no such file")); sys.exit(1)',
+        ("--max_restarts", 9),
+    ),
+    "device": (DEVICE, ("--max_restarts", 4, "--min_ranks", 1)),
+    "absent": ("(folder / 'words').write_text(' '.join(sys.argv))", ("--max_restarts", 2, "--hostfile", "hostfile")),
+}
+"""Runs that end by themselves: what their ranks do, and flags of the launch."""
+
+
+def begin(folder: Path, what: str, *flags: object) -> subprocess.Popen[str]:
+    """Start a run in a folder."""
+    (folder / "rank.py").write_text(RANK.replace("{what}", what))
+    devices = [] if "--hostfile" in flags else ["--num_accelerators", 2]
+    launcher = [sys.executable, "-m", "harness.cli", "launch", *devices, *flags]
+    command = [*launcher, folder / "rank.py", "--max_steps", 3, "--output_dir", folder / "run"]
+    (folder / "hostfile").write_text("localhost slots=1\nno-such-host.invalid slots=1\n")
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=folder,
+        env=environment(),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started = []
 
-    def begin(what: str, *flags: object) -> subprocess.Popen[str]:
-        (tmp_path / "rank.py").write_text(RANK.replace("{what}", what))
-        devices = [] if "--hostfile" in flags else ["--num_accelerators", 2]
-        launcher = [sys.executable, "-m", "harness.cli", "launch", *devices, *flags]
-        command = [*launcher, tmp_path / "rank.py", "--max_steps", 3, "--output_dir", tmp_path / "run"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(
-            subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment(), start_new_session=True, **pipes)
-        )
+    def start(what: str, *flags: object) -> subprocess.Popen[str]:
+        started.append(begin(tmp_path, what, *flags))
         return started[-1]
 
-    yield begin
+    yield start
     for process in started:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, subprocess.Popen[str]]]]:
+    """All of RUNS at once: most of their time is waiting."""
+    made = {name: tmp_path_factory.mktemp(name) for name in RUNS}
+    begun = {name: (folder, begin(folder, RUNS[name][0], *RUNS[name][1])) for name, folder in made.items()}
+    yield begun
+    for _, process in begun.values():
+        process.kill()
+        process.wait()
+
+
+Runs = dict[str, tuple[Path, subprocess.Popen[str]]]
 
 
 def said(process: subprocess.Popen[str], code: int) -> str:
@@ -85,23 +141,14 @@ def wait_until(is_true: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
-def test_a_killed_rank_is_started_again_and_what_it_left_is_ended(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_a_killed_rank_is_started_again_and_what_it_left_is_ended(runs: Runs) -> None:
     """Its peer is stopped, and it leaves a child in a session of its own, without a parent."""
-    left = 'subprocess.Popen(["sh", "-c", f"setsid sleep 99 & echo $! >{folder}/left"]).wait()'
-    what = f"""
-    if attempt == 0 and step == 2:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        {left}
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)"""
-    text = said(start(what, "--max_restarts", 2), 0)
+    folder, process = runs["killed"]
+    text = said(process, 0)
     assert "rank 0" in text and "stage 0) was killed by SIGKILL in step 2" in text and "restart 1 of 2" in text
     assert "done, after 1 restart" in text
-    assert is_gone(pid(tmp_path / "left")) and is_gone(pid(tmp_path / "0-1-2"))
-    assert (tmp_path / "1-1-3").exists()
+    assert is_gone(pid(folder / "left")) and is_gone(pid(folder / "0-1-2"))
+    assert (folder / "1-1-3").exists()
 
 
 def test_a_run_goes_on_when_nobody_reads_what_it_prints(
@@ -124,28 +171,20 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(
     assert (tmp_path / "1-0-3").exists() and (tmp_path / "1-1-3").exists()
 
 
-def test_only_the_marker_is_success(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    text = said(start("if attempt == 0 and step == 2: sys.exit(0)", "--max_restarts", 1), 0)
+def test_only_the_marker_is_success(runs: Runs) -> None:
+    text = said(runs["early"][1], 0)
     assert "ended with exit code 0 and no reason, before all work was done, in step 2" in text
     assert "restart 1 of 1" in text
 
 
-def test_a_fault_that_repeats_ends_the_run_with_a_summary(start: Callable[..., subprocess.Popen[str]]) -> None:
-    error = 'records.record_failure(ValueError("odd"))'
-    what = f"""
-    if step == 2:
-        time.sleep(rank == 0)
-        {error}
-        os._exit(3)"""
-    text = said(start(what, "--max_restarts", 9), 1)
+def test_a_fault_that_repeats_ends_the_run_with_a_summary(runs: Runs) -> None:
+    text = said(runs["repeated"][1], 1)
     assert "gave up: 3 faults in a row at step 2" in text and "restart 3" not in text
     assert text.count("stage 1) failed in step 2: ValueError: odd") == 6  # as it happens, and in the summary
 
 
-def test_what_the_user_must_fix_is_not_tried_again(start: Callable[..., subprocess.Popen[str]]) -> None:
-    what = 'records.THIS_RANK.step = 0; records.record_failure(UserError("no such file")); sys.exit(1)'
-    text = said(start(what, "--max_restarts", 9), 1)
-    assert "restart" not in text
+def test_what_the_user_must_fix_is_not_tried_again(runs: Runs) -> None:
+    assert "restart" not in said(runs["user"][1], 1)
 
 
 def test_the_ranks_end_with_their_supervisor(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
@@ -162,7 +201,7 @@ def test_the_launch_of_a_host_that_is_killed_is_replaced(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     """Two hosts of a hostfile, which are this one: the launch of one, which has started its rank, is killed."""
-    hostfile = tmp_path / "hostfile"
+    hostfile = tmp_path / "this-one-twice"
     hostfile.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
     supervisor = start("time.sleep(60 * (attempt == 0))", "--max_restarts", 2, "--hostfile", hostfile)
     rank = pid(tmp_path / "0-1-1")
@@ -182,29 +221,23 @@ def test_a_signal_ends_the_run_whatever_the_ranks_do(
 
 
 def test_a_host_that_does_not_answer_is_left_out_or_waited_for(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    runs: Runs, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    hostfile = tmp_path / "hostfile"
-    hostfile.write_text("localhost slots=1\nno-such-host.invalid slots=1\n")
-    flags = ["--max_restarts", 2, "--hostfile", hostfile]
-    text = said(start("(folder / 'words').write_text(' '.join(sys.argv))", *flags), 0)
+    waiting = start("", "--max_restarts", 2, "--hostfile", "hostfile", "--min_ranks", 2)
+    alone = start("", "--hostfile", "hostfile")
+    folder, process = runs["absent"]
+    text = said(process, 0)
     assert "no answer from no-such-host.invalid: going on without" in text
-    assert "--global_batch_size 16" in (tmp_path / "words").read_text()  # 8 on each of two ranks
-    assert not (tmp_path / "0-1-1").exists()
-    waiting = start("", *flags, "--min_ranks", 2)
+    assert "--global_batch_size 16" in (folder / "words").read_text()  # 8 on each of two ranks
+    assert not (folder / "0-1-1").exists()
     assert waiting.stderr is not None
     assert any("waiting for at least 2 ranks" in line for line in waiting.stderr)
     waiting.send_signal(signal.SIGTERM)
     said(waiting, 128 + signal.SIGTERM)
-    assert "no answer from no-such-host.invalid" in said(start("", "--hostfile", hostfile), 1)
+    assert "no answer from no-such-host.invalid" in said(alone, 1)
 
 
-def test_a_device_that_fails_twice_at_the_start_is_left_out(start: Callable[..., subprocess.Popen[str]]) -> None:
-    what = """
-    for position in Path(os.environ["DS_HARNESS_RECORDS"]).glob(f"position-{rank}.json"):
-        position.unlink()  # as if there had been no step
-    rank == 1 and os._exit(3)
-    time.sleep(1)"""
-    text = said(start(what, "--max_restarts", 4, "--min_ranks", 1), 0)
+def test_a_device_that_fails_twice_at_the_start_is_left_out(runs: Runs) -> None:
+    text = said(runs["device"][1], 0)
     assert "device 1 of localhost is left out: it failed twice before the first step" in text
     assert "done, after 2 restarts" in text
