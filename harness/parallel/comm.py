@@ -1,11 +1,10 @@
 """The communication of tensor parallelism, as differentiable functions of a tensor and a process group.
 
-Each comes as a pair of a forward and a backward (f and g in Shoeybi et al. 2019, arXiv 1909.08053, figure 3).
-A tensor is *whole* where every rank of the group holds the same values, *split* where each holds its share of
-the last dimension in rank order, *partial* where the ranks' tensors still have to be summed. Nothing is
-changed in place. The shares need not be equal: `widths` are those of all ranks. Without a group, or with a group of
-one rank, every function returns its very input: no copy, no node in the graph. All ranks of the group must call in
-the same order.
+Each has a forward and a backward (f and g in Shoeybi et al. 2019, arXiv 1909.08053, figure 3). A tensor is *whole* if
+every rank of the group holds the same values, *split* if each rank holds its share of the last dimension in rank order,
+and *partial* if the ranks' tensors still have to be summed. Nothing is changed in place. Shares need not be equal:
+`widths` are those of all ranks. Without a group, or with a group of one rank, every function returns its input: no
+copy, no node in the graph. All ranks of the group must call the functions in the same order.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from harness.parallel.collectives.of_group import gathered, largest, summed
 from harness.parallel.compiling import eager
 
 Context: TypeAlias = Any
-"""What torch hands from a forward to its backward: an object that takes any attribute."""
+"""The context that torch hands from a forward to its backward: an object that takes any attribute."""
 
-# Names of the autograd nodes at which a backward walk enters a stretch of split values, and leaves it.
+# Names of the autograd nodes at which a walk from the output to the inputs enters split values, and leaves them.
 INTO_SPLIT = frozenset({"_ReduceFromGroupBackward", "_GatherFromGroupBackward", "_ScatterSequenceBackward"})
 OUT_OF_SPLIT = frozenset(
     {"_CopyToGroupBackward", "_CopyOnceBackward", "_CopyTailToGroupBackward", "_SplitToGroupBackward"}
 )
-# Likewise those between values of all tokens and of a share of them: see `harness.parallel.tensor.sequence`.
+# Likewise for values of all tokens and of a share of them: see `harness.parallel.tensor.sequence`.
 GATHERS_SHARES, SPLITS_SEQUENCE = "_GatherSequenceBackward", "_SplitSequenceBackward"
 
 
@@ -38,8 +37,8 @@ GATHERS_SHARES, SPLITS_SEQUENCE = "_GatherSequenceBackward", "_SplitSequenceBack
 class TensorParallel:
     """One rank's place in its tensor-parallel group.
 
-    `group` may be absent where modules are only laid out on the meta device, for sizes and shards: nothing
-    then communicates, so such modules must not be run when `size` is above 1.
+    `group` may be None for modules that are only built on the meta device, for their sizes and shards. They do not
+    communicate, so they must not be run if `size` is above 1.
     """
 
     group: dist.ProcessGroup | None = None
@@ -68,7 +67,7 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 @eager
 def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
-    """Call a function that has a backward of its own; torch's `apply` has no types."""
+    """Call an autograd function, with types, which torch's `apply` lacks; it is never compiled."""
     output: Tensor = function.apply(*inputs)
     return output
 
@@ -101,7 +100,7 @@ def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequen
 
 def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
     """Forward: each rank keeps its share of the whole `x` (..., n), n / size without `widths`. Backward: the gradients
-    of the shares are joined into the whole. Raises ValueError where the shares do not make up n."""
+    of the shares are joined into the whole. Raises ValueError if the shares do not add up to n."""
     size = group_size(group)
     if size == 1:
         return x

@@ -1,7 +1,7 @@
-"""torch.compile of a model's layers, and what stays out of it.
+"""Compile a model's layers with torch.compile, and keep chosen functions out of it.
 
-Each layer is compiled on its own, as its ranks' communication and its place in a schedule are no part of it. What
-communicates, or keeps something from one call to the next, runs as it is written: the compiler breaks its graph there.
+Each layer is compiled on its own: the order of a schedule is outside of it. Functions that communicate, or that keep
+something from one call to the next, are not compiled; the compiler breaks its graph there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ _EAGER: list[Eager[..., object]] = []
 
 
 class Eager(Generic[P, R]):
-    """A function that is never compiled. Nothing of the compiler is imported before a layer is compiled."""
+    """A function that is never compiled.
+
+    `torch.compiler.disable` as a decorator would import the compiler, about a second, in every run. So it is applied
+    only once a layer is compiled.
+    """
 
     def __init__(self, function: Callable[P, R]) -> None:
         self.run = self._function = function
@@ -30,17 +34,17 @@ class Eager(Generic[P, R]):
         return self.run(*args, **kwargs)
 
     def keep_out(self) -> None:
-        """Let the compiler know."""
+        """Tell the compiler, which is imported by this."""
         self.run = torch.compiler.disable(self._function)
 
 
 def eager(function: Callable[P, R]) -> Eager[P, R]:
-    """Keep a function out of what is compiled."""
+    """Decorate a function that must never be compiled."""
     return Eager(function)
 
 
 def compile_modules(modules: Iterable[nn.Module], backend: str) -> None:
-    """Have each module compiled when it is first called, in training and in evaluation."""
+    """Have each module compiled when it is first called in training, and again when first called in evaluation."""
     for function in _EAGER:
         function.keep_out()
     for module in modules:

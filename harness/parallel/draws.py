@@ -1,14 +1,13 @@
 """Dropout and other random numbers that are the same in every layout.
 
-While a pipeline layer runs in training, each draw is made from a seed of its own, which depends on the run's seed,
-the sample, the layer, and how many draws the layer has made before. So it does not matter on which rank or in which
-micro-batch a sample is, nor whether the layer runs again because activations are recomputed. A tensor-parallel
-rank that holds a part of a tensor (some attention heads, some columns) takes the same part of what is drawn for the
-whole one.
+While a pipeline layer runs in training, each draw has a seed of its own. The seed depends on the run's seed, the
+sample, the layer, and the number of draws that the layer has made before. So the numbers depend neither on the rank and
+the micro-batch that a sample is in, nor on whether the layer runs again to recompute activations. A tensor-parallel
+rank that holds a part of a tensor (some heads, some columns) draws for the whole tensor and takes its part.
 
-A mode of torch catches the calls that draw. Dropout, attention with dropout, `rand_like`, `randn_like` and the
-methods that fill a tensor are drawn sample by sample. Any other call draws from torch's, numpy's or Python's global
-generator, which is seeded for the micro-batch and the layer.
+A torch function mode catches calls that draw. Dropout, attention with dropout, `rand_like`, `randn_like` and methods
+that fill a tensor are drawn sample by sample. Any other call draws from the global generator of torch, numpy or Python,
+which is seeded for the micro-batch and the layer.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.generators import default_generator, own_generators, seed_of
 
 Share: TypeAlias = tuple[int, tuple[int, ...]]
-"""A rank's place among ranks that share entries, and how many each of them has."""
+"""A rank's index among the ranks that share a dimension, and the number of entries (or a proportion) of each."""
 _active: ContextVar[DrawCatcher | None] = ContextVar("active draws", default=None)
 
 
 class DrawCatcher(TorchFunctionMode, ABC):
-    """Catches calls that draw random numbers; of several around each other only the innermost acts."""
+    """Catches calls that draw random numbers; if several are nested, only the innermost acts."""
 
     def __enter__(self) -> Self:
         self._outer = _active.set(self)
@@ -65,7 +64,7 @@ class DrawCatcher(TorchFunctionMode, ABC):
 
     @abstractmethod
     def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
-        """Seed the generator of `device` for a kernel that draws a mask of `shape` by itself."""
+        """Seed the generator of `device` for a kernel that draws a dropout mask of `shape` by itself."""
 
 
 class DrawnShapes(DrawCatcher):
@@ -85,14 +84,14 @@ class DrawnShapes(DrawCatcher):
 
 @dataclass(frozen=True, kw_only=True)
 class DrawKey:
-    """What the random numbers of one micro-batch depend on.
+    """Everything that the random numbers of one micro-batch depend on.
 
     Attributes:
-        seed: of the run.
-        first_sample: the place of the micro-batch's first sample among all samples that the run consumes.
-        samples: how many it holds.
+        seed: the run's seed.
+        first_sample: index of the micro-batch's first sample among all samples that the run consumes.
+        samples: number of samples in the micro-batch.
         tensor: this rank's place in its tensor-parallel group.
-        device: where layers run.
+        device: where the layers run.
     """
 
     seed: int
@@ -133,7 +132,7 @@ class DrawKeys:
         self.begin_step(0)
 
     def begin_step(self, consumed_samples: int) -> None:
-        """Begin a step; `consumed_samples`: by all ranks in the steps before."""
+        """Begin a step; `consumed_samples` is the number of samples that all ranks have consumed in earlier steps."""
         self._first = consumed_samples + self.reader * self.micro_batch
         self._passed: Counter[int] = Counter()
 
@@ -150,10 +149,9 @@ class KeyedDraws(DrawCatcher):
     """Draws each random number from the key of a micro-batch and the index of a layer.
 
     Attributes:
-        whole: the shapes of the uncut layer's draws, in order, where tensor-parallel ranks hold parts of them.
-        shares: how the tensor-parallel ranks share widths of the layer: entries of each rank, in rank order.
-        tokens, heads: likewise how context ranks share the sequence and the attention heads, with this rank's place;
-            None where they do not.
+        whole: the shapes of the uncut layer's draws, in order, if tensor-parallel ranks hold parts of them.
+        shares: ways in which the tensor-parallel ranks share widths of the layer: entries of each rank, in rank order.
+        tokens, heads: how context ranks share the sequence and the attention heads; None if they do not.
     """
 
     def __init__(self, key: DrawKey, layer: int) -> None:
@@ -170,6 +168,7 @@ class KeyedDraws(DrawCatcher):
         whole, starts, number, share = self._next_shape(out.shape)
         if not out.numel():
             return out
+        # a first dimension of samples x tokens counts as per sample too: rows of one sample are consecutive
         per_sample = out.dim() > 0 and out.shape[0] % self.key.samples == 0 == whole[0] % self.key.samples
         samples = self.key.samples if per_sample else 1
         parts = out.unflatten(0, (samples, -1)).unbind() if per_sample else [out]
@@ -194,16 +193,16 @@ class KeyedDraws(DrawCatcher):
         default_generator(device).manual_seed(self._seed(number, 0, share))
 
     def _next_shape(self, own: torch.Size) -> tuple[torch.Size, dict[int, int], int, int]:
-        """Return what the next draw is a part of.
+        """Find out which part of which tensor the next draw is.
 
-        The shape of the whole tensor, where this rank's share starts in it along each dimension that is shared, the
-        draw's number, and what sets this rank's draws apart where its share is not known.
+        Return the shape of the whole tensor, the start of this rank's share in it along each shared dimension, the
+        number of the draw, and a number that goes into the seed: 0, or different on each rank if its share is unknown.
         """
         number, self._count = self._count, self._count + 1
         whole = self.whole[number] if number < len(self.whole) else own
         differing = [dim for dim, (a, b) in enumerate(zip(whole, own, strict=False)) if a != b]
         several = len(differing) > 1 and self.tokens is None
-        if len(whole) != len(own) or not differing or several:  # not cut, as far as is known: all ranks draw alike
+        if len(whole) != len(own) or not differing or several:  # not known to be cut: all ranks draw the same numbers
             return own, {}, number, 0
         starts, samples = {}, self.key.samples
         for dim in differing:
@@ -215,10 +214,10 @@ class KeyedDraws(DrawCatcher):
         return whole, starts, number, 0
 
     def _start(self, whole: int, own: int) -> int | None:
-        """Where this rank's `own` of `whole` entries start; None where the ranks' shares are not known.
+        """Return where this rank's `own` of `whole` entries start; None if no known way of sharing gives `own` entries.
 
-        Ranks may have shared them twice: context ranks the tokens, then tensor-parallel ranks each stretch of them;
-        tensor-parallel ranks the heads, then context ranks some of those.
+        A dimension may be shared twice: tokens by context ranks, then each stretch by tensor-parallel ranks; or heads
+        by tensor-parallel ranks, then those of a rank by context ranks.
         """
         tensor: list[Share] = [(self.key.tensor.rank, widths) for widths in self.shares]
         tensor.append((self.key.tensor.rank, (1,) * self.key.tensor.size))
@@ -242,9 +241,12 @@ class KeyedDraws(DrawCatcher):
 def expect_shapes(
     shapes: Callable[[], Sequence[torch.Size]], shares: Sequence[tuple[int, ...]] = (), tokens: Share | None = None
 ) -> None:
-    """Tell the layer that runs now which shapes it would draw if it were not cut; asked where it is cut and draws.
+    """Tell the layer that runs now which shapes it would draw if it were not cut.
 
-    `shares`: how the tensor-parallel ranks share its widths, if not equally. `tokens`: how context ranks do.
+    Args:
+        shapes: returns those shapes, in order; called only if ranks hold parts of the layer.
+        shares: how tensor-parallel ranks share its widths, if not equally.
+        tokens: how context ranks share the sequence, if they do.
     """
     active = _active.get()
     if isinstance(active, KeyedDraws) and (active.key.tensor.size > 1 or tokens is not None):
@@ -253,7 +255,7 @@ def expect_shapes(
 
 @contextmanager
 def expect_heads(rank: int, widths: tuple[int, ...]) -> Iterator[None]:
-    """Tell the layer that runs now how context ranks share the heads for which it draws meanwhile."""
+    """Tell the layer that runs now how context ranks share the heads for which it draws in this context."""
     active = _active.get()
     if isinstance(active, KeyedDraws):
         active.heads = rank, widths
@@ -265,7 +267,7 @@ def expect_heads(rank: int, widths: tuple[int, ...]) -> Iterator[None]:
 
 
 def _part(share: Share, whole: int) -> tuple[int, int] | None:
-    """Return start and size of a rank's part of `whole` entries; None where its ranks do not share so many."""
+    """Return start and size of a rank's part of `whole` entries; None if the ranks' proportions do not divide them."""
     rank, widths = share
     total = sum(widths)
     if any(width * whole % total for width in widths):
@@ -275,7 +277,7 @@ def _part(share: Share, whole: int) -> tuple[int, int] | None:
 
 @contextmanager
 def draws_of_layer(index: int) -> Iterator[None]:
-    """Draw as pipeline layer `index` does, from its first draw on: for a computation that other layers repeat."""
+    """Draw as pipeline layer `index` does, from its first draw on: for a computation that several layers repeat."""
     active = _active.get()
     if isinstance(active, KeyedDraws):
         with active.key.layer(index):
@@ -286,7 +288,7 @@ def draws_of_layer(index: int) -> Iterator[None]:
 
 @contextmanager
 def draws_apart(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """`own_generators` for a computation that is no part of the layer which runs now, if one does."""
+    """Enter `own_generators` for a computation that does not belong to the layer that runs now, if one does."""
     outer = _active.set(None)
     try:
         with own_generators(seed, device):
@@ -296,7 +298,7 @@ def draws_apart(seed: int, device: torch.device | None = None) -> Iterator[None]
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether a module holds a dropout layer that drops anything."""
+    """Whether a module contains a dropout layer with a probability above 0."""
     return any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.modules())
 
 
@@ -322,9 +324,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention, as torch's `scaled_dot_product_attention` documents it.
+    """Compute attention as torch's `scaled_dot_product_attention` documents it, with keyed dropout.
 
-    On a GPU its kernels draw the mask by themselves, from the generator's seed. The CPU has no such kernel.
+    On a GPU, torch's kernels draw the dropout mask by themselves from the generator's seed, so seeding is all that can
+    be done. On the CPU there is no such kernel, and dropout draws sample by sample.
     """
     if query.device.type != "cpu":
         if dropout_p:

@@ -1,4 +1,4 @@
-"""Seeds made of keys, and random numbers that leave no trace: nothing drawn here moves the generators of the run."""
+"""Make seeds from keys, and draw random numbers without changing the state of the run's generators."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 
 
 def seed_of(*key: object) -> int:
-    """Return a seed from 0 to 2**63 - 1 that depends on all parts of `key`, equal in every process and on every
-    machine. Parts must print alike everywhere: numbers and text."""
+    """Return a seed from 0 to 2**63 - 1 that depends on all parts of `key`, the same in every process.
+
+    Parts must print alike everywhere: numbers and text. Python's `hash` would differ between processes.
+    """
     digest = hashlib.blake2b("\0".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -31,7 +33,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def own_torch_generators(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """As `own_generators`, for what draws by torch alone: a tenth of the time."""
+    """Enter `own_generators` for torch's generators only, which takes a tenth of the time."""
     generators = [torch.default_generator]
     if device is not None and default_generator(device) is not torch.default_generator:
         generators.append(default_generator(device))
@@ -47,10 +49,10 @@ def own_torch_generators(seed: int, device: torch.device | None = None) -> Itera
 
 @contextmanager
 def own_generators(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Draw random numbers from `seed` while this lasts; afterwards everything draws as if nothing had been drawn.
+    """Draw random numbers from `seed` in this context; afterwards all generators are in their earlier state.
 
     It covers the global generators of torch (on the CPU and on `device`), numpy and Python. Other devices are left
-    alone: `torch.manual_seed` would reset their generators in the middle of a run. Does not wait for the device.
+    alone: `torch.manual_seed` would reset their generators in the middle of a run. It does not wait for the device.
     """
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:

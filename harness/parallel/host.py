@@ -1,7 +1,7 @@
-"""Between the host and an accelerator, with as few waits as can be.
+"""Copy between the host and an accelerator with as few synchronisations as possible.
 
-The host waits for all that an accelerator was given before, and meanwhile gives it nothing: one wait for many values
-costs what one wait for one value does. Copies from pinned memory do not make it wait at all.
+To read a value, the host waits for all work queued on the accelerator, and queues nothing meanwhile. Reading many
+values at once costs one such wait. Copies from pinned memory to the device need none.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ Key = TypeVar("Key")
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a tensor, or a tuple of them, on the device. An accelerator copies from pinned memory beside what it
-    computes; the host does not wait."""
+    """Return a tensor, or a tuple of tensors, on the device.
+
+    The copy is made from pinned memory, so the host does not wait and the accelerator computes meanwhile.
+    """
     if not isinstance(value, Tensor):
         return tuple(to_device(item, device) for item in value)
     if value.device == device or device.type == "cpu":
@@ -28,7 +30,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Return scalars as numbers; those on an accelerator come in one copy, for which the host waits."""
+    """Return scalars as numbers; those on an accelerator are read in one copy, with one wait."""
     far = [isinstance(value, Tensor) and value.device.type != "cpu" for value in values]
     there = [torch.as_tensor(each).detach().double().reshape(()) for each in itertools.compress(values, far)]
     copied = iter(torch.stack(there).tolist() if there else [])
@@ -36,15 +38,15 @@ def numbers(values: Sequence[Tensor | float]) -> list[float]:
 
 
 def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory of the host from which the device copies without a wait."""
+    """Return an uninitialised host tensor, pinned if the device is an accelerator, so that copies need no wait."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 @torch.no_grad()
 def brought_to_host(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[tuple[Key, Tensor]]:
-    """Yield each tensor's key and its copy on the host, in order. The host waits once for `BATCH_BYTES`.
+    """Yield each tensor's key and its copy on the host, in order; the host waits once per `BATCH_BYTES`.
 
-    A tensor of the host, or one larger than that, is yielded as it is.
+    A tensor that is on the host already, or is larger than `BATCH_BYTES`, is yielded itself.
     """
     batch: list[tuple[Key, Tensor]] = []
     size, waiting = 0, None

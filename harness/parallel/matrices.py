@@ -1,8 +1,8 @@
-"""Whole matrices for an optimizer that steps on flat parts of them.
+"""Put whole matrices together for an optimizer (Muon) that updates flat parts of them.
 
-ZeRO hands an optimizer flat tensors: one after the other, this rank's elements of many parameters. Tensor parallelism
-cuts the parameters before that. A `MatrixPart` says where the elements of one matrix lie, puts the whole matrix
-together from all ranks that hold a part of it, and takes this rank's elements out of a whole one.
+ZeRO hands an optimizer flat tensors with this rank's elements of many parameters, one after the other. Tensor
+parallelism has cut the parameters before that. A `MatrixPart` knows where the elements of one matrix lie, gathers the
+whole matrix from all ranks that hold a part of it, and takes this rank's elements out of a whole one.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixPart:
-    """What a flat tensor of this rank holds of one matrix.
+    """The elements of one matrix in a flat tensor of this rank.
 
     Attributes:
-        shape: of the matrix, or of this rank's tensor-parallel shard of it.
-        start: first element of it that is here.
+        shape: shape of the matrix, or of this rank's tensor-parallel shard of it.
+        start: index of the first element that is here, in the flattened matrix or shard.
         length: number of its elements that are here.
-        offset: where they begin in the flat tensor.
-        group: data-parallel ranks over which the flat tensor is spread; None where this rank has all of it.
+        offset: index of the first of them in the flat tensor.
+        group: data-parallel ranks over which the flat tensor is divided; None if this rank has all of it.
         split: whether the ranks of `group` exchange their elements of the matrix.
-        needed: whether this rank, or one that it works with, updates elements of the matrix.
+        needed: whether this rank, or one that it exchanges elements with, updates elements of the matrix.
         device: where ranks exchange tensors.
-        shards: of all tensor-parallel ranks; empty where each has the whole matrix.
+        shards: the shards of all tensor-parallel ranks; empty if each has the whole matrix.
         tensor: tensor-parallel group.
     """
 
@@ -53,13 +53,13 @@ class MatrixPart:
 
     @property
     def place(self) -> slice:
-        """Of this rank's elements in the flat tensor."""
+        """The slice of this rank's elements in the flat tensor."""
         return slice(self.offset, self.offset + self.length)
 
     def whole(self, flat: Tensor) -> Tensor | None:
-        """Return the whole matrix, whose elements the ranks have in `flat`; None where it is not needed.
+        """Return the whole matrix, gathered from the ranks' `flat` tensors; None if it is not needed here.
 
-        All ranks that hold a part call this in the same order.
+        All ranks that hold a part must call this in the same order.
         """
         local = flat[self.place].to(self.device)
         if self.group is not None and self.split:
@@ -80,7 +80,7 @@ class MatrixPart:
         return local.reshape(-1)[self.start : self.start + self.length]
 
     def _joined(self, local: Tensor) -> Tensor:
-        """Return the whole of what tensor-parallel ranks hold shards of."""
+        """Return the whole matrix, gathered from the shards of all tensor-parallel ranks."""
         sizes = [prod(shard.local_shape) for shard in self.shards]
         padded = functional.pad(local, (0, max(sizes) - local.numel()))
         parts = [torch.empty_like(padded) for _ in sizes]
@@ -94,17 +94,16 @@ class MatrixPart:
 def locate_matrices(
     optimizer: EngineOptimizer, chosen: Sequence[int], tensor: Group | None, device: torch.device
 ) -> dict[Tensor, list[MatrixPart]]:
-    """Return the matrix parts in each tensor that the parameter groups `chosen` step on.
+    """Return the matrix parts in each tensor that is updated for the parameter groups `chosen`.
 
-    All ranks of the tensor-parallel group call this together. `optimizer` is the engine's, which wraps the one that
-    steps.
+    All ranks of the tensor-parallel group must call this. `optimizer` is the engine's, which wraps torch's.
     """
     stepped = ((each.tensor, list(_parts(each, device))) for each in stepped_on(optimizer, chosen))
     return {flat: _with_shards(parts, tensor) for flat, parts in stepped}
 
 
 def _parts(stepped: SteppedOn, device: torch.device) -> Iterator[tuple[Tensor, MatrixPart]]:
-    """Yield the parameters that lie in a tensor that is stepped on, with their parts."""
+    """Yield each parameter in a tensor that the optimizer updates, with its part."""
     for run in runs(stepped):
         part = MatrixPart(
             shape=run.shape,
@@ -122,8 +121,8 @@ def _parts(stepped: SteppedOn, device: torch.device) -> Iterator[tuple[Tensor, M
 def _with_shards(located: list[tuple[Tensor, MatrixPart]], tensor: Group | None) -> list[MatrixPart]:
     """Return the parts with the shards of all tensor-parallel ranks.
 
-    Where these are of unequal sizes, they lie differently in the flat tensors of their ranks: then every rank takes
-    part in every matrix.
+    If shards are of unequal sizes, the flat tensors of the ranks are divided at other places, and one rank may need a
+    matrix that its tensor-parallel peer does not. So that no rank waits in vain, all then take part in every matrix.
     """
     if tensor is None:
         return [part for _, part in located]

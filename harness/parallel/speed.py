@@ -1,8 +1,8 @@
-"""Measures what this machine's processor does for one rank: the constants of a device file of the planner.
+"""Measure the speed of this machine's processor for one rank: the constants of a device file of the planner.
 
-`python -m harness.parallel.speed rank NUMBER RANKS FILE` prints the rates of one rank with one thread, while the other
-ranks do the same; with `link` those of the link between them. They meet at the file. Each figure is the median of
-several tries: what a long run gets, not the best that is possible.
+`python -m harness.parallel.speed rank NUMBER RANKS FILE` prints the rates of one rank with one thread while the other
+ranks measure too; with `link` in place of `rank`, those of the connection between ranks. FILE is where they find each
+other. Each figure is the median of several tries: what a long run gets, not the best possible.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from harness.config.model.shape import PRESETS
 from harness.parallel.collectives.of_group import leave_memory, share_memory, sum_in_place
 
 TRIES = 9
-REPEATS = 20  # of what takes less time than a process may be interrupted for
+REPEATS = 20  # a single call takes less time than an interruption by the system
 NARROW: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def usual_seconds(work: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
-    """Return the median seconds of several tries, after one to warm up: of this thread, that of others left out."""
+    """Return the median seconds of several tries, after one to warm up; by default the CPU time of this thread."""
     work()
     found = []
     for _ in range(TRIES):
@@ -42,9 +42,9 @@ def usual_seconds(work: Callable[[], object], clock: Callable[[], float] = time.
 
 
 def matmul_flops(dtype: torch.dtype, size: int = 512) -> float:
-    """Return the operations a second of the three products of a linear layer: forward, and for both gradients.
+    """Return FLOP/s of the three products of a linear layer: forward, and those for both gradients.
 
-    Squares of one size would be faster, by up to a tenth, than what layers multiply.
+    The matrices are not square, as in layers; square ones would be up to a tenth faster.
     """
     outer = size * 11 // 4
     inputs, weight, gradient = (torch.randn(*shape).to(dtype) for shape in ((size, size), (outer, size), (size, outer)))
@@ -58,22 +58,22 @@ def matmul_flops(dtype: torch.dtype, size: int = 512) -> float:
 
 
 def attention_flops(length: int = 512, heads: int = 8, size: int = 64) -> float:
-    """Return the operations a second of causal attention, half of the scores counted."""
+    """Return FLOP/s of causal attention, counting half of the scores."""
     q, k, v = (torch.randn(1, heads, length, size) for _ in range(3))
     work = 2 * heads * length**2 * size
     return work / usual_seconds(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def copied_bytes(elements: int = 2**24) -> float:
-    """Return the bytes a second that copying a large tensor reads and writes."""
+    """Return the bytes per second that copying a large tensor reads and writes."""
     source, target = torch.ones(elements), torch.empty(elements)
     return 2 * 4 * elements / usual_seconds(lambda: target.copy_(source))
 
 
 def narrow_layer_seconds(layers: int = 4) -> float:
-    """Return the seconds of a decoder layer, forward and backward, that is too narrow for its numbers to take time.
+    """Return the seconds of a decoder layer, forward and backward, so narrow that only issuing operations takes time.
 
-    What a model without layers takes is measured, too, and taken off.
+    The time of a model without layers is subtracted.
     """
     ids = torch.ones(1, 8, dtype=torch.long)
 
@@ -86,11 +86,10 @@ def narrow_layer_seconds(layers: int = 4) -> float:
 
 
 def link(sizes: tuple[int, int] = (2**10, 2**22)) -> tuple[float, float]:
-    """Return the seconds of an all-reduce of a few and of many float32, as a run of one host makes it; all ranks call
-    it.
+    """Return the seconds of an all-reduce of few and of many float32 numbers, as a run on one host makes it.
 
-    The small one stands between pieces of work, as in a layer: ranks that wait must be woken, and find their core
-    taken where there are more ranks than cores.
+    All ranks must call it. The small one is measured between matrix products, as in a layer: waiting ranks have to be
+    woken, and with more ranks than cores their core may be taken.
     """
     world = dist.group.WORLD
     assert world is not None, "the ranks have met"
@@ -112,7 +111,8 @@ def link(sizes: tuple[int, int] = (2**10, 2**22)) -> tuple[float, float]:
 
 
 def rates() -> dict[str, float]:
-    """Return what one rank does while all others do the same, as they share memory and caches; all ranks call it."""
+    """Return the rates of one rank while all others measure too, because they share memory and caches; all ranks must
+    call it."""
     takes: dict[str, Callable[[], float]] = {name: partial(matmul_flops, dtype) for name, dtype in DTYPES.items()}
     takes |= {"attention": attention_flops, "memory": copied_bytes, "layer": narrow_layer_seconds}
     found = {}

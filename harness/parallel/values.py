@@ -1,4 +1,4 @@
-"""What the layers of a model take and give."""
+"""Types of the inputs and outputs of a model's layers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 Value: TypeAlias = Tensor | tuple[Tensor, ...]
-"""The input of a layer, and its output: the input of the next."""
+"""The input of a pipeline layer, and its output, which is the input of the next layer."""
 Argument: TypeAlias = Any
-"""What a module of a HuggingFace model may be given: tensors, flags, caches, mappings of these."""
+"""An argument of a module of a HuggingFace model: a tensor, a flag, a cache, a mapping of these."""
 Positional: TypeAlias = tuple[Argument, ...]
 Keyword: TypeAlias = dict[str, Argument]
 Operation: TypeAlias = OpOverload[..., object]
-"""An operation of torch, as a dispatch mode is given it."""
+"""An operation of torch, as a dispatch mode receives it."""

@@ -1,15 +1,15 @@
-"""Weight gradients of linear layers, computed later than the gradients of their inputs.
+"""Compute weight gradients of linear layers later than the gradients of their inputs.
 
-The backward pass of y = x A^T + b needs two products: the gradient of x, which the layers before wait for, and that of
-A, which nobody waits for. While a `WeightGradients` defers, a linear layer's backward pass computes the first one and
-keeps x and the gradient of y for the second. Biases, norms, embeddings and other layers get their gradients at
+The backward pass of y = x A^T + b computes two products: the gradient of x, which the previous layers need, and that of
+A, which only the update needs. While a `WeightGradients` defers, a linear layer's backward pass computes only the first
+one, and keeps x and the gradient of y for the second. Biases, norms, embeddings and other layers get their gradients at
 once, and so do weights that are computed from parameters.
 
-`accumulate` computes them while something else goes on: column-parallel layers have theirs made while the gradient of
-their input is summed over the tensor-parallel group.
+`accumulate` computes the deferred ones, at the end of a pipeline stage's step or while something else goes on:
+column-parallel layers compute theirs while the gradient of their input is summed over the tensor-parallel group.
 
-A deferred gradient reaches its parameter as any other does: through the parameter's hooks, so that it is summed
-over tensor-parallel ranks and accumulated as if it had come at once. Until then autograd calls these hooks with None.
+A deferred gradient goes through the parameter's hooks as any other, so that it is summed over tensor-parallel ranks and
+accumulated as if it had come at once. Until then autograd calls these hooks with None.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Product = tuple[Tensor, Tensor, Tensor]
 
 
 class WeightGradients:
-    """The weight gradients of one stage that are yet to be computed, by micro-batch, the oldest first."""
+    """The deferred weight gradients of one stage, by micro-batch, the oldest first."""
 
     def __init__(self) -> None:
         self._kept: deque[list[Product]] = deque()
@@ -42,7 +42,7 @@ class WeightGradients:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Keep, while this is entered, the weight gradients of one micro-batch for `compute`."""
+        """Defer the weight gradients of one micro-batch within this context."""
         self._kept.append([])
         self._defers = True
         try:
@@ -52,29 +52,30 @@ class WeightGradients:
 
     @property
     def keeping(self) -> list[Product] | None:
-        """Where the factors of weight gradients are kept now; None while none is deferred."""
+        """The list that takes operands of weight gradients now; None while none is deferred."""
         return self._kept[-1] if self._defers else None
 
     def compute(self) -> None:
-        """Compute and accumulate the weight gradients of the oldest micro-batch that is kept."""
+        """Compute and accumulate the deferred weight gradients of the oldest micro-batch."""
         accumulate(self._kept.popleft())
 
     def clear(self) -> None:
-        """Forget what is kept."""
+        """Drop all deferred weight gradients."""
         self._kept.clear()
 
 
 def accumulate(products: list[Product]) -> None:
-    """Compute the weight gradients of `products`, add them to their parameters', and empty the list."""
+    """Compute the weight gradients of `products`, accumulate them in their parameters, and empty the list."""
     with torch.enable_grad():
-        # the newest first: autograd runs the node that was made last first, so the gradients are added up oldest first
+        # Newest first: autograd runs the node that was created last first, so gradients are accumulated oldest first,
+        # in the order of an ordinary backward. Another order would round differently.
         roots = [apply(_Later, *products.pop()) for _ in range(len(products))]
     if roots:
         torch.autograd.backward(roots)
 
 
 def attach(module: nn.Module, gradients: WeightGradients) -> None:
-    """Have the linear layers in `module` ask `gradients` whether to defer those of their weights."""
+    """Have the linear layers in `module` defer their weight gradients whenever `gradients` defers."""
     layer: Any
     for layer in module.modules():
         replacement = FORWARDS.get(type(layer).forward)
@@ -92,7 +93,7 @@ def linear(
     Args:
         x: (..., in).
         weight: (out, in), a parameter of the layer or a view of one.
-        products: where to leave what the weight gradient is computed from, if no schedule defers it.
+        products: list for the operands of the weight gradient, if no schedule defers it.
 
     Returns:
         (..., out).
@@ -113,9 +114,9 @@ def _linear(
 
 
 def _can_wait(x: Tensor, weight: Tensor) -> bool:
-    """Whether a weight's gradient can be deferred: that of a parameter, or of a view of one.
+    """Whether a weight's gradient can be deferred: only that of a parameter or of a view of one.
 
-    A weight that is computed from parameters has a graph of its own, which can be gone through but once.
+    A weight that is computed from parameters has a graph of its own, and autograd frees that after one backward.
     """
     base = weight._base if weight._is_view() else weight  # noqa: SLF001  # no public names
     trained = torch.is_grad_enabled() and weight.requires_grad and base is not None and base.is_leaf
@@ -134,7 +135,7 @@ FORWARDS: Mapping[object, Callable[..., Tensor]] = {
     nn.Linear.forward: _forward,
     Conv1D.forward: _forward_transposed,
 }
-"""Of the forward of a layer that is not the harness's own: what takes its place."""
+"""Forward of a layer that is not the harness's own -> its replacement, which can defer."""
 
 
 class _Linear(torch.autograd.Function):
@@ -148,7 +149,8 @@ class _Linear(torch.autograd.Function):
         products: list[Product] | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight = weight  # not by save_for_backward: recomputation would give back a copy without its graph
+        # not by save_for_backward: activation checkpointing would return a copy that is detached from the parameter
+        ctx.weight = weight
         ctx.gradients, ctx.products = gradients, products
         return F.linear(x, weight, bias)
 
@@ -169,7 +171,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Later(torch.autograd.Function):
-    """A scalar whose gradient with respect to a weight is the deferred one."""
+    """Returns a scalar whose gradient with respect to a weight is the deferred one."""
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
@@ -185,6 +187,9 @@ class _Later(torch.autograd.Function):
 
 
 def _weight_gradient(x: Tensor, grad: Tensor, *, transposed: bool) -> Tensor:
-    """Return the product as autograd computes it, whose rounding depends on how the weight lies in memory."""
+    """Return the weight gradient by the product that autograd uses for this memory layout of the weight.
+
+    The two products are equal in exact arithmetic, but round differently.
+    """
     x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     return (x.t() @ grad).t() if transposed else grad.t() @ x

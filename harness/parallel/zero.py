@@ -1,9 +1,9 @@
-"""What ZeRO-3 needs beside DeepSpeed: a rank's part of each tensor, and modules that change their inputs in place.
+"""Help ZeRO-3 where DeepSpeed does not: with a rank's part of each tensor, and with modules that change their inputs.
 
-ZeRO-3 gives each data-parallel rank an equal run of a tensor's elements.
+ZeRO-3 gives each data-parallel rank an equal number of consecutive elements of a tensor.
 
-Router jitter multiplies in place what the router's module is given. ZeRO-3 gives every module a backward hook, and
-torch then refuses that, as what the module is given is a view that the hook has made.
+It also registers a backward hook on every module, which makes the module's inputs views. torch refuses to change such
+a view in place, as router jitter does with the router's input; so modules get copies.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_map
 
 R = TypeVar("R")
 HOOKED = "BackwardHookFunctionBackward"
-"""The name of the node that a backward hook puts before a module."""
+"""The name of the graph node that a backward hook inserts before a module."""
 
 
 def copy_hooked_inputs(model: nn.Module) -> None:
-    """Have every module below `model` run on copies of inputs that a backward hook has made views.
+    """Have every module inside `model` run on copies of those inputs that a backward hook has turned into views.
 
-    torch's own modules are left out: they do not change their inputs, and they are most of a model.
+    torch's own modules, which are most of a model, are left out: they do not change their inputs.
     """
     for module in model.modules():
         if module is not model and not type(module).__module__.startswith("torch.nn."):
@@ -48,21 +48,23 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Zero3Partition:
-    """Part `index` of `count`; the last ones may be shorter, or empty."""
+    """Part `index` of `count` equal parts of a tensor's elements; the last ones may be shorter, or empty."""
 
     index: int
     count: int
 
     def boxes(self, shape: Sequence[int]) -> Iterator[Index]:
-        """Return indices of boxes that together are this part of a tensor of `shape`."""
+        """Return indices of boxes that together make up this part of a tensor of `shape`."""
         total = prod(shape)
         size = -(-total // self.count)
         return boxes_of_run(shape, min(self.index * size, total), min((self.index + 1) * size, total))
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
-    """Return indices of boxes that together are elements `start` to `stop` - 1: a row's end, whole rows, a row's
-    beginning."""
+    """Yield indices of boxes that together make up the flattened elements `start` to `stop` - 1.
+
+    These are the end of a row, whole rows, and the beginning of a row, and likewise within each of these rows.
+    """
     if start >= stop:
         return
     if not shape:

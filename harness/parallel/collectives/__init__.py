@@ -1,1 +1,1 @@
-"""Collectives of CPU tensors among ranks of one host, through memory that they share."""
+"""Collectives of CPU tensors among ranks of one host, through shared memory."""

@@ -1,9 +1,11 @@
-"""Sums, joins and shares of CPU tensors over ranks of one host.
+"""All-reduce, all-gather, reduce-scatter and all-to-all of CPU tensors over ranks of one host.
 
-A rank copies its tensor into memory that all read, tells the others, waits for them, and reads theirs. Two buffers in
-turn make one meeting a piece enough: who is told of the next piece knows that the last one was read. Sums are made in
-the order of the ranks, so all ranks get the same bits, in every run. What is started copies and tells; the rest is done
-when its result is asked for, or before the next call: the calls of a group keep their order.
+A rank copies a chunk of its tensor into memory that all ranks can read, tells the others, waits for them, and reads
+theirs. Two buffers are used in turn, so one synchronisation per chunk suffices: a rank that announces the next chunk
+has read the last one. Sums are made in the order of the ranks, so all ranks get the same bits, in every run.
+
+`start_...` functions copy and announce the first chunk; the rest is done when the result is asked for, or before the
+next call, so that the calls of a group keep their order.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ from torch.nn import functional
 from harness.parallel.collectives.neighbours import Neighbours, meet
 
 Piece = list[tuple[int, range]]
-"""A piece of a part that fits into a buffer: for each tensor in it, its index and the elements of the part."""
+"""As much of a part as fits into a buffer: for each tensor in it, its index and a range of the part's elements."""
 
 
 class EqualShares:
-    """Divides contiguous tensors of one dtype into equal parts, one for each rank.
+    """Divides contiguous tensors of one dtype into equal parts, one for each rank, as ZeRO-3 does.
 
-    A part is a run of a tensor's elements. Where they do not divide, the last parts have fewer, or none, and are read
-    as if zeros followed.
+    A part is a run of consecutive elements. If the ranks do not divide a tensor, the last parts have fewer elements or
+    none, and are padded with zeros.
 
     Attributes:
-        sizes: elements of a part of each tensor.
+        sizes: number of elements in a part, for each tensor.
     """
 
     def __init__(self, tensors: Sequence[Tensor], count: int) -> None:
@@ -40,7 +42,7 @@ class EqualShares:
         self.sizes = [-(-len(flat) // count) for flat in self._flat]
 
     def pieces(self, numbers: int) -> Iterator[Piece]:
-        """Divide a part of all tensors into pieces of so many elements; the last may be smaller."""
+        """Divide a part of all tensors into pieces of `numbers` elements; the last may be smaller."""
         piece: Piece = []
         room = numbers
         for index, size in enumerate(self.sizes):
@@ -60,7 +62,7 @@ class EqualShares:
         return torch.cat([self._run(part, index, run) for index, run in piece], out=out)
 
     def split(self, part: int, whole: Tensor) -> list[Tensor]:
-        """Return what a part holds of each tensor, from what the part holds of all."""
+        """Split a part of all tensors (flat, with padding) into the part of each (flat, without)."""
         return [
             each[: max(0, len(flat) - part * size)]
             for each, flat, size in zip(whole.split(self.sizes), self._flat, self.sizes, strict=True)
@@ -73,7 +75,7 @@ class EqualShares:
 
 
 def width(piece: Piece) -> int:
-    """Return the elements of a piece."""
+    """Return the number of elements in a piece."""
     return sum(len(run) for _, run in piece)
 
 
@@ -86,14 +88,14 @@ Combine = Callable[[list[Tensor], Tensor], None]
 
 
 class Started(NamedTuple):
-    """What has begun.
+    """A collective that has begun.
 
     Attributes:
-        pieces: to write, one after the other.
-        rooms: the shape of the longest that a rank writes, for each of them.
-        into: where each is combined.
-        combine: does that, with the pieces of all ranks.
-        first: all ranks' first pieces.
+        pieces: this rank's pieces to write, in order.
+        rooms: for each piece, the shape of the largest that any rank writes.
+        into: the output of each piece.
+        combine: called with the pieces of all ranks and their output; fills it.
+        first: the first pieces of all ranks, in shared memory.
     """
 
     pieces: Sequence[Tensor]
@@ -105,8 +107,12 @@ class Started(NamedTuple):
 
 
 class HostMemory:
-    """The memory that the ranks of one group share. All of them call the same functions in the same order, with
-    tensors of one shape and dtype."""
+    """The memory that the ranks of one group share.
+
+    All ranks must call the same methods in the same order, with tensors of the same shape and dtype. Every method
+    raises ConnectionError if a rank has ended, TimeoutError if one does not come, and RuntimeError if the ranks are not
+    in the same collective.
+    """
 
     def __init__(self, neighbours: Neighbours) -> None:
         self._neighbours = neighbours
@@ -115,22 +121,26 @@ class HostMemory:
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, timeout: timedelta) -> HostMemory | None:
-        """Return the memory of `group`; None, on all its ranks, where they cannot share any. All of them call it."""
+        """Return the shared memory of `group`, or None on all its ranks if they cannot share any; all must call it."""
         neighbours = meet(group, 2 * PIECE_BYTES, timeout)
         return None if neighbours is None else cls(neighbours)
 
     def close(self) -> None:
-        """Leave the others."""
+        """Close the connections to the other ranks."""
         self._neighbours.close()
 
     def all_reduce(self, x: Tensor, operation: Operation = torch.add, out: Tensor | None = None) -> Tensor:
-        """Return the sum of `x` over the ranks, or `torch.maximum`; in `out`, contiguous, which may be `x`."""
+        """Return the sum of `x` (...) over the ranks, or its maximum with `torch.maximum`.
+
+        Args:
+            out: a contiguous tensor for the result; may be `x`.
+        """
         return self.start_all_reduce(x, operation, out)()
 
     def start_all_reduce(
         self, x: Tensor, operation: Operation = torch.add, out: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """Begin `all_reduce`; what is returned ends it. Until then `x` may not change."""
+        """Begin `all_reduce`; return a function that completes it. Until then `x` may not change."""
         x = x.detach().contiguous()
         total = torch.empty_like(x) if out is None else out
         numbers = max(PIECE_BYTES // x.element_size(), 1)
@@ -144,8 +154,11 @@ class HostMemory:
         return self._start(x.view(-1).split(numbers), total.view(-1).split(numbers), combine, total)
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the tensors of all ranks, in their order, along a new first dimension; in `out`, contiguous, of which
-        `x` may be this rank's part."""
+        """Return the tensors `x` (...) of all ranks, stacked in rank order: (ranks, ...).
+
+        Args:
+            out: a contiguous tensor for the result; `x` may be this rank's part of it.
+        """
         x = x.detach().contiguous()
         whole = x.new_empty((self._neighbours.size, *x.shape)) if out is None else out
         numbers = max(PIECE_BYTES // x.element_size(), 1)
@@ -161,12 +174,15 @@ class HostMemory:
         return self._start(x.view(-1).split(numbers), into, place, whole)()
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return this rank's share, along the first dimension, of the sum of `x` over the ranks; in `out`, contiguous,
-        which may be that share of `x`."""
+        """Return this rank's share (n / ranks, ...) of the sum of `x` (n, ...) over the ranks.
+
+        Args:
+            out: a contiguous tensor for the result; may be this rank's share of `x`.
+        """
         return self.start_reduce_scatter(x, out)()
 
     def start_reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin `reduce_scatter`; what is returned ends it. Until then `x` may not change."""
+        """Begin `reduce_scatter`; return a function that completes it. Until then `x` may not change."""
         ranks = self._neighbours.size
         rows = x.detach().reshape(ranks, -1)
         own = x.new_empty((x.shape[0] // ranks, *x.shape[1:])) if out is None else out
@@ -178,10 +194,13 @@ class HostMemory:
         return self._start(rows.split(numbers, dim=1), own.view(-1).split(numbers), combine, own)
 
     def start_all_to_all(self, x: Tensor, sizes: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
-        """Begin to hand out the rows of `x`, one rank's after the other's; what is returned ends it and returns the
-        rows from all ranks in their order. Until then `x` may not change.
+        """Begin an all-to-all of rows; return a function that completes it. Until then `x` may not change.
 
-        `sizes[i][j]`: how many rows rank i has for rank j.
+        Args:
+            x: rows (n, ...) for all ranks, sorted by rank.
+            sizes: rank i has `sizes[i][j]` rows for rank j.
+
+        The result holds the rows from all ranks (m, ...), in rank order.
         """
         rank, width = self._neighbours.rank, prod(x.shape[1:])
         flat = x.detach().contiguous().view(-1)
@@ -214,7 +233,7 @@ class HostMemory:
     def mean_of_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's part of the mean of each tensor over the ranks, flat, as `EqualShares` divides them.
 
-        What a rank keeps is read where it lies; only the others' parts are copied into the memory.
+        A rank reads its own part in place; only the others' parts are copied into shared memory.
         """
         self._end_started()
         rank, ranks = self._neighbours.rank, self._neighbours.size
@@ -225,6 +244,7 @@ class HostMemory:
             mean = means[done : done + width(piece)]
             shares = self._buffer((ranks, len(mean)), mean.dtype)
             for other in range(ranks):
+                # divided before the sum, as DeepSpeed does, so that fp16 does not overflow
                 parts.copy(other, piece, mean if other == rank else shares[rank][other]).div_(ranks)
             self._neighbours.tell_ranks(_bytes(shares[rank]))
             self._neighbours.wait_for_ranks(_bytes(shares[rank]))
@@ -246,8 +266,11 @@ class HostMemory:
         result: Tensor,
         rooms: Sequence[Sequence[int]] = (),
     ) -> Callable[[], Tensor]:
-        """Write the first of the pieces; return what waits for those of all ranks, writes the others, combines each
-        into its place in `into`, and returns `result`. `rooms`: what all ranks agree to where pieces may be shorter."""
+        """Write the first piece; return a function that completes the collective and returns `result`.
+
+        That function waits for the pieces of all ranks, combines them into the output in `into`, and goes on with the
+        next piece. `rooms` gives the shapes that all ranks expect if this rank's pieces may be shorter.
+        """
         self._end_started()
         rooms = rooms or [piece.shape for piece in pieces]
         started = self._started = Started(pieces, rooms, into, combine, result, self._write(pieces[0], rooms[0]))
@@ -265,21 +288,23 @@ class HostMemory:
         return started.result
 
     def _write(self, piece: Tensor, room: Sequence[int]) -> list[Tensor]:
-        """Write a piece and tell the others; return the pieces of all ranks, which this rank may read from the next
-        meeting until the next call but one."""
+        """Write a piece and tell the others; return the pieces of all ranks.
+
+        They may be read after the next `wait_for_ranks`, until the second `_write` from now, which reuses the buffer.
+        """
         shares = self._buffer(room, piece.dtype)
         shares[self._neighbours.rank][: len(piece)].copy_(piece)
         self._neighbours.tell_ranks(_bytes(shares[0]))
         return shares
 
     def _buffer(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Return, of each rank's memory, what is to be written next; another rank may still read what was last."""
+        """Return the next buffer of each rank; other ranks may still read the last one."""
         size, start = prod(shape) * dtype.itemsize, self._turn * PIECE_BYTES
         self._turn = 1 - self._turn
         return [memory[start : start + size].view(dtype).view(shape) for memory in self._neighbours.memory]
 
     def _reduced_in_shares(self, pieces: list[Tensor], operation: Operation, size: int) -> Tensor:
-        """Return the sum of the pieces, a share of which each rank has made."""
+        """Return the sum of the pieces, of which each rank computes a share and reads the shares of the others."""
         rank, ranks = self._neighbours.rank, self._neighbours.size
         shares = [piece.tensor_split(ranks) for piece in pieces]
         of_rank = [share[rank] for share in shares]
@@ -296,7 +321,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def _reduce(pieces: Sequence[Tensor], operation: Operation, into: Tensor) -> None:
-    """Combine the pieces in their order."""
+    """Combine the pieces in rank order: a sum in another order would round differently."""
     operation(pieces[0], pieces[1], out=into)
     for piece in pieces[2:]:
         operation(into, piece, out=into)

@@ -1,13 +1,12 @@
 """One rank's connections to the other ranks of a group, all on one host, and the memory that it shares with them.
 
-Each pair has a Unix socket with an abstract name; through it go a note for each meeting and, once, the memory itself:
-a file of memory without a name, so that nothing is left when a process is killed. A note carries the number of bytes
-that were written, and a socket orders what was written before a note and is read after it, on any processor. Who waits
-sleeps; a peer that dies closes its sockets, which is known at once.
+Each pair of ranks has a Unix socket with an abstract name. Once, the ranks exchange their memory through it: an
+anonymous file (memfd), so nothing is left when a process is killed. Then they exchange a note for each synchronisation,
+with the number of bytes written. Sending and receiving a note is a memory barrier on any processor: what was written
+before it is seen after it. A waiting rank sleeps, and a peer that dies closes its sockets, which wakes the others.
 
-Every user of the host can see an abstract name and call it. So a rank hands its memory only to a process of its own
-user that knows the secret which the ranks have told each other; any other call is closed, and the rank goes on
-listening.
+Every user of the host can see an abstract name and connect to it. So a rank hands its memory only to a process of its
+own user that knows the secret which the ranks have exchanged. It closes any other connection and keeps listening.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _NOTE = struct.Struct("<q")
 _GREETING = struct.Struct("<q16s")  # the caller's rank, and the secret of the rank that is called
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 _TIMEVAL = struct.Struct("ll")  # of SO_RCVTIMEO
-_MEETING_S = 20.0  # for connections among processes that are all there
-_GREETING_S = 5.0  # a caller says at once who it is; who says nothing keeps the others waiting no longer
+_MEETING_S = 20.0  # time limit to connect; all processes are running by then
+_GREETING_S = 5.0  # a rank sends its greeting at once; a stranger that sends none must not hold up the others longer
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """How to reach a rank: the abstract name of its socket, its host as far as sockets can reach, and what to say."""
+    """How to reach a rank: the abstract name of its socket, the reach of abstract names, and the secret to send."""
 
     name: bytes
     host: tuple[str, int, int]
@@ -52,7 +51,7 @@ class Neighbours:
 
     Attributes:
         rank, size: this rank's index in the group, and the number of its ranks.
-        memory: of each rank, in their order, as bytes.
+        memory: the shared memory of each rank as uint8 tensors, in rank order.
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], memory: list[Tensor]) -> None:
@@ -60,7 +59,7 @@ class Neighbours:
         self._sockets = sockets
 
     def tell_ranks(self, written: int) -> None:
-        """Tell the other ranks how many bytes this one has written; ConnectionError where one has ended."""
+        """Tell the other ranks how many bytes this one has written. Raises ConnectionError if one has ended."""
         note = _NOTE.pack(written)
         for rank, connection in self._sockets.items():
             try:
@@ -69,10 +68,10 @@ class Neighbours:
                 raise self._lost(rank) from None
 
     def wait_for_ranks(self, written: int) -> None:
-        """Return once every other rank has told that it has written as many bytes.
+        """Wait until every other rank has written the same number of bytes.
 
-        Raises ConnectionError where a rank has ended, TimeoutError where it does not come, and RuntimeError where it
-        has written another number of bytes: the ranks are not in the same collective.
+        Raises ConnectionError if a rank has ended, TimeoutError if it does not come, and RuntimeError if it has written
+        another number of bytes: the ranks are not in the same collective.
         """
         note = _NOTE.pack(written)
         for rank, connection in self._sockets.items():
@@ -89,10 +88,10 @@ class Neighbours:
                 raise RuntimeError(f"ranks are in different collectives: {written} bytes here, {there} on rank {rank}")
 
     def close(self) -> None:
-        """Close the connections; the memory goes with its last tensor."""
+        """Close the connections; the memory is freed with the last tensor on it."""
         for connection in self._sockets.values():
             with suppress(OSError):  # the other has closed it
-                connection.shutdown(socket.SHUT_RDWR)  # a process that this one has forked holds it open
+                connection.shutdown(socket.SHUT_RDWR)  # close alone would not end it: a forked process has a copy
             connection.close()
 
     def _lost(self, rank: int) -> ConnectionError:
@@ -100,8 +99,10 @@ class Neighbours:
 
 
 def meet(group: dist.ProcessGroup, memory_bytes: int, timeout: timedelta) -> Neighbours | None:
-    """Connect to all ranks of `group`, each with so many bytes of shared memory; None, on all of them, where they are
-    not on one host or it does not let them. All ranks of the group call it."""
+    """Connect to all ranks of `group`, each with `memory_bytes` of shared memory; all its ranks must call it.
+
+    Return None on all of them if they are not on one host or if the system does not let them share memory.
+    """
     invitations: list[Invitation | None] = [None] * dist.get_world_size(group)
     found: Neighbours | None = None
     with ExitStack() as until_met:
@@ -122,11 +123,11 @@ def meet(group: dist.ProcessGroup, memory_bytes: int, timeout: timedelta) -> Nei
 
 
 def _listen() -> tuple[socket.socket, Invitation] | None:
-    """Return a socket and how to reach it; None where the system has no such sockets, or no memory to hand over."""
+    """Return a listening socket and its invitation; None if the system lacks abstract names or memfd."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return None
     try:
-        # what processes have in common that reach each other's abstract names: a kernel and a network of it
+        # processes reach each other's abstract names if they share a kernel and a network namespace
         kernel = host_id()
         network = Path("/proc/self/ns/net").stat()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -142,10 +143,10 @@ def _listen() -> tuple[socket.socket, Invitation] | None:
 def _connect(
     rank: int, invitations: list[Invitation], listener: socket.socket, memory_bytes: int, timeout: timedelta
 ) -> Neighbours:
-    """Call the lower ranks, let the higher ones call, and exchange memory with each of them."""
+    """Connect to the lower ranks, accept the higher ones, and exchange memory with each of them."""
     own = os.memfd_create("ds-harness", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(own, 0, memory_bytes)  # it is there now, or never: later, a process that lacks it is killed
+        os.posix_fallocate(own, 0, memory_bytes)  # fail now if memory is short: a write to a missing page would kill us
         sockets: dict[int, socket.socket] = {}
         memory = {rank: _mapped(own, memory_bytes)}
         for other in range(rank):
@@ -177,7 +178,7 @@ def _connect(
 
 
 def _caller(connection: socket.socket, secret: bytes) -> int:
-    """Return the rank that calls; -1 for a process of another user, or one that does not know the secret."""
+    """Return the rank that connects; -1 for a process of another user, or one that does not know the secret."""
     try:
         greeting = connection.recv(_GREETING.size) if _is_own_user(connection) else b""
     except OSError:
@@ -194,7 +195,7 @@ def _is_own_user(connection: socket.socket) -> bool:
 
 
 def _exchanged(connection: socket.socket, own: int, memory_bytes: int) -> Tensor:
-    """Send this rank's memory; return the other's."""
+    """Send the file of this rank's memory and return the other rank's memory, mapped."""
     socket.send_fds(connection, [b"\0"], [own])
     _, files, _, _ = socket.recv_fds(connection, 1, 1)
     if not files:

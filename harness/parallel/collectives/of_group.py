@@ -1,5 +1,5 @@
-"""Sums, joins and shares of tensors over a process group: through memory that its ranks share, where they have opened
-it and the tensor is on the CPU, else by torch.distributed."""
+"""Collectives over a process group: through memory that its ranks share, if they have opened it and the tensor is on
+the CPU, else by torch.distributed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
 gather_single = dist.all_gather_single if _HAS_NEW_NAMES else dist.all_gather_into_tensor
 scatter_single = dist.reduce_scatter_single if _HAS_NEW_NAMES else dist.reduce_scatter_tensor
 _OPEN: dict[tuple[int, ...], HostMemory] = {}
-"""By the ranks that share it: DeepSpeed makes groups of its own of the same ranks."""
+"""Shared memory by the ranks that share it, not by group: DeepSpeed makes groups of its own of the same ranks."""
 
 
 def share_memory(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Open shared memory for the ranks of each of these groups that lies on one host; all ranks of a group call this
-    for it, in the same order."""
+    """Open shared memory for each of these groups whose ranks are on one host.
+
+    All ranks of a group must call it, with their groups in the same order.
+    """
     for group in {_ranks(group): group for group in groups if group is not None}.values():
-        if (earlier := _OPEN.pop(_ranks(group), None)) is not None:  # a run that failed may have left it out of step
+        if (earlier := _OPEN.pop(_ranks(group), None)) is not None:  # a failed run may have left notes unread
             earlier.close()
         if (memory := HostMemory.open(group, run_timeout())) is not None:
             _OPEN[_ranks(group)] = memory
@@ -51,7 +53,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def start_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin what `summed` does; what is returned waits for the sum. Until then `x` may not change."""
+    """Begin `summed`; return a function that waits for the sum. Until then `x` may not change."""
     if (memory := _memory(x, group)) is not None:
         return memory.start_all_reduce(x)
     total = _copy(x)
@@ -59,7 +61,7 @@ def start_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
 
 def sum_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace `x`, contiguous, by its sum over the group."""
+    """Replace `x`, which must be contiguous, by its sum over the group."""
     if (memory := _memory(x, group)) is not None:
         memory.all_reduce(x, out=x)
     else:
@@ -76,7 +78,7 @@ def largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
-    """Return the tensors of all ranks of the group, which have one shape."""
+    """Return the tensors of all ranks of the group, which must have the same shape, in rank order."""
     if (memory := _memory(x, group)) is not None:
         return memory.all_gather(x).unbind()
     whole = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
@@ -85,8 +87,8 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
 
 
 def start_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to sum `x` over the group; what is returned waits for this rank's share of the sum, along the first
-    dimension. Until then `x` may not change."""
+    """Begin a reduce-scatter of `x` (n, ...); return a function that waits for this rank's share (n / ranks, ...) of
+    the sum. Until then `x` may not change."""
     if (memory := _memory(x, group)) is not None:
         return memory.start_reduce_scatter(x)
     total, x = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:])), x.contiguous()
@@ -94,10 +96,11 @@ def start_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Ten
 
 
 def start_exchange(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to send each rank of the group its rows of `x`, one rank's after the other's; what is returned waits for
-    those from all ranks, in their order. Until then `x` may not change.
+    """Begin an all-to-all of rows; return a function that waits for the rows (m, ...) from all ranks, in rank order.
 
-    `sizes[i][j]`: how many rows rank i sends to rank j.
+    Args:
+        x: rows (n, ...) for all ranks, sorted by rank; it may not change until that function has returned.
+        sizes: rank i sends `sizes[i][j]` rows to rank j.
     """
     if (memory := _memory(x, group)) is not None:
         return memory.start_all_to_all(x, sizes)
@@ -109,7 +112,10 @@ def start_exchange(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.Proces
 
 
 def sums_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Replace `x` by its sum over the group, through shared memory alone; False where that cannot be."""
+    """Replace `x` by its sum over the group, through shared memory only; return False if that is not possible.
+
+    This and the next three functions are for `carry_collectives`: all ranks of a group decide alike.
+    """
     memory = None if not x.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.all_reduce(x, out=x) is x
 
@@ -127,10 +133,10 @@ def scatters_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup | None
 
 
 def means_in_memory(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor] | None:
-    """Return this rank's part of the mean of each tensor over the group, through shared memory alone; None where that
-    cannot be.
+    """Return this rank's part of the mean of each tensor over the group, through shared memory only, or None if that is
+    not possible.
 
-    The tensors are contiguous and of one dtype; a part is flat, and has an equal share of the elements, rounded up.
+    The tensors must be contiguous and of one dtype. A part is flat, with an equal share of the elements, rounded up.
     """
     memory = _memory(tensors[0], group or dist.group.WORLD)
     return None if memory is None else memory.mean_of_parts(tensors)
@@ -145,7 +151,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _ended(work: dist.Work | None, total: Tensor, *_sent: Tensor) -> Callable[[], Tensor]:
-    """Return what waits for `work` and returns `total`, and keeps what is sent until then."""
+    """Return a function that waits for `work` and returns `total`; it keeps the tensors being sent alive until then."""
 
     def wait() -> Tensor:
         if work is not None:

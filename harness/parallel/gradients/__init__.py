@@ -1,1 +1,1 @@
-"""Gradients that data-parallel ranks average in 8 or 4 bits."""
+"""Average gradients over data-parallel ranks in 8 or 4 bits."""

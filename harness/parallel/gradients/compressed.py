@@ -1,18 +1,17 @@
-"""The mean of gradients over data-parallel ranks, sent in 8 or 4 bits, with error feedback.
+"""Average gradients over data-parallel ranks, sent in 8 or 4 bits, with error feedback.
 
 The reduction is that of ZeRO++'s qgZ (Wang et al. 2023, arXiv 2306.10209): every rank quantises its gradients and sends
 each other rank a share (all-to-all); the owner of a share sums it in float32, quantises the mean and sends it to all
-(all-gather). All ranks read the same bytes, so they hold the same result to the bit. What rounding has taken away is
-kept, on the rank that rounded, and added the next time (Seide et al. 2014), at both places.
+(all-gather). All ranks read the same bytes, so they hold the same result to the bit. The rounding error of both
+quantisations is kept on the rank that rounded, and added before the next one (Seide et al. 2014).
 
-The result for a block depends on that block alone. A weight that several ranks hold alike, on other stages or on
-tensor-parallel ranks, must lie in equal blocks on all of them: so it begins a block of its own, or lies among weights
-that they all have.
+The result for a block depends on that block alone. A weight that other stages or tensor-parallel ranks hold too must
+get the same result there, so it must lie in equal blocks on all of them. It begins a block of its own, or lies among
+weights that they all have.
 
-Numbers go in blocks of 128 with one scale: 8 or 4 bits a number. A block is one row of bytes: its scale in float32,
-then the numbers. A block with a number that is not finite comes back as NaN, so that whoever reads it sees it.
-
-With "auto" a trial decides whether compression is worth it, from the time that some gradients take (`Choice`).
+Numbers are sent in blocks of 128 with one scale, 8 or 4 bits a number. A block is one row of bytes: its scale in
+float32, then the numbers. A block with a number that is not finite becomes NaN as a whole, so that the overflow is
+seen. With "auto", timing a few gradients decides whether to compress (`Choice`).
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from torch import Tensor
 from harness.parallel.collectives.of_group import gather_single, sum_in_place
 
 BLOCK = 128
-"""Numbers that share a scale."""
+"""Number of gradient elements that share a scale."""
 _SCALE_BYTES = 4
 
 
 def row_bytes(bits: int) -> int:
-    """Return the bytes of a block on the wire."""
+    """Return the bytes of a block as it is sent."""
     return _SCALE_BYTES + BLOCK * bits // 8
 
 
 def quantize(blocks: Tensor, bits: int) -> Tensor:
-    """Return the rows of bytes for float32 blocks of shape (n, BLOCK), rounded to the nearest of 255 or 15 values."""
+    """Return rows of bytes (n, row_bytes) for float32 `blocks` (n, BLOCK), rounded to one of 255 or 15 values."""
     most = 2 ** (bits - 1) - 1
     largest = blocks.abs().amax(dim=1, keepdim=True)
     scale = torch.where(largest.isfinite(), largest / most, torch.nan)
@@ -54,7 +53,7 @@ def quantize(blocks: Tensor, bits: int) -> Tensor:
 
 
 def dequantize(rows: Tensor, bits: int) -> Tensor:
-    """Return the float32 blocks, of shape (n, BLOCK), that rows of bytes stand for."""
+    """Return the float32 blocks (n, BLOCK) of rows of bytes (n, row_bytes)."""
     scale = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32)
     body = rows[:, _SCALE_BYTES:]
     if bits == 8:
@@ -64,7 +63,7 @@ def dequantize(rows: Tensor, bits: int) -> Tensor:
 
 
 BUCKET = 1 << 22
-"""Numbers that are reduced together: 16 MiB in float32. What is held besides the gradients is a few times as much."""
+"""Number of elements that are reduced together: 16 MiB in float32. The reduction needs a few times that as memory."""
 PACKED, ALIGNED, EXACT = "packed", "aligned", "exact"
 
 
@@ -73,10 +72,10 @@ class Piece:
     """A gradient of a bucket, or a part of one.
 
     Attributes:
-        index: its number among all gradients.
-        start: its first number in the gradient.
-        length: of its numbers.
-        offset: where it begins in the bucket.
+        index: index of the gradient.
+        start: index of the piece's first element in the flattened gradient.
+        length: number of its elements.
+        offset: index of its first element in the bucket.
     """
 
     index: int
@@ -87,16 +86,18 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Gradients that are reduced together, and the numbers that they take with what fills the last blocks."""
+    """Gradients that are reduced together, and the size of their buffer in elements, with padding."""
 
     pieces: tuple[Piece, ...]
     size: int
 
 
 def arrange(sizes: Sequence[int], order: Sequence[int], ranks: int, *, aligned: bool) -> Iterator[Bucket]:
-    """Yield buckets of the gradients `order`, of `sizes`; `aligned`: each begins a block.
+    """Yield buckets of the gradients with indices `order`; a gradient larger than a bucket is cut between two blocks.
 
-    A gradient that is larger than a bucket is cut between two of its blocks.
+    Args:
+        sizes: number of elements of each gradient.
+        aligned: whether each gradient begins a block of its own.
     """
     pieces: list[Piece] = []
     end = 0
@@ -118,30 +119,31 @@ def _up(size: int, unit: int) -> int:
 
 @dataclass(kw_only=True)
 class Residue:
-    """What rounding has taken from the gradients of a bucket that this rank sent, and from the means that it made."""
+    """The rounding errors of one bucket: of the gradients that this rank sent, and of the means that it computed."""
 
     sent: Tensor
     owned: Tensor
 
     @classmethod
     def none(cls, size: int, ranks: int, device: torch.device) -> Residue:
-        """Return what there is before the first step."""
-        # a residue is at most half a step of the quantiser: bf16's eight bits of it are enough
+        """Return the residue before the first step: zeros."""
+        # an error is at most half a step of the quantiser, so bf16's eight bits of it are enough
         return cls(
             sent=torch.zeros(size, dtype=torch.bfloat16, device=device),
             owned=torch.zeros(size // ranks, dtype=torch.bfloat16, device=device),
         )
 
     def scale(self, factor: float) -> None:
-        """Follow gradients that are scaled by `factor` from now on."""
+        """Multiply by `factor`, because the gradients are multiplied by it from now on (the loss scale has changed)."""
         self.sent.mul_(factor)
         self.owned.mul_(factor)
 
 
 def compressed_mean(values: Tensor, residue: Residue, bits: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the mean of float32 `values` (n) over the group, and keep what rounding takes away; all its ranks call it.
+    """Return the mean (n) of float32 `values` (n) over the group; all its ranks must call it.
 
-    Adds the residue to `values`. Where a rank has a number that is not finite, the mean's block is NaN on all ranks.
+    Adds the residue to `values` in place, and then sets it to the new rounding errors. If any rank has a number that is
+    not finite, that block of the mean is NaN on all ranks.
     """
     ranks = dist.get_world_size(group)
     sent = _rounded(values.add_(residue.sent), residue.sent, bits)
@@ -156,7 +158,8 @@ def compressed_mean(values: Tensor, residue: Residue, bits: int, group: dist.Pro
 
 
 def _rounded(values: Tensor, lost: Tensor, bits: int) -> Tensor:
-    """Return quantised blocks; `lost` becomes what they lack of `values`: nothing where those are not finite."""
+    """Return quantised blocks, and set `lost` to their rounding errors; 0 where `values` are not finite, so that one
+    overflow does not last."""
     rows = quantize(values.view(-1, BLOCK), bits)
     back = dequantize(rows, bits).view(-1)
     lost.copy_(torch.sub(values, back, out=back).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
@@ -168,10 +171,11 @@ class CompressedReduction:
     """Averages the gradients of a rank's parameters over its data-parallel group, once a step.
 
     Attributes:
-        sizes: numbers in each gradient.
-        kinds: whether each lies beside others (PACKED), begins a block (ALIGNED), or is averaged in float32 (EXACT).
-        residues: one for each bucket.
-        scale: of the loss, at the last reduction.
+        sizes: number of elements of each gradient.
+        kinds: whether each may share blocks with others (PACKED), begins a block (ALIGNED), or is averaged in float32
+            (EXACT).
+        residues: rounding errors of each bucket.
+        scale: the loss scale at the last reduction.
     """
 
     bits: int
@@ -189,9 +193,10 @@ class CompressedReduction:
 
     @torch.no_grad()
     def average(self, gradients: Sequence[Tensor], scale: float = 1.0) -> None:
-        """Replace the gradients by their means over the group, in place; all its ranks call it alike.
+        """Replace the gradients by their means over the group, in place; all its ranks must call it.
 
-        `scale`: by which the loss, and so the gradients, are multiplied.
+        Args:
+            scale: the loss scale, by which the gradients are multiplied.
         """
         for residue in self.residues if scale != self.scale else ():
             residue.scale(scale / self.scale)
@@ -214,21 +219,21 @@ class CompressedReduction:
                 gradient.copy_(numbers.view_as(gradient))
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the next step depends on, by name."""
+        """Return the state to be saved: residues and loss scale, by name."""
         found = {"scale": torch.tensor(self.scale)}
         for number, residue in enumerate(self.residues):
             found |= {f"sent.{number}": residue.sent, f"owned.{number}": residue.owned}
         return found
 
     def set_state(self, saved: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` returned on this rank of an equal run."""
+        """Continue from a `state` of this rank, in a run with the same gradients and group."""
         self.scale = float(saved["scale"])
         for number, residue in enumerate(self.residues):
             residue.sent.copy_(saved[f"sent.{number}"])
             residue.owned.copy_(saved[f"owned.{number}"])
 
     def reset(self) -> None:
-        """Begin without a residue."""
+        """Set all residues to zero."""
         ranks = dist.get_world_size(self.group)
         self.residues = [Residue.none(bucket.size, ranks, self.device) for bucket in self.buckets]
 
@@ -242,20 +247,19 @@ def _part(flat: Sequence[Tensor], piece: Piece) -> Tensor:
 
 
 def wire_share(bits: int) -> float:
-    """Return the bytes that a rank sends, as a fraction of those of an all-reduce in float32 (a ring's)."""
+    """Return the bytes that a rank sends, as a fraction of those of a ring all-reduce in float32."""
     return row_bytes(bits) / (4 * BLOCK)
 
 
 SAMPLE = 1 << 18
-"""Numbers of a trial: 1 MiB in float32. More than 2,048 ranks need more."""
+"""Number of elements of a trial: 1 MiB in float32. More than 2,048 ranks need more: each has at least one block."""
 CLEARLY = 0.8
-"""Compression must take less than this share of the time: it costs accuracy, and a measurement is noisy."""
+"""Compression must take less than this share of the time, because it costs accuracy and a measurement is noisy."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for all ranks, and the seconds of a trial in each way, by the bits (0: float32) of the slowest
-    rank."""
+    """The number of bits chosen for all ranks (0: float32), and the seconds on the slowest rank by number of bits."""
 
     bits: int
     seconds: dict[int, float]
@@ -271,7 +275,7 @@ class Choice:
 
 
 def measure(group: dist.ProcessGroup | None, device: torch.device) -> Choice:
-    """Try float32, 8 and 4 bits among data-parallel ranks; all ranks of the world call it, and choose alike."""
+    """Time float32, 8 and 4 bits among data-parallel ranks; all ranks of the world must call it, and choose alike."""
     times = torch.tensor([_seconds(bits, group, device) for bits in (0, 8, 4)], dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
@@ -280,7 +284,7 @@ def measure(group: dist.ProcessGroup | None, device: torch.device) -> Choice:
 
 
 def choose(seconds: dict[int, float]) -> int:
-    """Return the bits, 0 for float32, given the seconds of each way."""
+    """Return the best number of bits (0: float32), given the seconds that each takes."""
     bits = 0
     for fewer in (8, 4):
         if seconds[fewer] < CLEARLY * seconds[bits]:
@@ -289,7 +293,7 @@ def choose(seconds: dict[int, float]) -> int:
 
 
 def trial_size(ranks: int) -> int:
-    """Return how many numbers are tried: SAMPLE, in whole blocks for each rank, of which each has one at least."""
+    """Return the number of elements of a trial: about SAMPLE, and at least one whole block for each rank."""
     return max(1, SAMPLE // (BLOCK * ranks)) * BLOCK * ranks
 
 

@@ -1,1 +1,1 @@
-"""Pipeline stages: where they are cut, in which order they compute, what they send, what they recompute."""
+"""Pipeline stages: their boundaries, the order in which they compute, what they send and what they recompute."""

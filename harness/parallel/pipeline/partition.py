@@ -8,9 +8,9 @@ Algorithm Design Manual, section on partitioning without rearrangement), solved 
 Costs are FLOPs per token, forward and backward together. They only have to be right in proportion. Sources: Kaplan et
 al. 2020, Scaling Laws for Neural Language Models (section 2.1: 2 FLOPs a parameter and token forward, twice that
 backward); Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM
-(appendix: attention, logit layer, recomputation). What moves memory and hardly computes (look-ups, norms, softmax over
-the vocabulary) is counted by the elements it moves. Left out: what is paid once a step and not once a token (the
-optimizer, the dense gradient of an embedding table).
+(appendix: attention, logit layer, recomputation). Operations that move memory and hardly compute (look-ups, norms,
+softmax over the vocabulary) are counted by the elements that they move. Costs per step instead of per token (the
+optimizer, the dense gradient of an embedding table) are left out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from harness.config.values.layout_keys import PARTITION_FORMS
 from harness.errors import UserError
 from harness.wording import counted
 
-# A device computes this many FLOPs while it moves one element to or from memory: about 10 on one CPU core,
-# some hundreds on an accelerator. The boundaries do not hang on it: what is weighed by it is small next to
-# the matmuls.
+# FLOPs that a device computes while it moves one element to or from memory: about 10 on one CPU core, some hundreds on
+# an accelerator. The boundaries hardly depend on it: the operations that it weighs are small next to the matmuls.
 FLOPS_PER_MOVE = 64.0
 
 # Look-up: read the row and write it; backward, read the gradient and add it to the table's.
@@ -40,16 +39,17 @@ MOVES_PER_LOGIT = 6
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """What one token meets in a pipeline layer, counted before any tensor-parallel cut.
+    """The work for one token in a pipeline layer, before any tensor-parallel cut.
 
-    matmul_parameters: weights that each token is multiplied with, a tied head's included; of a mixture of
-        experts only the experts that a token is sent to.
-    lookup_width: elements fetched from embedding tables, the sum of the tables' widths.
-    vector_parameters: elements of norms, biases and the like.
-    attention_width: attention heads x head size; 0 in a layer without attention.
-    sequence_length: tokens that one token attends to.
-    logits: size of the vocabulary in the layer that computes the loss, 0 in the others.
-    checkpointed: whether the layer's forward runs again before its backward.
+    Attributes:
+        matmul_parameters: weights that each token is multiplied with, including a tied head's; of a mixture of experts
+            only those of the experts that a token is sent to.
+        lookup_width: elements fetched from embedding tables: the sum of the tables' widths.
+        vector_parameters: elements of norms, biases and the like.
+        attention_width: attention heads x head size; 0 in a layer without attention.
+        sequence_length: tokens that one token attends to.
+        logits: size of the vocabulary in the layer that computes the loss, 0 in the others.
+        checkpointed: whether the layer's forward runs again before its backward.
     """
 
     matmul_parameters: int = 0
@@ -61,7 +61,7 @@ class LayerCost:
     checkpointed: bool = False
 
     def flops_per_token(self, flops_per_move: float = FLOPS_PER_MOVE) -> float:
-        """Forward and backward, and the second forward where the layer is checkpointed.
+        """Return the FLOPs of forward and backward, and of the second forward if the layer is checkpointed.
 
         A matmul costs 2 FLOPs a parameter forward and 4 backward. Attention multiplies a query with every key
         and a probability with every value: 2 x 2 x width x length forward, and twice that backward.
@@ -106,19 +106,19 @@ def stage_boundaries(
 
 
 def uniform(n_layers: int, stages: int) -> list[int]:
-    """Equal numbers of layers, the first stages taking one more where they do not divide."""
+    """Return boundaries of stages with equal numbers of layers, or one more on the first stages."""
     _require_enough_layers(n_layers, stages)
     size, longer = divmod(n_layers, stages)
     return [stage * size + min(stage, longer) for stage in range(stages + 1)]
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:
-    """Boundaries that minimise the most expensive stage.
+    """Return the boundaries that minimise the cost of the most expensive stage.
 
-    Of the partitions that reach the minimum, the one with the least sum of squares (the others are even too),
-    and of those the one whose earlier stages are lighter, as they hold the activations of more micro-batches
-    in flight. Exact: the costs are compared as integers. Raises ValueError for a cost that is negative or not
-    finite.
+    Among the partitions that reach the minimum, it is the one with the least sum of squares, so that the other stages
+    are even too. Among those it is the one whose earlier stages are lighter, because they hold the activations of more
+    micro-batches. The result is exact: costs are compared as integers. Raises ValueError for a cost that is negative or
+    not finite.
     """
     _require_enough_layers(len(costs), stages)
     ends = list(accumulate(_as_integers([0.0, *costs])))
@@ -126,7 +126,7 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def by_type(names: Sequence[str], regex: str, stages: int) -> list[int]:
-    """Boundaries that even out the number of layers whose class name contains a match, whatever its case."""
+    """Return boundaries that even out the number of layers whose class name matches `regex`, ignoring case."""
     try:
         matcher = re.compile(regex, re.IGNORECASE)
     except re.error as error:
@@ -139,10 +139,9 @@ def by_type(names: Sequence[str], regex: str, stages: int) -> list[int]:
 
 
 def narrowest(weights: Sequence[int], stages: int) -> list[int]:
-    """Boundaries that keep the heaviest and the lightest stage close, as DeepSpeed's `partition_balanced`.
+    """Return boundaries that keep the heaviest and the lightest stage close, as DeepSpeed's `partition_balanced`.
 
-    Each prefix keeps only its own best cut, so the result is good, not always the optimum: use `balanced` for
-    that.
+    Each prefix keeps only its own best cut, so the result is good, but not always the optimum, which `balanced` finds.
     """
     _require_enough_layers(len(weights), stages)
     n_layers = len(weights)
@@ -173,10 +172,10 @@ def narrowest(weights: Sequence[int], stages: int) -> list[int]:
 
 
 def _least_highest(ends: Sequence[int], stages: int) -> int:
-    """Return what the most expensive stage costs at least; `ends` are the running sums of the costs, from 0.
+    """Return the least possible cost of the most expensive stage; `ends` are the running sums of the costs, from 0.
 
-    Dynamic programming over (first layer, stages left). The longer the first stage, the more it costs and the less the
-    others: no later stop is better than the first at which it costs as much as they.
+    Dynamic programming over (first layer, stages left). A longer first stage costs more and leaves less to the others,
+    so the search may stop at the first length at which it costs as much as the most expensive of them.
     """
     n_layers = len(ends) - 1
     best = [ends[-1] - start for start in ends[:-1]]  # one stage for all that is left
@@ -195,9 +194,9 @@ def _least_highest(ends: Sequence[int], stages: int) -> int:
 
 
 def _evenest(ends: Sequence[int], stages: int, highest: int) -> list[int]:
-    """Return the boundaries of least sum of squares with no stage above `highest`; ties cut earlier.
+    """Return the boundaries with the least sum of squared costs and no stage above `highest`; ties cut earlier.
 
-    Dynamic programming as above: a stage of more cost is not tried, so that each has few places to stop.
+    Dynamic programming as above. Stages above `highest` are not tried, which leaves few lengths for each.
     """
     n_layers = len(ends) - 1
     forbidden = ends[-1] * ends[-1] + ends[-1]  # more than any sum of squares, unless all costs are 0

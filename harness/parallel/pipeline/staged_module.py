@@ -1,14 +1,14 @@
-"""A list of layers as DeepSpeed runs it: cut into pipeline stages, or whole on every rank for ZeRO-2 and ZeRO-3.
+"""Run a list of layers with DeepSpeed: cut into pipeline stages, or whole on every rank for ZeRO-2 and ZeRO-3.
 
 Both forms build only the layers of their own stage, name a parameter `<index of its layer>.<name in the layer>` and tie
-weights alike, so that a checkpoint of one can be read by the other. Layers are what DeepSpeed's PipelineModule takes:
-LayerSpec, TiedLayerSpec, modules, functions; the output of one, a tensor or a tuple of tensors, is the input of the
-next. Every floating tensor of a tuple gets its gradient, on the same stage or from the next.
+weights alike, so that each can read checkpoints of the other. A layer is anything that DeepSpeed's PipelineModule
+takes: LayerSpec, TiedLayerSpec, a module or a function. Its output, a tensor or a tuple of tensors, is the input of the
+next layer. Every floating tensor of a tuple gets its gradient, from the same stage or from the next.
 
-Between stages, DeepSpeed returns gradients for the first tensor of a tuple alone and, with tensor parallelism, refuses
-any further tensor that needs one. So `pack_payload` sends all floating tensors of a tuple as one flat tensor, followed
-by a list of shapes that says how to take it apart, followed by the integer tensors. A bare tensor, and a tuple with
-nothing but int64 after a first tensor of two dimensions or more, travel as they are.
+Between stages, DeepSpeed returns a gradient only for the first tensor of a tuple and, with tensor parallelism, refuses
+any other tensor that needs one. So `pack_payload` sends all floating tensors of a tuple as one flat tensor, followed by
+a list of their shapes, followed by the integer tensors. Two forms are sent unchanged: a bare tensor, and a tuple of a
+tensor with at least two dimensions and int64 tensors.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from harness.topology.layout import Layout
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 END = -1
 PackedShapes = tuple[tuple[int, tuple[int, ...]], ...]
-"""For each tensor of a tuple the place of its dtype in `DTYPES`, and its shape."""
+"""For each tensor of a tuple, the index of its dtype in `DTYPES`, and its shape."""
 
 
 def pack_payload(value: Value) -> Value:
-    """Return the form in which a layer's output is sent."""
+    """Return a layer's output in the form in which it is sent; see the module's docstring."""
     if isinstance(value, Tensor) or _travels_as_it_is(value):
         return value
     floats = [tensor for tensor in value if tensor.is_floating_point()]
@@ -48,20 +48,22 @@ def pack_payload(value: Value) -> Value:
         kind = torch.promote_types(kind, tensor.dtype)
     flat = torch.cat([tensor.reshape(-1).to(kind) for tensor in floats])
     numbers = [n for tensor in value for n in (DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape)]
-    numbers += [END] * sum(value[0].shape[:1])  # by the length of the list, other rows are another form
+    # `Unpacker` reads the list once for each combination of tensor shapes. The number of END entries makes its length
+    # depend on the number of rows, so that tuples that differ in rows differ in that combination.
+    numbers += [END] * sum(value[0].shape[:1])
     shapes = torch.tensor(numbers, dtype=torch.int64, device=flat.device)
     return flat, shapes, *(tensor.long() for tensor in value if not tensor.is_floating_point())
 
 
 class Unpacker:
-    """Takes apart what `pack_payload` put together. The shapes are read once for each form of what arrives: reading
-    them waits for the device."""
+    """Undoes `pack_payload`. It reads the list of shapes once for each combination of shapes that arrives, because
+    reading it waits for the device."""
 
     def __init__(self) -> None:
         self._layouts: dict[tuple[tuple[int, ...], ...], PackedShapes] = {}
 
     def __call__(self, value: Value) -> Value:
-        """Return the layer's output as it was before it was sent."""
+        """Return the layer's output as it was before `pack_payload`."""
         if isinstance(value, Tensor) or value[0].dim() > 1:
             return value
         flat, shapes, *integers = value
@@ -91,13 +93,13 @@ def _read_shapes(numbers: list[int]) -> PackedShapes:
 
 
 class FiniteWatch:
-    """Watches the outputs of one stage."""
+    """Watches whether the outputs of one stage, and their gradients, are finite, without waiting for the device."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Start again, as at the beginning of a step."""
         self._outputs: Tensor | None = None
         self._gradients: Tensor | None = None
 
@@ -112,7 +114,7 @@ class FiniteWatch:
         return self._gradients is None or bool(self._gradients)
 
     def see(self, output: Value) -> None:
-        """Watch a tensor, or a tuple of tensors, and the gradients that will arrive for them."""
+        """Watch a tensor or a tuple of tensors, and the gradients that will arrive for them."""
         if not torch.is_grad_enabled():
             return
         for tensor in tree_leaves(output):
@@ -131,13 +133,16 @@ def _all_finite(known: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def is_recomputed(layers: Sequence[LayerCall]) -> bool:
-    """Whether activation checkpointing applies to layers: by their own `recompute`, else if they have parameters."""
+    """Whether activation checkpointing applies to a run of layers.
+
+    It does if any of them has `recompute = True`, or parameters and no such attribute.
+    """
     modules = [layer for layer in layers if isinstance(layer, nn.Module)]
     return any(getattr(module, "recompute", any(True for _ in module.parameters())) for module in modules)
 
 
 def recomputed_blocks(module: nn.Module) -> int:
-    """Return how many runs of layers of a stage, or of a whole model, are recomputed."""
+    """Return the number of recomputed runs of layers in a stage or in a whole model."""
     if isinstance(module, LayerSequence):
         return sum(recomputed for _, recomputed in module.blocks)
     return sum(recomputed for _, recomputed in module.blocks()) if isinstance(module, StagedModule) else 0
@@ -154,10 +159,10 @@ def split_into_blocks(
 ) -> Iterator[tuple[list[tuple[int, LayerCall]], bool]]:
     """Yield runs of layers with their indices, and whether each run is recomputed.
 
-    A run is up to `interval` neighbours that may be recomputed, or one layer that may not.
+    A run is up to `interval` consecutive layers that may be recomputed, or one layer that may not.
 
-    Layers that share parameters are not: each recomputed block has a backward of its own, and ZeRO-2 and ZeRO-3 take
-    a parameter's gradient but once.
+    Layers that share parameters may not: each recomputed block has a nested backward of its own, and ZeRO-2 and ZeRO-3
+    accept a parameter's gradient only once per backward.
     """
     block: list[tuple[int, LayerCall]] = []
     for index, layer in enumerate(layers):
@@ -180,7 +185,7 @@ def _parameters(layer: LayerCall) -> Iterable[nn.Parameter]:
 
 
 def run_block(block: Sequence[tuple[int, LayerCall]], key: DrawKey | None, *given: Tensor) -> Value:
-    """Return the output of layers given with their indices; what they draw depends on `key` alone."""
+    """Return the output of a run of layers; their random numbers depend on `key` and the layers' indices alone."""
     inputs: Value = given if len(given) > 1 else given[0]
     for index, layer in block:
         with nullcontext() if key is None else key.layer(index):
@@ -189,12 +194,12 @@ def run_block(block: Sequence[tuple[int, LayerCall]], key: DrawKey | None, *give
 
 
 def deepspeed_topology(layout: Layout) -> PipeModelDataParallelTopology:
-    """Return the layout as DeepSpeed names it; ranks are numbered alike."""
+    """Return the layout as DeepSpeed's topology, which numbers ranks in the same way."""
     return PipeModelDataParallelTopology(num_pp=layout.pp_size, num_mp=layout.tp_size, num_dp=layout.dp_size)
 
 
 class SharedLayerSpec(TiedLayerSpec):
-    """A tied layer that is always a module of its own: nothing but the parameters in `tied_weight_attr` is shared."""
+    """A tied layer that is always a module of its own, and shares only the parameters in `tied_weight_attr`."""
 
 
 def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> BuiltLayers:
@@ -203,10 +208,10 @@ def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> B
 
 
 def build_chosen(layers: Sequence[Layer], indices: Sequence[int], seed: int) -> BuiltLayers:
-    """Build the layers with these indices, which rise; the random numbers of each depend on `seed` and its index alone.
+    """Build the layers with these rising indices; the initial weights of each depend on `seed` and its index alone.
 
-    Two TiedLayerSpecs of one key and one type are one module, called twice. Of two types, and SharedLayerSpecs, they
-    are two modules whose tied parameters are one: the spec's `tied_weight_attr` names them in each.
+    Two TiedLayerSpecs of one key and one type become one module, called twice. Two of different types, or two
+    SharedLayerSpecs, become two modules that share the parameters named by `tied_weight_attr` of each spec.
     """
     built = BuiltLayers()
     owners: dict[str, nn.Module] = {}
@@ -227,10 +232,11 @@ def build_chosen(layers: Sequence[Layer], indices: Sequence[int], seed: int) -> 
 
 
 def _build_order(layers: Sequence[Layer], indices: Sequence[int]) -> list[int]:
-    """Return the first and the last layer, then the others.
+    """Return the order in which layers are built: the first and the last one, then the others.
 
-    The ends hold the vocabulary, and under ZeRO-3, where a layer is whole until it is spread, the largest are best made
-    while the least else is there. A last layer tied to one in the middle waits its turn: the first of a key names it.
+    Those two hold the vocabulary, so they are the largest. Under ZeRO-3 a layer is whole until it is partitioned; the
+    peak of memory is lowest if the largest are built while little else exists. A last layer that is tied to one in the
+    middle is built in its turn, because the first layer of a key gives the tied parameter its name.
     """
     first, last = indices[0], layers[indices[-1]]
     inner = [layers[index] for index in indices[1:-1]]
@@ -256,7 +262,7 @@ def _build_tied(spec: TiedLayerSpec, index: int, owners: dict[str, nn.Module], b
 
 
 def first_names(layers: Sequence[Layer]) -> dict[str, str]:
-    """Return, by the name of a tied parameter in a later layer, its name in the first layer that has it."""
+    """Return name of a tied parameter in a later layer -> its name in the first layer that has it."""
     owners: dict[str, tuple[int, list[str]]] = {}
     found: dict[str, str] = {}
     for index, layer in enumerate(layers):
@@ -269,20 +275,20 @@ def first_names(layers: Sequence[Layer]) -> dict[str, str]:
 
 
 class StagedModule(GivenStages):
-    """DeepSpeed's PipelineModule with the stage boundaries given, and names and ties as the module's docstring says.
+    """DeepSpeed's PipelineModule with given stage boundaries, and with names and ties as described above.
 
     Args:
         layers: the whole model's layers; only those of this rank's stage are built.
         layout: pipeline x data x tensor sizes.
         boundaries: model chunk i holds layers boundaries[i] to boundaries[i + 1] - 1.
-        chunks: which stage has which model chunk; one chunk each, unless it says otherwise.
+        chunks: which stage has which model chunk; by default each stage has one.
         loss_fn: loss of one micro-batch, `loss_fn(outputs, labels)`.
         checkpoint_interval: layers between stored activations; 0 stores all.
-        seed: of the layers' initial weights.
-        keys: what random numbers in the layers depend on; None where they draw none.
+        seed: seed of the layers' initial weights.
+        keys: keys of random numbers in the layers; None if they draw none.
 
     Attributes:
-        finite: whether what this stage hands on is finite; the last one hands nothing on.
+        finite: watches the outputs that this stage sends; the last one sends none.
     """
 
     def __init__(
@@ -320,7 +326,8 @@ class StagedModule(GivenStages):
         return pack_payload(output)
 
     def _run(self, value: Value) -> Value:
-        """As DeepSpeed's forward, with the draws of each layer keyed, also where it is run again."""
+        """Run the layers as DeepSpeed's forward does, but with keyed draws; the key is part of the recomputed function,
+        so that a layer draws the same numbers when it runs again."""
         key = self._keys.next(self.chunk) if self._keys is not None and self.training else None
         for block, recomputed in self.blocks():
             run = partial(run_block, block, key)
@@ -329,9 +336,9 @@ class StagedModule(GivenStages):
         return value
 
     def get_additional_losses(self) -> dict[str, Tensor | None] | None:
-        """Return what the loss reports of the last micro-batch besides itself (`loss_fn.reported`).
+        """Return the values that the loss reports for the last micro-batch besides itself (`loss_fn.reported`).
 
-        DeepSpeed asks all stages, and brings every stage the means.
+        DeepSpeed asks all stages, and sends the means to every stage.
         """
         return getattr(self.loss_fn, "reported", None) or None
 
@@ -342,11 +349,11 @@ class LayerSequence(nn.Module):
     Args:
         layers: the whole model's layers.
         checkpoint_interval: layers between stored activations; 0 stores all.
-        seed: of the layers' initial weights.
-        keys: what random numbers in the layers depend on; None where they draw none.
+        seed: seed of the layers' initial weights.
+        keys: keys of random numbers in the layers; None if they draw none.
 
     Attributes:
-        calls: what the forward calls, in order.
+        calls: the modules and functions that the forward calls, in order.
         blocks: runs of them, each call with its index, and whether the run is recomputed.
     """
 

@@ -1,1 +1,1 @@
-"""Tensor-parallel plans: what becomes of each module of a model, and the code that does it."""
+"""Tensor-parallel plans: how each module of a model is cut, and the code that cuts it."""

@@ -1,9 +1,9 @@
-"""Cut a module for one tensor-parallel rank, as a plan says.
+"""Cut a module for one tensor-parallel rank by a plan.
 
-`cut` walks one pipeline layer, or a whole model, and puts this rank's part in the place of every module and
-parameter that the plan names; names are those of the whole model. It works on the meta device, before any
-weight exists, and on modules that hold weights, of which each rank then keeps its part. Parameters that are
-one object (tied embeddings) stay one. Every cut parameter carries its `Shard`.
+`cut` walks one pipeline layer, or a whole model, and replaces every module and parameter that the plan names by this
+rank's part of it. Names are those of the whole model. It works on the meta device, before any weight exists, and on
+modules with weights. A parameter that several modules share (tied embeddings) stays shared. Every cut parameter carries
+its `Shard`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ def cut(
     local_logits: bool = False,
     neighbours: Neighbours = NO_NEIGHBOURS,
 ) -> None:
-    """Replace, in place, what `plan` cuts in `module`, whose name in the model is `prefix` ("" for the model itself).
+    """Cut `module` in place by `plan`; a tensor-parallel group of one rank changes nothing.
 
-    `config` is the model's (heads, sizes). With `local_logits` the head's output stays this rank's part of the
-    vocabulary, where the plan splits the head (`plan.splits_head`). `neighbours`: this rank's place among those on the
-    data axis with which it shares out whole experts. A group of one rank changes nothing. Raises
-    UserError where the ranks cannot share heads or widths, or a style does not fit a module; the first forward of
-    `module` raises it where the plan would give wrong gradients.
+    Args:
+        prefix: the name of `module` in the model, "" for the model itself.
+        config: the model's config, for its heads and sizes.
+        local_logits: let the head return only this rank's part of the vocabulary, if the plan splits the head
+            (`plan.splits_head`).
+        neighbours: the data-parallel ranks among which whole experts are dealt.
+
+    Raises UserError if the ranks cannot share heads or widths, or a style does not fit a module. The first forward of
+    `module` raises it if the plan would give wrong gradients.
     """
     if tensor.size == 1 and neighbours.place.size == 1:
         return
@@ -76,7 +80,7 @@ def cut(
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """What is cut, and for which rank: the arguments of `cut`, and the attentions by name."""
+    """The arguments of `cut`, and the model's attention modules by name."""
 
     module: nn.Module
     prefix: str
@@ -91,7 +95,7 @@ class _Place:
         return attention_at(name, self.attentions, self.tensor.size)
 
     def target(self, name: str, module: nn.Module, rule: PlanRule, *, local_output: bool = False) -> PlanTarget:
-        """Return the module or parameter `name`, to which `rule` applies, as the functions of the styles take it."""
+        """Return the target for a style function: the module or parameter `name`, to which `rule` applies."""
         return PlanTarget(
             name=_join(self.prefix, name),
             module=module,
@@ -108,7 +112,7 @@ class _Place:
 def _replace_modules(
     place: _Place, modules: Iterable[tuple[str, nn.Module]], *, local_head: bool
 ) -> dict[int, nn.Parameter]:
-    """Put this rank's part in the place of every module that a rule names; return whole parameter's id -> its part."""
+    """Replace every module that a rule names by this rank's part; return id of a whole parameter -> its part."""
     shared: dict[int, nn.Parameter] = {}
     for name, child in modules:
         full_name = _join(place.prefix, name)
@@ -126,7 +130,7 @@ def _replace_modules(
 
 
 def _adapt_modules(place: _Place, *, local_logits: bool) -> None:
-    """Let the modules count, receive and sum what this rank has, once their parts are in place."""
+    """Adapt the modules around the cut ones: the sizes that they read, their inputs, and sums of partial gradients."""
     plan, tensor = place.plan, place.tensor
     for name, child in place.module.named_modules():
         full_name = _join(place.prefix, name)
@@ -142,10 +146,11 @@ def _adapt_modules(place: _Place, *, local_logits: bool) -> None:
 
 
 def _repeat_borrowed_keys_less(attention: nn.Module, heads: Heads, tensor: TensorParallel) -> None:
-    """Tell an attention that takes an earlier layer's keys how many query heads of this rank each of them serves.
+    """Set `num_key_value_groups` of an attention that uses an earlier layer's keys to this rank's query heads per key.
 
-    Where ranks share a key/value head, cutting the keys tells the layer that has them; one that borrows them has none.
-    A layer that gathers its projections (a norm over all heads) computes with every head on every rank.
+    If ranks share a key/value head, cutting the key projection sets it (`_repeat_less`), but a layer that borrows keys
+    has no such projection. A layer that gathers its projections (for a norm over all heads) computes with all heads on
+    every rank, and keeps its number.
     """
     if heads.key_value >= tensor.size or not isinstance(getattr(attention, "num_key_value_groups", None), int):
         return
@@ -167,7 +172,7 @@ def _holds(module: nn.Module, prefix: str, wanted: str | None) -> bool:
 
 
 def _keep_shared(old: nn.Module, new: nn.Module, shared: dict[int, nn.Parameter]) -> None:
-    """Where `old` shared a parameter with a module that was cut before, let `new` share the cut one."""
+    """Let `new` share the cut parameter if `old` shared the whole one with a module that was cut before."""
     for name, param in old.named_parameters(recurse=False):
         local = getattr(new, name)
         first = shared.setdefault(id(param), local)
@@ -177,7 +182,7 @@ def _keep_shared(old: nn.Module, new: nn.Module, shared: dict[int, nn.Parameter]
 
 
 def _rejoin(module: nn.Module, shared: dict[int, nn.Parameter]) -> None:
-    """Put cut parameters also where no rule names a module that held the same whole one (a head's bias)."""
+    """Put cut parameters also into modules that no rule names but that shared the whole parameter (a head's bias)."""
     for name, param in list(module.named_parameters(remove_duplicate=False)):
         if id(param) in shared:
             owner, _, own_name = name.rpartition(".")
@@ -185,7 +190,7 @@ def _rejoin(module: nn.Module, shared: dict[int, nn.Parameter]) -> None:
 
 
 def _cut_bare_parameters(place: _Place) -> None:
-    """Keep this rank's part of every parameter that a rule names and that is whole so far."""
+    """Cut every parameter that a rule names itself, unless it was cut with its module."""
     for name, param in list(place.module.named_parameters()):
         full_name = _join(place.prefix, name)
         rule = place.plan.rule_of(full_name)
@@ -200,13 +205,13 @@ def _cut_bare_parameters(place: _Place) -> None:
 
 
 def _splits_own_outputs(module: nn.Module, name: str, plan: Plan) -> bool:
-    """Whether the plan cuts a parameter of `module` itself by its outputs, so that what goes in is whole."""
+    """Whether the plan cuts a parameter of `module` itself by its outputs, so that the module's input is whole."""
     rules = (plan.rule_of(f"{name}.{own}") for own, _ in module.named_parameters(recurse=False))
     return any(rule is not None and rule.style.endswith("colwise") for rule in rules)
 
 
 def _require_a_cut(module: nn.Module, name: str, plan: Plan) -> None:
-    """Raise UserError where the plan sums what `module` gives on each rank, though all ranks give the same."""
+    """Raise UserError if the plan sums the output of `module` over ranks although nothing in it is cut."""
     rule = plan.rule_of(name)
     if rule is None or rule.style not in ("all_reduce", "moe_tp_experts"):
         return
@@ -220,12 +225,13 @@ def _divide_attributes(
     module: nn.Module, name: str, plan: Plan, tensor: TensorParallel, attention: Attention | None
 ) -> None:
     words = plan.attributes.get(wildcard(name), {})
-    for attribute, word in sorted(words.items(), key=lambda pair: pair[1] not in WORDS):  # sums are of what is divided
+    # sums last, as their terms are attributes that must have been divided before
+    for attribute, word in sorted(words.items(), key=lambda pair: pair[1] not in WORDS):
         *path, own = attribute.split(".")
         if not hasattr(module, path[0] if path else own):  # layers of one name may be of several kinds
             continue
         owner: Any = module
-        for step in path:  # a config that several modules share: this one gets its own
+        for step in path:  # several modules share a config: this module gets a copy of its own
             setattr(owner, step, copy.copy(getattr(owner, step)))
             owner = getattr(owner, step)
         value = getattr(owner, own)
@@ -256,7 +262,7 @@ def _cut_inputs(
     attention: Attention | None,
     config: PretrainedConfig,
 ) -> None:
-    """Let `module` receive only this rank's part of the inputs that `rules` name, by position or by keyword."""
+    """Have `module` receive only this rank's part of the inputs that `rules` name, given by position or by keyword."""
     if not rules:
         return
     positions = {name: place for place, name in enumerate(inspect.signature(module.forward).parameters)}

@@ -1,8 +1,8 @@
-"""How the tensor-parallel ranks share a layer: whole attention heads, and stretches of any other width.
+"""Decide how tensor-parallel ranks share a layer: by whole attention heads, or by stretches of any other width.
 
 An attention module reshapes its projections to (..., heads, head_dim), so a share must be whole heads: see
-`harness.config.model.shares`. The layers that belong to one attention need not be its children (an output projection
-may stand beside it), so the attention of a layer is looked for around it.
+`harness.config.model.shares`. The layers of an attention need not be its children (an output projection may be its
+sibling), so the attention of a layer is looked for around it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Attention:
     """An attention module and its heads before it is cut.
 
     Attributes:
-        head_dims: how wide a head may be, as the module says.
-        inside: whether the layer that it was looked up for is a part of it.
+        head_dims: the possible widths of a head, by the module's attributes.
+        inside: whether the layer for which it was looked up is inside this module.
     """
 
     module: Any
@@ -36,10 +36,9 @@ class Attention:
 
 
 def heads_of(module: nn.Module, config: PretrainedConfig) -> Heads | None:
-    """Return the heads of an attention module, as it says itself, else as the config says; None where `module` is
-    none."""
+    """Return the heads of an attention module, by its own attributes or else by the config; None for other modules."""
     layers, index = getattr(config, "per_layer_config", None), getattr(module, "layer_idx", None)
-    if layers is not None and index is not None and 0 <= index < len(layers):  # not so in an encoder beside
+    if layers is not None and index is not None and 0 <= index < len(layers):  # another encoder may have more layers
         config = layers[index]
     query = _own_size(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
     if query is None and any(hasattr(module, name) for name in ("head_dim", "head_size", "num_key_value_groups")):
@@ -54,7 +53,7 @@ def heads_of(module: nn.Module, config: PretrainedConfig) -> Heads | None:
 
 
 def attentions_in(modules: Sequence[tuple[str, nn.Module]], config: PretrainedConfig) -> dict[str, Attention]:
-    """Name -> attention, of all that are among the named modules, none of which is cut yet."""
+    """Return name -> attention for all attention modules among the named modules, which must not be cut yet."""
     found = {}
     for name, module in modules:
         heads = heads_of(module, config)
@@ -66,8 +65,7 @@ def attentions_in(modules: Sequence[tuple[str, nn.Module]], config: PretrainedCo
 
 
 def attention_at(name: str, attentions: Mapping[str, Attention], size: int) -> Attention | None:
-    """Return the attention that the module `name` (in the model) is, lies in, or stands beside within one block of a
-    layer."""
+    """Return the attention of the module `name`: itself, one around it, or a sibling within one block of a layer."""
     for owner in _owners(name):
         if owner in attentions:
             return attentions[owner]
@@ -80,7 +78,7 @@ def attention_at(name: str, attentions: Mapping[str, Attention], size: int) -> A
 
 
 def attention_below(name: str, attentions: Mapping[str, Attention]) -> Attention | None:
-    """Return the first attention inside of the module `name`, itself included."""
+    """Return the first attention inside the module `name`, itself included."""
     inside = (one for own, one in attentions.items() if own == name or not name or own.startswith(f"{name}."))
     return next(inside, None)
 
@@ -88,10 +86,14 @@ def attention_below(name: str, attentions: Mapping[str, Attention]) -> Attention
 def deal(
     width: int, size: int, name: str, *, heads: Heads | None = None, key_values: Collection[int] = (), unit: int = 1
 ) -> list[Stretch]:
-    """Return the stretch of every one of `size` ranks in `width` entries of `name`, which belong to whole `heads`
-    where they can, else to units of `unit` neighbours. Among `key_values`: the width is that of the key/value heads.
+    """Return the stretch of each of `size` ranks in the `width` entries of `name`.
 
-    Raises UserError where a rank would have nothing.
+    Args:
+        heads: stretches are whole heads, if the heads divide the width.
+        key_values: widths at which the entries belong to the key/value heads, which several ranks may share.
+        unit: otherwise, the number of consecutive entries that must stay together.
+
+    Raises UserError if a rank would have nothing.
     """
     if heads is not None:
         _require_fit(heads, size, name)
@@ -109,7 +111,7 @@ def deal(
 
 
 def blocks_of(heads: Heads, blocks: int, name: str) -> Heads:
-    """Return the heads of each of `blocks` equal blocks; UserError where those of `name` are not."""
+    """Return the heads in each of `blocks` equal blocks. Raises UserError if the blocks do not divide the heads."""
     if heads.query % blocks or heads.key_value % blocks:
         raise UserError(f"the heads of {name} are not {blocks} equal blocks: set tensor_parallel.autotp_size to 1")
     return Heads(query=heads.query // blocks, key_value=heads.key_value // blocks)
@@ -131,7 +133,7 @@ def _scaled(stretches: list[Stretch], unit: int) -> list[Stretch]:
 
 
 def _owners(name: str) -> Iterator[str]:
-    """`name` and the names of the modules that it lies in, the innermost first."""
+    """Yield `name` and the names of the modules around it, the innermost first."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -139,7 +141,7 @@ def _owners(name: str) -> Iterator[str]:
 
 
 def _is_layer(name: str) -> bool:
-    """Whether `name` is that of a decoder layer, or of what layers lie in."""
+    """Whether `name` is that of a decoder layer, or of a module around the layers."""
     pattern = wildcard(name)
     return "*" not in pattern or (pattern.endswith(".*") and pattern.count("*") == 1)
 

@@ -1,11 +1,12 @@
-"""Low-rank adapters on layers that are cut: each adapter is cut as the layer that it stands on.
+"""Cut low-rank adapters as the layers that they adapt are cut.
 
-After Hu et al. 2021 (arXiv 2106.09685): y = W x + s B A x with W (out, in), A (r, in), B (out, r). Where W is split
-over its outputs, so is B, and A is whole; where W is split over its inputs, so is A, whose r outputs are summed over
-the group, and B is whole. Nothing here knows who made the adapters: a wrapper is a module that holds the layer itself
-as `base_layer` and, beside it, `lora_A` and `lora_B` by the adapter's name (as peft's do). One around fused experts is
-for the parameter that it names as `parameter_name`, so several stand around each other; its A (experts x r, in) and B
-(out, r x experts) hold all experts' adapters.
+After Hu et al. 2021 (arXiv 2106.09685): y = W x + s B A x with W (out, in), A (r, in), B (out, r). If W is split over
+its outputs, so is B, and A is whole. If W is split over its inputs, so is A, whose r outputs are summed over the group,
+and B is whole.
+
+A wrapper is any module with the layer itself as `base_layer` and with `lora_A` and `lora_B` by the adapter's name, as
+peft makes them. A wrapper around fused experts adapts only the parameter that it names in `parameter_name`, so several
+wrappers are nested. Its A (experts x r, in) and B (out, r x experts) hold the adapters of all experts.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of
 from harness.parallel.token_exchange import NO_NEIGHBOURS, Neighbours
 
 Wrapper: TypeAlias = Any
-"""A layer of peft's with adapters around another layer, which may be one too."""
+"""A layer of peft with adapters around another layer, which may be a wrapper too."""
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether `module` is a layer with adapters around it."""
+    """Whether `module` is a wrapper with adapters."""
     return {"base_layer", "lora_A"} <= {name for name, _ in module.named_children()}
 
 
@@ -48,7 +49,7 @@ def without_adapters(module: nn.Module) -> nn.Module:
 
 
 def wrappers_in(module: nn.Module) -> dict[str, list[Wrapper]]:
-    """Name -> wrappers, the outermost first, of all layers with adapters in `module`."""
+    """Return name of a layer -> its wrappers, the outermost first, for all layers with adapters in `module`."""
     found: dict[str, list[Wrapper]] = {}
     for name, child in module.named_modules():
         if is_wrapper(child):
@@ -58,8 +59,10 @@ def wrappers_in(module: nn.Module) -> dict[str, list[Wrapper]]:
 
 @contextmanager
 def lifted(module: nn.Module, kept: frozenset[str] = frozenset()) -> Iterator[None]:
-    """While it lasts, the layers in `module` stand without their adapters, under their own names; then the adapters
-    are laid around what stands there. `kept`: names of wrappers that stay."""
+    """Remove the adapters from the layers in `module` within this context, so that layers have their own names.
+
+    Afterwards the adapters are put around whatever layer then has that name. `kept`: layers that keep theirs.
+    """
     wrappers = {name: around for name, around in wrappers_in(module).items() if name not in kept}
     for name, (*_, innermost) in wrappers.items():
         module.set_submodule(name, innermost.base_layer)
@@ -80,9 +83,9 @@ def cut_with_adapters(
     local_logits: bool = False,
     neighbours: Neighbours = NO_NEIGHBOURS,
 ) -> None:
-    """As `apply.cut` on a pipeline layer, whose adapters are then cut as their layers were.
+    """Cut a pipeline layer by `apply.cut`, then cut its adapters in the same way.
 
-    Raises UserError where `cut` does, and where a layer was cut in a way that an adapter cannot follow.
+    Raises UserError as `cut` does, and if a layer was cut in a way that an adapter cannot follow.
     """
     wrappers = wrappers_in(module)
     hooked = frozenset(name for name, around in wrappers.items() if _acts_on_both(around[0], plan, name))
@@ -95,8 +98,10 @@ def cut_with_adapters(
 
 
 def _acts_on_both(wrapper: nn.Module, plan: Plan, name: str) -> bool:
-    """Whether what the plan says of a linear layer is not to cut its weight: then it is about what goes in or comes
-    out, so about the layer and its adapters together."""
+    """Whether the plan's rule for a linear layer changes only its input or output, not its weight.
+
+    Such a rule must be applied to the wrapper, which adds up the outputs of the layer and of its adapters.
+    """
     rule = plan.rule_of(name)
     cuts = rule is not None and ("colwise" in rule.style or "rowwise" in rule.style)
     return not cuts and not hasattr(wrapper, "parameter_name")
@@ -130,16 +135,16 @@ def _follow_layer(wrapper: Wrapper, base: Wrapper, name: str, tensor: TensorPara
 
 
 def _hand_on_hooks(base: nn.Module, wrapper: nn.Module) -> None:
-    """Let what the plan does with a layer's output be done with the sum of its output and its adapters'."""
+    """Move a layer's forward hooks to its wrapper, so that they see the sum of its output and its adapters'."""
     for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
         getattr(wrapper, name).update(getattr(base, name))
         getattr(base, name).clear()
 
 
 def _follow_parameter(wrapper: Wrapper, base: Wrapper, _name: str, _tensor: TensorParallel) -> None:
-    """Cut the adapters of a parameter: of one matrix (out, in), or of all experts' (experts, out, in), or, where the
-    module says `is_transposed`, (experts, in, out). What is left whole has partial gradients
-    (see `partial_gradients.py`).
+    """Cut the adapters of a parameter: one matrix (out, in), or those of all experts (experts, out, in), or
+    (experts, in, out) if the module has `is_transposed`. Adapters that stay whole have partial gradients, which
+    `partial_gradients.py` sums.
     """
     shard = shard_of(getattr(base, wrapper.parameter_name))
     if shard is None:
@@ -152,7 +157,7 @@ def _follow_parameter(wrapper: Wrapper, base: Wrapper, _name: str, _tensor: Tens
             b.weight = cut_parameter(b.weight, _same_pieces(shard, b.weight, dim=0))
         elif shard.dim > 0:
             a.weight = cut_parameter(a.weight, _same_pieces(shard, a.weight, dim=1))
-        else:  # whole experts: in A an expert's rows lie together, in B its columns are spread
+        else:  # whole experts: A holds r consecutive rows for each expert, B interleaves their columns
             total = shard.full_shape[0]
             rows = tuple((start * rank, stop * rank) for start, stop in shard.pieces)
             columns = tuple((i * total + start, i * total + stop) for i in range(rank) for start, stop in shard.pieces)
@@ -168,7 +173,7 @@ def _columns(
 ) -> ColumnParallelLinear:
     part = _same_pieces(shard, linear.weight, dim=0)
     layer = ColumnParallelLinear.from_linear(linear, base.group, shard=part, gather_output=base.gather_output)
-    if shard.copied:  # key/value heads that neighbouring ranks share
+    if shard.copied:  # neighbouring ranks hold the same key/value heads
         sum_gradients_of_copies(layer, ["weight", "bias"], tensor.group)
     return layer
 

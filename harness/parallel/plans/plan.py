@@ -1,8 +1,8 @@
-"""Tensor-parallel plans: what becomes of each module of a model, as data.
+"""Tensor-parallel plans: how each module of a model is cut, as data.
 
-A plan is the model's own where its family declares one (transformers: `base_model_tp_plan` of the config and `_tp_plan`
-of the classes, merged as `model.tp_plan`), which a plan file may extend, else a plan file alone. It maps names of
-modules and parameters to styles, which are transformers' words and a few of our own (see `STYLES`). A plan file is
+If the model's family declares a plan (transformers: `base_model_tp_plan` of the config and `_tp_plan` of the classes,
+merged as `model.tp_plan`), that is used, and a plan file may extend it; else a plan file alone is used. A plan maps
+names of modules and parameters to styles: transformers' words, and a few of our own (see `STYLES`). A plan file is
 `models/plans/<model_type>.json`:
 
     {"styles":     {"transformer.h.*.attn.c_attn": {"style": "packed_colwise", "parts": 3},
@@ -13,16 +13,18 @@ modules and parameters to styles, which are transformers' words and a few of our
      "cases":      [{"if": {"multi_query": true}, "styles": {...}},
                     {"if": {"qk_layernorm": true}, "refuse": "its heads' norms are a list"}]}
 
-`styles` are those of `STYLES`, alone or with a rule's other fields, by module or parameter name, `*` for a number; a
-null takes a style away. `attributes` are sizes which a module's forward reads and which shrink with its weights:
-"divide" for what a rank holds of them, or a "share", which is one where there are fewer (key/value heads) than ranks,
-or a sum of products of what the others have become, as in "num_heads * head_dim + 2 * n_groups". One of a config that
-modules share, "config.num_heads", is changed for this module alone. `inputs` are tensors, given to a module, of which a
-rank needs its part: dimension `dim` is made of runs of `run` entries (a size in the config; without it, one run), of
-each of which the rank keeps its share. `experts` are the styles by which whole experts are dealt, in a family that
-declares none (see `harness.parallel.plans.experts`). `cases` are laid over the rest, in their order, where all the
-config's fields that they name have the values that they name. A file with `"extends": true` says only what the plan of
-a family that declares one leaves out or says wrongly.
+- `styles`: style of a module or parameter, alone or with other fields of `PlanRule`; `*` in a name stands for a number,
+  and null removes a style.
+- `attributes`: sizes that a module's forward reads and that shrink with its weights. "divide" sets a rank's number of
+  them; "share" does too, but sets 1 if there are fewer (key/value heads) than ranks; a sum of products, as in
+  "num_heads * head_dim + 2 * n_groups", is computed from the other attributes after they were set. An attribute of a
+  config that modules share, "config.num_heads", is changed for this module only.
+- `inputs`: tensors given to a module, of which a rank needs only its part. Dimension `dim` consists of runs of `run`
+  entries (the name of a size in the config; without it, of one run), and the rank keeps its share of each run.
+- `experts`: styles by which whole experts are dealt, for a family that declares none
+  (`harness.parallel.plans.experts`).
+- `cases`: the same keys for models whose config has all the values in `if`; they are merged over the rest, in order.
+- `"extends": true`: the file contains only what the family's declared plan lacks or has wrong.
 """
 
 from __future__ import annotations
@@ -42,10 +44,9 @@ WORDS = frozenset({"divide", "share"})
 
 
 def read_parts(path: Path, config: PretrainedConfig) -> JsonObject:
-    """Return what a plan file says of a model with `config`, as JSON has it: styles, attributes and inputs, and
-    whether they extend the model's own plan.
+    """Return the content of a plan file for a model with `config`, with its cases merged.
 
-    Raises ValueError, KeyError or TypeError where the file is no plan, UserError where it refuses such a model.
+    Raises ValueError, KeyError or TypeError if the file is no plan, and UserError if it refuses such a model.
     """
     data = json.loads(path.read_text(encoding="utf-8"))
     unknown = set(data) - {*_PARTS, "cases", "note", "extends"}
@@ -111,14 +112,17 @@ ADVICE = "set tensor_parallel.autotp_size to 1"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRule:
-    """What becomes of a module or parameter.
+    """How a module or parameter is cut.
 
-    `parts`: how many equal parts a packed weight holds side by side, or the owner's attribute that says it. `blocks`:
-    how many equal blocks an attention's heads lie in, of each of which a rank takes its share. `segments`: the widths
-    of unequal parts, see `harness.parallel.tensor.shard`. `unit`: the name of the owner's attribute that says how
-    many neighbouring outputs must stay together (a head's), or of a norm's own that says how many it averages.
-    `whole`: how many units at the end every rank computes. `dim`: along which dimension a parameter is cut, where its
-    style does not say.
+    Attributes:
+        style: one of `STYLES`.
+        parts: number of equal parts that a packed weight holds side by side, or the owner's attribute with that number.
+        blocks: number of equal blocks that an attention's heads consist of; a rank takes its share of each.
+        segments: widths of unequal parts: see `harness.parallel.tensor.shard`.
+        unit: name of the owner's attribute with the number of consecutive outputs that must stay together (a head's),
+            or of a norm's own attribute with the number of channels that it averages.
+        whole: number of units at the end that every rank computes.
+        dim: dimension along which a parameter is cut, if its style does not decide that.
     """
 
     style: str
@@ -132,8 +136,7 @@ class PlanRule:
 
 @dataclass(frozen=True, kw_only=True)
 class InputRule:
-    """Which dimension of an input is cut, and the config's name for the length of its runs (None: one
-    run)."""
+    """The dimension of an input that is cut, and the config's name for the length of its runs (None: one run)."""
 
     dim: int
     run: str | None = None
@@ -143,8 +146,10 @@ class InputRule:
 class Plan:
     """The rules of one model, by name with `*` for a number.
 
-    `head` and `embedding`: the names of the modules that make the logits and that take the ids, where the model names
-    them. `extends`: the rules are laid over the model's own. `experts`: the rules by which whole experts are dealt.
+    Attributes:
+        head, embedding: names of the modules that compute the logits and look up the ids, if the model has them.
+        extends: whether the rules are merged over the model's own plan.
+        experts: the rules by which whole experts are dealt.
     """
 
     model_type: str
@@ -157,29 +162,30 @@ class Plan:
     experts: Mapping[str, PlanRule] = field(default_factory=dict)
 
     def rule_of(self, name: str) -> PlanRule | None:
-        """Return the rule of a module or parameter: of several, the one that leaves most numbers after the layer's as
-        they are."""
+        """Return the rule of a module or parameter; if several match, the one with the fewest `*`."""
         return next((self.rules[pattern] for pattern in patterns(name) if pattern in self.rules), None)
 
     def blocks_in(self, name: str) -> int:
-        """In how many blocks the heads of the attention `name` lie, as the rules of its layers say."""
+        """Return the number of blocks that the heads of the attention `name` consist of, by the rules of its layers."""
         inside = f"{wildcard(name)}."
         return max((rule.blocks for own, rule in self.rules.items() if own.startswith(inside)), default=1)
 
     @property
     def splits_head(self) -> bool:
-        """Whether the logits' vocabulary is split, so that a rank's logits can be kept local."""
+        """Whether the plan splits the head by vocabulary, so that a rank can keep its part of the logits."""
         rule = self.rules.get(self.head or "")
         return rule is not None and rule.style == "colwise_gather_output"
 
 
 class NoPlan(UserError):
-    """A family that declares no tensor-parallel plan, and has no plan file either."""
+    """The family declares no tensor-parallel plan and has no plan file."""
 
 
 def wildcard(name: str, numbers: int | None = None) -> str:
-    """`name` with `*` in the place of every number between dots, or of the first `numbers` of them:
-    model.layers.3.mlp -> model.layers.*.mlp."""
+    """Return `name` with `*` in place of its numbers, or of the first `numbers` of them.
+
+    model.layers.3.mlp becomes model.layers.*.mlp.
+    """
     parts = name.split(".")
     for place in [place for place, part in enumerate(parts) if part.isdigit()][:numbers]:
         parts[place] = "*"
@@ -187,17 +193,17 @@ def wildcard(name: str, numbers: int | None = None) -> str:
 
 
 def patterns(name: str) -> list[str]:
-    """Return the names by which a rule may mean `name`: with `*` for its first number, its first two, and so on."""
+    """Return the patterns that match `name`: with `*` for its first number, for its first two, and so on."""
     numbers = sum(part.isdigit() for part in name.split("."))
     return [wildcard(name, count) for count in range(1, max(numbers, 1) + 1)]
 
 
 def plan_for(model: PreTrainedModel, plans: Path | None = None) -> Plan:
-    """Return the plan of a transformers model: its own, as the file of its model type in the folder `plans` may extend
-    it, or else that file.
+    """Return the plan of a transformers model: its declared one, possibly extended by the plan file of its model type
+    in the folder `plans`, or else that file.
 
-    Where input and output embedding are one parameter, both are split by vocabulary or neither is. Raises
-    UserError where the family has no plan, and where a plan has a style that is not known.
+    If the input and the output embedding share a parameter, both are split by vocabulary or neither is. Raises NoPlan
+    if the family has no plan, and UserError for an unknown style.
     """
     config = model.config
     own: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
@@ -225,9 +231,9 @@ def plan_for(model: PreTrainedModel, plans: Path | None = None) -> Plan:
 
 
 def read_plan_file(path: Path, config: PretrainedConfig) -> Plan:
-    """Return the plan in a JSON file, named after its model type, for a model with `config`.
+    """Return the plan in a JSON file, which is named after its model type, for a model with `config`.
 
-    Raises UserError where it is not one, or refuses such a model.
+    Raises UserError if the file is no plan, or refuses such a model.
     """
     try:
         parts = read_parts(path, config)
@@ -251,8 +257,10 @@ def _rule(word: str | JsonObject) -> PlanRule:
 
 
 def _with_embeddings(plan: Plan, model: PreTrainedModel) -> Plan:
-    """Return the plan with the embeddings' names. Logits leave a split head gathered; where both embeddings share a
-    parameter, both are split by vocabulary."""
+    """Return the plan with the names of the embeddings.
+
+    A split head gathers its logits. If both embeddings share a parameter, both are split by vocabulary.
+    """
     names: Mapping[int, str] = {id(module): name for name, module in model.named_modules()}
     head_module, embedding_module = model.get_output_embeddings(), model.get_input_embeddings()
     head, embedding = names.get(id(head_module)), names.get(id(embedding_module))

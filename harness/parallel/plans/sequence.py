@@ -1,8 +1,8 @@
-"""Let the blocks of a layer that was cut take in and give out shares of the sequence.
+"""Have the blocks of a cut layer receive and return shares of the sequence (sequence parallelism).
 
-A block is a module of the layer: its attention, its feed-forward network. It needs all tokens, so its hidden state is
-gathered first. Norms, dropout and activations between the blocks work on each token alone, so they work on a share.
-Whatever else a layer holds is taken for a block: it computes on all tokens, alike on every rank.
+A block is a module of the layer that needs all tokens: its attention, its feed-forward network. So the hidden state is
+gathered before it. Norms, dropout and activations between the blocks compute each token alone, so they compute a share.
+Any other module with parameters of its own counts as a block: it computes all tokens on every rank.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _COLUMNS = (ColumnParallelLinear, SharedColumnLinear)
 
 
 def share_sequence(layer: Any, group: dist.ProcessGroup, whole: Collection[nn.Module] = ()) -> SequenceShare:
-    """Let `layer` work on a share of the sequence; return the record of it, which each forward is to enter.
+    """Have `layer` compute on a share of the sequence; return the record that each forward must enter (`forward_of`).
 
-    `whole`: blocks that compute on more tokens than those which the ranks of `group` share.
+    Args:
+        whole: blocks that compute more tokens than those that the ranks of `group` share.
     """
     share = SequenceShare(group)
     layer.works_on_share = True  # see `harness.parallel.tensor.partial_gradients`
@@ -50,23 +51,23 @@ def _blocks(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _last_row(block: nn.Module) -> RowParallelLinear | None:
-    """Return the one layer of `block` that sums over the group, where nothing else in it does.
+    """Return the only layer of `block` that sums over the group; None if there is not exactly one.
 
-    What follows it (a dropout, a residual) then works on a share.
+    Its sum can be scattered, and whatever follows it (a dropout, a residual) then works on a share.
     """
     rows = [module for module in block.modules() if isinstance(module, RowParallelLinear)]
     return rows[0] if len(rows) == 1 and not _is_cut_otherwise(block) else None
 
 
 def _gives_columns(block: nn.Module) -> bool:
-    """Whether nothing in `block` sums over the group or gathers, so that it gives some columns of all tokens."""
+    """Whether nothing in `block` sums over the group or gathers, so that it returns some columns of all tokens."""
     columns = [module for module in block.modules() if isinstance(module, _COLUMNS)]
     sums = any(isinstance(module, RowParallelLinear) for module in block.modules())
     return bool(columns) and not sums and not any(getattr(module, "gather_output", False) for module in columns)
 
 
 def _is_cut_otherwise(block: nn.Module) -> bool:
-    """Whether `block` holds matrices that are cut and belong to no linear layer, as fused experts do."""
+    """Whether `block` has cut matrices outside of linear layers, as fused experts have."""
     linears = [module for module in block.modules() if isinstance(module, (*_COLUMNS, RowParallelLinear))]
     known = {id(param) for linear in linears for param in linear.parameters(recurse=False)}
     cut = (param for param in block.parameters() if param.dim() > 1 and shard_of(param) is not None)
@@ -74,7 +75,10 @@ def _is_cut_otherwise(block: nn.Module) -> bool:
 
 
 def _gather_inputs(block: nn.Module, share: SequenceShare, *, first_alone: bool) -> None:
-    """Gather the hidden states that `block` is given; `first_alone`: the first one, as others are added at its end."""
+    """Gather the hidden states that `block` is given.
+
+    With `first_alone` only the first: further ones are residuals, which the block adds to its scattered output.
+    """
 
     def before_forward(_module: nn.Module, args: Positional, kwargs: Keyword) -> tuple[Positional, Keyword]:
         given: dict[int | str, Argument] = dict(enumerate(args)) | {**kwargs}
@@ -87,7 +91,7 @@ def _gather_inputs(block: nn.Module, share: SequenceShare, *, first_alone: bool)
 
 
 def _split_outputs(block: nn.Module, share: SequenceShare) -> None:
-    """Keep this rank's share of the hidden states that `block` gives for all tokens."""
+    """Keep this rank's share of the hidden states that `block` returns for all tokens."""
 
     def after_forward(_module: nn.Module, _args: object, output: object) -> object:
         return tree_map(lambda value: share.split(value) if share.is_whole(value) else value, output)

@@ -1,12 +1,11 @@
-"""What each style of a tensor-parallel plan makes of a module: one function a style.
+"""The styles of a tensor-parallel plan: one function for each.
 
-The words are transformers' (`transformers.distributed.tensor_parallel`), so that the plans which models declare are
-read as they are. A function takes the `PlanTarget` and returns what stands there from now on: a new module, or the same
-one with hooks.
+The words are transformers' (`transformers.distributed.tensor_parallel`), so that plans that models declare can be used
+unchanged. A function takes the `PlanTarget` and returns the module to put there: a new one, or the same one with hooks.
 
-Some styles leave a module whole, and cut or join with hooks what goes in and what comes out. Parameters that a plan
-names itself (fused experts, attention sinks) are cut without a new layer in their place. So are the norms of single
-heads, which are not in the plans: a weight (heads, head_dim) is found by its shape and cut like the heads of a rank.
+Some styles leave a module whole, and cut or join its inputs and outputs with hooks. Parameters that a plan names itself
+(fused experts, attention sinks) are cut in place, without a new layer. So are norms of single heads, which plans do not
+name: a weight (heads, head_dim) is recognised by its shape and cut as the heads are.
 """
 
 from __future__ import annotations
@@ -55,11 +54,14 @@ _ALIGNED = 8  # grouped matrix products want rows of whole 16 bytes: 8 entries i
 
 
 def cut_bare_parameter(target: PlanTarget, own_name: str, above: Sequence[nn.Module] = ()) -> None:
-    """Keep this rank's part of the parameter `own_name` of the target's owner, which the plan itself names.
+    """Cut the parameter `own_name` of the target's owner, which the plan itself names.
 
-    Its outputs are the last dimension but one, or the only one; its inputs the last; or `rule.dim` says which. Shares
-    of fused experts are padded with zeros to what grouped matrix products take. `above`: the modules around the owner,
-    the nearest first. Raises UserError for a style that is not a parameter's.
+    `rule.dim` is the dimension to cut; without it, outputs are the last dimension but one (or the only one), and inputs
+    the last. Shares of fused experts are padded with zeros to a width that grouped matrix products accept. Raises
+    UserError for a style that is not for parameters.
+
+    Args:
+        above: the modules around the owner, the nearest first.
     """
     owner, rule, name = target.owner, target.rule, target.name
     if rule.style == "divided":
@@ -87,18 +89,21 @@ def cut_bare_parameter(target: PlanTarget, own_name: str, above: Sequence[nn.Mod
 
 
 def divide_parameter(owner: nn.Module, name: str, size: int) -> None:
-    """Let the forward of `owner` see a `size`-th of its whole parameter `name`, which it adds to a partial sum on every
-    rank. The parameter itself keeps name and value."""
+    """Have the forward of `owner` read its whole parameter `name` divided by `size`.
+
+    It adds the parameter to a partial sum on every rank, so the sum over the ranks has it once. The parameter itself
+    keeps its name and value: a property of a new class hides it from the forward.
+    """
     kind = type(owner)
     part = property(lambda self: self._parameters[name] / size)
     owner.__class__ = type(kind.__name__, (kind,), {name: part, "__module__": kind.__module__})
 
 
 def _parts(owner: nn.Module, own_name: str, rule: PlanRule) -> tuple[int, int]:
-    """Return how many parts the parameter holds side by side, and how many neighbours stay together.
+    """Return the number of parts that the parameter holds side by side, and of consecutive entries that stay together.
 
-    Experts declare whether gate and up projection lie side by side or alternate (transformers'
-    `use_experts_implementation`), whatever the plan calls them.
+    Experts declare whether gate and up projection are side by side or alternate (transformers'
+    `use_experts_implementation`); the style in the plan does not matter for them.
     """
     if own_name.startswith("gate_up") and hasattr(owner, "is_concatenated"):
         if not getattr(owner, "has_gate", True):
@@ -108,14 +113,15 @@ def _parts(owner: nn.Module, own_name: str, rule: PlanRule) -> tuple[int, int]:
 
 
 def parts_of(rule: PlanRule, owner: nn.Module) -> int:
-    """Return how many equal parts a packed weight of `owner` holds."""
+    """Return the number of equal parts in a packed weight of `owner`."""
     return getattr(owner, rule.parts) if isinstance(rule.parts, str) else rule.parts
 
 
 def cut_head_parameters(owner: nn.Module, attention: Attention | None, tensor: TensorParallel) -> None:
-    """Keep the rows of this rank's heads of every (heads, head_dim) matrix inside of `owner`, where that is an
-    attention whose projections were split. A vector with an entry a head looks like too many others: a plan has to name
-    it."""
+    """Cut every (heads, head_dim) matrix inside `owner` to this rank's heads, if it is an attention that was split.
+
+    A vector with one entry per head cannot be told from other vectors by its shape: a plan must name it.
+    """
     head_dim = getattr(owner, "head_dim", None)
     if attention is None or not any(shard_of(p) for child in owner.children() for p in child.parameters(recurse=False)):
         return
@@ -133,7 +139,7 @@ def cut_head_parameters(owner: nn.Module, attention: Attention | None, tensor: T
 
 
 def replicated_with_grad_allreduce(target: PlanTarget) -> nn.Module:
-    """Sum the gradients of a module that every rank holds whole and applies to its own heads."""
+    """Keep a module whole on every rank, and sum its gradients: each rank applies it to its own heads."""
     for module in target.module.modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
         if names:
@@ -142,8 +148,7 @@ def replicated_with_grad_allreduce(target: PlanTarget) -> nn.Module:
 
 
 def moe_tp_experts(target: PlanTarget) -> nn.Module:
-    """Experts of which each rank holds a part of every one: what goes in is whole, what comes out is
-    summed."""
+    """Have each rank hold a part of every expert: inputs are whole, outputs are summed."""
     group = target.tensor.group
 
     def before_forward(
@@ -156,7 +161,7 @@ def moe_tp_experts(target: PlanTarget) -> nn.Module:
 
 
 def moe_identity_expert(target: PlanTarget) -> nn.Module:
-    """Divide the output of an expert that returns its input, alike on every rank, where experts' outputs are summed."""
+    """Divide the output of an expert that returns its input by the number of ranks, because outputs are summed."""
     target.module.register_forward_hook(lambda _module, _args, output: output / target.tensor.size)
     return target.module
 
@@ -172,16 +177,17 @@ def gather_input(target: PlanTarget) -> nn.Module:
 
 
 def copy_input(target: PlanTarget) -> nn.Module:
-    """Sum the input's gradients for an owner of split parameters, of which each rank makes its part of the output."""
+    """Sum the gradient of the input over ranks, for a module with split parameters: its output is a part on each."""
     group = target.tensor.group
     target.module.register_forward_pre_hook(lambda _module, args: tuple(_copied(x, group) for x in args))
     return target.module
 
 
 def mla_kv_a_proj(target: PlanTarget) -> nn.Module:
-    """Return a whole projection whose output is two: one that a split layer takes in, and `qk_rope_head_dim` rotary
-    values that go to each rank's own heads, so that their gradients are summed (DeepSeek-V2, arXiv
-    2405.04434, section 2.1).
+    """Keep a projection whole, and sum the gradients of its last `qk_rope_head_dim` outputs.
+
+    Those rotary values go to each rank's own heads; the other outputs go to a split layer, which sums their gradients
+    itself (DeepSeek-V2, arXiv 2405.04434, section 2.1).
     """
     tail, group = target.config.qk_rope_head_dim, target.tensor.group
     target.module.register_forward_hook(lambda _module, _args, output: copy_tail_to_group(output, tail, group))
@@ -189,19 +195,19 @@ def mla_kv_a_proj(target: PlanTarget) -> nn.Module:
 
 
 def all_reduce(target: PlanTarget) -> nn.Module:
-    """Sum the output of a module, which is partial on each rank."""
+    """Sum the output of a module over ranks, because each computes a partial one."""
     group = target.tensor.group
     target.module.register_forward_hook(lambda _module, _args, output: reduce_from_group(output, group))
     return target.module
 
 
 def local_params(target: PlanTarget) -> nn.Module:
-    """Leave a module as it is whose parameters are split by rules of their own: its forward uses this rank's parts."""
+    """Leave the module unchanged: its parameters are split by rules of their own, and its forward uses the parts."""
     return target.module
 
 
 def replicate(target: PlanTarget) -> nn.Module:
-    """Leave a module as it is that every rank holds whole and applies to the same input."""
+    """Leave the module unchanged: every rank holds it whole and applies it to the same input."""
     return target.module
 
 
@@ -210,7 +216,7 @@ def _copied(x: object, group: dist.ProcessGroup | None) -> object:
 
 
 def colwise(target: PlanTarget, parts: int = 1) -> nn.Module:
-    """Split a linear layer over its outputs, which stay local; in attention by whole heads."""
+    """Split a linear layer over its outputs, which stay on the rank; in attention by whole heads."""
     transposed, tensor = _is_transposed(target), target.tensor
     shard = target.share(tuple(target.module.get_parameter("weight").shape), int(transposed), parts=parts)
     layer = ColumnParallelLinear.from_linear(target.module, tensor.group, shard=shard, weight_transposed=transposed)
@@ -221,16 +227,14 @@ def colwise(target: PlanTarget, parts: int = 1) -> nn.Module:
 
 
 def packed_colwise(target: PlanTarget) -> nn.Module:
-    """As colwise, for a weight that holds several parts side by side: a share of each (gate|up,
-    query|key|value)."""
+    """Split as colwise, but take a share of each of several parts side by side (gate|up, query|key|value)."""
     return colwise(target, parts_of(target.rule, target.owner))
 
 
 def shared_colwise(target: PlanTarget) -> nn.Module:
-    """Have every rank hold a linear layer whole, and compute its share of the outputs and all of the last `whole`
-    units.
+    """Have every rank hold a linear layer whole, but compute only its share of the outputs, and the last `whole` units.
 
-    Those are the one key and the one value head of multi-query attention. The gradients are summed.
+    Those units are the one key and the one value head of multi-query attention. The gradients are summed.
     """
     transposed, tensor = _is_transposed(target), target.tensor
     outputs = target.module.get_parameter("weight").shape[int(transposed)]
@@ -243,10 +247,7 @@ def shared_colwise(target: PlanTarget) -> nn.Module:
 
 
 def colwise_gather_output(target: PlanTarget) -> nn.Module:
-    """Split a linear layer over its outputs, and gather them unless the target keeps them local.
-
-    A head does, for vocabulary-parallel logits.
-    """
+    """Split a linear layer over its outputs, and gather them unless `target.local_output`, as for split logits."""
     transposed = _is_transposed(target)
     return ColumnParallelLinear.from_linear(
         target.module,
@@ -268,14 +269,14 @@ def rowwise_split_input(target: PlanTarget) -> nn.Module:
 
 
 def rowwise_to_split(target: PlanTarget) -> nn.Module:
-    """As rowwise, for outputs that all go to split values with no layer between: their gradients are summed."""
+    """Split as rowwise, for outputs that are used on each rank's split values directly: their gradients are summed."""
     layer, group = rowwise(target), target.tensor.group
     layer.register_forward_hook(lambda _module, _args, output: copy_to_group(output, group))
     return layer
 
 
 def rowwise_split_output(target: PlanTarget) -> nn.Module:
-    """As rowwise, for outputs of which each rank's heads then take their own: a rank keeps its share."""
+    """Split as rowwise, for outputs of which each rank needs those of its own heads: it keeps only its share."""
     widths = target.widths(target.module.get_parameter("weight").shape[1 if _is_transposed(target) else 0])
     layer, group = rowwise(target), target.tensor.group
     layer.register_forward_hook(lambda _module, _args, output: split_to_group(output, group, widths))
@@ -283,7 +284,7 @@ def rowwise_split_output(target: PlanTarget) -> nn.Module:
 
 
 def packed_rowwise(target: PlanTarget) -> nn.Module:
-    """As rowwise, for inputs that are several parts side by side, each of which was split."""
+    """Split as rowwise, for an input of several parts side by side, each of which was split."""
     return _row(target, input_is_parallel=True, parts=parts_of(target.rule, target.owner))
 
 
@@ -304,8 +305,10 @@ def embedding_colwise(target: PlanTarget) -> nn.Module:
 
 
 def segmented_colwise(target: PlanTarget) -> nn.Module:
-    """As colwise, for a weight that holds parts of unequal width (`harness.parallel.tensor.shard`): a share of
-    each. Where ranks are to use the same unit of a part, all get it from those that hold it."""
+    """Split as colwise, but take a share of each of several parts of unequal width (`harness.parallel.tensor.shard`).
+
+    If several ranks use the same unit of a part, they gather it from the ranks that hold it.
+    """
     transposed, tensor = _is_transposed(target), target.tensor
     shape, dim = tuple(target.module.get_parameter("weight").shape), int(transposed)
     segments = read_segments(target.rule.segments, [target.owner], shape[dim], tensor, target.name)
@@ -319,9 +322,9 @@ def segmented_colwise(target: PlanTarget) -> nn.Module:
 
 
 def grouped_norm(target: PlanTarget) -> nn.Module:
-    """Split a norm over groups of `unit` channels that stands between split layers.
+    """Split a norm over groups of `unit` channels between two split layers.
 
-    Each rank norms its own groups, or, where ranks share a group, all channels.
+    Each rank normalises its own groups, or, if ranks share a group, all channels.
     """
     module, tensor = target.module, target.tensor
     weight = module.get_parameter("weight")
@@ -333,7 +336,7 @@ def grouped_norm(target: PlanTarget) -> nn.Module:
 
 
 def divided(target: PlanTarget) -> nn.Module:
-    """See `harness.parallel.plans.styles`: a style for parameters alone."""
+    """Raise UserError: this style is for parameters only, see `divide_parameter`."""
     raise style_error(target, "a parameter")
 
 
@@ -379,14 +382,12 @@ def _row(target: PlanTarget, *, input_is_parallel: bool, parts: int = 1) -> nn.M
 
 
 def _whole_widths(target: PlanTarget) -> PlanTarget:
-    """Return the target of a layer between which and its neighbours values are whole: its share need not be whole
-    heads."""
+    """Return the target without its attention: values around this layer are whole, so shares need not be heads."""
     return replace(target, attention=None)
 
 
 def _is_transposed(target: PlanTarget) -> bool:
-    """Whether the linear layer at `target` stores its weight as (in, out). Raises UserError where there is
-    none."""
+    """Whether the linear layer at `target` stores its weight as (in, out). Raises UserError if it is none."""
     if isinstance(target.module, Conv1D):
         return True
     if isinstance(target.module, nn.Linear) and _computes_as_linear(type(target.module)):
@@ -395,7 +396,7 @@ def _is_transposed(target: PlanTarget) -> bool:
 
 
 def _computes_as_linear(kind: type[nn.Linear]) -> bool:
-    """Whether the forward of a subclass of nn.Linear is nothing else, as a small one shows."""
+    """Whether a subclass of nn.Linear computes what nn.Linear does, by trying a small instance."""
     if kind.forward is nn.Linear.forward:
         return True
     with own_generators(0), torch.no_grad():
@@ -407,7 +408,7 @@ def _computes_as_linear(kind: type[nn.Linear]) -> bool:
 
 
 def _plain_embedding(target: PlanTarget) -> nn.Embedding:
-    """Return the embedding at `target`; UserError where it is none, or one that does more than look up."""
+    """Return the embedding at `target`. Raises UserError if it is none, or does more than look up rows."""
     module = target.module
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
         raise style_error(target, "a plain nn.Embedding")
@@ -415,7 +416,7 @@ def _plain_embedding(target: PlanTarget) -> nn.Embedding:
 
 
 def _repeat_less(target: PlanTarget) -> None:
-    """Tell an attention module that each of its key/value heads now serves fewer query heads on this rank."""
+    """Set `num_key_value_groups` of the attention to the query heads that each key/value head serves on this rank."""
     attention, heads, size = target.attention, target.heads, target.tensor.size
     if attention is None or heads is None or not hasattr(attention.module, "num_key_value_groups"):
         raise UserError(

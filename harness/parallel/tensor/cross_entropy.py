@@ -1,13 +1,12 @@
-"""Cross entropy over logits, whose vocabulary may be split over a tensor-parallel group.
+"""Cross entropy over logits whose vocabulary may be split over a tensor-parallel group.
 
-No rank ever sees another's logits: the ranks exchange one maximum and two sums a token. Megatron-LM calls it
-vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv 1909.08053, section 3). For rows of logits z
-with label y
+The ranks exchange one maximum and two sums per token, never logits (vocabulary-parallel cross entropy in Megatron-LM:
+Shoeybi et al. 2019, arXiv 1909.08053, section 3). For rows of logits z with label y
 
     loss = log(sum_v exp(z_v)) - z_y        d loss / d z_v = exp(z_v) / sum_u exp(z_u) - [v = y]
 
-Exponentials are made of some rows at a time, and again in the backward. The gradient is written over the logits where
-nothing else needs them. So of a large vocabulary the logits stand once, and no float32 copy of them does.
+Exponentials are computed for some rows at a time, and again in the backward. The gradient overwrites the logits if
+nothing else needs them. So a large vocabulary's logits are in memory once, without a float32 copy.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from harness.config.model.shares import stretch
 from harness.parallel.comm import Context, apply, group_rank, group_size, max_over_group, sum_over_group
 
 ELEMENTS_AT_ONCE, IN_CACHE = 1 << 23, 1 << 18
-"""Of logits that become float32 exponentials: 32 MiB; on a CPU 1 MiB, which stays in a core's cache."""
+"""Number of logits that become float32 exponentials at a time: 32 MiB; on a CPU 1 MiB, which fits a core's cache."""
 _VIEWS = {f"{name}Backward0" for name in ("UnsafeView", "View", "ReshapeAlias", "Alias", "AsStrided", "Slice")}
-"""Nodes of the graph whose output may lie in the memory of their input, though it is no view of it."""
+"""Graph nodes whose output may share the memory of their input."""
 
 
 def vocab_parallel_cross_entropy(
@@ -35,19 +34,26 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the loss of every token, float32, shaped as `labels` (...), 0 where the label is `ignore_index`.
+    """Return the loss of every token: float32, shaped as `labels` (...), 0 where the label is `ignore_index`.
 
-    `logits` (..., n) are this rank's stretch of the vocabulary, as `shard.share_of` deals it out. The sums are made in
-    float32 whatever the dtype of the logits; their gradient has that dtype, and the backward writes it over them: copy
-    what you want to look at afterwards. A label outside of the vocabulary is a RuntimeError, another width a
-    ValueError.
+    Sums are computed in float32 whatever the dtype of the logits. The gradient has the dtype of the logits, and the
+    backward may overwrite the logits with it: copy them before if you need them afterwards.
+
+    Args:
+        logits: (..., n), this rank's stretch of the vocabulary, by `shard.share_of`.
+        labels: (...), indices into the whole vocabulary.
+
+    Raises ValueError for another width than this rank's, and RuntimeError for a label outside the vocabulary.
     """
     logits = logits.contiguous()
     return apply(_VocabParallelCrossEntropy, logits, labels, group, vocab_size, ignore_index, is_needed(logits))
 
 
 def is_needed(logits: Tensor) -> bool:
-    """Whether their values are needed once the loss is known: by the caller, or by the backward of what made them."""
+    """Whether the logits are needed after the loss: by the caller, or by the backward of the operation that made them.
+
+    Walk the graph upwards as long as nodes share the memory of the logits, and look whether any has saved it.
+    """
     base = logits._base  # noqa: SLF001  # what a view is a view of: torch has no public name for it
     memory, node = _memory(logits), (logits if base is None else base).grad_fn
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
@@ -56,13 +62,13 @@ def is_needed(logits: Tensor) -> bool:
         if any(isinstance(value, Tensor) and _memory(value) == memory for value in saved):
             return True
         if not isinstance(node, BackwardCFunction) and type(node).__name__ not in _VIEWS:
-            return False  # what is further up has memory of its own
+            return False  # an ordinary operation: its inputs have other memory
         node = node.next_functions[0][0]
     return True
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return what tensors of one memory have in common; those without an address, as on meta, too."""
+    """Return an id of the storage of a tensor; it works for tensors without an address, as on meta."""
     place: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # torch has no public name for it
     return place
 
@@ -104,7 +110,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_sum, column, here, ignored = ctx.saved_tensors
         scale = grad.float().masked_fill(ignored, 0.0)
-        # detached, it shares the memory and the count of changes: what else should need the logits raises an error
+        # `detach` shares memory and version counter, so if anything else needs the logits after all, torch raises
         written = torch.empty_like(logits) if ctx.keeps else logits.detach()
         for rows, top, label, is_here, factor, place in _in_chunks(logits, log_sum, column, here, scale, written):
             gradient = (rows.float() - top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
@@ -114,7 +120,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Give some tokens' rows of several tensors [..., vocabulary] or [...] at a time, as views."""
+    """Yield views of some tokens' rows at a time of several tensors, each [..., vocabulary] or [...]."""
     dims = logits.dim() - 1
     flat = [tensor.reshape(-1, *tensor.shape[dims:]) for tensor in (logits, *others)]
     rows = max((IN_CACHE if logits.is_cpu else ELEMENTS_AT_ONCE) // logits.shape[-1], 1)

@@ -1,11 +1,11 @@
 """Linear layers and an embedding whose weights are split over a tensor-parallel group.
 
-After Shoeybi et al. 2019 (arXiv 1909.08053), section 3. Shapes: x (..., in), y (..., out), weight (out, in),
-size = ranks of the group. A column-parallel layer holds rows of the weight, so a part of y; a row-parallel
-one holds its columns, so takes a part of x; one after the other they need a single sum. Each works alone, in
-any model: made like the layer that it replaces, on ranks whose random state is the same, it is that layer
-cut, value for value. Without a group it is that layer. All of them can be made from modules on the meta
-device.
+After Shoeybi et al. 2019 (arXiv 1909.08053), section 3. Shapes: x (..., in), y (..., out), weight (out, in), size =
+number of ranks in the group. A column-parallel layer holds rows of the weight, so it computes a part of y. A
+row-parallel layer holds columns of it, so it takes a part of x. One after the other they need a single sum.
+
+Each works alone in any model. If it is created like the layer that it replaces, on ranks with the same random state, it
+holds exactly that layer's values. Without a group it is that layer. All can be made from modules on the meta device.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class FactoryOptions(TypedDict, total=False):
 
 
 class Cut(TypedDict, total=False):
-    """Which part of a whole layer a rank holds: `shard` of its weight, or an equal share."""
+    """Which part of a whole layer a rank holds: `shard` of its weight, or by default an equal share."""
 
     shard: Shard | None
     weight_transposed: bool
 
 
 class _CutLinear(nn.Linear):
-    """A linear layer that holds a part of its weight; `dim` is the one of a weight (out, in) that is split."""
+    """A linear layer that holds a part of its weight; `dim` is the dimension of a weight (out, in) that is split."""
 
     dim: ClassVar[int]
     group: dist.ProcessGroup | None
@@ -131,10 +131,10 @@ class ColumnParallelLinear(_CutLinear):
 
 
 class SharedColumnLinear(nn.Linear):
-    """Some of the outputs of y = x A^T + b, with A and b whole on every rank.
+    """Computes some of the outputs of y = x A^T + b, with A and b whole on every rank.
 
     `pieces` are the (start, stop) ranges of the outputs that this rank computes. The gradient of x is summed over the
-    group; those of A and b are partial, and are for the caller to sum.
+    group. The gradients of A and b are partial; the caller must sum them.
     """
 
     group: dist.ProcessGroup | None
@@ -150,7 +150,7 @@ class SharedColumnLinear(nn.Linear):
         pieces: list[tuple[int, int]],
         weight_transposed: bool,
     ) -> SharedColumnLinear:
-        """Return a layer with the very parameters of a whole one."""
+        """Return a layer that shares the parameters of a whole one."""
         layer = cls.__new__(cls)
         _begin(layer, linear, group, weight_transposed)
         layer.pieces = pieces
@@ -211,13 +211,12 @@ class RowParallelLinear(_CutLinear):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding whose rows, one an id, are split over the group: ids (...) -> vectors (...,
-    embedding_dim), whole.
+    """An embedding whose rows are split over the group: ids (...) -> whole vectors (..., embedding_dim).
 
-    Per rank: weight (num_embeddings / size, embedding_dim), a row more on the first ranks where the size does not
-    divide. Each rank looks up the ids that it holds, answers zero for the others, and the answers are summed.
-    An id outside of the vocabulary is a RuntimeError. A subclass of nn.Embedding whose forward does more with
-    a row (scales it, say) keeps its own forward: see `from_embedding`.
+    Per rank: weight (num_embeddings / size, embedding_dim), with one row more on the first ranks if the size does not
+    divide. Each rank looks up the ids that it holds and returns zeros for the others; the results are summed. An id
+    outside the vocabulary raises RuntimeError. A subclass of nn.Embedding whose forward does more with a row (scales
+    it, say) keeps its own forward: see `from_embedding`.
     """
 
     group: dist.ProcessGroup | None
@@ -242,8 +241,8 @@ class VocabParallelEmbedding(nn.Embedding):
     ) -> VocabParallelEmbedding:
         """Return this rank's rows of a whole embedding.
 
-        One of a subclass becomes a subclass of both, whose forward, row by row, must send zero to zero or not depend on
-        rows that are held elsewhere.
+        An instance of a subclass becomes a subclass of both. Its forward must treat each row by itself, because other
+        ranks hold the other rows.
         """
         whole = type(embedding)
         kind: Any = cls if whole is nn.Embedding else type(f"{cls.__name__}{whole.__name__}", (cls, whole), {})
@@ -277,8 +276,10 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 def overlap_sums(module: nn.Module) -> None:
-    """Have the column-parallel layers in `module` compute their weight gradients while the gradient of their input is
-    summed. Not under ZeRO-3, which gives a weight away before that."""
+    """Have the column-parallel layers in `module` compute weight gradients while their input's gradient is summed.
+
+    Not for ZeRO-3, which releases a weight before that.
+    """
     for layer in module.modules():
         if isinstance(layer, ColumnParallelLinear):
             layer.overlaps = True

@@ -1,14 +1,14 @@
-"""Sum the gradients that are partial: each tensor-parallel rank computes a part of them.
+"""Find and sum partial gradients: those of which each tensor-parallel rank computes only a summand.
 
-Between a column-parallel and a row-parallel layer a rank computes with its own heads or columns only. A parameter that
-is used there but not cut (a norm over one head, an activation's parameter), or of which neighbouring ranks hold copies,
-gets a part of its gradient on each rank. A hook on the parameter sums the parts before anything is accumulated; where
-an engine accumulates whole gradients over the micro-batches of a step, they are summed once a step, all in one
-all-reduce.
+Between a column-parallel and a row-parallel layer, a rank computes with its own heads or columns only. A parameter that
+is used there but not cut (a norm over one head, a parameter of an activation), or that neighbouring ranks hold copies
+of, gets only a summand of its gradient on each rank. A hook on the parameter sums them before they are accumulated. If
+the engine accumulates whole gradients over the micro-batches of a step, they are summed once a step, in one all-reduce.
 
-Plans name such parameters (`replicated_with_grad_allreduce`), and some forget one. The graph of a forward forgets none:
-on the way from an output to the inputs, a sum over the group leads into such a stretch and a copy to the group leads
-out of it. Whatever is reached inside is partial; if that is the input, the plan is wrong.
+Plans name such parameters (`replicated_with_grad_allreduce`), but may miss some. The autograd graph misses none: on the
+way from an output to the inputs, a sum over the group leads into a region of split values, and a copy to the group
+leads out of it. Gradients of all parameters reached inside are partial; if the input is reached there, the plan is
+wrong.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from harness.parallel.values import Keyword, Positional
 
 @dataclass
 class GradientSum:
-    """The sum of a gradient over a group.
+    """How the gradient of a parameter is summed over a group.
 
     Attributes:
-        shard: where ranks hold copies of a part of the parameter: the part of this rank. The whole gradient is then
-            summed over the whole group: no group of its own has to be made for it.
-        once_a_step: whether `sum_once` takes it.
+        shard: this rank's part of the parameter, if several ranks hold copies of a part. The parts are then put into a
+            whole gradient that is summed over the whole group, so that no group of those ranks has to be created.
+        once_a_step: whether `sum_once` sums it, instead of a hook.
     """
 
     group: dist.ProcessGroup | None
@@ -52,7 +52,7 @@ class GradientSum:
     once_a_step: bool = False
 
     def widen(self, grad: Tensor) -> Tensor:
-        """Return what ranks add up."""
+        """Return the tensor to be summed: the gradient, or a whole one with zeros around it."""
         if self.shard is None:
             return grad
         full = grad.new_zeros(self.shard.full_shape)
@@ -60,20 +60,20 @@ class GradientSum:
         return full
 
     def narrow(self, total: Tensor) -> Tensor:
-        """Return this rank's gradient from what was added up."""
+        """Return this rank's gradient from the sum."""
         return total if self.shard is None else self.shard.take(total)
 
     def of_hook(self, grad: Tensor | None) -> Tensor | None:
-        """Return what a parameter's hook returns; without a gradient where it is put off: `weight_gradients.py`."""
+        """Return the summed gradient, as a parameter's hook must; None if it is deferred (`weight_gradients.py`)."""
         if grad is None or self.once_a_step:
             return grad
         return self.narrow(sum_over_group(self.widen(grad), self.group))
 
 
 def sum_gradients(module: nn.Module, names: list[str], of: GradientSum) -> None:
-    """Sum the gradients of `module`'s own parameters `names`.
+    """Have the gradients of `module`'s own parameters `names` summed.
 
-    The parameters are looked up at each forward, so that those which take the place of meta tensors are served too.
+    The parameters are looked up at each forward, because materialising replaces those on the meta device.
     """
 
     def before_forward(owner: nn.Module, _args: object) -> None:
@@ -85,19 +85,19 @@ def sum_gradients(module: nn.Module, names: list[str], of: GradientSum) -> None:
 
 
 def sum_gradient(param: nn.Parameter, of: GradientSum) -> None:
-    """Sum the gradient of `param`."""
+    """Have the gradient of `param` summed."""
     own = replace(of, once_a_step=getattr(param, "summed_once_a_step", False))
     param.register_hook(own.of_hook)
     param.gradient_sum = (id(param), own)  # type: ignore[attr-defined]  # an attribute may be copied, a hook is not
 
 
 def sums_gradient(param: nn.Parameter) -> bool:
-    """Whether `param` is served by `sum_gradient`: this very object, not one whose attributes it was given."""
+    """Whether `sum_gradient` was called for this very object; its attributes may be copies of another one's."""
     return bool(getattr(param, "gradient_sum", (None, None))[0] == id(param))
 
 
 def sum_gradients_of_copies(module: nn.Module, names: list[str], group: dist.ProcessGroup | None) -> None:
-    """Sum the gradients of `module`'s own parameters `names` over the ranks that hold the same shards of them."""
+    """Have the gradients of `module`'s own parameters `names` summed over the ranks that hold the same shards."""
     for name in names:
         shard = shard_of(param) if (param := getattr(module, name)) is not None else None
         if shard is not None:
@@ -105,13 +105,13 @@ def sum_gradients_of_copies(module: nn.Module, names: list[str], group: dist.Pro
 
 
 def defer_sums(parameters: Iterable[nn.Parameter]) -> None:
-    """Leave the sums of these parameters' gradients to `sum_once`; call it before their first forward."""
+    """Leave the sums of these parameters' gradients to `sum_once`; must be called before their first forward."""
     for param in parameters:
         param.summed_once_a_step = True  # type: ignore[attr-defined]  # a parameter takes any attribute
 
 
 def sum_once(parameters: Iterable[nn.Parameter], gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
-    """Sum the gradients that were put off, in place; those of one dtype in one all-reduce."""
+    """Sum the deferred gradients in place, those of one dtype in one all-reduce."""
     partial: list[tuple[Tensor, GradientSum]] = []
     for param in parameters:
         if sums_gradient(param) and (grad := gradient_of(param)) is not None:
@@ -133,7 +133,7 @@ SHARE_REMEDY = "remove tensor_parallel.sequence_parallel, which this layer may n
 
 
 class Values(Enum):
-    """What a rank has of the values at a place of the graph: all, its heads or columns, or its tokens."""
+    """What a rank has of the values at a point of the graph: all of them, its heads or columns, or its tokens."""
 
     WHOLE = auto()
     SPLIT = auto()
@@ -142,9 +142,15 @@ class Values(Enum):
 
 @dataclass
 class ReachedParameters:
-    """What a walk came to: uncut parameters used on whole values, and on a part of them; cut ones used elsewhere than
-    between whole and split values (past the layer that sums, or on a share); and whether an input was reached from
-    other values than it holds, or a gradient is taken for whole that is not."""
+    """The result of a walk through the graph.
+
+    Attributes:
+        whole: uncut parameters that are used on whole values.
+        partial: uncut parameters that are used on split values or on a share of the tokens.
+        bare: cut parameters that are used outside a region of split values: not through the layer that sums.
+        input_is_partial: whether the input is used on values of another kind than it has, or a partial gradient is
+            taken for a whole one.
+    """
 
     whole: set[nn.Parameter] = field(default_factory=set)
     partial: set[nn.Parameter] = field(default_factory=set)
@@ -157,9 +163,9 @@ class GivenTensors:
     """The tensors that a module is given.
 
     Attributes:
-        direct: its arguments, which are whole, or a share of the tokens where the layer works on one.
-        left: what an earlier layer has left for this one, in a mapping or behind the hidden state: it may be keys and
-            values of this rank's heads, and is taken for what it is used as.
+        direct: its arguments, which are whole, or a share of the tokens if the layer works on one.
+        left: tensors that an earlier layer has left for this one, in a mapping or behind the hidden state. They may be
+            keys and values of this rank's heads, so they may be of any kind.
     """
 
     direct: Sequence[Tensor] = ()
@@ -167,7 +173,7 @@ class GivenTensors:
 
     @classmethod
     def of(cls, args: Positional, kwargs: Keyword) -> GivenTensors:
-        """Return what a call passes on; to be asked before it, as a layer may add to a mapping."""
+        """Return the tensors of a call; to be called before it, as a layer may add to a mapping."""
         direct: list[Tensor] = []
         left: list[Tensor] = []
         for value in (*args, *kwargs.values()):
@@ -184,7 +190,7 @@ NOTHING_GIVEN = GivenTensors()
 def walk(
     outputs: Iterable[Tensor], inputs: GivenTensors = NOTHING_GIVEN, *, kind: Values = Values.WHOLE
 ) -> ReachedParameters:
-    """Walk the graph from `outputs`, which hold values of this kind, back to `inputs` and to all leaves."""
+    """Walk the autograd graph from `outputs`, whose values are of `kind`, back to `inputs` and to all leaves."""
     stops = {x.grad_fn for x in inputs.direct if x.grad_fn is not None}
     left = {x.grad_fn for x in inputs.left if x.grad_fn is not None} - stops
     of_any_kind = {id(x) for x in inputs.left}
@@ -213,7 +219,7 @@ def walk(
 
 
 def _before(name: str, kind: Values) -> Values:
-    """Return of which kind the inputs are of a node whose outputs are of `kind`."""
+    """Return the kind of the inputs of a node whose outputs are of `kind`."""
     if name == GATHERS_SHARES:
         return Values.SHARE
     if name in INTO_SPLIT:
@@ -226,13 +232,16 @@ def _before(name: str, kind: Values) -> Values:
 def sum_partial_gradients(
     module: nn.Module, name: str, tensor: TensorParallel, *, output_kind: Values = Values.WHOLE
 ) -> None:
-    """At the first forward of `module` with gradients, see to it that those which are partial are summed.
+    """Have the first forward of `module` with gradients find the partial ones, and have them summed from then on.
 
-    That forward raises UserError, naming `name`, where no sum can put a gradient right: where a parameter is used on
-    whole and on split values both, or an input goes to split values without a copy to the group, or a cut parameter is
-    used without the layer that sums what it makes (by a fused kernel, say). `output_kind`: of the first output, where
-    `module.works_on_share` does not say it. What a reentrant activation checkpoint inside of `module` recomputes is not
-    in the graph, and not looked at; a checkpoint around it is none of its concern.
+    That forward raises UserError, naming `name`, if no sum can make a gradient right: if a parameter is used on both
+    whole and split values, if an input goes to split values without a copy to the group, or if a cut parameter is used
+    without the layer that sums its output (by a fused kernel, say).
+
+    A reentrant activation checkpoint inside `module` hides what it recomputes from the graph; one around it does not.
+
+    Args:
+        output_kind: kind of the first output, unless `module.works_on_share` is set.
     """
 
     given = [NOTHING_GIVEN]
@@ -269,14 +278,14 @@ def sum_partial_gradients(
 
 
 def _first(output: object) -> object:
-    """Return the hidden state or the logits: what else a module returns (attention weights) may be split or not."""
+    """Return the hidden state or the logits; other outputs of a module (attention weights) may be split or not."""
     if isinstance(output, Mapping):
         output = tuple(output.values())
     return output[0] if isinstance(output, (tuple, list)) and output else output
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and mappings."""
+    """Yield all tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list, Mapping)):

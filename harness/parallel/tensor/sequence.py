@@ -1,10 +1,10 @@
-"""Sequence parallelism: between its blocks a layer computes on a share of the tokens on each tensor-parallel rank.
+"""Sequence parallelism: outside its blocks, a layer computes a share of the tokens on each tensor-parallel rank.
 
-After Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2. A hidden state (batch, sequence, width) is a *share*
-where a rank holds its stretch of the sequence. Before a block the shares are gathered; the sum after a block is
-scattered. Together that sends as much as the all-reduce in their place, and what lies between the blocks (norms,
-dropout, residuals) is computed and stored once, not once a rank. The first ranks hold a token more where the size of
-the group does not divide the sequence. A hidden state may also come as (batch * sequence, width).
+After Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2. A hidden state (batch, sequence, width) is a *share* if
+a rank holds only its stretch of the sequence. Shares are gathered before a block, and the sum after it is scattered.
+Together that sends as much as one all-reduce, and the layers between the blocks (norms, dropout, residuals) are
+computed and stored once, not on every rank. The first ranks hold one token more if the size of the group does not
+divide the sequence. A hidden state may also have the shape (batch * sequence, width).
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from harness.parallel.weight_gradients import accumulate
 
 @dataclass
 class SequenceShare:
-    """How the hidden state that a layer works on now is shared out.
+    """How tensor-parallel ranks share the hidden state that a layer works on now.
 
     Attributes:
-        group: the tensor-parallel ranks that share it.
+        group: the tensor-parallel ranks.
         batch, length, width: the shape of the whole hidden state.
+        gathered: the last share that was gathered, and the result, so that several layers gather it once.
     """
 
     group: dist.ProcessGroup
@@ -43,7 +44,7 @@ class SequenceShare:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """How many tokens of a sequence each rank has."""
+        """Number of tokens of a sequence on each rank."""
         return widths_of(self.length, self.group)
 
     @contextmanager
@@ -53,7 +54,7 @@ class SequenceShare:
         try:
             yield
         finally:
-            self.gathered = None  # else it would outlive the step
+            self.gathered = None  # else the whole hidden state would stay in memory
 
     def is_share(self, x: object) -> bool:
         """Whether `x` is a hidden state of this rank's tokens."""
@@ -64,10 +65,10 @@ class SequenceShare:
         return self._is_hidden(x, self.length)
 
     def gather(self, share: Tensor) -> Tensor:
-        """Return the hidden state of all tokens, (batch, sequence, width), for this rank's share; once for each share.
+        """Return the hidden state of all tokens (batch, sequence, width); each share is gathered once.
 
-        The gradients from column-parallel layers that take it directly are partial: they are reduced and scattered.
-        Any other gradient must be whole, and each rank keeps its share of it.
+        The gradients from column-parallel layers that take it directly are partial, and are reduced and scattered. Any
+        other gradient must be whole; each rank keeps its share of it.
         """
         return _gather_once(self, share)
 
@@ -90,7 +91,7 @@ class SequenceShare:
 
 
 def widths_of(length: int, group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return how many of `length` tokens each rank of the group has."""
+    """Return the number of `length` tokens that each rank of the group has."""
     size = group_size(group)
     return tuple(stop - start for start, stop in (stretch(length, rank, size) for rank in range(size)))
 
@@ -129,14 +130,15 @@ def _gather(
 
 
 def join_shares(share: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
-    """Return the shares of all ranks (batch, tokens, ...), of `widths` tokens, one after the other; no graph."""
+    """Return the shares (batch, tokens, ...) of all ranks, of `widths` tokens, joined; without an autograd graph."""
     padded = _padded(share, max(widths))
     shares = [part[:, :width] for part, width in zip(gathered(padded, group), widths, strict=True)]
     return torch.cat(shares, dim=1)
 
 
 def start_reduce(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Callable[[], Tensor]:
-    """Begin to sum (batch, tokens, ...) over the group; what is returned waits for this rank's `widths` of the sum."""
+    """Begin to sum `partial` (batch, sequence, ...) over the group; return a function that waits for this rank's share
+    (batch, tokens, ...) of the sum."""
     parts = torch.cat([_padded(part, max(widths)) for part in partial.split(list(widths), dim=1)])
     scattered = start_scattered_sum(parts, group)
 
@@ -153,13 +155,13 @@ def _own_share(whole: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -
 
 
 def _padded(share: Tensor, tokens: int) -> Tensor:
-    """Return a share of `tokens` tokens: collectives want one size on all ranks."""
+    """Pad a share to `tokens` tokens, because collectives want the same size on all ranks."""
     behind = (0, 0) * (share.dim() - 2)
     return pad(share, (*behind, 0, tokens - share.shape[1])) if share.shape[1] < tokens else share
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Gives the whole hidden state twice: for whole gradients, and for partial ones."""
+    """Returns the whole hidden state twice: one output for whole gradients, one for partial ones."""
 
     @staticmethod
     def forward(

@@ -1,17 +1,17 @@
 """Which part of a tensor a rank keeps.
 
 A cut parameter carries a `Shard` as `param.shard`: the shape of the whole tensor, as HuggingFace stores it, and the
-index ranges along one dimension that the local tensor holds. Loading, initialising and exporting ask this record and
-never a name. A parameter without one is whole on every rank.
+index ranges along one dimension that the local tensor holds. Loading, initialising and exporting use this record, never
+a parameter's name. A parameter without one is whole on every rank.
 
-The record lives on the Parameter object: whoever puts a new Parameter in the place of one (a meta tensor that is
-materialised, say) hands it on with `mark(new, old.shard)`.
+The record is an attribute of the Parameter object. Code that replaces a Parameter (one on the meta device by a
+materialised one, say) must hand it on with `mark(new, old.shard)`.
 
 Some weights hold several segments of unequal width side by side: query, key and value of grouped attention; gate,
-inputs, states and time steps of a state-space mixer. A rule says the width of each as a product, as in
-"num_key_value_heads * head_dim": its first factor is the number of units (heads, groups, channels) that are dealt out,
-the rest is the width of one. Names are attributes of the module that owns the weight, or of one above it. Where there
-are fewer units than ranks, neighbouring ranks use the same one.
+inputs, states and time steps of a state-space mixer. A rule gives the width of each as a product, as in
+"num_key_value_heads * head_dim". The first factor is the number of units (heads, groups, channels) that ranks share,
+the rest is the width of one. Names are attributes of the module that owns the weight, or of a module around it. If
+there are fewer units than ranks, neighbouring ranks use the same one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,17 @@ from harness.wording import one_of
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The part of a tensor of shape `full_shape` that one rank holds, cut along `dim`.
+    """The part of a tensor that one rank holds.
 
-    `pieces` are (start, stop) ranges along `dim`, in the order in which the local tensor holds them;
-    `padding` rows of zeros, which belong to no index of the whole, follow each of them. `owner` is False on a
-    rank whose pieces another, lower rank holds as well: such a copy is neither exported nor counted in a
-    norm. `widths` says how many entries of the whole each rank of the group holds, in rank order. `over_data`: whether
-    the other pieces are on data-parallel ranks too (whole experts), not on those of a tensor-parallel group alone.
+    Attributes:
+        full_shape: shape of the whole tensor.
+        dim: dimension along which it is cut.
+        pieces: (start, stop) ranges along `dim`, in the order of the local tensor.
+        padding: rows of zeros after each piece, which belong to no index of the whole.
+        owner: False if a lower rank holds the same pieces: such a copy is neither exported nor counted in a norm.
+        widths: number of entries of the whole on each rank of the group, in rank order.
+        over_data: whether data-parallel ranks hold the other pieces too (whole experts), not only those of the
+            tensor-parallel group.
     """
 
     full_shape: tuple[int, ...]
@@ -70,14 +74,14 @@ class Shard:
         return len(set(self.widths)) > 1 and not self.over_data
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """Start and stop of each piece, and where it starts in the local tensor."""
+        """Yield start and stop of each piece, and its start in the local tensor."""
         offset = 0
         for start, stop in self.pieces:
             yield start, stop, offset
             offset += stop - start + self.padding
 
     def take(self, full: Tensor) -> Tensor:
-        """Return the local tensor, cut from the whole: always a new tensor. Raises ValueError on another shape."""
+        """Return the local tensor, cut from the whole, always as a new tensor. Raises ValueError for another shape."""
         shape = tuple(full.shape)
         if shape != self.full_shape:
             raise ValueError(f"got a tensor of shape {shape}, expected {self.full_shape}")
@@ -91,13 +95,13 @@ class Shard:
         return torch.cat(parts, dim=self.dim)
 
     def read_into(self, local: Tensor, full: Tensor) -> None:
-        """Fill the local tensor from the whole, piece by piece: as `take`, without a second copy in memory."""
+        """Fill the local tensor from the whole, as `take` does, but without a second copy in memory."""
         for start, stop, offset in self.spans():
             local.narrow(self.dim, offset, stop - start).copy_(full[self._index(start, stop)])
             local.narrow(self.dim, offset + stop - start, self.padding).zero_()
 
     def put(self, local: Tensor, full: Tensor) -> None:
-        """Write the local tensor's rows, without the padding, to their places in the whole."""
+        """Copy the pieces of the local tensor, without padding, to their places in the whole."""
         for start, stop, offset in self.spans():
             full[self._index(start, stop)] = local.narrow(self.dim, offset, stop - start)
 
@@ -115,11 +119,14 @@ def share_of(
     stretches: Sequence[Stretch] | None = None,
     multiple: int = 1,
 ) -> Shard:
-    """Return the shard of one rank: its stretch of every one of `parts` equal parts of `dim`.
+    """Return the shard of one rank: its stretch of each of `parts` equal parts of `dim`.
 
-    `stretches` are those of all ranks in one part, which neighbours may share; by default each of `size` ranks has its
-    own, the first ones an entry more where the size does not divide. Zeros fill each piece to a `multiple`. Raises
-    ValueError where the parts are not equal, or a rank would have nothing.
+    Args:
+        stretches: stretches of all ranks in one part, some of which may be the same. By default each of `size` ranks
+            has one of its own, and the first ranks one entry more if the size does not divide.
+        multiple: pad each piece with zeros to a multiple of this.
+
+    Raises ValueError if the parts are not equal, or a rank would have nothing.
     """
     dim = dim % len(full_shape)
     part, left = divmod(full_shape[dim], parts)
@@ -140,16 +147,18 @@ def share_of(
 
 
 def cut_parameter(param: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """Return a new parameter with this rank's part of `param`, on the same device (meta too), marked."""
+    """Return a new parameter with this rank's part of `param`, on the same device (also meta), with its shard."""
     with torch.no_grad():
         local = shard.take(param.detach())
     return mark(nn.Parameter(local, requires_grad=param.requires_grad), shard)
 
 
 def mark(param: nn.Parameter, shard: Shard | None) -> nn.Parameter:
-    """Set `param.shard`, and `param.tensor_model_parallel`, by which DeepSpeed's gradient norm tells what to
-    count on this rank besides tensor-parallel rank 0: here, the shards that are no copies. None: the
-    parameter is whole."""
+    """Set the shard of a parameter, unless it is None (whole), and return the parameter.
+
+    DeepSpeed's gradient norm counts a parameter on tensor-parallel ranks above 0 only if `tensor_model_parallel` is
+    set, so it is set for shards that are not copies of another rank's.
+    """
     if shard is not None:
         param.shard = shard  # type: ignore[attr-defined]  # a parameter takes any attribute
         param.tensor_model_parallel = shard.owner  # type: ignore[attr-defined]  # likewise
@@ -157,7 +166,7 @@ def mark(param: nn.Parameter, shard: Shard | None) -> nn.Parameter:
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """Return the parameter's shard; None where it is whole on every rank."""
+    """Return the parameter's shard; None if it is whole on every rank."""
     return getattr(param, "shard", None)
 
 
@@ -168,7 +177,7 @@ def without_dim(shard: Shard) -> Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """`units` neighbouring units of `width` entries each, from entry `start` on."""
+    """`units` consecutive units of `width` entries each, from entry `start` on."""
 
     start: int
     units: int
@@ -184,12 +193,12 @@ class Segment:
         return whole_units and self.units * self.width % size == 0
 
     def share(self, tensor: TensorParallel) -> tuple[int, int]:
-        """Return the range that a rank holds where every entry is held once."""
+        """Return the (start, stop) range that a rank holds, so that every entry is on one rank."""
         length = self.units * self.width // tensor.size
         return self.start + tensor.rank * length, self.start + (tensor.rank + 1) * length
 
     def used(self, tensor: TensorParallel) -> tuple[int, int]:
-        """Return the range that a rank uses: its share, or the unit that it shares with its neighbours."""
+        """Return the (start, stop) range that a rank computes with: its share, or the whole unit that it shares."""
         if not self.is_shared(tensor.size):
             return self.share(tensor)
         unit = tensor.rank * self.units // tensor.size
@@ -214,7 +223,7 @@ def read_segments(
 ) -> list[Segment]:
     """Return the segments of a dimension of `length` entries.
 
-    Raises UserError, naming `name`, where they are not as long together, or the ranks cannot share one's units.
+    Raises UserError, naming `name`, if their lengths do not add up to `length`, or the ranks cannot share one's units.
     """
     found: list[Segment] = []
     for word in words:
@@ -241,16 +250,16 @@ def shard_of_segments(segments: Sequence[Segment], shape: tuple[int, ...], dim: 
 
 
 def join_shared(output: Tensor, segments: Sequence[Segment], tensor: TensorParallel) -> Tensor:
-    """Return a linear layer's output (..., this rank's shares) with the unit that this rank uses in the place of its
-    share, where ranks share one."""
+    """Return a linear layer's output (..., this rank's shares) with shares of shared units replaced by whole units,
+    which are gathered from the other ranks."""
     parts = output.split([stop - start for start, stop in (segment.share(tensor) for segment in segments)], dim=-1)
     return torch.cat([_used(part, s, tensor) for part, s in zip(parts, segments, strict=True)], dim=-1)
 
 
 def cut_segments(owner: nn.Module, name: str, segments: Sequence[Segment], dim: int, tensor: TensorParallel) -> None:
-    """Let the forward of `owner` see what this rank uses of its parameter `name`.
+    """Have the forward of `owner` read only the part of its parameter `name` that this rank uses.
 
-    Where ranks share a unit, the parameter itself stays whole, so that each entry counts once in a norm.
+    If ranks share a unit, the parameter itself stays whole, so that each entry counts once in a norm.
     """
     param = getattr(owner, name)
     if not any(segment.is_shared(tensor.size) for segment in segments):

@@ -1,9 +1,9 @@
-"""One gradient all-reduce for an input that several column-parallel layers take, as query, key and value do.
+"""Share one gradient all-reduce among column-parallel layers with the same input, such as query, key and value.
 
-Each layer alone sums its part of the input's gradient over the group. Here the layers take the same copy of the input,
-so that autograd adds their parts up on each rank, and they are summed over the group once: a Llama layer has two
-all-reduces in a forward and two in a backward, as in Megatron-LM, which fuses these layers into one. While that sum is
-under way, the layers' weight gradients are computed, which do not need it.
+By itself, each layer would sum its part of the input's gradient over the group. Here the layers take the same copy of
+the input, so that autograd adds up their parts on each rank, and the sum is all-reduced once. A Llama layer then has
+two all-reduces in a forward and two in a backward, as in Megatron-LM, which fuses these layers into one. The layers'
+weight gradients, which do not need the sum, are computed meanwhile.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class SharedInput:
     """An input that column-parallel layers take.
 
     Attributes:
-        tensors: the input, and the copy of it that they take; cleared when the gradient of the copy arrives, else the
-            graph of the step would outlive it. The copy's node in the graph does not keep them: one that is computed
-            again for its values alone gets no gradient, and would be left to Python's collector.
-        products: what the layers' weight gradients are computed from, while that gradient is summed.
+        tensors: the input, and the copy of it that the layers take. They are cleared when the gradient of the copy
+            arrives, else the graph would outlive the step. The copy's node in the graph keeps only a weak reference: a
+            recomputed copy may never get a gradient, and would form a reference cycle with its node.
+        products: operands of the layers' weight gradients, which are computed while that gradient is summed.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -49,12 +49,12 @@ _LATEST = _Latest()
 
 
 def attach(ctx: Context, shared: SharedInput) -> None:
-    """Let the node of a copy find what is shared."""
+    """Give the graph node of a copy a weak reference to the shared input."""
     ctx.shared, ctx.products = weakref.ref(shared), shared.products
 
 
 def forget(ctx: Context) -> None:
-    """Give up the tensors of a copy whose gradient has arrived, and those of what was computed again before that."""
+    """Drop the tensors of a copy whose gradient has arrived, and those of the latest recomputed copy."""
     for shared in (ctx.shared(), _LATEST.shared):
         if shared is not None:
             shared.tensors.clear()
@@ -62,8 +62,10 @@ def forget(ctx: Context) -> None:
 
 @eager
 def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[Product] | None]:
-    """Return what `copy_to_group` does, the same copy again where this is called for the same input in a row; and where
-    to leave what weight gradients are computed from."""
+    """Return `copy_to_group(x)`, and the list for operands of weight gradients (None if nothing can be overlapped).
+
+    Consecutive calls with the same input return the same copy.
+    """
     if group_size(group) == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return copy_to_group(x, group), None
     key = (id(x), x._version, group)  # noqa: SLF001  # no public name
@@ -75,7 +77,7 @@ def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[
 
 
 def keep_copy(shared: SharedInput, group: dist.ProcessGroup) -> None:
-    """Let the next `copy_once` of an input return its copy, of which another function sums the gradients."""
+    """Have the next `copy_once` of an input return the copy in `shared`, whose gradient another function sums."""
     x = shared.tensors[0]
     _LATEST.key, _LATEST.shared = (id(x), x._version, group), shared  # noqa: SLF001  # no public name
 

@@ -1,9 +1,9 @@
-"""What a pipeline engine executes for a schedule: the passes of a stage, and what it receives, loads and sends.
+"""Turn the passes of a schedule into instructions of a pipeline engine, with receives, loads and sends around them.
 
-A stage receives just before the pass that needs it, and sends just after the pass that makes it. A send does not wait.
-Activations and gradients travel on separate channels, as do the two directions of each, and arrive in the order in
-which they are sent. So no two stages wait for each other, even where a send is held back until its receive begins. Two
-neighbouring chunks of one stage exchange in the same way, within the stage.
+A stage receives a tensor just before the pass that needs it, and sends one just after the pass that makes it. A send
+does not block. Activations and gradients have separate channels for each direction, and arrive in the order in which
+they are sent. So no two stages deadlock, even if a send completes only when its receive begins, as under NCCL. Two
+neighbouring chunks of one stage exchange tensors in the same way, within the stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.parallel.weight_gradients import WeightGradients, attach
 
 
 class Action(StrEnum):
-    """What an instruction does, by the name that logs and messages show."""
+    """The kinds of instructions, by the names that logs and messages show."""
 
     RECEIVE_ACTIVATION = "RecvActivation"
     LOAD = "LoadMicroBatch"
@@ -53,7 +53,7 @@ class Instruction:
 
 
 def instructions(passes: Iterable[Pass], chunks: int) -> Iterator[Instruction]:
-    """Yield the passes of a stage with the exchanges around them; `chunks`: of the whole model."""
+    """Yield the instructions of a stage: its passes, with sends, receives and loads; `chunks`: of the whole model."""
     for each in passes:
         first, last = each.chunk == 0, each.chunk == chunks - 1
         before: list[Action] = []
@@ -70,14 +70,16 @@ def instructions(passes: Iterable[Pass], chunks: int) -> Iterator[Instruction]:
 
 
 def most_in_flight(passes: Iterable[Pass]) -> int:
-    """Return how many micro-batches at most have begun their forward pass, and not ended their backward pass, in the
-    chunks of a stage; in one chunk it is the number of buffers that it needs."""
+    """Return the largest number of micro-batches that have begun their forward and not ended their backward pass.
+
+    A micro-batch counts once for each chunk of the stage. For one chunk it is the number of buffers that it needs.
+    """
     found = list(passes)
     return most_kept(found, {each.chunk: 1 for each in found})
 
 
 def most_kept(passes: Iterable[Pass], sizes: Mapping[int, int]) -> int:
-    """Return how much forward passes keep at most for their backward passes; `sizes`: what one keeps, by its chunk."""
+    """Return the most that forward passes keep at once for their backward passes; `sizes`: what one keeps, by chunk."""
     most = now = 0
     for each in passes:
         if each.kind is Kind.FORWARD:
@@ -89,7 +91,7 @@ def most_kept(passes: Iterable[Pass], sizes: Mapping[int, int]) -> int:
 
 
 def buffers(passes: Iterable[Pass]) -> int:
-    """Return how many buffers each chunk of a stage needs."""
+    """Return the number of buffers that each chunk of a stage needs."""
     by_chunk: dict[int, list[Pass]] = {}
     for each in passes:
         by_chunk.setdefault(each.chunk, []).append(each)
@@ -97,8 +99,7 @@ def buffers(passes: Iterable[Pass]) -> int:
 
 
 def follow_schedule(engine: PipelineEngine, name: str, chunks: ModelChunks) -> None:
-    """Have an engine train by the schedule of this name. DeepSpeed's own 1F1B, and an engine of one stage, stay as they
-    are."""
+    """Have an engine train by the schedule `name`; do nothing for DeepSpeed's own 1F1B or an engine of one stage."""
     if name == DEEPSPEED_1F1B or engine.num_stages == 1:
         return
     order, stage = ORDERS[name], engine.stage_id

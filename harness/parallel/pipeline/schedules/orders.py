@@ -6,25 +6,25 @@ Each order is a pure function of the model chunks, the number of micro-batches a
 - 1F1B (Narayanan et al. 2019, PipeDream, SOSP) runs a few forward passes ahead, then one forward and one backward pass
   in turns.
 - ZB-H1 (Qi et al. 2024, Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1) splits the backward pass.
-  Input gradients come at once, as the stage before waits for them. Weight gradients, for which nobody waits, are
-  deferred until the stage would be idle. Stage s defers at most s of them, so no stage holds more activations than the
-  first one under 1F1B.
+  Input gradients are computed at once, because the previous stage waits for them. Weight gradients are needed only by
+  the update, and are deferred until the stage would be idle. Stage s defers at most s of them, so no stage holds more
+  activations than the first one under 1F1B.
 
 With several chunks a stage:
 
 - Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). A micro-batch passes through all stages once
-  for each chunk of a stage. A chunk is a fraction of a stage, so the waits at both ends of a step are that much
-  shorter. Micro-batches go in groups of at least as many as there are stages, if a step has so many. Megatron demands
-  that the stages divide the micro-batches; here the groups may differ by one.
+  for each chunk of a stage. A chunk is a fraction of a stage, so the waits at both ends of a step are shorter by that
+  factor. Micro-batches go through a chunk in groups of at least as many as there are stages, if a step has that many.
+  Megatron requires the number of stages to divide that of micro-batches; here the sizes of groups may differ by one.
 - ZB-V (arXiv 2401.10241, section 6; Controllable Memory, arXiv 2405.15362) folds the model: the first stage has the
   first and the last chunk. It computes the loss, so its backward passes begin at once. Weight gradients fill the waits.
   Every stage holds as many activations as the first one under 1F1B.
-- DualPipeV (DeepSeek-AI 2025, DualPipe, halved by Sea AI Lab) folds likewise. It computes a forward and a backward pass
-  of the two chunks together; here they follow each other. It defers weight gradients only at the beginning and at the
-  end.
+- DualPipeV (DeepSeek-AI 2025, DualPipe, halved by Sea AI Lab) folds likewise. It overlaps a forward pass of one chunk
+  with a backward pass of the other; here one follows the other. It defers weight gradients only at the beginning and at
+  the end.
 
-The folded orders are made for at least about twice as many micro-batches as stages. With fewer, a stage leaves out the
-passes of the micro-batches that are missing.
+The two folded orders are made for about twice as many micro-batches as stages, or more. With fewer, a stage follows the
+order for that many and skips the passes of micro-batches that do not exist.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Pass:
 
 
 Order = Callable[[ModelChunks, int, int], Iterator[Pass]]
-"""Of chunks, micro-batches and stage: the passes of that stage."""
+"""Called with the model chunks, the number of micro-batches and the stage; yields the passes of that stage."""
 
 
 def gpipe(_parts: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
@@ -80,7 +80,7 @@ def one_forward_one_backward(chunks: ModelChunks, micro_batches: int, stage: int
 
 
 def zero_bubble_h1(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
-    """Yield the passes of a stage under ZB-H1; `stage` is also how many weight gradients it defers at most."""
+    """Yield the passes of a stage under ZB-H1; it defers at most `stage` weight gradients."""
     ahead = min(chunks.stages - stage, micro_batches)
     for index in range(ahead):
         yield Pass(Kind.FORWARD, index, stage)
@@ -102,7 +102,7 @@ def interleaved(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator
 
 
 def _groups(stages: int, micro_batches: int) -> list[range]:
-    """Return the groups of micro-batches that follow each other through a chunk, the larger ones first."""
+    """Return the groups in which micro-batches go through a chunk, larger ones first."""
     count = max(1, micro_batches // stages)
     size, larger = divmod(micro_batches, count)
     starts = [index * size + min(index, larger) for index in range(count + 1)]
@@ -117,7 +117,11 @@ def _grouped(kind: Kind, chunks: list[int], groups: list[range]) -> Iterator[Pas
 
 
 def _ahead(chunks: ModelChunks, micro_batches: int, stage: int) -> int:
-    """Return how many forward passes come before the first backward pass."""
+    """Return the number of forward passes before the first backward pass.
+
+    Each stage nearer to the end has 2 fewer, for the way there and back; all chunks but the last finish their first
+    group before.
+    """
     largest = len(_groups(chunks.stages, micro_batches)[0])
     return 2 * (chunks.stages - 1 - stage) + (chunks.each - 1) * largest + 1
 
@@ -131,6 +135,7 @@ def _in_turns(forwards: list[Pass], backwards: list[Pass], ahead: int) -> Iterat
 
 def zero_bubble_v(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under ZB-V."""
+    # the phases, in the paper's order: warm-up, one forward and one backward in turns, the rest of the backward passes
     stages, count = chunks.stages, max(2 * chunks.stages - 1, micro_batches)
     made = _Passes(chunks.of_stage(stage))
     made.add("0F", 2 * (stages - stage) - 1)
@@ -169,8 +174,11 @@ KINDS = {"F": Kind.FORWARD, "B": Kind.INPUT_GRADIENTS, "BW": Kind.BACKWARD}
 
 
 class _Passes:
-    """The passes of a stage, written down as `0F` (forward, the stage's first chunk), `1B` (input gradients of the
-    second), `0BW` (the whole backward pass) and `W` (the weight gradients that were deferred first)."""
+    """Collects the passes of a stage from a short notation.
+
+    `0F` is a forward pass of the stage's first chunk, `1B` the input gradients of its second chunk, `0BW` a whole
+    backward pass, `W` the weight gradients that have been deferred longest.
+    """
 
     def __init__(self, chunks: list[int]) -> None:
         self._parts = chunks
@@ -180,15 +188,15 @@ class _Passes:
 
     @property
     def deferred(self) -> int:
-        """How many weight gradients are deferred."""
+        """Number of weight gradients that are deferred now."""
         return len(self._deferred)
 
     def forwards(self, half: int) -> int:
-        """Return how many forward passes the first (0) or the second chunk has."""
+        """Return the number of forward passes so far of the stage's first (0) or second (1) chunk."""
         return self._forwards[half]
 
     def add(self, passes: str, times: int) -> None:
-        """Add passes, which follow each other, so many times."""
+        """Append a sequence of passes `times` times; micro-batches are numbered in order."""
         for name in passes.split() * times:
             if name == "W":
                 self._passes.append(self._deferred.popleft())

@@ -1,4 +1,4 @@
-"""When each pass of a pipeline begins, if every pass of a kind takes equally long and transfers take no time."""
+"""Simulate a schedule: when each pass begins, if all passes of a kind take equally long and transfers take no time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness.parallel.pipeline.schedules.orders import Kind, Order, Pass
 from harness.wording import counted
 
 Begins = dict[tuple[int, Pass], float]
-"""Of each stage and pass: when it begins."""
+"""(stage, pass) -> the time at which it begins."""
 
 UNITS: Mapping[Kind, float] = {
     Kind.FORWARD: 1,
@@ -17,13 +17,13 @@ UNITS: Mapping[Kind, float] = {
     Kind.INPUT_GRADIENTS: 1,
     Kind.WEIGHT_GRADIENTS: 1,
 }
-"""How long passes take where forward, input gradients and weight gradients take equally long."""
+"""Durations of passes if forward, input gradients and weight gradients take one unit of time each."""
 
 
 def timeline(order: Order, chunks: ModelChunks, micro_batches: int, durations: Mapping[Kind, float] = UNITS) -> Begins:
-    """Return when each pass begins: as soon as its stage is free and what it needs from a neighbour is there.
+    """Return when each pass begins: as soon as its stage is free and its input from the neighbouring chunk has come.
 
-    Raises ValueError for an order in which stages wait for each other for ever.
+    Raises ValueError for an order that deadlocks.
     """
     passes = [list(order(chunks, micro_batches, stage)) for stage in range(chunks.stages)]
     begins: Begins = {}
@@ -49,8 +49,10 @@ def timeline(order: Order, chunks: ModelChunks, micro_batches: int, durations: M
 
 
 def _needed(own: Pass, chunks: ModelChunks) -> tuple[bool, int, int] | None:
-    """Return the pass whose result a pass takes from the chunk before or after: whether it is a forward pass, the chunk
-    and the micro-batch."""
+    """Return the pass whose result a pass needs: whether it is a forward pass, its chunk and its micro-batch.
+
+    None for the first chunk's forward passes and for weight gradients, which need nothing from another chunk.
+    """
     if own.kind is Kind.WEIGHT_GRADIENTS:
         return None
     forward = own.kind is Kind.FORWARD
