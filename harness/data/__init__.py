@@ -1,6 +1,7 @@
-"""From text and conversations to micro-batches: sources -> documents -> blocks or samples -> stream, and evaluation.
+"""Turn text and conversations into micro-batches: sources -> documents -> blocks or samples -> stream, and evaluation.
 
-Which sample a step sees is a function of the seed and of the samples consumed so far, never of the layout.
-Nothing here knows of process groups: a data-parallel coordinate is two integers, a barrier is a callable.
-Importing this package, or `sources` for its early checks, imports neither torch nor datasets.
+Which samples a step gets is a function of the seed and of the samples consumed so far, never of the layout.
+A data-parallel coordinate comes in as two integers. Only `on_disk/cache.py` (through the store) and
+`batches/same_data.py` (through a collective) communicate with other ranks.
+Importing this package, or `files/sources.py` for its early checks, imports neither torch nor datasets.
 """

@@ -1,9 +1,10 @@
-"""Which characters of a rendered conversation are answers of the assistant.
+"""Find the characters of a rendered conversation that are the assistant's answers: only they are trained on.
 
-Where the template marks answers with {% generation %}, its marks decide. Else an answer begins where the prompt for it
-ends and ends with what closes its turn: both are read off renderings of the conversation's beginnings. A template may
-write a turn otherwise when more follows it, without its thoughts for example; so beginnings are compared with the whole
-from a mark on (`marks.py`), never by looking for a text. What cannot be told for certain is refused.
+If the template marks answers with {% generation %}, those marks decide. Otherwise an answer begins where its
+generation prompt ends, and ends behind the token that closes its turn. Both ends are found by rendering the first few
+messages alone, with and without the generation prompt. A template may render a turn differently when more messages
+follow (without its thoughts, for example). Therefore such a rendering is aligned with the whole conversation at marks
+(`marks.py`), never by searching for the text of the answer. An answer that cannot be located for certain is refused.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from harness.errors import UserError
 from harness.hf.template_process import Rejected
 
 Span: TypeAlias = tuple[int, int]
-"""First character and the one after the last."""
+"""Index of the first character, and of the one after the last."""
 
+# A question that is rendered alone, or behind a conversation, to see what the template writes around messages.
 _PROBE: JsonObject = {"role": "user", "content": "?"}
+# Special tokens look like <|end|> or [INST]. _OPEN: one whose bracket is not closed before the text ends.
 _OPEN = re.compile(r"(<[^<>]*|\[[^\[\]]*)\Z")
 _CLOSED = re.compile(r".*[>\]}]", re.DOTALL)
 _TOKEN = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
@@ -34,13 +37,13 @@ _OPENINGS = re.compile(rf"(?:\s*(?:{_TOKEN.pattern}))+")
 _FIRST_CLOSED = re.compile(r".*?[>\]}]", re.DOTALL)
 
 
-class _Untold(Exception):
-    """Why one way does not tell where the answers stand; it follows the place of the conversation."""
+class _NotFound(Exception):
+    """The answers cannot be located in one form of the conversation. The message follows the conversation's place."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """A rendered conversation, and the spans of it that are to be learnt, in order."""
+    """A rendered conversation, and the spans of it that are trained on, in order."""
 
     text: str
     spans: list[Span]
@@ -49,24 +52,29 @@ class Answers:
 def find_answers(
     template: Template, messages: list[JsonObject], tools: list[Any] | None, learnt: Set[int], place: str
 ) -> Answers:
-    """Return the conversation as the template writes it, and where the messages `learnt` stand in it.
+    """Render a conversation and locate the messages to train on.
 
-    UserError, with the place, for a conversation that the template rejects or of which that cannot be told.
+    Args:
+        learnt: indices of these messages.
+        place: where the conversation stands (file and line), for errors.
+
+    Raises:
+        UserError: the template rejects the conversation, or an answer cannot be located.
     """
     reasons: list[str] = []
     for form in _forms(messages):
         try:
             return _Conversation(template, form, tools, place).answers(learnt)
-        except _Untold as untold:
-            reasons.append(str(untold))
+        except _NotFound as error:
+            reasons.append(str(error))
     raise UserError(place + next((reason for reason in reasons if "rejects it" not in reason), reasons[0]))
 
 
 def _forms(messages: list[JsonObject]) -> Iterator[list[JsonObject]]:
-    """Give the messages in the forms that templates expect, which they do not say.
+    """Yield the messages in each form that templates are known to expect; a template does not say which.
 
-    Arguments of a tool call are an object, or JSON; beside calls an empty content is absent, "" or null; a content is a
-    text, or a list of parts.
+    The arguments of a tool call are an object or a JSON text; empty content beside tool calls is absent, "" or null;
+    content is a text or a list of parts.
     """
     silent = [bool(message.get("tool_calls")) and not message.get("content") for message in messages]
     as_objects = [{**message, **_with_arguments(message, as_text=False)} for message in messages]
@@ -82,7 +90,7 @@ def _forms(messages: list[JsonObject]) -> Iterator[list[JsonObject]]:
 
 
 def _with_arguments(message: JsonObject, *, as_text: bool) -> JsonObject:
-    """Return the tool calls of a message with their arguments as JSON or, where they are that, as objects."""
+    """Return the tool calls of a message with their arguments as JSON text, or parsed into objects where possible."""
 
     def changed(call: Any) -> Any:
         if not isinstance(call, dict):
@@ -113,7 +121,7 @@ def _as_object(arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A conversation that is rendered in several ways."""
+    """One form of a conversation, which is rendered whole, in part, and with marks."""
 
     template: Template
     messages: list[JsonObject]
@@ -121,13 +129,13 @@ class _Conversation:
     place: str
 
     def answers(self, learnt: Set[int]) -> Answers:
-        """Return the whole, and the spans of the messages `learnt`."""
+        """Return the rendered conversation and the spans of the messages `learnt`; raise _NotFound if unsure."""
         try:
-            text = self.text(self.messages)
+            text = self.template.write(self.messages, self.tools, self.place)
         except Rejected as error:
-            raise _Untold(str(error).removeprefix(self.place)) from error
-        if self.tools and text == self.tried(self.messages, tools=False):
-            raise _Untold(": the chat template does not write `tools`: remove them, or use a template that has them")
+            raise _NotFound(str(error).removeprefix(self.place)) from error
+        if self.tools and text == self.render(self.messages, tools=False):
+            raise _NotFound(": the chat template does not write `tools`: remove them, or use a template that has them")
         marked = self._marked(text)
         if marked is not None:
             marked.require_tool_calls()
@@ -135,15 +143,11 @@ class _Conversation:
             return Answers(text, self._generated(marked, learnt))
         spans = [self._span(text, index, marked) for index in sorted(learnt)]
         if any(start < end for (_, end), (start, _) in pairwise(spans)):
-            raise _Untold(": the chat template does not write the answers one after the other")
+            raise _NotFound(": the chat template does not write the answers one after the other")
         return Answers(text, [span for span in spans if span[0] < span[1]])
 
-    def text(self, messages: Sequence[JsonObject], *, prompt: bool = False) -> str:
-        """Return messages as the template writes them."""
-        return self.template.write(messages, self.tools, self.place, prompt=prompt)
-
-    def tried(self, messages: Sequence[JsonObject], *, prompt: bool = False, tools: bool = True) -> str | None:
-        """Return messages as the template writes them; None if it rejects them."""
+    def render(self, messages: Sequence[JsonObject], *, prompt: bool = False, tools: bool = True) -> str | None:
+        """Return messages as the template writes them, with the generation prompt if asked; None if it rejects them."""
         try:
             return self.template.write(messages, self.tools if tools else None, self.place, prompt=prompt)
         except Rejected:
@@ -151,46 +155,47 @@ class _Conversation:
 
     @cached_property
     def header(self) -> str:
-        """What the template writes before an answer when it is asked for one; nothing where it always or never does."""
-        question, asked = self.tried([_PROBE]), self.tried([_PROBE], prompt=True)
-        return _added(asked, question)
+        """The generation prompt behind a question; empty if the template always or never writes one."""
+        question, asked = self.render([_PROBE]), self.render([_PROBE], prompt=True)
+        return _without_prefix(asked, question)
 
     @cached_property
     def around_question(self) -> tuple[str, str]:
-        """What the template writes before and behind the text of a question that begins a conversation."""
+        """The template's text before and behind the question that begins a conversation."""
         form = mark([_PROBE], (), answers_alone=False, inside=False)
-        text, placed = form.read(self.tried(form.messages) or "")
+        text, placed = form.read(self.render(form.messages) or "")
         return (text[: placed[0].at], text[placed[-1].at :]) if placed else ("", "")
 
     @cached_property
     def openings(self) -> list[str]:
-        """The tokens in brackets that a conversation begins with: they open turns and close none."""
+        """The special tokens that a conversation begins with: they open turns and never close one."""
         found = _OPENINGS.match(self.around_question[0])
         tokens = _TOKEN.findall(found[0]) if found else []
         return [token for token in tokens if token != self.template.eos]
 
-    def untold(self, index: int) -> _Untold:
-        """Return the refusal of an answer."""
-        return _Untold(
+    def not_found(self, index: int) -> _NotFound:
+        """Return the error for the answer at `index`."""
+        return _NotFound(
             f", message {index + 1}: this answer cannot be found in the output of the chat template: "
             "mark the answers in the template with {% generation %}"
         )
 
     def _marked(self, text: str) -> _Marked | None:
-        """Return the conversation with marks; None if the template does not write the same with them."""
+        """Render the conversation with marks in its strings; None if the marks change anything else in the output."""
         if any(holds_marks(json.dumps(given, ensure_ascii=False)) for given in (text, self.messages, self.tools)):
             return None
+        # A template may test how a string begins or ends, or parse a question: try fewer, and hidden, marks too.
         for answers_alone, inside in ((False, False), (True, False), (False, True), (True, True)):
             form = mark(self.messages, self.template.words, answers_alone=answers_alone, inside=inside)
-            written = self.tried(form.messages)
-            if written is not None and all(form.has(index) for index in self._saying()):
+            written = self.render(form.messages)
+            if written is not None and all(form.has(index) for index in self._answers_with_text()):
                 without, placed = form.read(written)
                 if without == text:
                     return _Marked(self, form, text, placed)
         return None
 
-    def _saying(self) -> Iterator[int]:
-        """Give the answers that say something."""
+    def _answers_with_text(self) -> Iterator[int]:
+        """Yield the indices of answers whose content is not blank."""
         for index, message in enumerate(self.messages):
             content = message.get("content")
             texts = [content] if isinstance(content, str) else [part["text"] for part in content or []]
@@ -200,36 +205,36 @@ class _Conversation:
     def _span(self, text: str, index: int, marked: _Marked | None) -> Span:
         """Return the span of the answer at `index`."""
         if marked is None:
-            raise self.untold(index)
+            raise self.not_found(index)
         own = marked.of(index)
         if not own and marked.form.has(index):
-            raise self.untold(index)
+            raise self.not_found(index)
         span = marked.span(index) if own else self._between_beginnings(text, index)
         marked.require_apart(span, index)
         return span
 
     def _between_beginnings(self, text: str, index: int) -> Span:
-        """Return what an answer adds to its prompt, where both are beginnings of the whole."""
-        asked = self.tried(self.messages[:index], prompt=True)
-        up_to = text if index + 1 == len(self.messages) else self.tried(self.messages[: index + 1])
+        """Return the span between the generation prompt and the end of the turn; both must be prefixes of the whole."""
+        asked = self.render(self.messages[:index], prompt=True)
+        up_to = text if index + 1 == len(self.messages) else self.render(self.messages[: index + 1])
         if asked is None or up_to is None or not (text.startswith(up_to) and up_to.startswith(asked)):
-            raise self.untold(index)
+            raise self.not_found(index)
         return len(asked), max(len(asked), len(up_to.rstrip()))
 
     def _generated(self, marked: _Marked | None, learnt: Set[int]) -> list[Span]:
-        """Return the spans that the template marks as generated, of the messages `learnt`."""
+        """Return the {% generation %} spans that belong to the messages `learnt`."""
         spans = self.template.generated(self.messages, self.tools, self.place)
         answers = {index for index, message in enumerate(self.messages) if message["role"] == ASSISTANT}
         if marked is None:
-            raise self.untold(min(answers))
+            raise self.not_found(min(answers))
         for index in learnt:
             if marked.form.has(index) and not marked.of(index):
-                raise self.untold(index)
+                raise self.not_found(index)
         kept = []
         for span in spans:
             owners = marked.owners(span)
             if not owners <= answers or (not owners and not answers <= learnt) or (owners & learnt and owners - learnt):
-                raise _Untold(": {% generation %} of the chat template does not stand around single answers")
+                raise _NotFound(": {% generation %} of the chat template does not stand around single answers")
             if owners <= learnt:
                 kept.append(span)
         return kept
@@ -237,7 +242,7 @@ class _Conversation:
 
 @dataclass(frozen=True)
 class _Marked:
-    """A conversation as the template writes it, and where the marks of its strings stand."""
+    """A rendered conversation, and the positions of the marks of its strings in it."""
 
     chat: _Conversation
     form: MarkedMessages
@@ -245,13 +250,13 @@ class _Marked:
     placed: list[Placed]
 
     def of(self, index: int) -> list[Placed]:
-        """Return the marks of a message where they stand first: a tool's answer may repeat the name of the call."""
+        """Return the first occurrence of each mark of a message: a tool's answer may repeat the name of the call."""
         own = [place for place in self.placed if place.mark.message == index]
         seen = [place.character for place in own]
         return own[: next((i for i, each in enumerate(seen) if each in seen[:i]), len(own))]
 
     def require_tool_calls(self) -> None:
-        """Refuse a template that leaves out tool calls."""
+        """Raise _NotFound if the template leaves out a tool call."""
         of_calls = [mark for mark in self.form.marks.values() if mark.field == CALLS]
         calling = {mark.message for mark in of_calls}
         placed = [place.mark for index in calling for place in self.of(index)]
@@ -259,26 +264,28 @@ class _Marked:
         left_out = next((mark for mark in of_calls if (mark.message, mark.item) not in written), None)
         if left_out is not None:
             number = f", call {left_out.item + 1}" if left_out.item else ""
-            raise _Untold(f", message {left_out.message + 1}{number}: the chat template does not write its tool calls")
+            raise _NotFound(
+                f", message {left_out.message + 1}{number}: the chat template does not write its tool calls"
+            )
 
     def require_apart(self, span: Span, index: int) -> None:
-        """Refuse a span that holds text of another message."""
+        """Raise _NotFound if a span holds text of another message."""
         if not {place.mark.message for place in self._inside(span)} <= {index}:
-            raise self.chat.untold(index)
+            raise self.chat.not_found(index)
 
     def owners(self, span: Span) -> set[int]:
-        """Return the messages whose text stands in a span; refuse one that begins or ends within text."""
+        """Return the messages whose text lies in a span; raise _NotFound if the span begins or ends inside a text."""
         for one, other in pairwise(self.placed):
             if one.mark.begins and not other.mark.begins and any(one.at < edge < other.at for edge in span):
-                raise _Untold(f", message {one.mark.message + 1}: {{% generation %}} marks a part of this text")
+                raise _NotFound(f", message {one.mark.message + 1}: {{% generation %}} marks a part of this text")
         return {place.mark.message for place in self._inside(span)}
 
     def span(self, index: int) -> Span:
-        """Return the span of an answer that has marks: from the end of its prompt to what closes its turn."""
+        """Return the span of an answer that has marks: from the end of its prompt to the end of its closing token."""
         own = self.of(index)
         begin, end = self._begin(index, own[0]), self._end(index, own[-1])
         if not begin <= own[0].at <= own[-1].at <= end:
-            raise self.chat.untold(index)
+            raise self.chat.not_found(index)
         return begin, end
 
     def _inside(self, span: Span) -> Iterator[Placed]:
@@ -287,50 +294,51 @@ class _Marked:
             if start <= place.at < end if place.mark.begins else start < place.at <= end:
                 yield place
 
-    def _beginning(self, count: int, *, prompt: bool = False) -> tuple[str, list[Placed]] | None:
-        """Return the first `count` messages as the template writes them, and the marks in that."""
-        written = self.chat.tried(self.form.messages[:count], prompt=prompt)
+    def _first_messages(self, count: int, *, prompt: bool = False) -> tuple[str, list[Placed]] | None:
+        """Render the first `count` messages alone; return the text and its marks, None if the template rejects them."""
+        written = self.chat.render(self.form.messages[:count], prompt=prompt)
         return None if written is None else self.form.read(written)
 
     def _begin(self, index: int, first: Placed) -> int:
-        """Return where the prompt for an answer ends."""
+        """Return the index behind the generation prompt of an answer, whose first mark is `first`."""
         said = first.start(self.text)
-        asked, without = self._beginning(index, prompt=True), self._beginning(index)
+        asked, without = self._first_messages(index, prompt=True), self._first_messages(index)
         if asked is None:
             at = self._behind_earlier(index, first)
             found = None if at is None else self._behind_header(self.text[at:said], self.chat.header)
             if at is not None and found is not None:
                 return at + found
             if first.mark.field != "content":
-                raise self.chat.untold(index)
+                raise self.chat.not_found(index)
             return said
         prompt, at = self._behind_last_mark(asked, index)
         before, plain = self.text[at:said], "" if without is None else self._behind_last_mark(without, index)[0]
-        # Where a template leaves out how an answer begins, its text may seem to begin with what the prompt ends with.
-        own, found, up_to_mark = _added(prompt, plain), None, self.text[at : first.at]
+        # Compare up to the mark, not into the answer: if the template writes no header before an answer, the answer's
+        # own first characters could pass for the end of the prompt.
+        own, found, up_to_mark = _without_prefix(prompt, plain), None, self.text[at : first.at]
         if own:
             found = _end_of(prompt, up_to_mark)
-            # The prompt may go on otherwise than the conversation, as where it opens thoughts that are then left out.
+            # The prompt may continue differently from the conversation: it opens thoughts, say, which past turns omit.
             found = self._up_to_common(prompt, up_to_mark, plain) if found is None else found
         if found is None and self._is_template_alone(index):
-            # The header stands behind something that the template writes in whole conversations alone.
+            # Before the header may stand text that the template writes only in whole conversations.
             found = self._behind_header(before, own or self.chat.header)
         if found is None and not own:
             found = _end_of(prompt, up_to_mark)
             found = self._up_to_common(prompt, up_to_mark, "") if found is None else found
         if found is None:
-            raise self.chat.untold(index)
+            raise self.chat.not_found(index)
         return at + found
 
     def _up_to_common(self, prompt: str, before: str, plain: str) -> int | None:
-        """Return the length of what the prompt and the whole have in common, if the header of an answer is in that."""
-        common = _common(prompt, before)
+        """Return the length of the common prefix of `prompt` and `before`, if it holds the header of an answer."""
+        common = _common_length(prompt, before)
         common -= len(_open_end(before[:common])) if common < len(before) else 0
-        header = prompt[_common(prompt, plain) : common]
+        header = prompt[_common_length(prompt, plain) : common]
         return common if self._is_header(header) and header not in before[common:] else None
 
     def _behind_header(self, before: str, header: str) -> int | None:
-        """Return where the header of an answer, or its beginning, ends in text that the template alone has written."""
+        """Return where the header, or its longest prefix that occurs, ends in text that only the template wrote."""
         length = next((n for n in range(len(header), 0, -1) if header[:n] in before), 0)
         at = before.find(header[:length])
         end = at + length
@@ -339,20 +347,20 @@ class _Marked:
         return end if self._is_header(found) and before.count(found) == 1 else None
 
     def _is_header(self, text: str) -> bool:
-        """Whether a text can be the header of an answer: it stands before no question."""
+        """Whether a text can be the header of an answer: the template does not write it before a question."""
         return bool(text.strip()) and text not in self.chat.around_question[0]
 
     def _is_template_alone(self, index: int) -> bool:
-        """Whether nothing but the template writes between the last mark before this answer and the answer."""
+        """Whether the text between the previous message's marks and this answer comes from the template alone."""
         return index == 0 or bool(self.of(index - 1))
 
     def _behind_earlier(self, index: int, first: Placed) -> int | None:
-        """Return where the text of the messages before an answer ends; None where that has no marks."""
+        """Return where the text of the messages before an answer ends; None if the message before has no marks."""
         earlier = [place.at for place in self.placed if place.mark.message < index and place.at <= first.at]
         return max(earlier, default=0) if self._is_template_alone(index) else None
 
     def _behind_last_mark(self, beginning: tuple[str, list[Placed]], index: int) -> tuple[str, int]:
-        """Return what a beginning of the conversation ends with, and where that stands in the whole."""
+        """Return the text behind the last mark of a partial rendering, and the position of that mark in the whole."""
         text, placed = beginning
         if not placed:
             return text, 0
@@ -360,51 +368,55 @@ class _Marked:
         times = sum(place.character == last.character for place in placed)
         places = [place.at for place in self.placed if place.character == last.character]
         if len(places) < times:
-            raise self.chat.untold(index)
+            raise self.chat.not_found(index)
         return text[last.at :], places[times - 1]
 
     def _end(self, index: int, last: Placed) -> int:
-        """Return where what closes an answer's turn ends, without the space behind it unless space closes it."""
+        """Return the index behind the text that closes an answer's turn, without trailing space if there is more."""
         said = last.end(self.text)
         is_last = index + 1 == len(self.chat.messages)
-        up_to = (self.text, self.placed) if is_last else self._beginning(index + 1)
+        up_to = (self.text, self.placed) if is_last else self._first_messages(index + 1)
         ends = [] if up_to is None else [place for place in up_to[1] if place.character == last.character]
         if up_to is None or not ends or (not is_last and ends[-1] != up_to[1][-1]):
             if last.mark.field != "content":
-                raise self.chat.untold(index)
+                raise self.chat.not_found(index)
             closing = self._closed_by_next(index, last)
         else:
             closing = up_to[0][ends[0].at :]
             following = self._followed(last) if is_last else self.text[last.at :]
             if following is not None and not following.startswith(closing):
-                closing = self._shared(closing, following, index, last.mark.field, is_last=is_last)
+                closing = self._own_closing(closing, following, index, last.mark.field, is_last=is_last)
             elif not closing.strip() and not is_last:
                 closing = self._closed_by_next(index, last) or closing
         end = max(last.at + len(closing), said)
         return len(self.text[:end].rstrip()) if self.text[said:end].strip() else end
 
     def _closed_by_next(self, index: int, last: Placed) -> str:
-        """Return what closes a turn, where the template writes it only when a question follows; else nothing."""
+        """Return the closing text of a turn if the template writes it only before a question; otherwise nothing."""
         following = next((place for place in self.placed if place.at > last.at), None)
         is_question = following is not None and self.chat.messages[following.mark.message]["role"] == "user"
         if following is None or following.mark.message != index + 1 or not is_question:
             return ""
-        closing, header = _without_end(self.text[last.at : following.at], self.chat.around_question[0])
+        closing, header = _split_before_common_end(self.text[last.at : following.at], self.chat.around_question[0])
         return closing if header.strip() and closing.strip() else ""
 
     def _followed(self, last: Placed) -> str | None:
-        """Return what would stand behind the last answer if a question followed; None if the template rejects that."""
-        written = self.chat.tried([*self.form.messages, _PROBE])
+        """Render a question behind the last answer; return the text behind that answer, None if it is rejected."""
+        written = self.chat.render([*self.form.messages, _PROBE])
         text, placed = self.form.read(written or "")
         places = [place.at for place in placed if place.character == last.character]
         return text[places[0] :] if len(places) == 1 else None
 
-    def _shared(self, closing: str, following: str, index: int, field: str, *, is_last: bool) -> str:
-        """Return what of the `closing` belongs to the turn: at the end of a conversation more may stand than there."""
-        asked = self.chat.tried(self.chat.messages[:index]) or ""
-        shared = closing[: _common(closing, following)]
-        # Where the prompt for an answer always stands at the end, the next turn may begin as that does.
-        always_asks = asked == self.chat.tried(self.chat.messages[:index], prompt=True)
+    def _own_closing(self, closing: str, following: str, index: int, field: str, *, is_last: bool) -> str:
+        """Return the part of `closing` that closes the turn.
+
+        Behind the last message a template may write more than behind a turn in the middle: the end of the document, or
+        a generation prompt. `following` is the text behind the same answer when another message follows.
+        """
+        asked = self.chat.render(self.chat.messages[:index]) or ""
+        shared = closing[: _common_length(closing, following)]
+        # If the template always writes a generation prompt at the end, the next turn may begin like that prompt.
+        always_asks = asked == self.chat.render(self.chat.messages[:index], prompt=True)
         opened = [at for at in map(shared.find, self.chat.openings) if at >= 0]
         kept = (_FIRST_CLOSED if always_asks and not self.chat.openings else _CLOSED).match(shared)
         shared = shared[: min(opened)] if opened else kept[0] if kept else ""
@@ -414,30 +426,30 @@ class _Marked:
         if is_last and (not is_of_any_end or (closes_all and not shared.strip())):
             return closing
         if field != "content" and not opened and not is_of_any_end:
-            raise self.chat.untold(index)  # a call would be cut off
+            raise self.chat.not_found(index)  # a call would be cut off
         return shared
 
 
 def _open_end(text: str) -> str:
-    """Return the end of a text from a bracket on that is not closed: a part of a token such as <|end|>."""
+    """Return the end of a text from its last unclosed bracket on: a part of a token such as <|end|>."""
     found = _OPEN.search(text)
     return found[0] if found else ""
 
 
-def _common(a: str, b: str) -> int:
-    """Return the length of the longest common beginning."""
+def _common_length(a: str, b: str) -> int:
+    """Return the length of the longest common prefix, in characters."""
     if a.startswith(b):
         return len(b)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _added(longer: str | None, text: str | None) -> str:
-    """Return what `longer` has behind `text`; nothing where it does not begin with that."""
-    return longer[len(text) :] if longer is not None and text is not None and longer.startswith(text) else ""
+def _without_prefix(text: str | None, prefix: str | None) -> str:
+    """Return `text` without `prefix`; "" if either is None or `text` does not begin with it."""
+    return text[len(prefix) :] if text is not None and prefix is not None and text.startswith(prefix) else ""
 
 
 def _end_of(prompt: str, before: str) -> int | None:
-    """Return where a prompt ends in text that begins with it, whatever space stands between its words; else None."""
+    """Return where `prompt` ends in `before`, which must begin with it up to white space; otherwise None."""
     if before.startswith(prompt):
         return len(prompt)
     end, words = 0, "".join(prompt.split())
@@ -447,12 +459,12 @@ def _end_of(prompt: str, before: str) -> int | None:
         if before[end : end + 1] != char:
             return None
         end += 1
-    return end + _common(before[end:], prompt[len(prompt.rstrip()) :]) if words else None
+    return end + _common_length(before[end:], prompt[len(prompt.rstrip()) :]) if words else None
 
 
-def _without_end(text: str, other: str) -> tuple[str, str]:
-    """Divide a text where the end begins that `other` has too; a token in brackets is not divided."""
-    length = len(text) - _common(text[::-1], other[::-1])
+def _split_before_common_end(text: str, other: str) -> tuple[str, str]:
+    """Split `text` before the longest suffix that `other` has too, never inside a token in brackets."""
+    length = len(text) - _common_length(text[::-1], other[::-1])
     if _open_end(text[:length]):
         closed = _FIRST_CLOSED.match(text, length)
         length = closed.end() if closed else len(text)

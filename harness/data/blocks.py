@@ -1,13 +1,13 @@
-"""Text -> token ids on disk -> blocks: documents closed by the end-of-document id, joined, cut into blocks.
+"""Tokenise text to disk, and cut it into blocks: each document ends with the end-of-document id, all are joined.
 
-As in HF's run_clm.py a block is its own labels (the loss shifts them: N-1 predictions a block), but the corpus is
-joined as a whole: exactly floor(total / N) blocks, whatever the size of a batch on the way. Packed blocks hold the
-same ids, and position ids that begin at 0 with each document and each block, so that attention stays within a
+As in HF's run_clm.py the labels of a block are its ids (the loss shifts them: N-1 predictions a block). Unlike there,
+the whole corpus is joined, not each batch of 1,000 documents: exactly floor(total / N) blocks. Packed blocks have the
+same ids, and also position ids that restart at 0 with each document and each block, so that attention stays within a
 document.
 
-A shard is a run of rows of documents: `ids`, all ids one after the other, and `starts`, the places among them where
-documents begin. Blocks of any size are cut out of the same ids when they are read, and the ranks of a host share the
-mapped pages.
+A shard holds consecutive documents in two files: `ids`, all token ids joined, and `starts`, the indices in `ids` where
+documents begin. Blocks of any size are cut from the same `ids` when they are read, so another --block_size tokenises
+nothing again, and the ranks of a host share the mapped pages.
 """
 
 from __future__ import annotations
@@ -35,12 +35,17 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# Part of the cache key: raise it when the same documents give other ids.
+# Part of the cache key. Raise it when a change of the code gives other ids for the same documents.
 _FORMAT = 4
 
 
 class TokenIds:
-    """All ids of several arrays, one after the other, and where documents begin in each of them."""
+    """The ids of several arrays as one sequence, and where documents begin in it.
+
+    Args:
+        ids: the arrays [tokens], none of them empty.
+        starts: for each array the indices in it where documents begin, ascending.
+    """
 
     def __init__(self, ids: Sequence[npt.NDArray[np.integer]], starts: Sequence[npt.NDArray[np.int64]]) -> None:
         self._ids, self._starts = ids, starts
@@ -50,12 +55,12 @@ class TokenIds:
         return self._ends[-1] if self._ends else 0
 
     def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return ids `start` to `stop` - 1."""
+        """Return ids `start` to `stop` - 1, int64 [stop - start]."""
         parts = [self._ids[shard][first:last] for shard, first, last in self._overlaps(start, stop)]
         return np.concatenate(parts, dtype=np.int64, casting="safe")
 
     def starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return which of these ids begin a document, counted from `start`."""
+        """Return the indices of ids that begin a document between `start` and `stop`, counted from `start`."""
         found = [np.empty(0, dtype=np.int64)]
         for shard, first, last in self._overlaps(start, stop):
             starts = self._starts[shard]
@@ -64,7 +69,7 @@ class TokenIds:
         return np.concatenate(found)
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the shards that hold ids `start` to `stop` - 1, each with the first and the last + 1 of its own."""
+        """Yield (array, first, last + 1 within it) for each array that holds some of the ids `start` to `stop` - 1."""
         shard = bisect_right(self._ends, start)
         while start < stop:
             begins = self._ends[shard] - len(self._ids[shard])
@@ -85,7 +90,7 @@ class Blocks:
         return len(self.ids) // self.block_size
 
     def lengths(self, rows: npt.ArrayLike | None = None) -> npt.NDArray[np.integer]:
-        """Return the tokens of these blocks, by default of all: each is full."""
+        """Return the number of tokens of these blocks, by default of all: each is full."""
         return np.full(len(self) if rows is None else np.asarray(rows).size, self.block_size)
 
     def padded_to(self, _length: int) -> Blocks:
@@ -104,7 +109,7 @@ class Blocks:
 
 
 def positions_of(starts: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.int64]:
-    """Return the position ids [block_size] of a block in which documents begin at `starts`."""
+    """Return the position ids [block_size] of a block in which documents begin at `starts`: 0, 1, ... in each."""
     begins = np.zeros(block_size, dtype=np.int64)
     begins[starts] = starts
     return np.arange(block_size) - np.maximum.accumulate(begins)
@@ -113,21 +118,23 @@ def positions_of(starts: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[
 def make_blocks(
     documents: Dataset, tokenizer: Tokenizer, block_size: int, how: Preparation = USUAL, *, packing: bool = False
 ) -> Blocks:
-    """Return the ids of documents (`text`, perhaps `part`) in blocks of `block_size`; with `packing` also position ids.
+    """Tokenise documents (`text`, perhaps `part`) and cut them into blocks; with `packing` add position ids.
 
-    What does not fill the last block is dropped. The ids are kept under a name made from documents and tokenizer, so a
-    second call encodes nothing, and a call after an interruption only what is missing. Each process takes memory for
-    some MB of text, however long a document is.
+    Ids that do not fill the last block are dropped. The ids are cached under a hash of documents and tokenizer: a
+    second call tokenises nothing, a call after an interruption only the missing shards. Each process needs memory for
+    a few MB of text, however long a document is.
 
     Raises:
         UserError: `block_size` < 2, the documents do not fill one block, or the cache cannot be written.
     """
     require_block_size(block_size)
     encode, dtype = PieceEncoder(tokenizer), smallest_dtype(largest_id(tokenizer))
-    lengths, parts = bytes_of_rows(documents, "text"), parts_of(documents)  # the text is not read
+    lengths, parts = bytes_of_rows(documents, "text"), parts_of(documents)  # from Arrow's offsets, without the text
 
     def encoded(first: int, stop: int) -> Iterator[npt.NDArray[np.integer]]:
         for start, end in batches(lengths, first, stop):
+            # A document that goes on across the end of a batch or shard is cut where the tokenizer cuts (pieces.py),
+            # which takes a look at the neighbouring row.
             before = documents[start - 1]["text"] if parts[start] > 0 else ""
             continued = end < len(parts) and parts[end] > 0
             after = documents[end]["text"] if continued else None
@@ -160,7 +167,7 @@ def make_blocks(
 
 
 def blocks_of(ids: TokenIds, block_size: int, *, packing: bool) -> Blocks:
-    """Return ids in blocks. UserError if they do not fill one."""
+    """Return ids in blocks of `block_size` tokens. UserError if they do not fill one."""
     require_block_size(block_size)
     if len(ids) < block_size:
         total = counted(len(ids), "token")
@@ -169,9 +176,9 @@ def blocks_of(ids: TokenIds, block_size: int, *, packing: bool) -> Blocks:
 
 
 def token_blocks(paths: Sequence[Path], block_size: int, vocabulary: int, *, packing: bool) -> Blocks:
-    """Return the ids of token files in blocks, mapped from there. UserError if one cannot be used.
+    """Map token files and cut their ids into blocks. UserError for a file that cannot be used.
 
-    With `packing` documents are kept apart, so each file has to say where they begin.
+    `packing` needs the start of each document, so each file must have an index.
     """
     files = [open_tokens(path, vocabulary) for path in paths]
     for file in files:
@@ -187,5 +194,5 @@ def require_block_size(block_size: int) -> None:
 
 
 def smallest_dtype(largest: int) -> np.dtype[np.integer]:
-    """Return the dtype that ids or positions up to `largest` are kept in."""
+    """Return uint16 for ids up to 65,535, else int32."""
     return np.dtype(np.uint16 if largest < 2**16 else np.int32)

@@ -1,7 +1,7 @@
-"""Conversations -> token ids, and which of them are answers to be learnt.
+"""Tokenise conversations, and mark the tokens of the answers that are trained on.
 
-The tokenizer's chat template writes a conversation as text, and `answers.py` says which characters of it are answers.
-Spans of characters become ids by the tokenizer's offsets, so no boundary of a token has to be guessed.
+The tokenizer's chat template renders a conversation as text, and `answers.py` finds the characters of its answers. The
+tokenizer's character offsets map them to tokens, so no token boundary has to be guessed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation's ids, and which of them are to be learnt."""
+    """A tokenised conversation: ids [tokens], and for each whether it is part of an answer to train on."""
 
     ids: npt.NDArray[np.int64]
     answers: npt.NDArray[np.bool_]
 
 
 class ConversationEncoder:
-    """Encodes conversations as `rows.py` makes them, with one tokenizer.
+    """Tokenises conversations in the JSON form of `rows.py`.
 
-    Raises UserError, at the first conversation that needs it, if the tokenizer has no chat template or cannot tell
-    which characters a token stands for.
+    Raises UserError, at the first conversation that needs it, if the tokenizer has no chat template or gives no
+    character offsets.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -46,7 +46,7 @@ class ConversationEncoder:
         self._templates: dict[bool, Template] = {}
 
     def __call__(self, conversation: str, place: str) -> Encoded:
-        """Encode a conversation in JSON; UserError, with its place, if the template does not serve it."""
+        """Tokenise a conversation in JSON. UserError, with its place, if the template cannot render it."""
         parsed = json.loads(conversation)
         if "messages" not in parsed:
             return self._completion(parsed["prompt"], parsed["completion"])
@@ -62,7 +62,7 @@ class ConversationEncoder:
 
     @property
     def template(self) -> str:
-        """The chat template with what it may ask the tokenizer for: all that decides how a conversation is written."""
+        """The chat template and the special tokens as JSON: they decide how a conversation is rendered (cache key)."""
         return json.dumps([self.tokenizer.chat_template, self.tokenizer.special_tokens_map], default=str)
 
     def _require_template(self) -> None:
@@ -79,7 +79,7 @@ class ConversationEncoder:
             )
 
     def _completion(self, prompt: str, completion: str) -> Encoded:
-        """Prompt and completion apart, as they are when the model is asked; the end of the document is learnt."""
+        """Tokenise prompt and completion separately, as at inference; the end-of-document token is trained on too."""
         asked, answered = (self._ids(text)["input_ids"] for text in (prompt, completion))
         ids = np.asarray([*asked, *answered, self.end], dtype=np.int64)
         return Encoded(ids=ids, answers=np.arange(len(ids)) >= len(asked))
@@ -91,11 +91,11 @@ class ConversationEncoder:
         for start, end in spans:
             answers |= (ends > start) & (starts < end)
         if not answers.any():
-            raise UserError(f"{place}: the chat template writes no answer to learn")
+            raise UserError(f"{place}: the chat template writes no answer to train on")
         return Encoded(ids=np.asarray(tokens["input_ids"], dtype=np.int64), answers=answers)
 
     def _ids(self, text: str, **more: bool) -> BatchEncoding:
-        """Return the text's ids, without special tokens but those that the template has written."""
+        """Tokenise a text without adding special tokens: the template has written them."""
         encoded: BatchEncoding = self.tokenizer(
             text,
             add_special_tokens=False,

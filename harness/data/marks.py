@@ -1,8 +1,8 @@
-"""Marks in the strings of a conversation: they show where a chat template has written each string.
+"""Insert marks into the strings of a conversation, to see where a chat template writes each string.
 
-A mark is one character of Unicode's last private plane that the conversation does not contain. A template that is given
-marked strings writes the marks with them. Where its output without the marks is what it writes for the plain
-strings, each mark stands where that part of the string stands: nothing has to be looked for by its text.
+A mark is one character of Unicode's last private plane, which the conversation does not contain. A template copies the
+marks together with the strings. If the output without its marks equals the output for the unmarked conversation, each
+mark shows the position of its part of the string, and no text has to be searched for.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from harness.data.files.rows import ASSISTANT
 
 CALLS = "tool_calls"
 _PRIVATE, _TANGUT = range(0x100000, 0x10FFFE), range(0x17000, 0x187F8)
-"""The marks; those of tool calls are of Tangut, a script of the 11th century.
+"""The characters that serve as marks; those in tool calls are from Tangut, a script of the 11th century.
 
-A template may write a list of arguments as Python does, which escapes what is not printable, as private characters
-are. A content that it writes so, as it does not expect a list of parts, is refused for that very reason.
+A template may write a tool call's arguments by Python's `str`, which escapes unprintable characters such as private
+ones, but leaves Tangut. A list of content parts that a template writes by `str` is a mistake: its private marks are
+escaped, so it is not found and refused.
 """
 _MARKS = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}{chr(_TANGUT[0])}-{chr(_TANGUT[-1])}]")
-_PAIR = re.compile(r"(?<=[^\W_])(?=[^\W_])")
+_PAIR = re.compile(r"(?<=[^\W_])(?=[^\W_])")  # a position between two letters or digits
 _MOST_PARTS = 64
 _NAMES = frozenset({"role", "id", "type", "tool_call_id", "index", "name"})
-"""What of a message is no text of it. A template may look at these, as at the length of an id."""
+"""Keys of a message that get no marks: a template may compare their values, or test the length of an id."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in a string of a message.
+    """A mark in a string of a message. It marks the begin or the end of a part of the string.
 
     Attributes:
-        message: its index.
-        field: the name in the message under which the string stands.
-        item: where a list stands under that name, the index in it; else 0.
+        message: index of the message.
+        field: key of the message that holds the string.
+        item: if the key holds a list, the index in it; else 0.
         text: the string.
-        offset: the characters of it before the mark.
-        begins: whether the mark stands before what it marks.
-        part: where the part of the string that it marks begins and ends.
+        offset: number of characters of `text` before the mark.
+        begins: whether it marks the begin of its part, not the end.
+        part: first character and last + 1 of the part in `text`.
     """
 
     message: int
@@ -55,11 +56,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class Placed:
-    """A mark in an output of a template.
+    """A mark in the output of a template.
 
     Attributes:
-        character: the mark itself, which no other has.
-        at: the characters of the output before it, marks not counted.
+        character: the character of the mark, unique to it.
+        at: number of characters of the output before it, without marks.
     """
 
     character: str
@@ -67,7 +68,7 @@ class Placed:
     at: int
 
     def start(self, output: str) -> int:
-        """Return where the marked part begins in the output: as far to the left as both are the same."""
+        """Return where the marked part begins in the output: extend to the left while text and output agree."""
         mark, back = self.mark, 0
         while back < min(mark.offset - mark.part[0], self.at):
             if output[self.at - back - 1] != mark.text[mark.offset - back - 1]:
@@ -76,7 +77,7 @@ class Placed:
         return self.at - back
 
     def end(self, output: str) -> int:
-        """Return where the marked part ends in the output."""
+        """Return where the marked part ends in the output: extend to the right while text and output agree."""
         mark, ahead = self.mark, 0
         while ahead < min(mark.part[1] - mark.offset, len(output) - self.at):
             if output[self.at + ahead] != mark.text[mark.offset + ahead]:
@@ -87,17 +88,17 @@ class Placed:
 
 @dataclass(frozen=True)
 class MarkedMessages:
-    """Messages with marks in their strings, and what each mark stands for."""
+    """Messages with marks in their strings; `marks` describes the mark of each character."""
 
     messages: list[JsonObject]
     marks: Mapping[str, Mark]
 
     def has(self, index: int, field: str | None = None) -> bool:
-        """Whether a message has marks, in this field of it where one is given."""
+        """Whether a message has marks, in this field of it if one is given."""
         return any(mark.message == index and field in (None, mark.field) for mark in self.marks.values())
 
     def read(self, output: str) -> tuple[str, list[Placed]]:
-        """Return a template's output without marks, and where they stood, from left to right."""
+        """Return a template's output without marks, and the marks from left to right."""
         parts, placed, length, start = [], [], 0, 0
         for found in _MARKS.finditer(output):
             parts.append(output[start : found.start()])
@@ -107,18 +108,21 @@ class MarkedMessages:
 
 
 def holds_marks(text: str) -> bool:
-    """Whether the text has characters that serve as marks."""
+    """Whether the text contains characters that serve as marks."""
     return _MARKS.search(text) is not None
 
 
 def words_of(template: str) -> list[str]:
-    """Return the strings in a template's source at which it may split a message, the longest first."""
+    """Return the string literals in a template's source at which it may split a message, the longest first.
+
+    They contain other characters than letters and digits, such as `</think>`.
+    """
     from jinja2 import Environment
     from jinja2.exceptions import TemplateError
 
     try:
         tokens = [value for _, kind, value in Environment().lex(template) if kind == "string"]
-    except TemplateError:  # it is rejected when it is used
+    except TemplateError:  # the template is rejected when it is used
         return []
     literals = {token[1:-1].replace("\\n", "\n").strip() for token in tokens}
     return sorted(
@@ -127,11 +131,11 @@ def words_of(template: str) -> list[str]:
 
 
 def mark(messages: Sequence[JsonObject], words: Sequence[str], *, answers_alone: bool, inside: bool) -> MarkedMessages:
-    """Return the messages with marks around each part of their text that `words` divide it into.
+    """Return the messages with marks around each part of their text; `words` divide a text into parts.
 
     Args:
-        answers_alone: leave the messages of other roles as they are.
-        inside: put marks between letters within a part, for templates that look at how a string begins or ends.
+        answers_alone: mark only the assistant's messages.
+        inside: put the marks between letters inside a part, for templates that test how a string begins or ends.
     """
     marks: dict[str, Mark] = {}
     free = map(chr, _PRIVATE), map(chr, _TANGUT)
@@ -158,14 +162,14 @@ def mark(messages: Sequence[JsonObject], words: Sequence[str], *, answers_alone:
 
 
 def _marked(value: Any, put: Callable[[int, str], str]) -> Any:
-    """Return a field of a message with marks; those in a list are told apart by its items."""
+    """Return the value of a message's key with marks; in a list, `put` gets the index of the item."""
     if isinstance(value, list):
         return [_mapped(each, partial(put, item)) for item, each in enumerate(value)]
     return _mapped(value, partial(put, 0))
 
 
 def _mapped(value: Any, put: Callable[[str], str]) -> Any:
-    """Return a value of JSON with each of its strings replaced, but for those that are no text of the message."""
+    """Return a JSON value with each string replaced by `put`, except under the keys _NAMES."""
     if isinstance(value, str):
         return put(value)
     if isinstance(value, list):
@@ -177,7 +181,7 @@ def _mapped(value: Any, put: Callable[[str], str]) -> Any:
 
 
 def _places(text: str, words: Sequence[str], inside: bool) -> Iterator[tuple[int, bool, tuple[int, int]]]:
-    """Give the places of marks in a string: around the text between `words`, without the space around it."""
+    """Yield (offset, begins, part) of each mark: around each part between `words`, without surrounding space."""
     present = [re.escape(word) for word in words if word in text]
     cuts = [match.span() for match in re.finditer("|".join(present), text)][:_MOST_PARTS] if present else []
     starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
@@ -192,7 +196,7 @@ def _places(text: str, words: Sequence[str], inside: bool) -> Iterator[tuple[int
 
 
 def _stripped(text: str, start: int, end: int) -> tuple[int, int]:
-    """Return a part of a text without the space around it; of space alone an empty part."""
+    """Return the span of text[start:end] without surrounding space; an empty span if there is only space."""
     part = text[start:end]
     start += len(part) - len(part.lstrip())
     return start, start + len(part.strip())

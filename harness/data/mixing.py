@@ -1,8 +1,8 @@
-"""Several data sets of one block size as one: one behind the other, or mixed by shares.
+"""Combine several data sets of one block size: concatenated, or mixed by shares.
 
-In a mixture the number of a sample in the run decides by arithmetic alone which source it comes from and which of its
-samples it is, in every layout and after every resume. Any run of samples holds each source in its share, to within a
-sample or two. Each source is passed through in an order of its own, and again when it is through.
+In a mixture, the number of a sample in the run decides by arithmetic alone its source and its index there, in every
+layout and after every resume. Any stretch of consecutive samples contains each source in its share, to within a sample
+or two. Each source has its own shuffled order, and begins a new epoch when it is exhausted.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from harness.data.blocks import Blocks
 from harness.data.samples import Samples
 from harness.parallel.generators import seed_of
 
-PERIOD = 1 << 16  # samples after which the pattern of sources repeats; shares are multiples of its inverse
+PERIOD = 1 << 16  # samples after which the pattern of sources repeats, so shares are rounded to 1 / 65,536
 
 
 class Shares:
-    """The order in which samples are taken from several sources: each source in its share, to within a sample or two.
+    """The sequence of sources that samples are taken from: each in its share, to within a sample or two.
 
     Attributes:
-        shares: of the sources; their sum is 1.
-        slots: of each source, its samples in a period.
+        shares: one for each source; their sum is 1.
+        slots: number of samples of each source in a period.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.shares = [weight / sum(weights) for weight in weights]
         self.slots = np.array(_slots(self.shares))
-        # spread evenly over the period: the i-th of a source's c slots is due at (i + 1/2) / c of it
+        # Spread evenly: sample i of a source with c slots in a period is due at (i + 1/2) / c of the period.
         due = np.concatenate([(np.arange(count) + 0.5) / count for count in self.slots])
         number = np.repeat(np.arange(len(weights)), self.slots)
         self._pattern = number[np.lexsort((number, due))]
@@ -43,13 +43,16 @@ class Shares:
             self._rank[self._pattern == source] = np.arange(slots)
 
     def places(self, consumed: int, count: int) -> tuple[Indices, Indices]:
-        """Return source, and number in it, of each of the `count` samples that follow the first `consumed`."""
+        """Return the source, and the number of the sample in it, of the `count` samples after the first `consumed`.
+
+        Two arrays int64 [count].
+        """
         period, slot = np.divmod(np.arange(consumed, consumed + count, dtype=np.int64), PERIOD)
         numbers = self._pattern[slot]
         return numbers, period * self.slots[numbers] + self._rank[slot]
 
     def before(self, consumed: int) -> list[int]:
-        """Return how many of the first `consumed` samples come from each source."""
+        """Return how many of the first `consumed` samples come from each source, one number a source."""
         periods, slot = divmod(consumed, PERIOD)
         counts: list[int] = (
             periods * self.slots + np.bincount(self._pattern[:slot], minlength=len(self.slots))
@@ -58,7 +61,7 @@ class Shares:
 
 
 def _slots(shares: Sequence[float]) -> list[int]:
-    """Return how many samples of a period each source gives: largest remainders, but at least one."""
+    """Return the number of samples of each source in a period: by largest remainders, at least one each."""
     exact = [share * PERIOD for share in shares]
     slots = [max(int(each), 1) for each in exact]
     nearest = sorted(range(len(shares)), key=lambda i: (slots[i] - exact[i], i))
@@ -72,7 +75,7 @@ Source = Blocks | Samples
 
 
 class Joined(SeveralSources):
-    """The samples of several sources, one source behind the other; of text the labels are its ids."""
+    """The samples of several sources, concatenated. Samples without labels, of text, get their ids as labels."""
 
     def __init__(self, sources: Sequence[Source], names: Sequence[str] = ()) -> None:
         self.sources = list(sources)
@@ -94,7 +97,7 @@ class Joined(SeveralSources):
         return {"labels": sample["input_ids"], **sample}
 
     def lengths(self, rows: npt.ArrayLike | None = None) -> npt.NDArray[np.integer]:
-        """Return the tokens of these samples, by default of all, without padding."""
+        """Return the number of tokens of these samples, by default of all, without padding."""
         asked = np.arange(len(self)) if rows is None else np.asarray(rows)
         found = np.empty(len(asked), dtype=np.int64)
         numbers = np.searchsorted(self._ends, asked, side="right")
@@ -104,21 +107,21 @@ class Joined(SeveralSources):
         return found
 
     def sources_of(self, rows: Sequence[int]) -> list[int]:
-        """Return the number of the source of each of these samples."""
+        """Return the index of the source of each of these samples."""
         return [bisect_right(self._ends, row) for row in rows]
 
     def padded_to(self, length: int) -> Joined:
-        """Return the same samples at another length; only those that are not longer may be read."""
+        """Return the same samples padded to `length` tokens; a longer sample must not be read from the result."""
         joined = Joined([source.padded_to(length) for source in self.sources], self.names)
         joined.block_size = length
         return joined
 
 
 class Mixture(Joined, OwnOrder):
-    """Sources of which each gives its share of the samples, whatever its size.
+    """Sources that are mixed by shares, whatever their sizes.
 
     Attributes:
-        shares: of the sources; their sum is 1.
+        shares: one for each source; their sum is 1.
     """
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float], names: Sequence[str]) -> None:
@@ -128,7 +131,7 @@ class Mixture(Joined, OwnOrder):
         self.key = str(self.shares)
 
     def order(self, consumed: int, count: int, seed: int) -> Indices:
-        """Return the `count` samples that follow the first `consumed` of the run."""
+        """Return the indices [count] of the samples that follow the first `consumed` of the run."""
         numbers, places = self._mixed.places(consumed, count)
         found = np.empty(count, dtype=np.int64)
         for number in np.unique(numbers):
@@ -141,14 +144,14 @@ class Mixture(Joined, OwnOrder):
 
 
 def joined(sources: Sequence[Source], weights: Sequence[float] = (), names: Sequence[str] = ()) -> MapDataset:
-    """Return several sources as one data set, by weights if there are any."""
+    """Combine sources into one data set: mixed if there are weights, else concatenated."""
     if weights:
         return Mixture(sources, weights, names)
     return sources[0] if len(sources) == 1 else Joined(sources, names)
 
 
 def described(data: MapDataset | None) -> Iterator[str]:
-    """Give a line for each source that has a share or a summary of what became of its conversations."""
+    """Yield a line for the user on each source with a share, or with a summary of its conversations."""
     for number, source in enumerate(data.sources if isinstance(data, Joined) else [data]):
         summary = source.summary if isinstance(source, Samples) else ""
         if isinstance(data, Mixture) and isinstance(source, Blocks | Samples):
@@ -159,7 +162,7 @@ def described(data: MapDataset | None) -> Iterator[str]:
 
 
 def parts_of(data: MapDataset) -> dict[str, MapDataset]:
-    """Return the sources of a data set by their file names; nothing if there is only one source."""
+    """Return the sources of a data set by their file names; {} if there is only one source."""
     if not isinstance(data, Joined) or len(data.names) < 2:
         return {}
     return {name: Joined([source]) for name, source in zip(data.short_names, data.sources, strict=True)}

@@ -1,6 +1,6 @@
-"""Best-fit-decreasing bin packing: samples into blocks, none cut (Johnson et al., 1974, SIAM J. Comput. 3(4)).
+"""Pack samples into blocks without cutting any: best-fit-decreasing (Johnson et al., 1974, SIAM J. Comput. 3(4)).
 
-Samples of one length are placed together. So packing takes a few numbers a sample, in arrays, and no Python object.
+All samples of one length are placed together, in arrays: a few numbers a sample, no Python object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Bins:
-    """Which samples share a block: their indices, block after block, and where the indices of each block end."""
+    """The samples of each block: `indices` [samples], block after block, and `ends` [blocks], where each block ends."""
 
     indices: Indices
     ends: Indices
@@ -33,10 +33,10 @@ class Bins:
 
 
 def best_fit_decreasing(lengths: npt.ArrayLike, size: int) -> Bins:
-    """Return the samples of each block of `size`; the same for the same lengths, whatever else happens.
+    """Pack samples of these lengths (1 to `size` tokens each) into blocks of `size` tokens; a pure function.
 
-    The longest sample comes first, each into the fullest block that still has room for it. Within a block and
-    among blocks the samples' own order is kept. Lengths lie between 1 and `size`.
+    Samples are taken from the longest to the shortest, each into the fullest block that still has room. Within a block
+    samples keep their order, and blocks are sorted by their first sample.
     """
     lengths = np.asarray(lengths, dtype=np.int32)
     order = np.argsort(-lengths, kind="stable")
@@ -53,18 +53,18 @@ def best_fit_decreasing(lengths: npt.ArrayLike, size: int) -> Bins:
 
 
 class _Blocks:
-    """The blocks so far, by the room that is left in them: of those with the same room the latest is filled first."""
+    """The blocks so far, grouped by their free room; of blocks with equal room the latest is filled first."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.count = 0
         self._with_room: dict[int, list[npt.NDArray[np.int32]]] = {}
-        self._rooms = 0  # bit r is set where blocks have room for r
+        self._rooms = 0  # bit r is set if some block has room for exactly r tokens: finds the best fit without a search
 
     def fill(self, length: int, most: int) -> npt.NDArray[np.int32]:
-        """Return the block of each of the next samples of `length`: at most `most`, in blocks that have the same room.
+        """Place up to `most` samples of `length` into the fullest blocks with room for one, or into new blocks.
 
-        The fullest blocks with room for one are filled, or new ones where there are none.
+        Returns the block number of each sample placed; these blocks all had the same room.
         """
         enough = self._rooms >> length
         room = length + (enough & -enough).bit_length() - 1 if enough else self.size
@@ -82,7 +82,7 @@ class _Blocks:
         return chosen
 
     def _take(self, room: int, most: int) -> npt.NDArray[np.int32]:
-        """Take the latest run of blocks with this room, at most so many of it, the latest first."""
+        """Remove and return up to `most` blocks with this room, from the latest group, the latest first."""
         runs = self._with_room[room]
         run = runs.pop()
         if len(run) > most:
@@ -100,7 +100,8 @@ class _Blocks:
 def _in_order(block_of: npt.NDArray[np.int32], count: int) -> Bins:
     """Return the samples of each block in their own order, the blocks in the order of their first samples."""
     first = np.empty(count, dtype=np.int32)
-    first[block_of[::-1]] = np.arange(len(block_of), dtype=np.int32)[::-1]  # of several the last is kept: the first
+    # numpy keeps the last of several assignments to one element; in reverse order that is the first sample
+    first[block_of[::-1]] = np.arange(len(block_of), dtype=np.int32)[::-1]
     number = np.empty(count, dtype=np.int32)
     number[np.argsort(first)] = np.arange(count, dtype=np.int32)
     block_of = number[block_of]

@@ -1,9 +1,9 @@
-"""Tokens of documents that are read in pieces: those of the whole, without the whole in memory.
+"""Tokenise documents piece by piece with the tokens of the whole, but without the whole in memory.
 
-A document of any length comes as rows of at most `PIECE_CHARACTERS`, cut anywhere. Near the end of each a place is
-looked for at which the tokenizer cuts as well: where the text around it has the same tokens whole and in two parts. At
-such a place the tokens of the parts, joined, are those of the whole. The ends of lines are tried first, then of words.
-Where the tokenizer has no such place among those tried, the document is cut where its pieces meet.
+A long document comes as rows of at most `PIECE_CHARACTERS`, cut anywhere. Near each border this module searches a place
+where the tokenizer cuts too: the text around it gives the same tokens as a whole and in two parts. Cut there, the
+tokens of the parts joined equal those of the whole. Ends of lines are tried first, then ends of words. If no place that
+is tried will do, the document is cut where its pieces meet, and a word there may get other tokens.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 PIECE_CHARACTERS = 1 << 16
 
-_AROUND = 256  # characters before and after a place that decide whether the tokenizer cuts there
-_LOOKED_AT = 1 << 12  # characters after a place in which another one is looked for
-_TRIED = 12  # ends of lines, and as many of words
-_ELSEWHERE = 64  # characters where neither will do: tokens of a text without spaces are seldom as long
+_AROUND = 256  # characters before and after a place that are tokenised to decide whether the tokenizer cuts there
+_LOOKED_AT = 1 << 12  # characters after a border in which a place is searched
+_TRIED = 12  # ends of lines, and as many ends of words
+_ELSEWHERE = 64  # positions tried if neither will do: even in text without spaces a token is seldom as long
 
 Ids = npt.NDArray[np.integer]
 
 
 def in_pieces(document: dict[str, str]) -> Iterator[dict[str, str | int]]:
-    """Give a text as rows of its pieces, numbered by `part`; a conversation, which is short, as it is."""
+    """Yield a text document as rows of its pieces, numbered by `part`; a conversation, which is short, unchanged."""
     if "text" not in document:
         yield dict(document)
         return
@@ -41,14 +41,14 @@ def in_pieces(document: dict[str, str]) -> Iterator[dict[str, str | int]]:
 
 
 def parts_of(documents: Dataset) -> npt.NDArray[np.int32]:
-    """Return which part of its document each row is: 0 in a data set without that column, of whole documents."""
+    """Return the part number of each row in its document [rows]; 0 without that column: rows are whole documents."""
     if "part" not in documents.column_names:
         return np.zeros(len(documents), dtype=np.int32)
     return np.asarray(documents.select_columns("part").with_format("numpy")[:]["part"], dtype=np.int32)
 
 
 class PieceEncoder:
-    """Encodes rows of text that may be parts of documents; each depends on itself and its neighbours alone."""
+    """Tokenises rows that may be parts of documents; the ids of a row depend on it and its two neighbours alone."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -60,9 +60,10 @@ class PieceEncoder:
         """Return the ids of each row, with the end-of-document id after the last part of a document.
 
         Args:
-            texts, parts: rows as they follow each other, and which part of its document each is.
-            before: the row before, if the first one continues it.
-            after: the row after, if it continues the last one.
+            texts: consecutive rows.
+            parts: the part number of each in its document.
+            before: the text of the row before, if the first row continues it.
+            after: the text of the row after, if it continues the last row.
         """
         rows = list(texts) if after is None else [*texts, after]
         continues = [part > 0 for part in parts] + [after is not None]
@@ -83,10 +84,10 @@ class PieceEncoder:
         ]
 
     def _cut(self, left: str, right: str) -> tuple[int, str]:
-        """Where in `right` the tokens after `left` may begin anew, and the character to encode them after ("": none).
+        """Return the index in `right` where tokenising may start anew, and the character before it ("" if none).
 
-        The beginning of a text may have tokens of its own (a space that the tokenizer puts there), so the character
-        before is encoded as well, and its tokens left out.
+        A tokenizer may treat the beginning of a text specially (it may put a space there). So the character before is
+        tokenised with the text, and its tokens are dropped.
         """
         if isinstance(self.tokenizer, ByteTokenizer):
             return 0, ""
@@ -105,7 +106,7 @@ class PieceEncoder:
 
 
 def _places(last: str, text: str) -> Iterator[int]:
-    """Places in `text`, which follows the character `last`, in the order in which to try them."""
+    """Yield indices in `text`, which follows the character `last`, in the order in which to try them."""
     looked_at = text[:_LOOKED_AT]
     pairs = list(zip(last + looked_at[:-1], looked_at, strict=False))
     lines = (at for at, (one, other) in enumerate(pairs) if one == "\n" and not other.isspace())

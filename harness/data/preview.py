@@ -1,6 +1,6 @@
-"""What a data set gives to learn, to be read by a person: samples with their learnt tokens marked, numbers, lengths.
+"""Show what a data set trains on: samples with the tokens in the loss marked, token counts, lengths.
 
-A mask that is wrong shows here, before a run has cost anything.
+A wrong loss mask shows here, before a run has cost anything.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BEGIN, END = "[[", "]]"
-"""Around what is learnt."""
-_LONGEST_RUN = 240  # characters of a run of learnt or of other tokens; of a longer one its beginning and end are shown
+"""Around text that is trained on."""
+_LONGEST_RUN = 240  # characters; of a longer stretch of text only the beginning and the end are shown
 _MOST_RUNS = 12
 _COLUMNS = 20  # of a histogram
 
 
 def composition(data: AnyDataset | None) -> JsonObject:
-    """Return what data that was prepared here is made of: for each source its samples and tokens, and how long
-    conversations are; nothing of other data."""
+    """Return the composition of prepared data for `run.json`: samples and tokens of each source, lengths.
+
+    {} for data that was not prepared here.
+    """
     if not isinstance(data, Joined | Blocks | Samples):
         return {}
     sources = data.sources if isinstance(data, Joined) else [data]
@@ -47,14 +49,13 @@ def composition(data: AnyDataset | None) -> JsonObject:
 
 
 def summary(found: JsonObject) -> Iterator[str]:
-    """Give a line on how many tokens are learnt, also of each of several sources, and one on how long conversations
-    are."""
+    """Yield lines for the user on a composition: tokens in the loss, in all and by source, and conversation lengths."""
     sources = found.get("sources", ())
     tokens, learnt = (sum(row[name] for row in sources) for name in ("tokens", "learnt"))
     if tokens:
-        yield f"{learnt:,} of {tokens:,} tokens are learnt ({learnt / tokens:.1%})"
+        yield f"{learnt:,} of {tokens:,} tokens are in the loss ({learnt / tokens:.1%})"
     for row in sources if len(sources) > 1 else ():
-        yield f"{row['name']}: {row['learnt']:,} of {row['tokens']:,} tokens are learnt"
+        yield f"{row['name']}: {row['learnt']:,} of {row['tokens']:,} tokens are in the loss"
     if "lengths" in found:
         lengths = found["lengths"]
         yield (
@@ -64,13 +65,15 @@ def summary(found: JsonObject) -> Iterator[str]:
 
 
 def shown(data: AnyDataset | None, tokenizer: Tokenizer | None, count: int = 1) -> Iterator[str]:
-    """Give some samples as text on one line each, what is learnt of it between brackets; nothing of samples that
-    have no ids, or where no tokenizer is known."""
+    """Yield `count` samples as text, one line each, with the text that is trained on between [[ and ]].
+
+    Yields nothing without a tokenizer, or for samples without ids.
+    """
     if data is None or tokenizer is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         return
     as_text = tokenizer.as_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer
     count = min(count, len(data))
-    rows = data.order(0, count, 0).tolist() if isinstance(data, Mixture) else range(count)  # of each source some
+    rows = data.order(0, count, 0).tolist() if isinstance(data, Mixture) else range(count)  # from every source some
     for index in rows:
         with own_generators(seed_of("preview", index)):
             sample = data[index]
@@ -96,7 +99,7 @@ def _marked(sample: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def _on_one_line(text: str) -> str:
-    """Return a text with line breaks and whatever else would move a terminal's cursor written as escapes."""
+    """Escape line breaks and all other unprintable characters, which could move a terminal's cursor."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
@@ -106,7 +109,7 @@ def _cut(text: str) -> str:
 
 
 def _sizes(source: Blocks | Samples) -> JsonObject:
-    """Return samples, tokens and learnt tokens of a source."""
+    """Return the numbers of samples, of tokens and of tokens in the loss of a source."""
     if isinstance(source, Samples):
         tokens, learnt = source.conversations.tokens(), source.conversations.learnt()
         return {"samples": len(source), "tokens": tokens, "learnt": learnt}
@@ -115,7 +118,7 @@ def _sizes(source: Blocks | Samples) -> JsonObject:
 
 
 def _histogram(lengths: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> JsonObject:
-    """Return how many conversations have how many tokens; `edges` has one more than `counts`."""
+    """Return a histogram and percentiles of lengths in tokens; `edges` has one entry more than `counts`."""
     edges = np.unique(np.linspace(lengths.min(), lengths.max() + 1, _COLUMNS + 1).astype(np.int64))
     counts, _ = np.histogram(lengths, edges)
     at = {

@@ -1,13 +1,13 @@
-"""Conversations -> samples of one length: ids, labels of the answers alone, and position ids where they are packed.
+"""Turn conversations into samples of one length: ids, labels for the answers only, position ids if packed.
 
-Each conversation is encoded once and kept on disk, cut to the length of a sample. A shard holds `ids` and `answers`
-(whether an id is learnt) of a run of conversations one after the other, `ends`, where each ends, and `lost`, how many
-ids were cut off.
+Each conversation is tokenised once and kept on disk, cut to the length of a sample. A shard holds consecutive
+conversations: `ids`, `answers` (whether an id is in the loss), `ends` (where each conversation ends) and `lost` (how
+many ids were cut off each).
 
-When a sample is read it is laid out on `block_size` tokens, or fewer where its batch needs fewer: one conversation
-padded on the right, or several packed, none cut, with position ids that begin at 0 with each. Padding is -100 in the
-labels and, being on the right, never attended to by a token that counts; so any id serves for it. Which conversations
-are packed together is kept on disk too, so a process holds nothing in memory for each sample.
+A sample is laid out on `block_size` tokens when it is read, or on fewer if its batch needs fewer: one conversation
+padded on the right, or several packed, with position ids that restart at 0 with each. Padding has label -100 and, being
+on the right, no real token attends to it, so any id serves. The assignment of packed conversations to samples is kept
+on disk too: a process holds nothing in memory for each sample.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# Part of the cache key: raise it when the same conversations give other samples.
+# Part of the cache key. Raise it when a change of the code gives other samples for the same conversations.
 _FORMAT = 5
 
 
 class EncodedConversations:
-    """The conversations of all shards, mapped from there: `[i]` is read when it is asked for."""
+    """The tokenised conversations of all shards, memory-mapped: `[i]` is read on access."""
 
     def __init__(self, folders: list[Path], dtype: np.dtype[np.integer]) -> None:
         folders = [folder for folder in folders if (folder / "ids").stat().st_size]
@@ -65,7 +65,7 @@ class EncodedConversations:
         return Encoded(ids=self._ids[shard][span].astype(np.int64), answers=np.asarray(self._answers[shard][span]))
 
     def lengths(self, rows: npt.ArrayLike | None = None) -> npt.NDArray[np.int32]:
-        """Return how many ids each of these conversations has, by default of all."""
+        """Return the number of ids of each of these conversations, by default of all."""
         if rows is None:
             return np.concatenate([np.diff(ends, prepend=0).astype(np.int32) for ends in self._ends])
         asked = np.asarray(rows)
@@ -78,11 +78,11 @@ class EncodedConversations:
         return found
 
     def tokens(self) -> int:
-        """Return how many ids all conversations have."""
+        """Return the number of ids of all conversations."""
         return sum(map(len, self._ids))
 
     def learnt(self) -> int:
-        """Return how many of them are learnt."""
+        """Return the number of ids in the loss."""
         return self._learnt
 
     def lost(self) -> tuple[int, int]:
@@ -93,13 +93,13 @@ class EncodedConversations:
 class Samples:
     """A map-style data set of dicts `input_ids`, `labels` and, if packed, `position_ids`: int64 [block_size].
 
-    Batches of it are padded to their longest sample, as `batches/padding.py` says.
+    Batches are padded to their longest sample (`batches/padding.py`).
 
     Args:
-        conversations: each at its own length.
-        bins: the conversations of each sample; None: one a sample, not packed.
-        pad: the id of padding.
-        summary: what became of the conversations, one line.
+        conversations: tokenised, each at its own length.
+        bins: the conversations of each sample; None if samples are single conversations, not packed.
+        pad: the id that fills up samples.
+        summary: one line on how many conversations were cut, packed and dropped.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Samples:
         return len(self.conversations if self.bins is None else self.bins)
 
     def lengths(self, rows: npt.ArrayLike | None = None) -> npt.NDArray[np.integer]:
-        """Return the tokens of these samples, by default of all, without padding."""
+        """Return the number of tokens of these samples, by default of all, without padding."""
         if self.bins is None:
             return self.conversations.lengths(rows)
         members = [self.bins[row] for row in (range(len(self)) if rows is None else np.asarray(rows).tolist())]
@@ -124,7 +124,7 @@ class Samples:
         return np.add.reduceat(self.conversations.lengths(list(chain(*members))), starts)
 
     def padded_to(self, length: int) -> Samples:
-        """Return the same samples at another length; only those that are not longer may be read."""
+        """Return the same samples padded to `length` tokens; a longer sample must not be read from the result."""
         return Samples(self.conversations, self.bins, length, pad=self.pad, summary=self.summary)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -139,7 +139,10 @@ class Samples:
 
 
 def laid_out(conversations: Iterable[Encoded], block_size: int, pad: int) -> dict[str, Tensor]:
-    """Lay out conversations one behind the other: ids padded with `pad`, labels, position ids, each [block_size]."""
+    """Join conversations into one sample: ids padded with `pad`, labels and position ids, each int64 [block_size].
+
+    Together they must not be longer than `block_size`.
+    """
     ids = np.full(block_size, pad, dtype=np.int64)
     labels = np.full(block_size, IGNORED, dtype=np.int64)
     positions = np.empty(block_size, dtype=np.int64)
@@ -158,12 +161,12 @@ def laid_out(conversations: Iterable[Encoded], block_size: int, pad: int) -> dic
 def make_samples(
     documents: Dataset, tokenizer: Tokenizer, block_size: int, how: Preparation = USUAL, *, packing: bool = False
 ) -> Samples:
-    """Return conversations (`conversation`, `place`) as samples of `block_size`; kept as `make_blocks` keeps its ids.
+    """Tokenise conversations (`conversation`, `place`) into samples of `block_size` tokens, cached as in `make_blocks`.
 
-    What is longer than `block_size` loses its end; where no answer is left the conversation is dropped.
+    A longer conversation loses its end; one without an answer in the rest is dropped.
 
     Raises:
-        UserError: the tokenizer has no chat template, the template cannot write a conversation, or none is left.
+        UserError: the tokenizer has no chat template, the template cannot render a conversation, or none is left.
     """
     require_block_size(block_size)
     encode, dtype = ConversationEncoder(tokenizer), smallest_dtype(largest_id(tokenizer))
@@ -213,7 +216,7 @@ def make_samples(
 
 
 def _summary(total: int, conversations: EncodedConversations, bins: Bins | None, size: int) -> str:
-    """Return what became of the conversations, in one line."""
+    """Return one line for the user: how many conversations were packed, cut and dropped."""
     tokens, blocks = conversations.tokens(), len(conversations if bins is None else bins)
     said = [f"{counted(total, 'conversation')} of {counted(tokens, 'token')}"]
     if bins is not None:

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: what it writes of messages, and which of that it marks as generated."""
+"""Render messages with a tokenizer's chat template, and read the spans that it marks as generated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Template:
 
     @property
     def eos(self) -> str:
-        """The text of the token that ends a document, or nothing."""
+        """The text of the end-of-sequence token, or ""."""
         return str(self._names.get("eos_token") or "")
 
     @cached_property
@@ -38,9 +38,10 @@ class Template:
 
     @cached_property
     def marks_answers(self) -> bool:
-        """Whether it marks answers with {% generation %}, where its output is written piece by piece.
+        """Whether it marks answers with {% generation %} where transformers can locate the mark.
 
-        Transformers counts the characters before a mark. In a macro, or in a block whose output is kept, it cannot.
+        Transformers counts the characters written before a mark. Inside a macro, or a block whose output is captured,
+        the count starts at 0, so the positions would be wrong; such marks are ignored.
         """
         from jinja2 import Environment, nodes
         from jinja2.exceptions import TemplateError
@@ -51,7 +52,7 @@ class Template:
         try:
             tree = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False).parse(plain)
         except (TemplateError, RecursionError):
-            return True  # it is rejected when it is used
+            return True  # the template is rejected when it is used
         held = (nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock)
         marks = (call for block in tree.find_all(held) for call in block.find_all(nodes.CallBlock))
         return not any(isinstance(mark.call.node, nodes.Name) and mark.call.node.name == "generation" for mark in marks)
@@ -59,13 +60,14 @@ class Template:
     def write(
         self, messages: Sequence[JsonObject], tools: list[Any] | None, place: str, *, prompt: bool = False
     ) -> str:
-        """Return the messages as text; with `prompt`, and what makes the model answer. UserError if it cannot: Rejected
-        for these messages."""
+        """Render messages as text, with the generation prompt if `prompt`.
+
+        Raises Rejected, a UserError, if the template refuses these messages; UserError if it fails in another way.
+        """
         (text,), _ = self._process.write(messages, tools, place, add_generation_prompt=prompt)
         return str(text)
 
     def generated(self, messages: Sequence[JsonObject], tools: list[Any] | None, place: str) -> list[tuple[int, int]]:
-        """Return the spans of the text that the template marks as generated: first character, and one after the
-        last."""
+        """Return the spans (first character, last + 1) of the text that the template marks as generated."""
         _, (spans,) = self._process.write(messages, tools, place, return_assistant_tokens_mask=True)
         return [(start, end) for start, end in spans]

@@ -1,9 +1,9 @@
-"""Tokenizers: HuggingFace's from a directory, or the bytes of the text themselves.
+"""Load a tokenizer: HuggingFace's from a directory or hub id, or the bytes tokenizer.
 
-The bytes tokenizer needs no file and no training, takes any text and gives it back exactly. When it is saved
-it becomes a `tokenizer.json` that does the same, so that `AutoTokenizer` reads an exported model's directory,
-and a mark in `tokenizer_config.json` by which `load_tokenizer` knows it again. It has a chat template of its own.
-A hub id names the directory of the local cache to which it is downloaded.
+The bytes tokenizer needs no file and no training, takes any text and restores it exactly. Saved, it becomes an
+equivalent `tokenizer.json`, so that `AutoTokenizer` can read an exported model's directory, and an entry in
+`tokenizer_config.json` by which `load_tokenizer` recognises it. It has its own chat template. A hub id is downloaded
+to the local cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FILES = (
     "spiece.model",
 )
 
-# A turn is its role on a line of its own, then what was said, closed as a document is.
+# A turn is a line with its role, then its content, closed by the end-of-document token.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>\n' }}"
@@ -49,7 +49,7 @@ _CHAT_TEMPLATE = (
 
 
 class ByteTokenizer:
-    """One id a byte of UTF-8: the byte's value. 256 ends a document, 257 pads; there are no merges."""
+    """Encodes each byte of UTF-8 as its value; 256 ends a document, 257 pads, there are no merges."""
 
     eos_token_id = 256
     pad_token_id = 257
@@ -64,11 +64,11 @@ class ByteTokenizer:
         return f"{type(self).__name__}()"
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes of the text; nothing is added, and nothing in the text is special."""
+        """Return the UTF-8 bytes of the text. No token is added, and no text is read as a special token."""
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids that are bytes, others left out; a broken UTF-8 sequence shows as U+FFFD."""
+        """Return the text of the ids below 256; others are left out, and broken UTF-8 becomes U+FFFD."""
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
@@ -87,7 +87,7 @@ class ByteTokenizer:
         (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def as_transformers(self) -> PreTrainedTokenizerBase:
-        """Return a transformers tokenizer that makes the same ids, and has a chat template."""
+        """Return a transformers tokenizer with the same ids and a chat template."""
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast(
@@ -103,7 +103,7 @@ Tokenizer: TypeAlias = "ByteTokenizer | PreTrainedTokenizerBase"
 
 
 def end_of_document_id(tokenizer: Tokenizer) -> int:
-    """Return the id that closes a document: the end-of-sequence token. UserError if the tokenizer names none."""
+    """Return the end-of-sequence id, which closes a document. UserError if the tokenizer has none."""
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer {getattr(tokenizer, 'name_or_path', '')} has no end-of-sequence token: "
@@ -121,7 +121,7 @@ _WANTED = Wanted(flag="--tokenizer_name", files=TEXTS, is_whole=has_tokenizer, l
 
 
 def tokenizer_directory(name: str) -> str:
-    """Return the directory of a tokenizer given by a path or a hub id; UserError if there is none."""
+    """Return the directory of a tokenizer given by path or hub id, downloading it if needed. UserError if none."""
     found = name if Path(name).is_dir() else fetch(name, _WANTED)
     if found is None:
         raise UserError(f'tokenizer {name} is not a directory: give one, an id of the hub, or "{BYTES}"')
@@ -131,10 +131,10 @@ def tokenizer_directory(name: str) -> str:
 
 
 def load_tokenizer(name: str | None = None, model_dir: str | os.PathLike[str] | None = None) -> Tokenizer:
-    """Return the tokenizer called `name`: "bytes", a directory or a hub id; by default the model's own, else bytes.
+    """Load the tokenizer `name`: "bytes", a directory or a hub id; by default the model's own, else bytes.
 
-    Raises UserError if the directory is missing, holds no tokenizer, or one that cannot be read or that has
-    no end-of-sequence token to close a document with.
+    Raises UserError if the directory is missing or holds no tokenizer, or if the tokenizer cannot be read or has no
+    end-of-sequence token.
     """
     if name is None:
         name = os.fspath(model_dir) if model_dir is not None and has_tokenizer(model_dir) else BYTES
@@ -146,7 +146,7 @@ def load_tokenizer(name: str | None = None, model_dir: str | os.PathLike[str] | 
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise UserError if the tokenizer has ids that the model, with a vocabulary of `vocab_size`, does not."""
+    """Raise UserError if the tokenizer has ids beyond the model's vocabulary of `vocab_size` ids."""
     if (largest := largest_id(tokenizer)) >= vocab_size:
         raise UserError(
             f"the tokenizer's ids go up to {largest}, the model's vocabulary has {vocab_size} ids: "
@@ -155,17 +155,17 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def largest_id(tokenizer: Tokenizer) -> int:
-    """Return the largest id that can stand in a document; of the bytes tokenizer, which pads none, its end."""
+    """Return the largest id that can occur in a document; the bytes tokenizer's padding id never does."""
     if isinstance(tokenizer, ByteTokenizer):
         return tokenizer.eos_token_id
     return max(tokenizer.get_vocab().values())
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[npt.NDArray[np.integer]]:
-    """Return the ids of each text; no special token is added."""
+    """Tokenise each text without special tokens; return one array of ids a text."""
     if isinstance(tokenizer, ByteTokenizer):
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) for text in texts]
-    # verbose=False: texts may be longer than the model's context; they are cut afterwards.
+    # verbose=False: no warning for texts longer than the model's context; they are cut into blocks afterwards.
     only_ids = {"return_attention_mask": False, "return_token_type_ids": False}
     rows = tokenizer(list(texts), add_special_tokens=False, verbose=False, **only_ids)["input_ids"]
     return [np.asarray(row, dtype=np.int64) for row in rows]
@@ -176,7 +176,7 @@ def _from_directory(directory: str) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the reader of a broken file may raise anything
+    except Exception as error:  # transformers raises many kinds of error for a broken file
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"cannot read the tokenizer in {directory}: {reason[:200]}") from error
     end_of_document_id(tokenizer)
@@ -195,7 +195,7 @@ def _is_marked(directory: str) -> bool:
 
 
 def _as_byte_level_bpe(tokenizer: ByteTokenizer) -> tokenizers.Tokenizer:
-    """Return a BPE without merges over GPT-2's printable stand-ins for the 256 bytes, the byte being the id."""
+    """Return a byte-level BPE without merges, in which a byte's id is its value."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     # GPT-2's alphabet (Radford et al., 2019): printable Latin-1 stands for itself, the others from U+0100 on.

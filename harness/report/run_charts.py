@@ -163,9 +163,9 @@ def _sources(data: JsonObject) -> Iterator[BarChart]:
         return
     rows = [str(row.get("name") or "training data") for row in whole]
     tokens, learnt = ([row[name] / 1e6 for row in whole] for name in ("tokens", "learnt"))
-    parts = {"learnt": (learnt, [0.0] * len(rows), BLUE)}
+    parts = {"in the loss": (learnt, [0.0] * len(rows), BLUE)}
     others = [all_of - some for all_of, some in zip(tokens, learnt, strict=True)]
-    parts["not learnt"] = (others, learnt, PALE)
+    parts["not in the loss"] = (others, learnt, PALE)
     bars = [
         Bars(
             name=name,
@@ -174,7 +174,8 @@ def _sources(data: JsonObject) -> Iterator[BarChart]:
             starts=starts,
             lengths=lengths,
             hovers=[
-                f"{row['samples']:,} samples, {row['learnt']:,} of {row['tokens']:,} tokens are learnt" for row in whole
+                f"{row['samples']:,} samples, {row['learnt']:,} of {row['tokens']:,} tokens are in the loss"
+                for row in whole
             ],
         )
         for name, (lengths, starts, color) in parts.items()

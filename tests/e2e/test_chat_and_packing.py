@@ -65,7 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
 def test_two_stages_learn_what_one_process_learns(runs: tuple[Path, Path, str]) -> None:
     staged, alone, said = runs
     assert "training: 40 conversations of" in said and "packed into" in said
-    assert "tokens are learnt (" in said and "[[It is 0.<|end-of-document|>]]" in said
+    assert "tokens are in the loss (" in said and "[[It is 0.<|end-of-document|>]]" in said
     described = json.loads((staged / "run.json").read_text())["data"]
     assert sum(described["lengths"]["counts"]) == 40 and described["sources"][0]["learnt"] > 0
     for mine, theirs in zip(metrics(staged), metrics(alone), strict=True):

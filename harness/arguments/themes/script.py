@@ -1,4 +1,4 @@
-"""The flags that only the script has: the Trainer gets model and data as objects."""
+"""The flags of scripts/train.py alone; the Trainer gets model and data as objects instead."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +15,7 @@ PYTHON_STDLIB = "python-stdlib"
 @noting_given
 @dataclass(kw_only=True)
 class ScriptArguments(Flags):
-    """What to train on what, as in run_clm.py."""
+    """The model and the data, as in run_clm.py."""
 
     TITLE: ClassVar[str] = "Model and data"
 
@@ -46,16 +46,20 @@ class ScriptArguments(Flags):
     )
 
     preview_samples: int = flag(
-        0, "print so many samples of train_file, what is learnt of each between [[ and ]], and end without training"
+        0, "print so many samples of train_file, the tokens in the loss between [[ and ]], and end without training"
     )
 
     @property
     def trains(self) -> bool:
-        """Whether the run trains, and does not only evaluate."""
+        """Whether the run trains (otherwise it only evaluates)."""
         return not self.do_eval if self.do_train is None else self.do_train
 
     def holds_out(self, *, evaluates: bool) -> bool:
-        """Whether a part of train_file is held out where there is no validation_file; `evaluates`: while training."""
+        """Whether a part of train_file is held out if there is no validation_file.
+
+        Args:
+            evaluates: whether there are evaluations during training.
+        """
         return evaluates or self.do_eval or self.validation_split_percentage is not None
 
     streaming: bool = flag(
@@ -63,7 +67,7 @@ class ScriptArguments(Flags):
     )
 
     def check(self) -> None:
-        """Refuse a revision of what has none, a run without work, and a split without effect."""
+        """Refuse a revision of a local model, a run that does nothing, and a split without effect."""
         if self.model_revision and (Path(self.model_name_or_path).exists() or "/" not in self.model_name_or_path):
             raise UserError(
                 f"--model_revision {self.model_revision}: only models of the hub have revisions, but "
@@ -85,11 +89,11 @@ class ScriptArguments(Flags):
 
     @property
     def held_out(self) -> Fraction:
-        """The part of train_file that is held out where some of it is."""
+        """The fraction of train_file that is held out, if any is."""
         given = Fraction(str(self.validation_split_percentage or 5))
         return given if given < 1 else given / 100
 
     @property
     def model(self) -> str:
-        """The model as the Trainer takes it: an id of the hub with its revision."""
+        """The model's name for the Trainer: NAME, or ID@REVISION."""
         return self.model_name_or_path + (f"@{self.model_revision}" if self.model_revision else "")

@@ -1,10 +1,10 @@
-"""Samples -> one micro-batch: the pair (inputs, labels), stacked along a new first dimension, and its checks.
+"""Collate samples into one micro-batch, the pair (inputs, labels), and check it.
 
-A sample is a dict with `input_ids` and perhaps `labels` (-100: not counted), `attention_mask` and `position_ids`, or a
-pair (inputs, labels) of a model that is not a language model. Inputs are ids [batch, sequence], or (ids, position
-ids), where position ids begin at 0 with each document of a packed sample. A column that would change the model's
-numbers and is not passed on is refused. So are ids outside of the vocabulary and samples longer than the model's
-positions: they would fail somewhere in the model.
+A sample of a language model is a dict with `input_ids` and perhaps `labels` (-100: not in the loss), `attention_mask`
+and `position_ids`; any other sample is a pair (inputs, labels). Collated inputs are int64 ids [batch, sequence], or
+the pair (ids, position ids) of that shape; position ids restart at 0 with each document of a packed sample. A column
+that is not passed to the model and would change its numbers is refused. So are ids outside the vocabulary and samples
+longer than the model's positions, which would otherwise fail deep inside the model, on a GPU without a clear message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.parallel.values import Value
 from harness.wording import counted
 
 IGNORED = -100
-"""The label that no loss counts, as torch's cross entropy has it."""
+"""The label that the loss ignores: the default `ignore_index` of torch's cross entropy."""
 
 MicroBatch: TypeAlias = tuple[Value, Value]
 """Inputs and labels."""
@@ -48,7 +48,11 @@ AnyDataset: TypeAlias = "MapDataset | IterableDataset[Any]"
 
 
 def collate(samples: Sequence[Any]) -> MicroBatch:
-    """Stack samples of one length. UserError if samples differ in length, are left-padded or carry more than ids."""
+    """Stack samples of one length into (inputs, labels).
+
+    Raises:
+        UserError: samples differ in length or columns, are left-padded, or hold columns that the model would not get.
+    """
     if isinstance(samples[0], Mapping):
         return _language(samples)
     if isinstance(samples[0], Sequence) and not isinstance(samples[0], str | bytes) and len(samples[0]) == 2:
@@ -61,7 +65,7 @@ def collate(samples: Sequence[Any]) -> MicroBatch:
 
 
 def as_micro_batch(collated: object) -> MicroBatch:
-    """Turn what a collator returned into (inputs, labels): a dict with input_ids and labels, or the pair itself."""
+    """Turn the output of a collator, a dict with input_ids or a pair, into (inputs, labels). UserError for others."""
     if isinstance(collated, Mapping):
         given = {name: value for name, value in collated.items() if value is not None}
         if "input_ids" not in given:
@@ -90,7 +94,7 @@ def _language(samples: Sequence[Mapping[str, object]]) -> MicroBatch:
 
 
 def _have(name: str, samples: Sequence[object]) -> bool:
-    """Whether the samples have this column; UserError where only some have, as it would be left out of the others."""
+    """Whether the samples have this column. UserError if only some have it: the others would silently go without."""
     having = [isinstance(sample, Mapping) and name in sample for sample in samples]
     if any(having) and not all(having):
         raise UserError(
@@ -100,7 +104,7 @@ def _have(name: str, samples: Sequence[object]) -> bool:
 
 
 def _as_tensors(given: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return what a collator of the user's own gave, which may be in lists or arrays."""
+    """Return the columns of a user's collator as tensors; they may be lists or arrays."""
     found = {name: _integers(name, given[name]) for name in _INTEGERS if name in given}
     return found | {name: torch.as_tensor(given[name]) for name in ("attention_mask", *_NOT_CARRIED) if name in given}
 
@@ -127,7 +131,11 @@ def _integers(name: str, row: object) -> torch.Tensor:
 
 
 def _with_labels(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
-    """Return inputs and labels: labels default to the ids; padding, which must stand at the right, is not counted."""
+    """Return (inputs, labels) of a batch of columns [batch, sequence].
+
+    Labels default to the ids. Padding, which must be on the right, and the first token of each packed document get the
+    label -100.
+    """
     for name in _NOT_CARRIED:
         if name in batch:
             raise UserError(f"samples contain {name}, which is not passed to the model: remove the column")
@@ -138,6 +146,7 @@ def _with_labels(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
     mask = batch.get("attention_mask")
     if mask is not None:
         _require_shape("attention_mask", mask, ids)
+        # The mask itself is not passed on: with causal attention no real token sees padding on its right.
         if bool((mask.long().diff(dim=-1) > 0).any()):
             raise UserError("the attention_mask hides tokens before others: pad on the right (causal attention only)")
         labels = labels.masked_fill(mask == 0, IGNORED)
@@ -149,9 +158,10 @@ def _with_labels(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
 
 
 def document_starts(positions: torch.Tensor) -> torch.Tensor:
-    """Where position ids [batch, sequence] do not go on by one, as transformers finds the documents of a packed row.
+    """Return the mask [batch, sequence] of the first token of each packed document, except the first of a row.
 
-    The first token of a document is predicted from nothing, least of all from the document before it.
+    A document starts wherever position ids [batch, sequence] do not grow by one; transformers finds the documents of a
+    packed row by the same test. Such a token must not be predicted: the token before it is of another document.
     """
     return positions.diff(dim=-1, prepend=positions[:, :1]) != 1
 
@@ -163,13 +173,13 @@ def _require_shape(name: str, tensor: torch.Tensor, ids: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class TokenCollator:
-    """A collator whose micro-batches are checked.
+    """A collator whose micro-batches are checked against the model.
 
     Attributes:
-        collator: what makes them.
-        vocabulary: number of ids that the model knows; None where that is not known yet.
-        positions: the longest sequence that it takes; None where it sets no limit.
-        checks_labels: whether the labels are ids, too.
+        collator: makes the micro-batches.
+        vocabulary: number of ids of the model; None if not known yet.
+        positions: the longest sequence that the model takes, in tokens; None without a limit.
+        checks_labels: whether labels are token ids too, and are checked alike.
     """
 
     collator: Collator
@@ -178,11 +188,11 @@ class TokenCollator:
     checks_labels: bool = True
 
     def __call__(self, samples: list[object]) -> object:
-        """Return what the collator makes of the samples."""
+        """Call the collator on the samples, unchecked."""
         return self.collator(samples)
 
     def check(self, micro_batch: MicroBatch, rows: Sequence[int], samples: Sequence[object]) -> None:
-        """Raise UserError for what the model cannot take; `rows`: the numbers of the samples that it is made of."""
+        """Raise UserError if the model cannot take this micro-batch; `rows` are the data set's indices of `samples`."""
         inputs, labels = micro_batch
         ids = inputs[0] if isinstance(inputs, tuple | list) and len(inputs) == 2 else inputs
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
@@ -220,7 +230,7 @@ def _require_positions(
 
 
 def tokens_of(sample: object) -> int | None:
-    """Return how many token ids a sample has; None for one of another form."""
+    """Return the number of input_ids of a sample; None if it has none."""
     ids = sample.get("input_ids") if isinstance(sample, Mapping) else None
     return len(ids) if isinstance(ids, Sized) else None
 

@@ -1,8 +1,9 @@
-"""Evaluation data: the same number of micro-batches, of the same shape, on every rank, for any number of samples.
+"""Split evaluation data into equally many micro-batches of equal shape on every rank, for any number of samples.
 
-Under a pipeline, tensor parallelism or ZeRO-3 a rank with one batch less would leave the others waiting for ever. So
-the last micro-batches are filled with samples that were seen before and do not count: the mean is the sum over `rows`
-(or over labels that are not -100) divided by their number, both summed over the data-parallel ranks.
+With a pipeline, tensor parallelism or ZeRO-3, a rank with one micro-batch less would leave the others waiting in a
+collective for ever. So the last micro-batches are filled up with repeated samples that are not counted: the mean is
+the sum over the first `rows` samples (or over labels that are not -100) divided by their number, both summed over the
+data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from harness.parallel.generators import seed_of
 from harness.parallel.values import Value
 
 EvaluationData: TypeAlias = "MapDataset | Mapping[str, MapDataset] | None"
-"""What a run evaluates: nothing, one data set, or several by name."""
+"""The evaluation data of a run: none, one data set, or several by name."""
 
 
 _Data = TypeVar("_Data", bound=AnyDataset)
 
 
 def by_prefix(data: _Data | Mapping[str, _Data] | None, prefix: str = "eval") -> dict[str, _Data]:
-    """Return the data sets by what the names of their metrics begin with: `eval`, or of several `eval_NAME`."""
+    """Return the data sets by the prefix of their metrics' names: `eval` for one data set, `eval_NAME` for several."""
     if data is None:
         return {}
     return {f"{prefix}_{name}": each for name, each in data.items()} if isinstance(data, Mapping) else {prefix: data}
 
 
 def evaluation_digest(data: EvaluationData) -> str:
-    """Return a short hash of the data sets, empty without any: ranks with the same data agree."""
+    """Return a short hash of the data sets, empty without any, to compare the data of ranks."""
     digests = {prefix: data_digest(each) for prefix, each in by_prefix(data).items()}
     return digests.get("eval") or " ".join(f"{prefix} {digest}" for prefix, digest in digests.items())
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationBatch:
-    """One micro-batch to evaluate. The first `rows` samples count; the rest, if any, only keep the shape.
+    """One micro-batch to evaluate. Only the first `rows` samples count; the others fill up the shape.
 
-    Of token labels (integers shaped as the inputs) the filling rows are all -100, so that a loss which counts
-    valid labels needs no `rows`. For any other labels the loss is taken of `outputs[:rows]` and
-    `labels[:rows]`, and not at all where `rows` is 0.
+    If labels are token labels (int64, shaped like the ids), the filling rows have only label -100, so a loss that
+    averages over valid labels needs no `rows`. For any other labels the loss is computed on `outputs[:rows]` and
+    `labels[:rows]`, and skipped if `rows` is 0.
     """
 
     inputs: Value
@@ -56,7 +57,7 @@ class EvaluationBatch:
 
 
 def evaluation_steps(n: int, micro_batch: int, dp_size: int = 1) -> int:
-    """Return how many micro-batches each data-parallel rank needs for `n` samples."""
+    """Return the number of micro-batches that each data-parallel rank evaluates for `n` samples."""
     return -(-n // (micro_batch * dp_size))
 
 
@@ -70,15 +71,18 @@ def evaluation_batches(
     alike: int = 1,
     data_collator: Collator = collate,
 ) -> Iterator[EvaluationBatch]:
-    """Give each sample once over all data-parallel ranks, in the order of the data set.
+    """Yield this rank's micro-batches; over all data-parallel ranks each sample counts once, in the data set's order.
 
-    Each rank gets `evaluation_steps` micro-batches; the k-th of all goes to rank k % dp_size. A call keeps no state,
-    so it can be abandoned and repeated. Raises UserError if there are no samples.
+    Each rank gets `evaluation_steps` micro-batches; micro-batch k goes to rank k % dp_size. A call keeps no state, so
+    it can be abandoned and repeated.
 
     Args:
-        rows: the samples; by default all.
-        alike: how many micro-batches of a rank, as they follow each other, are padded to one length; 0: each sample
-            keeps the length that the data set gives it.
+        rows: indices of the samples; by default all.
+        alike: number of consecutive micro-batches of a rank that are padded to one length; 0: no padding here, each
+            sample keeps the length that the data set gives it.
+
+    Raises:
+        UserError: there are no samples.
     """
     rows = range(dataset_length(dataset)) if rows is None else rows
     if not rows:
@@ -97,7 +101,7 @@ def _batches(
 ) -> Iterator[EvaluationBatch]:
     n, stride = len(rows), micro_batch * dp_size
     starts = range(dp_rank * micro_batch, evaluation_steps(n, micro_batch, dp_size) * stride, stride)
-    # Filled from the front of the data set: rows that exist, and the same ones on every rank.
+    # Fill up from the front of the data set: these rows exist, and every rank computes the same ones.
     batches = [[rows[k if k < n else (k - start) % n] for k in range(start, start + micro_batch)] for start in starts]
     for first in range(0, len(batches), max(alike, 1)):
         group = slice(first, first + max(alike, 1))
@@ -113,6 +117,6 @@ def _batches(
 
 
 def _are_token_labels(inputs: Value, labels: torch.Tensor) -> bool:
-    """Whether there is one label for each token, as of a language model, where -100 takes a token out of the loss."""
+    """Whether there is one label for each token, as in a language model, so that -100 takes a token out of the loss."""
     ids = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
     return isinstance(ids, torch.Tensor) and ids.dtype == labels.dtype == torch.long and ids.shape == labels.shape

@@ -1,17 +1,16 @@
-"""Which samples come when: pure arithmetic on (seed, samples consumed), the same for every layout.
+"""Compute the order of samples from (seed, samples consumed) alone, the same for every layout.
 
-Epoch e passes through a permutation of its own, and a global batch may end one epoch and begin the next, so no sample
-is ever dropped. A permutation is never held: each place in it is computed by itself, in constant memory and time,
+Each epoch has its own permutation. A global batch may span the end of one epoch and the start of the next, so no
+sample is dropped. A permutation is never stored: each entry is computed on its own, in constant memory and time
 however many samples there are.
 
-It is a Feistel network over the places of a rectangle, as for ciphers on arbitrary finite domains (Black and Rogaway,
-2002): `rows` x `columns` just covers the n samples. Round after round moves the row by a hash of the column, then the
-column by a hash of the row. Each round can be undone, so the network is a bijection of the rectangle. Of the few
-places that lie outside the n samples, the network is applied once more until they lie inside: that makes it a
-bijection of the samples. The keys of the rounds come from the Philox counter generator (Salmon et al., 2011,
-"Parallel random numbers: as easy as 1, 2, 3"), whose bits numpy promises for good; the hash is that of SplitMix64
-(Steele et al., 2014, "Fast splittable pseudorandom number generators"). All of it is arithmetic modulo 2^64, so that
-every machine computes the same.
+The permutation is a Feistel network on a rectangle of `rows` x `columns` cells that just covers the n samples, as for
+ciphers on arbitrary finite domains (Black and Rogaway, 2002). Each round shifts the row by a hash of the column, then
+the column by a hash of the row. A round can be undone, so the network is a bijection of the rectangle. If a cell lies
+outside the n samples, the network is applied again until it lies inside ("cycle walking"); the result is a bijection
+of the samples. The round keys come from the Philox counter generator (Salmon et al., 2011, "Parallel random numbers:
+as easy as 1, 2, 3"), whose output numpy guarantees across versions; the hash is SplitMix64's (Steele et al., 2014,
+"Fast splittable pseudorandom number generators"). All arithmetic is modulo 2^64, so every machine gets the same order.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ _SPLIT_MIX = tuple(map(np.uint64, (30, 27, 31, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 
 class OwnOrder(ABC):
-    """A data set whose samples have an order of their own.
+    """A data set that decides the order of its samples itself.
 
     Attributes:
-        key: what the order is made of.
-        endless: whether its length means nothing.
+        key: identifies the order, for comparison between ranks and runs.
+        endless: whether it is a stream, whose `len` means nothing.
     """
 
     key: str
@@ -48,25 +47,25 @@ class OwnOrder(ABC):
 
     @abstractmethod
     def order(self, consumed: int, count: int, seed: int) -> Indices:
-        """Return the `count` samples that follow the first `consumed` of the run."""
+        """Return the indices [count] of the samples that follow the first `consumed` of the run."""
 
 
 class SeveralSources(ABC):
     """A data set whose samples come from one or several sources.
 
     Attributes:
-        names: of the sources, for the user; empty where they have none.
+        names: the sources' names in messages and metrics; empty if they have none.
     """
 
     names: Sequence[str]
 
     @abstractmethod
     def sources_of(self, rows: Sequence[int]) -> list[int]:
-        """Return the number of the source of each of these samples."""
+        """Return, for each of these sample indices, the index of its source in `names`."""
 
     @property
     def short_names(self) -> list[str]:
-        """The names of files alone, each once."""
+        """File names without folder and suffix, made unique by a number."""
         taken: list[str] = []
         for name in self.names:
             short = Path(name).stem or "source"
@@ -76,9 +75,9 @@ class SeveralSources(ABC):
 
 
 def sample_order(n: int, seed: int, epoch: int, places: npt.ArrayLike | None = None) -> Indices:
-    """Return the samples, of `range(n)`, at these places of epoch number `epoch` (from 0): by default at all n.
+    """Return the entries of the permutation of `range(n)` of an epoch (from 0) at these places, by default at all n.
 
-    Each place is computed by itself: memory and time grow with the number of places, not with n.
+    Memory and time grow with the number of places, not with n.
     """
     walked = np.array(np.arange(n) if places is None else places, dtype=np.uint64)
     rows, columns = _rectangle(n)
@@ -92,7 +91,10 @@ def sample_order(n: int, seed: int, epoch: int, places: npt.ArrayLike | None = N
 
 
 def batch_indices(consumed: int, count: int, n: int, seed: int) -> Indices:
-    """Return the `count` samples, of a data set of `n`, that follow the first `consumed`, over any end of an epoch."""
+    """Return the indices [count] of the samples that follow the first `consumed`, across ends of epochs.
+
+    `n` is the size of the data set.
+    """
     pieces = [np.empty(0, dtype=np.int64)]
     while count > 0:
         epoch, start = divmod(consumed, n)
@@ -104,17 +106,17 @@ def batch_indices(consumed: int, count: int, n: int, seed: int) -> Indices:
 
 
 def _rectangle(n: int) -> tuple[np.uint64, np.uint64]:
-    """Return rows and columns with the least room for n places that is nearly square.
+    """Return (rows, columns) of a nearly square rectangle that just covers n cells.
 
-    The rows are even in number: a shift of an odd number of rows is an even permutation, and so every permutation of
-    an odd square would be.
+    The number of rows is even. With odd numbers every shift is an even permutation, so half of all permutations could
+    never come out.
     """
     rows = 2 * (isqrt(max(n - 1, 0)) // 2 + 1)
     return np.uint64(rows), np.uint64(-(-n // rows))
 
 
 def _shuffle(places: _Words, keys: _Words, rows: np.uint64, columns: np.uint64) -> _Words:
-    """Apply the network once to places of the rectangle, counted row by row."""
+    """Apply the network once to cells of the rectangle, numbered row by row."""
     row, column = np.divmod(places, columns)
     for of_column, of_row in keys.reshape(-1, 2):
         row = (row + _hashed(column + of_column) % rows) % rows

@@ -1,8 +1,8 @@
 """Choose the length that samples are padded to: the longest of a micro-batch, of a step, or of the data set.
 
-No token that counts attends to padding on its right, so its length changes no result. Three things need one length for
-all micro-batches of a step: pipeline stages, which exchange the shape of their activations once; random draws, whose
-shape decides what is drawn; and router losses, which count padding too. Then it is the same in every layout.
+Attention is causal and padding is on the right, so no real token attends to padding and its length changes no result.
+Three things still need one length for all micro-batches of a step, the same in every layout: pipeline stages exchange
+the shape of their activations only once; dropout draws depend on the shape; router losses count padding too.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ import numpy.typing as npt
 
 from harness.data.batches.collate import MapDataset
 
-MULTIPLE = 8  # suits matrix units, and makes fewer shapes for caches by shape
+MULTIPLE = 8  # tensor cores want multiples of 8; fewer distinct shapes mean fewer recompilations
 
 
 @runtime_checkable
 class PaddedSamples(MapDataset, Protocol):
-    """A data set that pads its samples, and knows how long they are without reading them.
+    """A data set that pads its samples, and knows their lengths without reading them.
 
     Attributes:
-        block_size: the length that all samples have as they are.
-        packing: whether they keep it, as several documents share a sample.
+        block_size: the length in tokens that samples are padded to at present.
+        packing: whether several documents share a sample; such samples always keep `block_size`.
     """
 
     block_size: int
     packing: bool
 
     def lengths(self, rows: npt.ArrayLike | None = None) -> npt.NDArray[np.integer]:
-        """Return the tokens of these samples, by default of all, without padding."""
+        """Return the number of tokens of these samples, by default of all, without padding."""
 
     def padded_to(self, length: int) -> Self:
-        """Return the same samples at another length; only those that are not longer may be read."""
+        """Return the same samples padded to `length` tokens; a longer sample must not be read from the result."""
 
 
 @dataclass(frozen=True)
 class Padding:
-    """What micro-batches are padded to.
+    """The padded lengths of micro-batches.
 
     Attributes:
-        lengths: of each micro-batch; None where the data set pads nothing.
-        tokens: how many there are in all micro-batches, padding included; 0 where the data set pads nothing.
-        padding: how many of them are padding.
+        lengths: tokens a sample, one number for each micro-batch; None if the data set pads nothing.
+        tokens: tokens in all micro-batches, padding included; 0 if the data set pads nothing.
+        padding: padding tokens among them.
     """
 
     lengths: npt.NDArray[np.integer] | None = None
@@ -53,7 +53,10 @@ class Padding:
 
 
 def padding_of(dataset: MapDataset, batches: npt.NDArray[np.integer], *, one_length: bool) -> Padding:
-    """Return how micro-batches of these rows [micro-batch, row] are padded; `one_length`: all alike."""
+    """Return the padding of micro-batches given by their rows [micro-batches, samples].
+
+    With `one_length` all micro-batches get the length of the longest sample; otherwise each has its own.
+    """
     if not isinstance(dataset, PaddedSamples):
         return Padding()
     found = dataset.lengths(batches.ravel()).reshape(batches.shape)

@@ -1,10 +1,10 @@
-"""Worker processes that read the next steps while the present one computes: torch's DataLoader, whose item is a step.
+"""Read the next steps in worker processes while the current step computes: a torch DataLoader whose item is a step.
 
-What a step reads is planned beforehand, so workers change neither order nor results. They end when this process ends,
-in whatever way, and leave the signals that a run gets to it.
+The samples of each step are planned before it is read, so workers change neither order nor results. Workers end when
+this process ends, for whatever reason, and leave signals such as SIGTERM to it.
 
-All tensors of a step come in one piece of shared memory. Torch would open a file descriptor for each tensor: several
-hundred of them exceed the usual limit of 1,024, and the step would be lost without an error.
+All tensors of a step arrive in one block of shared memory. Torch would open one file descriptor for each tensor; a
+step of many micro-batches exceeds the usual limit of 1,024, and would be lost without an error.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ _KILL_WITH_PARENT = 1  # Linux: PR_SET_PDEATHSIG
 
 @dataclass(frozen=True)
 class Packed:
-    """A step on its way from a worker.
+    """A step as a worker sends it.
 
     Attributes:
-        pickled: the step without the content of its tensors.
-        spans: where the content of each begins and ends in `memory`.
+        pickled: the step without the contents of its tensors.
+        spans: first byte and last + 1 of each tensor's content in `memory`.
+        memory: shared memory, uint8 [bytes].
     """
 
     pickled: bytes
@@ -57,7 +58,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class _Steps(Generic[Plan, Step]):
-    """Reads and packs the step of a plan; an error that the user can correct comes back instead."""
+    """The "data set" of the DataLoader: indexed with a plan, it reads and packs that step, or returns its UserError."""
 
     read: Callable[[Plan], Step]
 
@@ -69,12 +70,12 @@ class _Steps(Generic[Plan, Step]):
 
 
 class ReadAhead(Generic[Plan, Step]):
-    """Calls `read` on plans in worker processes, ahead of when it is asked for them.
+    """Calls `read` on the coming plans in worker processes, before their steps are asked for.
 
     Args:
         read: reads the step of a plan.
-        following: gives a plan and those after it.
-        workers: processes; each reads two steps ahead.
+        following: yields a plan and all plans after it.
+        workers: number of processes; each reads two steps ahead, as DataLoader does by default.
     """
 
     def __init__(self, read: Callable[[Plan], Step], following: Callable[[Plan], Iterable[Plan]], workers: int) -> None:
@@ -84,7 +85,7 @@ class ReadAhead(Generic[Plan, Step]):
         self._coming: Iterator[tuple[Plan, Packed | UserError]] | None = None
 
     def __call__(self, plan: Plan) -> Step:
-        """Return the step of a plan; where it does not follow the last one, as after a rollback, begin anew."""
+        """Return the step of a plan. If it does not follow the last one (a rollback), restart the workers there."""
         found = next(self._coming, None) if self._coming is not None else None
         if found is None or found[0] != plan:
             self.close()
@@ -97,7 +98,7 @@ class ReadAhead(Generic[Plan, Step]):
 
     def close(self) -> None:
         """End the workers."""
-        self._coming = None  # the iterator ends them when nobody holds it
+        self._coming = None  # DataLoader's iterator ends its workers when it is garbage-collected
 
     def _loader(self, plan: Plan) -> DataLoader[tuple[Plan, Packed | UserError]]:
         return DataLoader(
@@ -107,16 +108,16 @@ class ReadAhead(Generic[Plan, Step]):
             collate_fn=_as_it_is,
             num_workers=self._workers,
             worker_init_fn=_begin_worker,
-            generator=torch.Generator(),  # so that the run's own generator is not moved
+            generator=torch.Generator(),  # DataLoader draws a seed: not from the run's global generator
             multiprocessing_context="fork",
         )
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors as arrays, whose content need not be copied into the pickle."""
+    """Pickles CPU tensors as numpy arrays, whose contents pickle protocol 5 passes out of band, without a copy."""
 
     def reducer_override(self, value: object) -> Any:
-        """Return how a tensor on the CPU is made again; other values are left to pickle."""
+        """Return the call that rebuilds a dense CPU tensor; other values are left to pickle."""
         if type(value) is not Tensor or value.device.type != "cpu" or value.layout != torch.strided:
             return NotImplemented
         flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -129,7 +130,7 @@ def _tensor(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int
 
 
 def _packed(step: object) -> Packed:
-    """Return a step to be sent; UserError if there is no shared memory for it."""
+    """Pack a step into shared memory. UserError if there is not enough of it."""
     target, found = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(target, pickle.HIGHEST_PROTOCOL, buffer_callback=found.append).dump(step)
     contents = [buffer.raw() for buffer in found]
@@ -154,17 +155,17 @@ def _as_it_is(item: Step) -> Step:
 
 
 def _begin_worker(_number: int) -> None:
-    """Block the signals that a run gets; end when the parent itself sends one, or is gone."""
-    signal.set_wakeup_fd(-1)  # what this process gets is not to be told to its parent
+    """Ignore the signals that the launcher sends to the whole group; end when the parent sends one, or is gone."""
+    signal.set_wakeup_fd(-1)  # inherited by the fork: signals of this process would wake up the parent
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    threading.Thread(target=_end_at_its_parents_word, daemon=True).start()
+    threading.Thread(target=_end_on_parents_signal, daemon=True).start()
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # the parent died before prctl was called
         os._exit(1)
 
 
-def _end_at_its_parents_word() -> None:
+def _end_on_parents_signal() -> None:
     while signal.sigwaitinfo(SIGNALS).si_pid != os.getppid():
         pass
     os._exit(0)

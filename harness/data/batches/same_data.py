@@ -1,10 +1,8 @@
-"""Compare the data of ranks that must read the same: the first and the last pipeline stage, and tensor-parallel and
-context ranks.
+"""Compare the data of ranks that must read the same: first and last pipeline stage, tensor-parallel and context ranks.
 
 Data sets and collators may draw random numbers, so the global generators are seeded before they are called
-(`batches/stream.py`). A data set that has a generator of its own, or depends on the rank, would give the first stage
-samples that do not belong to the labels of the last stage. The loss alone would not show it, so the first micro-batches
-are compared.
+(`batches/stream.py`). A data set that has its own generator, or depends on the rank, would still give the first stage
+other samples than the last stage has labels for. The loss would not show it, so the first micro-batches are compared.
 """
 
 from __future__ import annotations

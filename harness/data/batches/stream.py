@@ -1,8 +1,8 @@
-"""The training samples of one data-parallel coordinate, step after step.
+"""Stream the training samples of one data-parallel coordinate, step after step.
 
-A global batch is a run of samples in the order of `order.py`. It is dealt out in micro-batches: the k-th goes
-to data rank k % dp_size, so that another data-parallel size computes the very same micro-batches elsewhere.
-The only state is the number of samples consumed by all ranks together.
+A global batch is consecutive samples in the order of `order.py`, cut into micro-batches. Micro-batch k goes to data
+rank k % dp_size, so another data-parallel size computes the same micro-batches on other ranks. The only state is the
+number of samples that all ranks together have consumed.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from harness.parallel.generators import own_generators, seed_of
 from harness.resilience.process.activity import inside
 from harness.wording import counted
 
-_STEPS_MEASURED = 16  # to learn how much of the data is padding
+_STEPS_MEASURED = 16  # for an estimate of the share of padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What one data rank reads in a step.
+    """The samples that one data rank reads in a step.
 
     Attributes:
-        consumed: samples before it.
-        rows: of each of its micro-batches.
-        lengths: that they are padded to; None where the data set pads nothing.
-        seeds: of what data set and collator draw.
-        length: the one of all micro-batches of the step, where they have to have one.
-        tokens: of the step, of all data ranks, without padding; None where the data set does not know them.
+        consumed: samples of the run before this step.
+        rows: sample indices [micro-batches][samples].
+        lengths: padded length of each micro-batch in tokens; None if the data set pads nothing.
+        seeds: for each micro-batch, the seed of random draws by data set and collator.
+        length: the common length of all micro-batches of the step, if the run needs one.
+        tokens: tokens of the step on all data ranks, without padding; None if the data set does not know its lengths.
     """
 
     consumed: int
@@ -57,18 +57,17 @@ class StepPlan:
 
 
 class BatchStream:
-    """Micro-batches without end: when the data is through, the next epoch begins in a new order.
+    """An endless stream of micro-batches: after the last sample the next epoch begins, in a new order.
 
-    `dataset` is map-style (`len`, `[i]`); only rows of this `dp_rank` are read. `consumed`: samples used up
-    by the run so far, to go on from. Raises UserError if the data set is smaller than one global batch.
+    `dataset` is map-style (`len`, `[i]`); only rows of this `dp_rank` are read. `consumed` is the number of samples
+    that the run has used so far. Raises UserError if the data set is smaller than one global batch.
 
     Attributes:
-        before: what had been consumed before the last step.
-        length: that the last step's samples were padded to, the same on every rank; None where they were not, or
-            each micro-batch was to its own longest.
-        sources: where the data has several, the number of the one that each sample of the last step comes from, a list
-            a micro-batch of this rank.
-        skipped: places in the order of samples, each the first and past the last, that no batch is made of.
+        before: samples consumed before the last step.
+        length: padded length of the last step's samples in tokens, the same on every rank; None if they were not
+            padded, or each micro-batch to its own longest sample.
+        sources: source of each sample of the last step [micro-batches of this rank][samples], if there are several.
+        skipped: ranges [first, stop) in the order of samples that are left out, after steps whose loss was not finite.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class BatchStream:
 
     @property
     def global_batch(self) -> int:
-        """Samples that all data ranks together consume in a step."""
+        """Number of samples that all data ranks together consume in a step."""
         return self.micro_batch * self.accumulation * self.dp_size
 
     @property
@@ -114,9 +113,9 @@ class BatchStream:
         return self.consumed / self.n
 
     def next_step(self, *, read: bool = True) -> list[MicroBatch]:
-        """Return this coordinate's micro-batches of the next step, each (inputs, labels); the stream moves on.
+        """Advance by one step and return this coordinate's micro-batches, each (inputs, labels).
 
-        With `read` false none is read: for a rank that needs neither inputs nor labels.
+        With `read=False` return none: for ranks of the middle stages, which need neither inputs nor labels.
         """
         self.before = self.consumed
         with inside("reading data"):
@@ -129,8 +128,11 @@ class BatchStream:
         return micro_batches
 
     def first_pass(self) -> list[list[int]]:
-        """Return the rows of this rank's micro-batches in the first pass through the data, and in what fills its last
-        round. UserError for a stream, whose rows are read once."""
+        """Return the sample indices of this rank's micro-batches in one pass through the data.
+
+        The last round is filled up with samples of the second pass, so that every rank has equally many. UserError for
+        a streamed data set, which is read once.
+        """
         if isinstance(self.dataset, OwnOrder) and self.dataset.endless:
             raise UserError("a stream is read once, while training: iterate over the data set itself")
         round_size = self.micro_batch * self.dp_size
@@ -139,10 +141,13 @@ class BatchStream:
         return mine
 
     def tokens(self, units: int) -> int:
-        """Return the tokens of the last step on all data ranks, without padding; `units`: on this one, with padding.
+        """Return the tokens of the last step on all data ranks, without padding.
 
-        They are counted where the data set knows its lengths. Else they are those of this rank, as far as no
-        attention_mask hides them, times the data ranks.
+        The number is exact if the data set knows its lengths. Otherwise it is this rank's number, less the tokens that
+        an attention_mask hides, times the data ranks.
+
+        Args:
+            units: tokens of this rank with padding, or samples if the model has no tokens.
         """
         if self._tokens is not None:
             return self._tokens
@@ -150,14 +155,14 @@ class BatchStream:
         return (units if counts_samples else units - self._masked) * self.dp_size
 
     def padding_share(self) -> float:
-        """Return which part of the tokens of the first steps is padding."""
+        """Return the share of padding among the tokens of the first 16 steps, 0 to 1."""
         rows = self._order(0, self.global_batch * _STEPS_MEASURED)
         steps = rows.reshape(_STEPS_MEASURED, -1, self.micro_batch)
         found = [padding_of(self.dataset, batches, one_length=self.one_length) for batches in steps]
         return sum(each.padding for each in found) / max(sum(each.tokens for each in found), 1)
 
     def _order(self, consumed: int, count: int) -> Indices:
-        """Return the `count` samples that follow the first `consumed`: a mixture has an order of its own."""
+        """Return the indices of the `count` samples after the first `consumed`; a mixture decides its own order."""
         if isinstance(self.dataset, OwnOrder):
             return self.dataset.order(consumed, count, self.seed)
         return batch_indices(consumed, count, self.n, self.seed)
@@ -168,7 +173,7 @@ class BatchStream:
             self._ahead.close()
 
     def _read(self, plan: StepPlan) -> tuple[list[MicroBatch], int]:
-        """Read the micro-batches of a step; also returns how many of their tokens an attention_mask hides."""
+        """Return the micro-batches of a step, and how many of their tokens an attention_mask hides."""
         read = [
             read_micro_batch(at_length(self.dataset, length), rows, self.collator, seed)
             for rows, length, seed in zip(plan.rows, plan.lengths, plan.seeds, strict=True)
@@ -176,13 +181,13 @@ class BatchStream:
         return [micro_batch for micro_batch, _ in read], sum(masked for _, masked in read)
 
     def _following(self, plan: StepPlan) -> Iterator[StepPlan]:
-        """Give a plan and those of the steps after it."""
+        """Yield a plan and those of all steps after it."""
         while True:
             yield plan
             plan = self._planned(plan.consumed + self.global_batch)
 
     def _planned(self, consumed: int) -> StepPlan:
-        """Return what this rank reads in the step after `consumed` samples, or after those left out there."""
+        """Return the plan of the step after `consumed` samples, or behind a skipped range that this step would meet."""
         for first, stop in sorted(self.skipped):
             if first < consumed + self.global_batch and consumed < stop:
                 consumed = stop
@@ -202,7 +207,10 @@ class BatchStream:
 
 
 def require_samples(count: int, micro_batch: int, accumulation: int, dp_size: int, *, at_most: bool = False) -> None:
-    """Raise UserError for fewer samples than one global batch; `at_most`: `count` is their largest possible number."""
+    """Raise UserError for fewer samples than one global batch.
+
+    With `at_most` the number of samples is not known yet and `count` is an upper bound.
+    """
     if count < (batch := micro_batch * accumulation * dp_size):
         number = f"{'at most ' if at_most else ''}{counted(count, 'sample')}"
         raise UserError(
@@ -213,8 +221,8 @@ def require_samples(count: int, micro_batch: int, accumulation: int, dp_size: in
 
 
 def dataset_length(dataset: MapDataset | None) -> int:
-    """Return the number of samples. UserError for a data set without a length or an index: it has no order."""
-    # torch's IterableDataset has an index that raises, and may have a length
+    """Return the number of samples. UserError for a data set without length or index, which cannot be shuffled."""
+    # torch's IterableDataset has a __getitem__ that only raises, and may have a length: exclude it by its class.
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if dataset is not None and map_style and not isinstance(dataset, IterableDataset):
         return len(dataset)
@@ -225,13 +233,13 @@ def dataset_length(dataset: MapDataset | None) -> int:
 
 
 def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
-    """Return a short hash of the length and of a few token samples, spread evenly: ranks with the same data agree.
+    """Return a short hash of the length and of a few evenly spread samples, to compare the data of ranks.
 
-    Other samples are not looked at: a data set may well draw them anew each time.
+    Only token columns are hashed: a data set may compute others anew at each access.
     """
     n = dataset_length(dataset)
     key = dataset.key if isinstance(dataset, OwnOrder) else ""
-    if isinstance(dataset, OwnOrder) and dataset.endless:  # it is not read beforehand
+    if isinstance(dataset, OwnOrder) and dataset.endless:  # a stream must not be read before training
         return key[:16]
     digest = hashlib.sha256(f"{n}{key}".encode())
     for i in sorted({k * (n - 1) // max(looked_at - 1, 1) for k in range(looked_at)} if n else ()):
@@ -239,7 +247,7 @@ def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
             sample = dataset[i]
         for name in ("input_ids", "labels", "position_ids"):
             if isinstance(sample, Mapping) and name in sample:
-                with suppress(TypeError, ValueError, RuntimeError):  # refused where it is collated
+                with suppress(TypeError, ValueError, RuntimeError):  # the collator will report it
                     digest.update(repr(torch.as_tensor(sample[name]).tolist()).encode())
     return digest.hexdigest()[:16]
 
@@ -247,12 +255,10 @@ def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
 def read_micro_batch(
     dataset: MapDataset, rows: Sequence[int], collator: Collator, seed: int = 0
 ) -> tuple[MicroBatch, int]:
-    """Read these rows, in one call where the data set offers it, and collate them into (inputs, labels).
+    """Read these rows and collate them; return (inputs, labels) and how many tokens an attention_mask hides.
 
-    Also returns how many tokens an attention_mask hides, of the samples or of what the collator makes of them.
-
-    What data set and collator draw from the global generators depends on `seed` alone: every rank that reads these
-    rows gets the same.
+    `dataset.__getitems__` is used if there is one, as by torch's DataLoader. Data set and collator run under global
+    generators seeded with `seed`, so every rank that reads these rows gets the same random draws.
     """
     read = getattr(dataset, "__getitems__", None)
     with own_generators(seed):

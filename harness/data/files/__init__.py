@@ -1,1 +1,1 @@
-"""Data files and data sets -> documents: what is where, how a row is read, copies that can be mapped."""
+"""Read data files and data sets as documents: find files, parse rows, keep memory-mapped copies."""

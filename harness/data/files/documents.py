@@ -1,8 +1,7 @@
-"""Rows of files, or of a user's own data set, as documents on disk: a `datasets.Dataset` that is mapped from Arrow
-files.
+"""Copy the rows of files, or of a user's data set, to disk as documents: a `datasets.Dataset` mapped from Arrow files.
 
-Several processes write the rows in shards (`on_disk/shards.py`), so an interrupted copy goes on with the shards that
-are missing. Why this is not `datasets.load_dataset`: see "Prepared data and `datasets`" in docs/data.md.
+Several processes write the rows in shards (`on_disk/shards.py`), so an interrupted copy continues with the missing
+shards. Why this is not `datasets.load_dataset`: see "Prepared data and `datasets`" in docs/data.md.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 
-# Parts of the cache keys: raise one when the documents made from the same files, or from the same rows, change.
+# Parts of the cache keys. Raise one when a change of the code gives other documents for the same files, or rows.
 _FORMAT_OF_FILES = 5
 _FORMAT_OF_ROWS = 4
 
@@ -54,11 +53,11 @@ def read_documents(
 ) -> Dataset:
     """Return the documents of a source, or of several sources of one kind in order, mapped from disk.
 
-    Text has the columns `text` and `part`: a long text comes in several rows, its parts, numbered from 0. Conversations
-    have `conversation` and `place`. A .txt file's text is its bytes decoded as UTF-8: no newline is added, dropped or
-    translated. A few rows at a time are in memory. The copy lies in `cache_dir` (default HF_DATASETS_CACHE) and is used
-    again while paths and content of the files stay the same; where sizes and times of the last change do, they are not
-    read.
+    Text has the columns `text` and `part`: a long text is split into several rows, numbered from 0. Conversations have
+    `conversation` and `place`. The text of a .txt file is its bytes decoded as UTF-8: no newline is added, dropped or
+    translated. Only a few rows at a time are in memory. The copy is kept in `cache_dir` (default HF_DATASETS_CACHE) and
+    reused while the paths and the content of the files are the same. The content is hashed only if the size or the
+    modification time of a file has changed.
 
     Raises:
         UserError: as `preflight`; and for text that is not UTF-8, a line that is not JSON, a row unlike the others.
@@ -82,12 +81,12 @@ def read_documents(
         content = _content(files, prepared_folder(cache_dir))
         folder = prepared_folder(cache_dir) / fingerprint("sources", _FORMAT_OF_FILES, kind, *files, content)
         return copied(folder, planned(files, folder), read, Features(features), say=say, workers=workers)
-    except OSError as error:  # of the writer: the reader's are UserErrors by now
+    except OSError as error:  # from writing: `read` has turned those from reading into UserErrors
         raise cache_error(error, cache_dir) from error
 
 
 def _content(files: Sequence[Path], prepared: Path) -> str:
-    """Return a digest of the content of files. It is kept in `prepared` under their sizes and times of last change."""
+    """Return a digest of the content of files, cached in `prepared` under their sizes and modification times."""
     stamps = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
     place = prepared / "contents" / fingerprint(*stamps)
     if not is_whole(place):
@@ -107,9 +106,10 @@ def _content(files: Sequence[Path], prepared: Path) -> str:
 
 
 def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = lambda _: None) -> Dataset:
-    """Return the documents of a user's map-style data set of dicts; UserError with `name[i]` for a row that is none.
+    """Convert a user's map-style data set of dicts into documents.
 
-    Those of a `datasets.Dataset` on disk are kept on disk, in HF_DATASETS_CACHE, others in memory.
+    The documents of a `datasets.Dataset` on disk are written to HF_DATASETS_CACHE; those of other data sets stay in
+    memory. Raises UserError, naming `name[i]`, for a row that is no document.
     """
     from datasets import Dataset, Features, Value
 
@@ -131,7 +131,9 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
 
     plain, count, total = dataset.with_format(None), len(dataset), dataset.data.nbytes
     folder = prepared_folder(None) / fingerprint("documents", _FORMAT_OF_ROWS, fingerprint_of(dataset), kind, name)
-    in_shard = max(count * shard_bytes(total) // max(total, 1), 1)  # a function of the data set alone
+    in_shard = max(
+        count * shard_bytes(total) // max(total, 1), 1
+    )  # rows; the same on every host, so shards can be shared
     shards = [range(start, min(start + in_shard, count)) for start in range(0, count, in_shard)]
 
     def rows_of(shard: range) -> Iterator[tuple[int, dict[str, object]]]:
@@ -147,7 +149,7 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
 
 
 def holds_tokens(dataset: MapDataset | None) -> bool:
-    """Whether nothing has to be prepared: no data set, one of input_ids or of pairs, or none of the known columns."""
+    """Whether a data set needs no tokenising: None, rows with input_ids, pairs, or rows without a known column."""
     if dataset is None or not hasattr(dataset, "__getitem__") or not len(dataset):
         return True
     row = dataset[0]
@@ -157,11 +159,11 @@ def holds_tokens(dataset: MapDataset | None) -> bool:
 
 
 def hold_out(documents: Dataset, part: Fraction = Fraction(1, 20)) -> tuple[Dataset, Dataset]:
-    """Split documents for training and evaluation: `part` of them, evenly spread from the first on, is held out.
+    """Split documents into (training, evaluation); the held-out `part` is spread evenly, beginning with the first.
 
-    UserError if there are fewer than two documents.
+    Raises UserError if there are fewer than two documents.
     """
-    number = np.cumsum(parts_of(documents) == 0) - 1  # of the document that a row belongs to
+    number = np.cumsum(parts_of(documents) == 0) - 1  # for each row, the index of its document
     total = int(number[-1]) + 1 if len(number) else 0
     if total < 2:
         raise UserError(f"{total} document cannot be split for evaluation: give a --validation_file")
@@ -179,10 +181,10 @@ def copied(
     say: Callable[[str], None] = lambda _: None,
     workers: int | None = None,
 ) -> Dataset:
-    """Write the rows that `read` gives of each part to a shard of `folder`; return all of them, in order.
+    """Write the rows of each part, as `read` yields them, to a shard in `folder`; return all rows in order.
 
-    Shards that are there already are not made again. The fingerprint of the data set is the folder's name. Raises what
-    `read` raises, and OSError if it cannot write.
+    Existing whole shards are kept. The fingerprint of the data set is the folder's name. Raises what `read` raises, and
+    OSError if writing fails.
     """
     import pyarrow as pa
     from datasets import Dataset, concatenate_datasets

@@ -1,7 +1,7 @@
-"""The rows of a .json file: an array of objects, an object with such an array under "data", or one object a line.
+"""Read the rows of a .json file: an array of objects, an object with such an array under "data", or one object a line.
 
-The elements of an array are parsed one at a time, so that of a long one only the text is held, and each is known by its
-line.
+The elements of an array are parsed one at a time, so only the text of a long array is in memory, and each element has
+a line number for messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DATA = "data"
 
 
 def is_whole(file: Path) -> bool:
-    """Whether a .json file is one array or object, and not one object a line. Of a long line the beginning is read."""
+    """Whether a .json file is one array or object, and not one object a line; reads only as much as decides it."""
     for text, is_all in _beginnings(file, "replace"):
         begin = text.lstrip(_BLANK)
         if begin.startswith("["):
@@ -44,8 +44,8 @@ def is_whole(file: Path) -> bool:
 
 
 def first_row(file: Path) -> tuple[str, object] | None:
-    """Return the first element of a file's array with its place, None without any; the rest of it is not read."""
-    with _told(file):
+    """Return (place, first element) of a file's array, None if it is empty; the rest of the file is not read."""
+    with _json_errors(file):
         for text, is_all in _beginnings(file, "strict"):
             try:
                 return next(_elements(file, text, _begin_of_array(file, text)), None)
@@ -56,18 +56,19 @@ def first_row(file: Path) -> tuple[str, object] | None:
 
 
 def json_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """Give the elements of a file's array, each with its place; UserError where the file is not JSON or has none."""
-    with _told(file):
+    """Yield (place, element) for each element of a file's array. UserError if the file is not JSON or has no array."""
+    with _json_errors(file):
         text = file.read_bytes().decode("utf-8-sig")
         yield from _elements(file, text, _begin_of_array(file, text))
 
 
 def _beginnings(file: Path, errors: str) -> Iterator[tuple[str, bool]]:
-    """Give longer and longer beginnings of a file's text, each with whether it is all of it."""
+    """Yield longer and longer beginnings of a file's text, each with whether it is the whole text."""
     decoder, text, size = getincrementaldecoder("utf-8-sig")(errors), "", _READ_AT_FIRST
     with file.open("rb") as stream:
         is_all = False
         while not is_all:
+            # The decoder may hold the first bytes of a character that the last read cut.
             before = stream.tell() - len(decoder.getstate()[0])
             content = stream.read(size)
             is_all = len(content) < size
@@ -81,8 +82,8 @@ def _beginnings(file: Path, errors: str) -> Iterator[tuple[str, bool]]:
 
 
 @contextmanager
-def _told(file: Path) -> Iterator[None]:
-    """Raise UserError for what is not JSON."""
+def _json_errors(file: Path) -> Iterator[None]:
+    """Turn the errors of parsing JSON into UserError with file and line."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -96,7 +97,7 @@ def _told(file: Path) -> Iterator[None]:
 
 
 def _begin_of_array(file: Path, text: str) -> int:
-    """Return where the array of rows begins in the text, behind its bracket."""
+    """Return the index behind the bracket that opens the array of rows. UserError if there is no such array."""
     at = _behind_space(text, 0)
     if text[at : at + 1] == "[":
         return at + 1
@@ -125,7 +126,7 @@ def _elements(file: Path, text: str, at: int) -> Iterator[tuple[str, object]]:
         line, counted = line + text.count("\n", counted, at), at
         try:
             row, end = _DECODER.raw_decode(text, at)
-        except json.JSONDecodeError:
+        except json.JSONDecodeError:  # a ValueError too, which `_json_errors` words better
             raise
         except ValueError as error:
             raise UserError(f"{file}:{line} is not JSON that can be read ({error})") from error
@@ -138,7 +139,7 @@ def _elements(file: Path, text: str, at: int) -> Iterator[tuple[str, object]]:
 
 
 def _require_end(text: str, at: int) -> None:
-    """Refuse what stands behind the array but the rest of its object, so that no second array is passed over."""
+    """Raise JSONDecodeError for text behind the array and its object, so that no second array is silently ignored."""
     at = _behind_space(text, at)
     if text[_behind_space(text, 0)] == "{":
         while text[at : at + 1] == ",":
@@ -151,7 +152,7 @@ def _require_end(text: str, at: int) -> None:
 
 
 def _name(text: str, at: int) -> tuple[str, int]:
-    """Return a name in an object, and where its value begins."""
+    """Return a name of an object, and the index of its value."""
     name, at = _DECODER.raw_decode(text, at)
     return name, _behind_space(text, _behind(text, _behind_space(text, at), ":"))
 

@@ -1,11 +1,14 @@
-"""The rows of a file, or of an extent of it, in order and each with its place.
+"""Read the rows of a file, or of an extent of it, in order, each with its place (file and line, for messages).
 
-Reading is shared out, and what was read is kept, by extents. An extent of a .jsonl file is the lines that begin in a
-range of its bytes, of a .parquet file some of its row groups, of a .txt file, which is one text, the pieces that begin
-in a range of its bytes. A .csv file, and a .json file that is one array, is read as a whole. The extents depend on the
-files alone.
+Extents are the unit in which processes share the reading and in which results are kept. An extent is
 
-A reader raises UserError with the file and the line, row or byte that it cannot use; an OSError is left to the caller.
+- of a .jsonl file: the lines that begin in a range of bytes;
+- of a .parquet file: some row groups;
+- of a .txt file, which is one text: the pieces that begin in a range of bytes;
+- of a .csv file, or a .json file that is one array: the whole file.
+
+Extents depend on the files alone, never on the number of processes. A reader raises UserError with the file and the
+line, row or byte that it cannot use, and passes an OSError on to the caller.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ if TYPE_CHECKING:
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 
 Row: TypeAlias = tuple[str, object]
-"""A place as the user would name it, and what stands there."""
+"""(place, row): the place as messages name it, such as `chat.jsonl:12`, and the parsed row."""
 
-_COUNTED_AT_ONCE = 1 << 20  # bytes in which lines are counted
-_ROWS_AT_ONCE = 64  # of a parquet file
-_LONGEST_REST = 3  # bytes of a UTF-8 character after its first
+_COUNTED_AT_ONCE = 1 << 20  # bytes of a read when lines are counted
+_ROWS_AT_ONCE = 64  # rows of a parquet file in memory
+_LONGEST_REST = 3  # a UTF-8 character has at most so many bytes after its first
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,9 @@ class Extent:
     """A part of a file that can be read by itself.
 
     Attributes:
-        start, stop: the first byte and the last + 1; of a parquet file, row groups.
-        before: lines or rows of the file before the first one of this extent.
-        size: about how many bytes of text it is.
+        start, stop: the first byte and the last + 1; for a parquet file the first row group and the last + 1.
+        before: number of lines or rows of the file before this extent.
+        size: approximate size in bytes of text.
     """
 
     file: str
@@ -65,9 +68,9 @@ def whole(file: Path) -> Extent:
 
 
 def planned(files: Sequence[Path], folder: Path) -> list[list[Extent]]:
-    """Return the extents of each shard of these files, in order; shards have about one size.
+    """Return the extents of each shard of these files, in order; all shards are about equally large.
 
-    Lines are numbered in messages, so those of a long file have to be counted: the plan is kept in `folder`.
+    Messages name line numbers, so the lines of a long file are counted, once: the plan is cached in `folder`.
     """
 
     def write(place: Path, _: None) -> None:
@@ -101,7 +104,7 @@ def _extents(file: Path, size: int) -> Iterator[Extent]:
             starts = range(0, total, size)
             with file.open("rb") as stream:
                 before = list(_lines_before(stream, starts)) if len(starts) > 1 else [0] * len(starts)
-        else:  # a text, which may be empty; its pieces are numbered, so each extent holds whole pieces
+        else:  # a .txt file, perhaps empty. Its pieces are numbered by their position, so an extent holds whole pieces.
             starts = range(0, max(total, 1), -(-size // PIECE_CHARACTERS) * PIECE_CHARACTERS)
             before = [0] * len(starts)
     except OSError as error:
@@ -112,10 +115,11 @@ def _extents(file: Path, size: int) -> Iterator[Extent]:
 
 
 def in_order(file: Path, start: int = 0, before: int = 0) -> Iterator[Extent]:
-    """Give the extents of a file from one on; nothing behind the extent that is asked for is read.
+    """Yield the extents of a file from `start` on, for a stream: nothing behind the current extent is read.
 
     Args:
-        start, before: where the first extent begins, and the lines or rows of the file before it.
+        start: the first byte, or row group, of the first extent.
+        before: number of lines or rows of the file before it.
     """
     if file.suffix == ".parquet":
         yield from itertools.islice(_row_groups(file), start, None)
@@ -141,18 +145,18 @@ def _row_groups(file: Path) -> Iterator[Extent]:
 
 
 def _lines_before(stream: BinaryIO, starts: Sequence[int]) -> Iterator[int]:
-    """Count the lines of a file that begin before each of these bytes, which ascend."""
+    """Yield, for each of these ascending byte positions, the number of lines that begin before it."""
     newlines = at = 0
     for start in starts:
         while at < start - 1:
             content = stream.read(min(_COUNTED_AT_ONCE, start - 1 - at))
             newlines += content.count(b"\n")
-            at += len(content) or start  # a file that has become shorter: there is nothing more to count
+            at += len(content) or start  # the file was truncated meanwhile: nothing more to count, end the loop
         yield newlines + 1 if start else 0
 
 
 def read_documents_of(extent: Extent, kind: str) -> Iterator[dict[str, str | int]]:
-    """Read the documents of an extent whose rows are of this kind; text comes in pieces."""
+    """Yield the documents of an extent whose rows are of this kind; long text in pieces. UserError for a bad row."""
     reader = _READERS.get(Path(extent.file).suffix)
     if reader is None:
         yield from _txt_pieces(extent)
@@ -162,10 +166,10 @@ def read_documents_of(extent: Extent, kind: str) -> Iterator[dict[str, str | int
 
 
 def kind_of_file(file: Path) -> str | None:
-    """Return the kind of a file's rows, by its schema or its first row, which is checked; None if it has no row."""
+    """Return the kind of a file's rows from its schema or first row; None if it has no row. UserError if unusable."""
     if file.suffix == ".parquet":
         schema = _parquet_schema(file)
-        _require_unlike(schema.columns, str(file))
+        _require_distinct(schema.columns, str(file))
         kind = kind_of_row(schema.columns, str(file))
         return kind if any(rows for rows, _ in schema.groups) else None
     reader = _READERS.get(file.suffix)
@@ -183,7 +187,7 @@ def kind_of_file(file: Path) -> str | None:
 
 
 def decodes(file: Path) -> bool:
-    """Whether the file can be read, and all of it is UTF-8."""
+    """Whether the whole file can be read and is UTF-8."""
     try:
         file.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -192,9 +196,10 @@ def decodes(file: Path) -> bool:
 
 
 def _txt_pieces(extent: Extent) -> Iterator[dict[str, str | int]]:
-    """Give one document in pieces: the file's bytes as UTF-8, newlines and byte order mark left as they are.
+    """Yield one document in pieces: the file's bytes as UTF-8, with newlines and byte order mark unchanged.
 
-    A character on the border of two pieces belongs to the one in which it begins, so each piece is read by itself.
+    A character across the border of two pieces belongs to the piece in which it begins, so each piece can be read
+    independently.
     """
     with Path(extent.file).open("rb") as stream:
         for start in range(extent.start, max(extent.stop, extent.start + 1), PIECE_CHARACTERS):
@@ -212,17 +217,18 @@ def _txt_pieces(extent: Extent) -> Iterator[dict[str, str | int]]:
 
 
 def _rest_of_character(content: bytes) -> int:
-    """Count the bytes at the beginning that continue a character."""
+    """Return the number of leading bytes that continue a UTF-8 character begun before (10xxxxxx)."""
     rest = content[:_LONGEST_REST]
     return next((at for at, byte in enumerate(rest) if byte & 0xC0 != 0x80), len(rest))
 
 
 def _jsonl_rows(extent: Extent) -> Iterator[Row]:
-    """Give a row for each line; blank lines are passed over."""
+    """Yield a row for each line that begins in the extent, without blank ones."""
     with Path(extent.file).open("rb") as lines:
         if extent.start:
+            # From one byte earlier: if that is a newline, the line at `start` begins here and must not be skipped.
             lines.seek(extent.start - 1)
-            lines.readline()  # the end of a line that began before
+            lines.readline()
         at = lines.tell()
         for number, line in enumerate(lines, start=extent.before + 1):
             if at >= extent.stop:
@@ -234,22 +240,22 @@ def _jsonl_rows(extent: Extent) -> Iterator[Row]:
 
 
 def _json_rows(extent: Extent) -> Iterator[Row]:
-    """Give a row for each element of an array, or for each line."""
+    """Yield a row for each element of the array, or for each line."""
     file = Path(extent.file)
     return json_rows(file) if is_whole(file) else _jsonl_rows(extent)
 
 
 def _csv_rows(extent: Extent) -> Iterator[Row]:
-    """Give a row for each record below the header."""
+    """Yield a row for each record below the header."""
     csv.field_size_limit(sys.maxsize)
     with Path(extent.file).open(encoding="utf-8-sig", newline="") as stream:
         records, read = csv.DictReader(stream, strict=True), 0
         try:
-            _require_unlike(records.fieldnames or (), extent.file)
+            _require_distinct(records.fieldnames or (), extent.file)
             if records.fieldnames:  # the header is read
                 read = records.reader.line_num
             for record in records:
-                read = records.reader.line_num  # the records' own number leaves out blank lines
+                read = records.reader.line_num  # DictReader's own line_num does not count blank lines
                 place = f"{extent.file}:{read}"
                 if None in record or None in record.values():
                     raise UserError(f"{place} has not as many fields as the header: quote fields that contain a comma")
@@ -261,7 +267,7 @@ def _csv_rows(extent: Extent) -> Iterator[Row]:
 
 
 def _parquet_rows(extent: Extent) -> Iterator[Row]:
-    """Give the rows of some row groups, a few at a time, of the columns that are read."""
+    """Yield the rows of some row groups, only the columns that are used, a few rows at a time."""
     file, number = Path(extent.file), extent.before
     names = _parquet_schema(file).columns
     kind = kind_of_row(names, str(file))
@@ -270,7 +276,7 @@ def _parquet_rows(extent: Extent) -> Iterator[Row]:
         groups = list(range(extent.start, extent.stop))
         batches = iter(table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=columns))
         while True:
-            with _told(file, f"is damaged after row {number}"):
+            with _arrow_errors(file, f"is damaged after row {number}"):
                 batch = next(batches, None)
                 rows = [] if batch is None else batch.to_pylist()
             if batch is None:
@@ -282,7 +288,7 @@ def _parquet_rows(extent: Extent) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class ParquetSchema:
-    """The columns of a parquet file, and rows and bytes of each of its row groups."""
+    """The column names of a parquet file, and (rows, bytes) of each of its row groups."""
 
     columns: tuple[str, ...]
     groups: tuple[tuple[int, int], ...]
@@ -299,21 +305,21 @@ def _parquet_schema(file: Path) -> ParquetSchema:
 def _opened(file: Path, wrong: str) -> Iterator[ParquetFile]:
     from pyarrow.parquet import ParquetFile
 
-    with _told(file, wrong):
+    with _arrow_errors(file, wrong):
         table = ParquetFile(file, page_checksum_verification=True)
     with table:
         yield table
 
 
 @contextmanager
-def _told(file: Path, wrong: str) -> Iterator[None]:
-    """Turn what pyarrow raises into a UserError, but not an OSError of the disk."""
+def _arrow_errors(file: Path, wrong: str) -> Iterator[None]:
+    """Turn pyarrow's errors into UserError; an OSError of the operating system passes."""
     from pyarrow import ArrowException
 
     try:
         yield
     except (ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # Arrow's own OSErrors have no number
+        if isinstance(error, OSError) and error.errno is not None:  # Arrow raises OSError without a number itself
             raise
         raise UserError(f"{file} {wrong}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
@@ -326,7 +332,7 @@ _READERS: Mapping[str, Callable[[Extent], Iterator[Row]]] = MappingProxyType(
 def _of_line(line: bytes, place: str) -> object:
     try:
         return json.loads(line, object_pairs_hook=with_unique_names)
-    except UnicodeDecodeError as error:
+    except UnicodeDecodeError as error:  # before ValueError, of which both this and JSONDecodeError are subclasses
         raise UserError(f"{place} is not UTF-8 (byte {error.start} of the line): convert the file") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{place} is not JSON ({error.msg}, column {error.colno}): one object a line") from error
@@ -342,8 +348,8 @@ def _object(row: object, place: str) -> Mapping[str, object]:
     return row
 
 
-def _require_unlike(names: Sequence[str], file: str) -> None:
-    """Refuse two columns of one name: the last would win."""
+def _require_distinct(names: Sequence[str], file: str) -> None:
+    """Raise UserError for two columns of one name: csv and Arrow would silently keep the last."""
     twice = next((name for name in names if list(names).count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{file} has two columns `{twice}`: rename one")

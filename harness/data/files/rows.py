@@ -1,10 +1,10 @@
-"""What one row of a data file or data set is: text, a conversation, or a prompt with its completion.
+"""Turn one row of a data file or data set into a document: text, a conversation, or a prompt with its completion.
 
-The columns decide, in this order: `messages` (a list of {role, content}), `conversations` (ShareGPT), `prompt` and
-`completion` (two texts, or two lists of messages), `instruction` and `output` (Alpaca), `text`. Each row becomes a
+The columns decide the kind, in this order: `messages` (a list of {role, content}), `conversations` (ShareGPT), `prompt`
+and `completion` (two texts, or two lists of messages), `instruction` and `output` (Alpaca), `text`. Each row becomes a
 document: {"text": ...}, or {"conversation": ..., "place": ...} with the conversation as JSON, which keeps tool calls
-and whatever else a chat template reads. A row that cannot be used is a UserError that names its place. Importing this
-needs neither torch nor datasets.
+and anything else that a chat template reads. A row that cannot be used raises UserError with its place. Importing this
+module imports neither torch nor datasets.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _ROLES = MappingProxyType(
         "function_call": "assistant",
     }
 )
-"""ShareGPT's names -> those of chat templates; others are the same."""
+"""ShareGPT's role -> the role in chat templates; roles not listed are the same."""
 
 
 def from_sharegpt(turns: object) -> object:
-    """Return ShareGPT's turns, {from, value}, as messages."""
+    """Return ShareGPT's turns, {from, value}, as messages, {role, content}; anything else unchanged."""
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         return turns
     return [*map(_message, turns)]
@@ -46,9 +46,9 @@ def _message(turn: object) -> object:
 
 
 def from_alpaca(row: Mapping[str, object], place: str) -> list[dict[str, object]]:
-    """Return Alpaca's instruction, with its input below it where there is one, and the output as messages.
+    """Return an Alpaca row as messages: the turns of `history`, then instruction (with input below it) and output.
 
-    Before them come the turns of `history`, pairs of instruction and answer; UserError for another history.
+    Raises UserError if `history` is not a list of pairs [instruction, answer].
     """
     asked, given = row["instruction"], row.get("input")
     if isinstance(asked, str) and isinstance(given, str) and given.strip():
@@ -75,7 +75,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         TEXT: ("text",),
     }
 )
-"""Kind of a row -> the columns that make it one."""
+"""Kind of a row -> the columns that it must have."""
 
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 REFUSED: Mapping[str, str] = MappingProxyType(
@@ -85,14 +85,14 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "functions": "write them as `tools`, each {type: function, function: ...}",
         "function_call": "write it as `tool_calls`",
         "documents": "write them into the messages",
-        "chosen": "nothing is learnt of preferences",
-        "rejected": "nothing is learnt of preferences",
+        "chosen": "preferences are not trained on",
+        "rejected": "preferences are not trained on",
     }
 )
-"""Columns that would change what is learnt, and may only be empty -> what to know of them."""
+"""Columns that would change the training, but are not supported -> the advice in the message. They may be empty."""
 
 _MARKS = ("label", "weight", "train", "training", "loss")
-"""Columns by which programs say that a row is not learnt, or less than others."""
+"""Columns by which other programs exclude a row from the loss, or weight it."""
 
 BESIDE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -103,22 +103,22 @@ BESIDE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         TEXT: _MEDIA,
     }
 )
-"""Kind of a row -> columns that are read where they are there."""
+"""Kind of a row -> optional columns that are read."""
 
 ASSISTANT = "assistant"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 TRAINS = ("train", "training", "loss")
-"""Names under which programs say whether a message is learnt; OpenAI's is `weight`, 0 or 1."""
+"""Keys of a message by which programs include it in the loss or not; OpenAI's key is `weight`, 0 or 1."""
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
 
 
 def columns_of(kind: str) -> str:
-    """Return the columns that make a row of this kind, for a message."""
+    """Return the columns of a kind in words, for an error message."""
     return " and ".join(f"`{name}`" for name in COLUMNS[kind]) if kind in COLUMNS else kind
 
 
 def kind_of_row(columns: Iterable[str], place: str) -> str:
-    """Return the kind of row that these columns make. UserError if they make none."""
+    """Return the kind of a row with these columns. UserError if there is none."""
     names = list(map(str, columns))
     for kind, needed in COLUMNS.items():
         if set(needed) <= set(names):
@@ -130,7 +130,11 @@ def kind_of_row(columns: Iterable[str], place: str) -> str:
 
 
 def document(row: Mapping[str, object], kind: str, place: str) -> dict[str, str]:
-    """Return the document of a row that stands in a file or data set of this kind; UserError if it is not one."""
+    """Convert a row of a file or data set of this kind into a document.
+
+    Raises:
+        UserError: a column is missing or not supported, or its content cannot be used.
+    """
     missing = [name for name in COLUMNS[kind] if name not in row]
     if missing:
         raise UserError(
@@ -145,7 +149,7 @@ def document(row: Mapping[str, object], kind: str, place: str) -> dict[str, str]
     left_out = next((name for name in _MARKS if name in row and _says_no(name, row[name])), None)
     if left_out is not None:
         raise UserError(
-            f"{place}: `{left_out}` is {row[left_out]!r}: a whole row is learnt or not; remove the row or the column"
+            f"{place}: `{left_out}` is {row[left_out]!r}: no row can be weighted or left out; remove it or the column"
         )
     conversation = _completion(row, place) if kind == COMPLETION else _messages(row, kind, place)
     if tools := _tools(row.get("tools"), f"{place}: `tools`"):
@@ -160,7 +164,7 @@ def document(row: Mapping[str, object], kind: str, place: str) -> dict[str, str]
 
 
 def checked_text(text: object, place: str) -> str:
-    """`text` itself, if it is a string that UTF-8 can hold; else UserError."""
+    """Return `text` if it is a string that can be encoded as UTF-8; otherwise raise UserError."""
     if not isinstance(text, str):
         raise UserError(f"{place} is {'missing' if text is None else type(text).__name__}, not a string")
     try:
@@ -184,7 +188,7 @@ def _messages(row: Mapping[str, object], kind: str, place: str) -> JsonObject:
 
 
 def _with_system(messages: object, row: Mapping[str, object], place: str) -> object:
-    """Return messages after the system prompt that stands in a column of its own; UserError if both have one."""
+    """Put the system prompt of the column `system` before the messages. UserError if they have one themselves."""
     system = row.get("system")
     if not _is_there(system) or not isinstance(messages, Sequence) or isinstance(messages, str):
         return messages
@@ -221,7 +225,8 @@ def _checked_messages(messages: object, place: str) -> list[JsonObject]:
 def _checked_message(message: object, place: str) -> JsonObject:
     if not isinstance(message, Mapping):
         raise UserError(f"{place} is {type(message).__name__}, not an object with role and content")
-    kept = {str(name): value for name, value in message.items() if value is not None}  # parquet fills up with nulls
+    # Arrow gives all messages of a column the same fields, and null where a message has none.
+    kept = {str(name): value for name, value in message.items() if value is not None}
     role = kept.get("role")
     if role is None:
         raise UserError(f"{place} has no `role` (it has: {', '.join(kept) or 'nothing'}): give role and content")
@@ -242,7 +247,7 @@ def _checked_message(message: object, place: str) -> JsonObject:
 
 
 def _content(content: object, place: str) -> str:
-    """Return the text of a message, whose parts, if it comes in parts, must be text too."""
+    """Return the text of a message. UserError if it comes in parts and one of them is not text."""
     if not isinstance(content, Sequence) or isinstance(content, str):
         return checked_text(content, f"{place}: `content`")
     texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
@@ -252,7 +257,11 @@ def _content(content: object, place: str) -> str:
 
 
 def _with_answers(messages: list[JsonObject], answers_from: int, place: str) -> JsonObject:
-    """Return messages with which answers are not learnt: those before `answers_from`, and those that say so."""
+    """Return the messages as JSON, with the answers to leave out of the loss.
+
+    `answers_from` is the first message whose answers are trained on; `unlearnt` are indices of answers that exclude
+    themselves. Raises UserError if no answer is left.
+    """
     kept, unlearnt = [], []
     for index, message in enumerate(messages):
         number = index + 1 - (answers_from if index >= answers_from else 0)
@@ -262,16 +271,16 @@ def _with_answers(messages: list[JsonObject], answers_from: int, place: str) -> 
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= answers_from]
     if not answers:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages[answers_from:]))
-        raise UserError(f"{place} has no message of role {ASSISTANT} to learn (roles: {roles})")
+        raise UserError(f"{place} has no message of role {ASSISTANT} to train on (roles: {roles})")
     if set(answers) <= set(unlearnt):
         raise UserError(
-            f"{place} has no answer to learn, as each has weight 0 or says that it is not trained: remove it"
+            f"{place} has no answer to train on: each has weight 0 or says that it is not trained; remove it"
         )
     return {"messages": kept, "answers_from": answers_from, **({"unlearnt": unlearnt} if unlearnt else {})}
 
 
 def _is_learnt(message: JsonObject, place: str) -> bool:
-    """Whether a message does not say that it is not learnt; UserError for what cannot be done."""
+    """Whether a message may be trained on, by its own keys. UserError for a key that asks for something unsupported."""
     partly = next((name for name in ("train_detail", "training_detail") if _is_there(message.get(name))), None)
     if partly is not None:
         raise UserError(
@@ -285,22 +294,24 @@ def _is_learnt(message: JsonObject, place: str) -> bool:
         if value not in (False, True):
             raise UserError(f"{place}: `{name}` is {value!r}: give true or false")
         if value and message["role"] != ASSISTANT:
-            raise UserError(f"{place}: `{name}` is true, but only answers of role {ASSISTANT} are learnt: remove it")
+            raise UserError(
+                f"{place}: `{name}` is true, but only answers of role {ASSISTANT} are trained on: remove it"
+            )
     return weight != 0 and all(told.values())
 
 
 def _says_no(name: str, value: object) -> bool:
-    """Whether a column of marks is false, or a weight other than 1. Other numbers may be classes or scores."""
+    """Whether a column of _MARKS is false, or a weight other than 1. Other numbers may be classes or scores."""
     return (value not in (None, 1)) if name == "weight" else str(value).lower() == "false"
 
 
 def _is_there(value: object) -> bool:
-    """Whether a column that is not used holds anything."""
+    """Whether an unsupported column holds anything."""
     return bool(value.strip() if isinstance(value, str) else value)
 
 
 def _tools(tools: object, place: str) -> list[JsonObject]:
-    """Return descriptions of tools: a list, JSON of one, or a list of JSON."""
+    """Return descriptions of tools from a list, a list as JSON text, or a list of JSON texts. UserError for others."""
     found = parsed(tools, place)
     if not found:
         return []
@@ -316,7 +327,7 @@ def _tools(tools: object, place: str) -> list[JsonObject]:
 
 
 def parsed(value: object, place: str) -> object:
-    """Return a value that may be given as JSON; UserError for a text that is none."""
+    """Return a value that may be given as JSON text, parsed; None for a blank text. UserError for invalid JSON."""
     if not isinstance(value, str) or not value.strip():
         return None if isinstance(value, str) else value
     try:
@@ -326,7 +337,7 @@ def parsed(value: object, place: str) -> object:
 
 
 def with_unique_names(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of JSON; ValueError if a name stands twice in it, of which the last would win."""
+    """Build a dict from the pairs of a JSON object. ValueError for a repeated name, of which json keeps the last."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -336,7 +347,7 @@ def with_unique_names(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
 
 
 def plain_row(row: Mapping[str, object]) -> dict[str, object]:
-    """Return a row out of Arrow's tables, whose objects are filled up with nulls to the same fields, without them."""
+    """Return a row of an Arrow table without null fields: Arrow pads all objects of a column to the same fields."""
     return {name: _without_nulls(value) for name, value in row.items()}
 
 

@@ -1,13 +1,17 @@
-"""What `--train_file` and `--validation_file` name: paths, with a weight behind a colon (`chat.jsonl:0.7
-books/:0.3`).
+"""Parse `--train_file` and `--validation_file`: paths, perhaps with weights (`chat.jsonl:0.7 books/:0.3`).
 
-A source is a .txt file (one document), a .jsonl, .json, .csv or .parquet file (one document a row, see `rows.py`), a
-directory of such files, all of one kind (searched recursively, links followed, sorted by path, hidden ones left out),
-a glob of both, token files (see `token_files.py`), or "python-stdlib": the running Python's standard library. In a
-directory .json and .csv files count only where there is nothing else, because beside data they describe it.
+A source is one of
 
-Sources without weights are one: their files are read in the order given. With weights each gives its share of a run's
-samples, and each may be of another kind. Nothing here needs torch or datasets, so a wrong path is reported at once.
+- a .txt file (one document), or a .jsonl, .json, .csv or .parquet file (one document a row, see `rows.py`);
+- a directory of such files of one kind, searched recursively: links followed, sorted by path, hidden files left out;
+- a glob of files and directories;
+- token files (see `token_files.py`);
+- "python-stdlib": the source files of the running Python's standard library.
+
+In a directory, .json and .csv files count only if there is nothing else: beside data files they are metadata.
+
+Sources without weights form one data set, in the order given. With weights, each source provides its share of the
+samples, and kinds may differ. Nothing here imports torch or datasets, so a wrong path is reported at once.
 """
 
 from __future__ import annotations
@@ -29,18 +33,18 @@ from harness.data.files.token_files import require_token_files, token_paths
 from harness.errors import UserError
 
 TOKENS = "tokens"
-"""The kind of files that hold token ids; see `token_files.py`."""
+"""The kind of token files; see `token_files.py`."""
 DESCRIBE_DATA = (".json", ".csv")
-"""Suffixes that count in a directory only where there is nothing else."""
+"""Suffixes that count as data in a directory only if it holds no other data files."""
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
-# Not the library itself: what is installed beside it, its tests (two thirds of the bytes) and its programs.
+# Left out of python-stdlib: installed packages, the library's tests (two thirds of the bytes) and programs.
 _BESIDE_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"})
 
 
 @dataclass(frozen=True)
 class SourceGroup:
-    """Sources of one kind that become one data set; `weight` is its share of the samples, relative to the others."""
+    """Sources of one kind that form one data set; `weight` is its share of the samples, relative to the others."""
 
     paths: tuple[str, ...]
     kind: str
@@ -48,7 +52,7 @@ class SourceGroup:
 
 
 def source_groups(words: Sequence[str], flag: str = "--train_file") -> list[SourceGroup]:
-    """Return the sources that these words name. UserError for a source or weight that cannot be used."""
+    """Parse the words of a flag into groups of sources. UserError for a source or weight that cannot be used."""
     split = [_split(word) for word in words]
     weighted = [path for path, weight in split if weight is not None]
     if not split:
@@ -67,7 +71,7 @@ def source_groups(words: Sequence[str], flag: str = "--train_file") -> list[Sour
 
 
 def validation_group(words: Sequence[str]) -> SourceGroup:
-    """Return the sources of `--validation_file`. UserError for weights: every sample counts once."""
+    """Parse `--validation_file`. UserError for weights: every evaluation sample counts once."""
     groups = source_groups(words, "--validation_file")
     if groups[0].weight is not None:
         raise UserError(f"--validation_file {words[0]}: weights are for --train_file: every sample here counts once")
@@ -75,7 +79,7 @@ def validation_group(words: Sequence[str]) -> SourceGroup:
 
 
 def _split(word: str) -> tuple[str, float | None]:
-    """Split a word into a path and its weight; a path that exists as it stands has none."""
+    """Split a word into path and weight. A path that exists with its colon has none. UserError for a bad weight."""
     path, colon, text = word.rpartition(":")
     if not colon or Path(word).exists() or not _names_something(path):
         return word, None
@@ -97,9 +101,9 @@ def _kind(path: str) -> str:
 
 
 def find_tokens(path: str) -> list[Path]:
-    """Return the token files of a path: a file, Megatron's prefix, or a directory or glob without text.
+    """Return the token files of a path: a file, Megatron's prefix, or a directory or glob without text files.
 
-    Hidden files, and the .json and .csv files that describe token files, are left out.
+    Hidden files are left out, and so are .json and .csv files, which only describe token files.
     """
     if glob.has_magic(path) and not Path(path).exists():
         matches = map(Path, sorted(glob.glob(path, recursive=True)))  # noqa: PTH207  # may be absolute
@@ -120,7 +124,7 @@ def _names_something(path: str) -> bool:
 def preflight(source: str | os.PathLike[str]) -> str:
     """Return the kind of a source's rows, as in `rows.py`. UserError for a file that cannot be used.
 
-    Costs one directory listing and the first row of each file; the rest of a file is not read.
+    Reads one directory listing and the first row of each file.
     """
     files = find_files(source)
     if os.fspath(source) == PYTHON_STDLIB:
@@ -146,12 +150,12 @@ def preflight(source: str | os.PathLike[str]) -> str:
 
 @cache
 def _looked_at(file: Path, size: int, _changed_ns: int) -> str | None:
-    """Return the kind of a file's rows; a start asks for it several times, and opens each file once."""
+    """Return the kind of a file's rows. Cached, by size and modification time: a start asks for it several times."""
     return kind_of_file(file) if size else None
 
 
 def find_files(source: str | os.PathLike[str]) -> list[Path]:
-    """Return the files that make up a source, in the order they are read in. UserError where there are none."""
+    """Return the files of a source in reading order. UserError if there are none."""
     if os.fspath(source) == PYTHON_STDLIB:
         return _stdlib_files()
     path = Path(source)
@@ -191,7 +195,7 @@ def visible_files(top: Path, left_out: frozenset[str] = frozenset()) -> list[Pat
         raise UserError(f"cannot list {error.filename}: {error.strerror}") from error
 
     found = []
-    seen = set()  # links to directories are followed, but no circle of them is
+    seen = set()  # links to directories are followed; a cycle of them would never end
     for here, directories, names in os.walk(top, onerror=stop, followlinks=True):
         if (real := os.path.realpath(here)) in seen:
             directories.clear()
@@ -203,7 +207,7 @@ def visible_files(top: Path, left_out: frozenset[str] = frozenset()) -> list[Pat
 
 
 def _stdlib_files() -> list[Path]:
-    """Return the .py files of the standard library of the Python that runs, without tests and installed packages."""
+    """Return the .py files of the running Python's standard library, without tests and installed packages."""
     top = Path(sysconfig.get_path("stdlib"))
     files = (
         [file for file in visible_files(top, _BESIDE_STDLIB) if file.suffix == ".py" and decodes(file)]

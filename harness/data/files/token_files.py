@@ -1,8 +1,7 @@
-"""Files of token ids that another program has made: Megatron's .bin with its .idx, and datatrove's .ds, which nanotron
-reads.
+"""Map files of token ids that other programs made: Megatron's .bin with .idx, and datatrove's .ds, as nanotron reads.
 
-They are mapped as they are: nothing is tokenised, copied or read beforehand but the header. A Megatron pair is named by
-its .bin, its .idx or its prefix; a directory or glob may hold several files.
+The files are used in place: nothing is tokenised or copied, and only the header is read beforehand. A Megatron pair may
+be given as its .bin, its .idx or its prefix; a directory or glob may hold several files.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ Ids = npt.NDArray[np.integer]
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A mapped file of ids.
+    """A memory-mapped token file.
 
     Attributes:
-        starts: where documents begin among the ids; empty where the file does not say.
+        ids: [tokens].
+        starts: indices of the ids at which documents begin; empty if the file has no index.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class TokenFile:
 
 
 def token_paths(source: str | os.PathLike[str]) -> list[Path]:
-    """Return the .bin and .ds files that a path names; none if it names something else."""
+    """Return the .bin or .ds file that a path names, or nothing."""
     path = Path(source)
     if path.suffix == ".idx":
         path = path.with_suffix(".bin")
@@ -56,11 +56,15 @@ def token_paths(source: str | os.PathLike[str]) -> list[Path]:
 
 
 def open_tokens(path: Path, vocabulary: int) -> TokenFile:
-    """Map a file of ids. UserError if it is not what its header says; `vocabulary`: ids of the model.
+    """Map a token file, and check samples of its ids against the `vocabulary` (number of ids) of the model.
 
-    A .ds file without .metadata and .index has 2 bytes a token up to a vocabulary of 65,536 ids, as nanotron reads it.
+    A .ds file without .metadata and .index is read as nanotron does: 2 bytes a token up to 65,536 ids, else 4.
+
+    Raises:
+        UserError: the file cannot be read, contradicts its header, or has ids that the model does not know.
     """
     file = _mapped_file(path, vocabulary)
+    # 64 stretches of 4,096 ids: reading all of a file of terabytes would take hours. A wrong dtype shows at once.
     for start in np.linspace(0, max(len(file.ids) - 4096, 0), 64).astype(np.int64):
         part = file.ids[start : start + 4096]
         if int(part.max()) >= vocabulary or int(part.min()) < 0:
@@ -73,7 +77,7 @@ def open_tokens(path: Path, vocabulary: int) -> TokenFile:
 
 
 def require_token_files(paths: Sequence[Path]) -> None:
-    """Raise UserError for a file that is not there, or whose header is wrong; the ids are not looked at."""
+    """Raise UserError for a file that is missing or has a wrong header; ids are not read."""
     for path in paths:
         _mapped_file(path, 2**16)
 
@@ -102,7 +106,7 @@ def _megatron(path: Path) -> TokenFile:
     if code not in _DTYPES:
         raise UserError(f"{index} has the dtype code {code}, which is no integer: give a file of token ids")
     beyond = index.stat().st_size - HEADER.size - 12 * sequences - 8 * documents
-    if beyond not in (0, sequences):  # a file of several modes has one byte a sequence behind the documents
+    if beyond not in (0, sequences):  # a multimodal index has one more byte a sequence, its mode, at the end
         raise UserError(
             f"{index} is {'cut off' if beyond < 0 else 'damaged'}: it is not of the size of {sequences:,} sequences "
             f"and {documents:,} documents"
@@ -122,11 +126,13 @@ def _megatron(path: Path) -> TokenFile:
 def _require_in_order(
     index: Path, lengths: npt.NDArray[np.int32], pointers: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], size: int
 ) -> None:
-    """Raise UserError unless each sequence begins where the one before ends, and documents in their order.
+    """Raise UserError unless sequences follow each other without gaps and documents are in order.
 
     Args:
-        lengths, pointers: of each sequence, in tokens of `size` bytes and as the byte that it begins at.
-        ends: the number of each document's first sequence.
+        lengths: of each sequence, in tokens.
+        pointers: first byte of each sequence.
+        ends: index of each document's first sequence, and the number of sequences at the end.
+        size: bytes of a token.
     """
     behind = 0
     for start in range(0, len(lengths), _CHECKED_AT_ONCE):
@@ -139,7 +145,7 @@ def _require_in_order(
                 f"{index} is damaged: sequence {start + int(wrong[0]):,} does not begin where the one before ends"
             )
         behind = int(stops[-1])
-    # Megatron begins with 0, and adds the number of sequences so far at each document's end
+    # Megatron's list begins with 0; at the end of each document the number of sequences so far is appended.
     if not len(ends) or ends[0] or ends[-1] not in (0, len(lengths)) or bool((np.diff(ends) < 0).any()):
         raise UserError(f"{index} is damaged: its documents do not begin at sequences 0 to {len(lengths):,}, in order")
 

@@ -1,1 +1,1 @@
-"""What is handed to a run: data sets, prompts, and whether they are of the right kind."""
+"""Check and prepare the inputs of a run: data sets, prompts and functions."""

@@ -1,6 +1,7 @@
-"""Training and evaluation data as tokens: from the script's files, or from a data set of text or conversations.
+"""Prepare training and evaluation data as tokens, from the script's files or from data sets of text or conversations.
 
-A data set that holds tokens is left alone. On each host one rank prepares the data, and the others read its cache.
+A data set that already holds tokens is used as it is. On each host one rank prepares the data, and the others read its
+cache.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from harness.wording import counted
 if TYPE_CHECKING:
     from datasets import Dataset
 
-LONGEST_DEFAULT = 1024  # as run_clm.py
+LONGEST_DEFAULT = 1024  # tokens; run_clm.py's default for block_size
 NEEDS_TOKENIZER = "a data set of text or conversations needs processing_class, the tokenizer"
-_COUNTED = 1000  # documents whose bytes are counted before they are tokenised
+_COUNTED = 1000  # up to so many documents are measured, before they are tokenised
 
 Pair: TypeAlias = tuple[MapDataset | None, EvaluationData]
 """Training and evaluation data."""
@@ -56,12 +57,12 @@ _Data = TypeVar("_Data", bound=AnyDataset)
 
 @dataclass(frozen=True, kw_only=True)
 class SampleForm:
-    """What samples look like.
+    """The form of samples.
 
     Attributes:
         block_size: tokens of a sample.
-        packing: whether documents share samples without seeing each other.
-        vocabulary: number of ids that the model knows.
+        packing: whether documents share samples without attending to each other.
+        vocabulary: number of ids of the model.
     """
 
     block_size: int
@@ -70,10 +71,10 @@ class SampleForm:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: ModelSource, args: TrainingArguments) -> SampleForm:
-        """Return the form that the arguments ask for; UserError if it, or the tokenizer, does not fit the model."""
+        """Return the form that the arguments ask for. UserError if form or tokenizer do not fit the model."""
         vocabulary = vocabulary_size(build_skeleton(source.config))
         check_vocabulary(tokenizer, vocabulary)
-        if args.packing:  # refused before anything is tokenised
+        if args.packing:  # a model that cannot keep documents apart is refused before anything is tokenised
             require_documents_apart(with_attention(source.config, args.attn_implementation))
         longest, block_size = position_limit(source.config), args.block_size
         if block_size is None:
@@ -88,7 +89,7 @@ class SampleForm:
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """Data sets of tokens, and the tokenizer that made them."""
+    """Tokenised data sets, and their tokenizer."""
 
     train: MapDataset | None
     evaluation: EvaluationData
@@ -98,7 +99,11 @@ class Datasets:
 def script_datasets(
     script: ScriptArguments, source: ModelSource, config: RunConfig, env: LaunchEnv, console: Console
 ) -> Datasets:
-    """Read, tokenise and lay out the script's files; those of training only where it trains, or to hold a part out."""
+    """Prepare the data of scripts/train.py's files; all ranks call it.
+
+    Training files are read only if the run trains, or holds a part of them out for evaluation. Raises UserError for
+    files that cannot be used.
+    """
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
     args = config.args
     require_cut(source, config.resolved.tp_size, config.resolved.ep_size)
@@ -111,11 +116,12 @@ def script_datasets(
         groups = source_groups(script.train_file) if script.trains or holds_out else []
         weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
         held_out: list[Documents] = []
-        of_held: list[str] = []  # names of the sources that a part is held out of
+        of_held: list[str] = []  # names of the sources of `held_out`
         documents = [] if script.streaming else [_read(group, say) for group in groups]
         if script.validation_file is not None:
             held_out = [_read(validation_group(script.validation_file), say)]
         elif holds_out:
+            # Token files may have no index of documents to hold out; the preflight refuses sources of tokens alone.
             named = [pair for pair in zip(names, documents, strict=True) if not isinstance(pair[1], list)]
             split, of_held = [hold_out(each, script.held_out) for _, each in named], [name for name, _ in named]
             documents, held_out = [kept for kept, _ in split], [held for _, held in split]
@@ -134,20 +140,20 @@ def script_datasets(
 
 
 def _require_enough(documents: Sequence[Documents], form: SampleForm, config: RunConfig) -> None:
-    """Raise UserError, before anything is tokenised, for training data that cannot fill one global batch."""
+    """Raise UserError, before anything is tokenised, if the training data cannot fill one global batch."""
     most = 0.0
     for each in documents:
         if isinstance(each, list) or (len(each) > _COUNTED and "conversation" not in each.column_names):
-            return  # token files are counted later; many documents fill it
+            return  # token files are counted when they are mapped; so many documents fill any usual batch
         most += len(each)
-        if "conversation" not in each.column_names:  # a token is seldom less than a byte
+        if "conversation" not in each.column_names:  # upper bound: two tokens a byte, and a document's end
             most += sum(2 * len(text.encode()) + 8 for text in each["text"]) / form.block_size
     resolved = config.resolved
     require_samples(int(most), resolved.micro_batch, resolved.accumulation, resolved.readers, at_most=True)
 
 
 def _read(group: SourceGroup, say: Callable[[str], None]) -> Documents:
-    """Return the documents of a source; of token files the paths."""
+    """Return the documents of a group of sources; for token files, their paths."""
     if group.kind == TOKENS:
         return [file for path in group.paths for file in find_tokens(path)]
     return read_documents(group.paths, say=say)
@@ -162,13 +168,13 @@ def user_datasets(
     env: LaunchEnv,
     console: Console,
 ) -> Datasets:
-    """Return the Trainer's data sets; those of text or conversations become tokens.
+    """Prepare the data sets given to the Trainer: text and conversations are tokenised. All ranks call it.
 
     Args:
-        source: of the model; None where samples go to the user's own layers or data_collator, and stay as they are.
+        source: the model; None if samples go to the user's own layers or data_collator and stay unchanged.
 
     Raises:
-        UserError: text without a tokenizer; --packing or --block_size where they could have no effect.
+        UserError: text without a tokenizer; --packing or --block_size where they would have no effect.
     """
     args, given_train = config.args, as_dataset(given_train)
     evaluation = _each(given_evaluation, lambda data: read_all(as_dataset(data), "eval_dataset"))
@@ -210,7 +216,10 @@ def stream_of_dataset(
     args: TrainingArguments,
     say: Callable[[str], None],
 ) -> Streamed:
-    """Return the samples of an IterableDataset; without a `source` the rows as they are."""
+    """Return an IterableDataset as a stream of samples; without a `source` its rows are the samples.
+
+    Raises UserError for arguments that a stream cannot follow, and for text without a tokenizer.
+    """
     require_streamable(args, "an IterableDataset")
     rows = IterableRows(dataset, "train_dataset", as_they_are=source is None, say=say)
     if rows.kind is None or source is None:
@@ -228,7 +237,7 @@ def _streamed(rows: Rows, tokenizer: Tokenizer, form: SampleForm) -> StreamedSou
 
 
 def _each(data: _Data | Mapping[str, _Data] | None, change: Callable[[_Data], MapDataset]) -> EvaluationData:
-    """Return what `change` makes of the data set, or of each of several."""
+    """Apply `change` to a data set, or to each of several."""
     if isinstance(data, Mapping):
         return {name: change(each) for name, each in data.items()}
     return None if data is None else change(data)
@@ -243,7 +252,7 @@ def later_dataset(
     env: LaunchEnv,
     console: Console,
 ) -> MapDataset:
-    """Return a data set that the Trainer is given after its start, as tokens; all ranks call it."""
+    """Tokenise a data set that is given to `evaluate` or `predict`, if it needs that; all ranks call it."""
     if source is None or holds_tokens(data):
         return data
     if tokenizer is None:
@@ -254,7 +263,7 @@ def later_dataset(
 
 
 def own_tokenizer(model: object) -> Tokenizer | None:
-    """Return the tokenizer in a model's directory; None if there is none, or the model is not named by a directory."""
+    """Return the tokenizer in a model's directory; None if there is none, or `model` is not a name."""
     if not isinstance(model, str | Path):
         return None
     directory = model_directory(str(model))
@@ -262,7 +271,7 @@ def own_tokenizer(model: object) -> Tokenizer | None:
 
 
 def _require_packed(source: ModelSource | None, *datasets: MapDataset | None) -> None:
-    """Raise UserError where --packing has no effect: samples for a collator of the user's, tokens not packed."""
+    """Raise UserError if --packing has no effect: with the user's own collator, or on tokens without position_ids."""
     if source is None:
         raise UserError("--packing has no effect with your own data_collator, which lays out samples: remove it")
     for data in datasets:
@@ -279,7 +288,7 @@ def _speaker(console: Console) -> Speaker:
 
 
 def _layer_out(tokenizer: Tokenizer, form: SampleForm, say: Callable[[str], None]) -> Callable[[Documents], Source]:
-    """Return a function that makes samples of documents."""
+    """Return the function that turns documents or token files into samples."""
     size, packing, how = form.block_size, form.packing, Preparation(say=say)
 
     def lay_out(documents: Documents) -> Source:

@@ -1,4 +1,4 @@
-"""Checks of flags on data that need no torch: what a stream cannot do, and the file of `--sample_prompts`."""
+"""Check flags about data before torch is imported: the limits of a stream, and the file of `--sample_prompts`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Message = dict[str, str]
 
 
 def require_streamable(args: TrainingArguments, stream: str) -> None:
-    """Raise UserError for what a stream cannot do; `stream`: what makes the data one."""
+    """Raise UserError for arguments that a stream cannot follow; `stream` names what makes the data one."""
     if args.max_steps < 1:
         raise UserError(f"{stream}: a stream has no length: give --max_steps")
     if args.dataloader_num_workers:
@@ -26,7 +26,7 @@ def require_streamable(args: TrainingArguments, stream: str) -> None:
 
 
 def refuse_buffer(args: TrainingArguments) -> None:
-    """Raise UserError for a buffer without a stream."""
+    """Raise UserError for a shuffle buffer without a stream."""
     if args.shuffle_buffer_size:
         raise UserError(
             f"--shuffle_buffer_size {args.shuffle_buffer_size} needs --streaming or an IterableDataset: leave it out, "
@@ -35,9 +35,9 @@ def refuse_buffer(args: TrainingArguments) -> None:
 
 
 def read_prompts(path: Path) -> list[str | list[Message]]:
-    """Return the prompts of a file: of .jsonl the column prompt or messages, else each line that is not empty.
+    """Return the prompts of a file: column `prompt` or `messages` of a .jsonl file, else each line that is not blank.
 
-    UserError if it cannot be read or has no prompt.
+    Raises UserError if it cannot be read or has no prompt.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"--sample_prompts {path}: is no file that can be read twice: write the prompts into one")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def require_types(
     args: object, functions: Mapping[str, object], datasets: Mapping[str, object], tokenizer: object
 ) -> None:
-    """Raise UserError for what is of a wrong kind; all but `args` may be None."""
+    """Raise UserError for an argument of the Trainer that has a wrong type; all but `args` may be None."""
     if not isinstance(args, TrainingArguments):
         raise UserError(f"args is a {_kind(args)}: give harness.TrainingArguments(...)")
     for name, function in functions.items():
@@ -71,11 +71,11 @@ def _kind(value: object) -> str:
 
 
 TABLES = frozenset([("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table")])
-"""Package and class of each."""
+"""(package, class) of each kind of table; compared by name, so that none of the packages is imported for it."""
 
 
 def as_dataset(data: Any) -> Any:
-    """Return a table as a `datasets.Dataset` of its rows, anything else as it is."""
+    """Convert a table of pandas, polars or pyarrow into a `datasets.Dataset`; return anything else unchanged."""
     kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(data).__mro__} & TABLES
     if not kinds:
         return data
@@ -90,7 +90,7 @@ def as_dataset(data: Any) -> Any:
 
 
 def require_short(dataset: MapDataset, limit: int) -> None:
-    """Raise UserError for a sample of more than `limit` tokens, where lengths are known without reading the samples."""
+    """Raise UserError for a sample of more than `limit` tokens, if lengths are known without reading the samples."""
     if isinstance(dataset, list | tuple):
         packed = [isinstance(sample, Mapping) and "position_ids" in sample for sample in dataset]
         lengths = np.array(
@@ -101,13 +101,13 @@ def require_short(dataset: MapDataset, limit: int) -> None:
     else:
         return
     for row in np.flatnonzero(lengths > limit)[:1].tolist():
-        # a row of a table that was shuffled or selected from may be another sample, or none
+        # `dataset.data` is the table before shuffle() and select(): look the row up again, it may be another or none
         if row < len(dataset) and (tokens_of(dataset[row]) or 0) > limit:
             raise too_long(row, int(lengths[row]), limit)
 
 
 def _stored_lengths(dataset: Dataset) -> npt.NDArray[np.integer]:
-    """Return the lengths of the rows of a table of input_ids; none where position_ids count."""
+    """Return the number of input_ids of each stored row; empty if position_ids decide the length instead."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

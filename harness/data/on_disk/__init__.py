@@ -1,1 +1,1 @@
-"""Prepared data on disk: made once by all cores, kept when interrupted, mapped from then on."""
+"""Keep prepared data on disk: written once by all cores, resumable after an interruption, memory-mapped afterwards."""

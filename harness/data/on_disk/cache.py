@@ -1,4 +1,4 @@
-"""Prepared data on disk: made once on each host, under a name that says what it was made of, and mapped from there."""
+"""Name prepared data on disk by a hash of its inputs, and let one rank of each host write it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PATIENCE_S = 10.0
-_LOOKS = 512  # a second
+_PATIENCE_S = 10.0  # for the other ranks to read an error from the store
+_LOOKS = 512  # requests a second to the store from all ranks together; it is one process, on rank 0
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """How data is prepared.
+    """Options for preparing data.
 
     Attributes:
-        cache_dir: where it is kept; by default HF_DATASETS_CACHE.
-        say: gets a line of progress now and then.
-        workers: processes, by default one a core.
+        cache_dir: folder of the prepared data; by default HF_DATASETS_CACHE.
+        say: prints a line of progress now and then.
+        workers: number of processes, by default one a core.
     """
 
     cache_dir: str | os.PathLike[str] | None = None
@@ -42,11 +42,11 @@ class Preparation:
     workers: int | None = None
 
     def folder(self, *key: object) -> Path:
-        """Return where what is made of `key` lies."""
+        """Return the folder for data that is determined by `key`."""
         return prepared_folder(self.cache_dir) / fingerprint(*key)
 
     def error(self, error: OSError) -> UserError:
-        """Return the error for data that cannot be kept."""
+        """Return the UserError for a failure to write prepared data."""
         return cache_error(error, self.cache_dir)
 
 
@@ -54,14 +54,14 @@ USUAL = Preparation()
 
 
 def prepared_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
-    """Return where prepared data lies: in `cache_dir`, by default HF_DATASETS_CACHE."""
+    """Return the folder of all prepared data, in `cache_dir` or HF_DATASETS_CACHE."""
     from datasets.config import HF_DATASETS_CACHE
 
     return Path(cache_dir or HF_DATASETS_CACHE).absolute() / "prepared"
 
 
 def cache_error(error: OSError, cache_dir: str | os.PathLike[str] | None) -> UserError:
-    """Return the error for prepared data that cannot be written: the disk is full, the directory is not ours."""
+    """Return the UserError for prepared data that cannot be written: disk full, no permission."""
     from datasets.config import HF_DATASETS_CACHE
 
     place = cache_dir or HF_DATASETS_CACHE
@@ -71,17 +71,23 @@ def cache_error(error: OSError, cache_dir: str | os.PathLike[str] | None) -> Use
 def once_per_host(
     build: Callable[[], T], *, env: LaunchEnv, store: Store, host: str | None = None, poll_s: float = 0.5
 ) -> T:
-    """Let one rank of each host build what the others then read from its cache; all ranks call it.
+    """Call `build` on one rank of each host first, then on the others, which find its cache; all ranks call this.
 
-    On the host of rank 0, which speaks to the user, that one builds; elsewhere the first that comes. Nobody is in a
-    collective meanwhile: the others look into the store, for as long as it takes, and return when all ranks have their
-    data. They look every `poll_s` seconds at first, then less often, so that all ranks together ask the store some
-    _LOOKS times a second. A UserError of one rank is raised by all.
+    On the host of rank 0, which prints progress, rank 0 builds; on other hosts the rank that arrives first. The others
+    poll the store, however long it takes: a collective would run into its timeout. They poll every `poll_s` seconds at
+    first, then less often, so that all ranks together ask the store at most about _LOOKS times a second.
 
     Args:
-        host: which host this is; by default what the host says.
+        host: identifies this host; by default by its boot id and name.
+
+    Returns:
+        The result of `build` on this rank, when all ranks have theirs.
+
+    Raises:
+        UserError: `build` failed on some rank; raised on all ranks.
     """
     host = host_id() if host is None else host
+    # Keys carry the number of the call: every rank counts its own calls, and all ranks make them in the same order.
     turn = store.add(f"prepared/{env.rank}/turns", 1)
     first, comers, built_here = (f"prepared/{turn}/{name}" for name in ("first", f"come/{host}", f"built/{host}"))
     ready, failed, heard = (f"prepared/{turn}/{name}" for name in ("ready", "failed", "heard"))
@@ -109,31 +115,34 @@ def once_per_host(
         if not store.check([failed]):
             store.set(failed, str(error) if isinstance(error, UserError) else f"data: {type(error).__name__}: {error}")
         store.add(heard, 1)
-        deadline = time.monotonic() + _PATIENCE_S  # the store may end with this process: let the others hear first
+        # The store may live in this process. Wait until all other ranks have read the error before it ends.
+        deadline = time.monotonic() + _PATIENCE_S
         while store.add(heard, 0) < env.world_size and time.monotonic() < deadline:
             time.sleep(poll_s)
         raise
 
 
 def fingerprint(*parts: object) -> str:
-    """Return a name for prepared data, the same in every process and run: made of what it was made of, of no pickled
-    code."""
+    """Return a hash of the values' texts as a folder name, the same in every process and run.
+
+    `datasets` hashes pickled functions instead, which differ between versions and after use of a tokenizer.
+    """
     return hashlib.sha256("\0".join(map(str, parts)).encode(errors="surrogatepass")).hexdigest()[:32]
 
 
 def fingerprint_of(rows: Dataset) -> str:
-    """Return the name that stands for the content of a data set."""
+    """Return the fingerprint of a data set, which identifies its content."""
     name: str = rows._fingerprint  # noqa: SLF001  # datasets has no public name for it
     return name
 
 
 def set_fingerprint(rows: Dataset, name: str) -> None:
-    """Let `name` stand for the content of a data set."""
+    """Set the fingerprint of a data set, which identifies its content."""
     rows._fingerprint = name  # noqa: SLF001  # datasets has no public name for it
 
 
 def identity(tokenizer: Tokenizer) -> str:
-    """All that decides how a tokenizer cuts text: not its pickle, which changes with use."""
+    """Return everything that decides how a tokenizer cuts text, as one text. Its pickle would change with use."""
     if isinstance(tokenizer, ByteTokenizer):
         return repr(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,4 +1,4 @@
-"""How far the preparation of data is: a bar on a terminal, else a line now and then, nothing if it is soon done."""
+"""Show the progress of data preparation: a bar on a terminal, else a line now and then; nothing for short work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Speaker:
-    """Says lines to the user; `terminal`: where bars are drawn, None where that is no terminal."""
+    """Prints lines to the user. `terminal` is the stream for progress bars, None if the output is no terminal."""
 
     say: Callable[[str], None]
     terminal: TextIO | None = None
@@ -27,12 +27,12 @@ class Speaker:
 
 
 class PreparationProgress:
-    """Shows how much of `total` parts is done.
+    """Shows how many of `total` parts are done.
 
     Args:
-        total: of parts, of which fractions may be done.
-        doing: what is done to them, for the user: "tokenising".
-        say: prints a line; a `Speaker` may have a terminal.
+        total: number of parts.
+        doing: the work in a word, for the user: "tokenising".
+        say: prints a line; if it is a `Speaker` with a terminal, a bar is drawn instead.
     """
 
     def __init__(self, total: int, doing: str, say: Callable[[str], None]) -> None:
@@ -42,7 +42,7 @@ class PreparationProgress:
         self._begun = self._said = time.monotonic()
 
     def show(self, done: float) -> None:
-        """Show that so much of the parts is done, if it was not shown just now."""
+        """Show that `done` parts (perhaps a fraction of one) are done; lines are printed at most every 10 s."""
         now = time.monotonic()
         if self._terminal is not None:
             self._draw(done, now)
@@ -64,6 +64,6 @@ class PreparationProgress:
             self._bar = tqdm(
                 total=self.total, desc=self.doing, file=self._terminal, dynamic_ncols=True, bar_format=form
             )
-            self._bar.start_t -= now - self._begun  # the time left is reckoned from the beginning
+            self._bar.start_t -= now - self._begun  # tqdm estimates the time left from the true start of the work
         if self._bar is not None:
             self._bar.update(done - self._bar.n)

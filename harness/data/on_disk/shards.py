@@ -1,10 +1,9 @@
-"""Prepared data on disk, in shards: made by several processes, each kept as soon as it is done.
+"""Write prepared data in shards, by several processes; each shard is kept as soon as it is complete.
 
-A shard is a folder that gets its name only when it is complete, so an interrupted run goes on with the shards that are
-missing. Size, time and digest of each file are noted in the folder; a shard that was cut or changed is made again.
-What a shard holds depends on its part of the data alone, never on who makes it or when. Processes of several hosts and
-containers that share the disk may make the same shard: each writes its own copy, and the first to finish gives it the
-name.
+A shard is a folder that gets its final name only when it is complete, so an interrupted run continues with the missing
+shards. `whole.json` in it holds size, modification time and digest of each file; a truncated or changed shard is
+written again. The content of a shard depends on its part of the data alone. Processes of several hosts and containers
+that share a disk may write the same shard: each writes its own copy, and the first to finish renames it.
 """
 
 from __future__ import annotations
@@ -44,26 +43,26 @@ Number = TypeVar("Number", bound=np.generic)
 Part = TypeVar("Part")
 
 NOTE = "whole.json"
-"""In each shard: size, time of the last change and digest of every other file."""
-SHARD_BYTES = 16 << 20  # of text in a shard: seconds of work, lost if it is interrupted
-MOST_SHARDS = 1024  # beyond, shards grow
-_BYTES_AT_ONCE = 1 << 20  # of text that a process encodes at once: a tokenizer takes some 50 times as much memory
+"""File in each shard with size, modification time and digest of every other file."""
+SHARD_BYTES = 16 << 20  # bytes of text in a shard: an interruption loses a few seconds of work
+MOST_SHARDS = 1024  # for more text shards grow larger
+_BYTES_AT_ONCE = 1 << 20  # bytes of text that a process encodes at once; a tokenizer needs about 50 times the memory
 _ROWS_AT_ONCE = 1024
 _POLL_S = 0.5
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 _MAKE: ContextVar[Callable[[int], None]] = ContextVar("make")
-"""In a worker: makes the shard of a number. It comes with the fork, not through a pickle."""
+"""In a worker: the function that writes shard number i. It is inherited by the fork, so it need not be picklable."""
 _ADVANCE: ContextVar[Callable[[float], None]] = ContextVar("advance")
-"""While a shard is made: counts this fraction of it as done."""
+"""While a shard is written: adds a fraction of it to the progress."""
 
 
 def mapped(
     path: Path, dtype: type[Number] | np.dtype[Number], offset: int = 0, count: int | None = None
 ) -> npt.NDArray[Number]:
-    """Map `count` numbers of a file from the byte `offset` on, by default all; the array is read-only.
+    """Map `count` numbers of a file from byte `offset` on, by default all, as a read-only array [count].
 
-    numpy.memmap keeps a file descriptor for each file, and a process often may have only 1,024. Arrow closes it.
+    Unlike numpy.memmap, Arrow closes the file descriptor; a process may often have only 1,024 of them.
     """
     import pyarrow as pa
 
@@ -77,12 +76,12 @@ def mapped(
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder holds what was written into it.
+    """Whether a folder holds exactly what was written into it.
 
-    A file whose size and time of the last change are as noted is not read; of any other file the digest is compared.
+    A file with the noted size and modification time is not read; of any other file the digest is compared.
     """
     try:
-        if not (folder / NOTE).is_file():  # a pipe would be waited for
+        if not (folder / NOTE).is_file():  # opening a pipe would block
             return False
         noted = json.loads((folder / NOTE).read_bytes())
         touched = {name for name, was in noted.items() if _stamp(folder / name) != was["stamp"]}
@@ -90,14 +89,14 @@ def is_whole(folder: Path) -> bool:
             return False
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False
-    if touched:  # a copy, for instance: the next start need not read it again
+    if touched:  # right content, new time, as after a copy: note the time, so that the next start need not read it
         with suppress(OSError):
             _note(folder, {name: was["digest"] for name, was in noted.items()})
     return bool(noted)
 
 
 def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder, and name it when all of it is on disk, unless another process was first."""
+    """Let `write` fill a new folder, flush it to disk, and rename it to `folder`, unless another process was first."""
     made = _beside(folder)
     made.mkdir(parents=True)
     try:
@@ -118,11 +117,12 @@ def _take_name(made: Path, folder: Path) -> None:
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
-            # Another process may have named its copy meanwhile, and may be reading it: whole, it stays where it is.
+            # Another process may have finished its copy meanwhile and be reading it. If it is whole it must stay; a
+            # damaged one is exchanged for ours in one system call, so that the name never points to nothing.
             if is_whole(folder) or exchange(made, folder):
                 continue
-            damaged = _beside(folder)  # where the file system cannot exchange names
-            with suppress(FileNotFoundError):  # another process has moved it out of the way
+            damaged = _beside(folder)  # the file system cannot exchange names: move the damaged one away
+            with suppress(FileNotFoundError):  # another process did so first
                 folder.rename(damaged)
             shutil.rmtree(damaged, ignore_errors=True)
         else:
@@ -131,12 +131,12 @@ def _take_name(made: Path, folder: Path) -> None:
 
 
 def _beside(folder: Path) -> Path:
-    """Return a name that no other process takes; process ids would not do, as two containers may have the same."""
+    """Return a unique name beside `folder`. Process ids are not unique: two containers may have the same."""
     return folder.with_name(f"{folder.name}.{secrets.token_hex(8)}")
 
 
 def _note(folder: Path, digests: dict[str, str]) -> None:
-    """Write the note of a folder, by a rename: whoever reads it finds all of it."""
+    """Write `whole.json` of a folder under another name and rename it, so that a reader never sees half of it."""
     noted = {name: {"stamp": _stamp(folder / name), "digest": digest} for name, digest in digests.items()}
     unfinished = folder / f"{NOTE}.{secrets.token_hex(8)}"
     try:
@@ -148,7 +148,7 @@ def _note(folder: Path, digests: dict[str, str]) -> None:
 
 
 def _stamp(file: Path) -> list[int]:
-    """Return size and time of the last change."""
+    """Return size in bytes and modification time in ns."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns]
 
@@ -159,7 +159,7 @@ def _digest(file: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file or folder to disk. OSError if that fails, but not where the file system has no such command."""
+    """Flush a file or folder to disk. OSError if that fails, except on a file system without fsync."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -171,12 +171,12 @@ def _flush(path: Path) -> None:
 
 
 def shard_bytes(total: int) -> int:
-    """Return how many bytes of text a shard gets, of `total` bytes."""
+    """Return the size of a shard in bytes of text, for `total` bytes of text."""
     return max(SHARD_BYTES, -(-total // MOST_SHARDS))
 
 
 def rows_of_shards(lengths: npt.NDArray[np.integer]) -> list[tuple[int, int]]:
-    """Return the first and the last row + 1 of each shard; they depend on the rows' bytes alone."""
+    """Return (first row, last row + 1) of each shard; `lengths` are the bytes of each row."""
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     size = shard_bytes(total)
@@ -185,7 +185,10 @@ def rows_of_shards(lengths: npt.NDArray[np.integer]) -> list[tuple[int, int]]:
 
 
 def batches(lengths: npt.NDArray[np.integer], first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut the rows `first` to `stop` - 1 into runs of about as many bytes as a process encodes at once."""
+    """Yield (first, last + 1) of batches of rows `first` to `stop` - 1; a batch has about 1 MiB of text.
+
+    Between batches the progress of the shard is reported.
+    """
     advance, total = _ADVANCE.get(None), max(int(lengths[first:stop].sum(dtype=np.int64)), 1)
     while first < stop:
         ends = np.cumsum(lengths[first : min(first + _ROWS_AT_ONCE, stop)], dtype=np.int64)
@@ -197,13 +200,13 @@ def batches(lengths: npt.NDArray[np.integer], first: int, stop: int) -> Iterator
 
 
 def bytes_of_rows(documents: Dataset, column: str) -> npt.NDArray[np.integer]:
-    """Return the bytes of each row's text in `column`, from Arrow's offsets: the text is not read."""
+    """Return the bytes of each row's text in `column` [rows], from Arrow's offsets, without reading the text."""
     import pyarrow.compute as pc
 
     chunks = documents.data.column(column).chunks
     of_chunks = [pc.binary_length(chunk).to_numpy(zero_copy_only=False).astype(np.uint32) for chunk in chunks]
     lengths = np.concatenate([np.empty(0, np.uint32), *of_chunks])
-    indices = documents._indices  # noqa: SLF001  # datasets has no public name for which rows are left, in which order
+    indices = documents._indices  # noqa: SLF001  # rows and order after select(); datasets has no public name for it
     if indices is not None:
         lengths = lengths[indices.column(0).to_numpy()]
     return lengths
@@ -218,17 +221,17 @@ def make_shards(
     say: Callable[[str], None] = lambda _: None,
     workers: int | None = None,
 ) -> list[Path]:
-    """Make the shards that `folder` does not hold yet, or not whole; return the folders of all `parts`, in order.
+    """Write the shards that are missing or damaged in `folder`; return the folders of all `parts`, in order.
 
     Args:
         write: writes the files of a part into a folder.
-        doing: what is done to the parts, for the user: "tokenising".
-        say: called with a line of progress now and then.
-        workers: processes; by default as many as this process may use cores.
+        doing: the work in a word, for the user: "tokenising".
+        say: prints a line of progress now and then.
+        workers: number of processes; by default the number of cores this process may use.
 
     Raises:
         UserError: a process was killed.
-        Exception: what `write` raises; of several the one of the first part.
+        Exception: what `write` raised for the first part that failed.
     """
     folders = [folder / f"{index:05d}-of-{len(parts):05d}" for index in range(len(parts))]
     missing = [index for index, path in enumerate(folders) if not is_whole(path)]
@@ -246,7 +249,7 @@ def make_shards(
             counted += fraction
             with done.get_lock():
                 done.value += fraction
-            if workers <= 1:  # else the process that waits shows it
+            if workers <= 1:  # otherwise the parent process shows it while it waits
                 progress.show(done.value)
 
         token = _ADVANCE.set(advance)
@@ -270,9 +273,9 @@ def make_shards(
 def _in_processes(
     workers: int, make: Callable[[int], None], missing: Sequence[int], doing: str, show: Callable[[], None]
 ) -> None:
-    """Call `make` on these numbers in worker processes; `show` is called now and then.
+    """Call `make` on these shard numbers in worker processes, and `show` now and then.
 
-    Workers are forked, so a user's own tokenizer and script are neither pickled nor imported again.
+    Workers are forked, not spawned: a user's own tokenizer need not be picklable, nor his script be imported again.
     """
     with ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (make, os.getpid())) as pool:
         try:
@@ -291,7 +294,7 @@ def _in_processes(
 
 
 def _begin_worker(make: Callable[[int], None], parent: int) -> None:
-    """End this worker when its parent is gone; let its tokenizer use one core, as each other worker has one, too."""
+    """Let this worker's tokenizer use one core only, as there is a worker for each; end it when its parent is gone."""
     _MAKE.set(make)
     use_one_core_for_tokenizers()
 

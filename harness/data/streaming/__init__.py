@@ -1,1 +1,1 @@
-"""Samples that are made while the run trains: rows of files or of an IterableDataset -> samples -> one endless set."""
+"""Make samples while the run trains: rows of files or of an IterableDataset -> samples -> one endless data set."""

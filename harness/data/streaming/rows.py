@@ -1,6 +1,6 @@
-"""Rows without end: of files, one file after the other, or of an IterableDataset, pass after pass.
+"""Read rows without end: of files, one after the other, or of an IterableDataset, pass after pass.
 
-Each row comes with its section (the file or the pass) and its number in it, so that a stream can go on from there.
+Each row comes with its section (the file or the pass) and its number there, so that a stream can resume at it.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 Row: TypeAlias = Any
-"""A document of a file, or what a program's data set gives."""
+"""A document of a file, or an item of a user's data set."""
 _END = object()
-_SAMPLES, _SAMPLE_BYTES = 16, 4096
+_SAMPLES, _SAMPLE_BYTES = 16, 4096  # stretches of a file, and their bytes, that are hashed to recognise it
 
 
 Mark = JsonObject
-"""From where rows of a section can be read without those before: the number of the first (`row`), and what finds it."""
-_MARKS = 64  # kept: a stream reads a little ahead of where it stands
-_ROWS_PER_STATE = 256
+"""A point of a section from which rows can be read without those before: `row`, its number, and how to get there."""
+_MARKS = 64  # marks kept: a stream reads a little ahead of its position, and a checkpoint needs the marks behind it
+_ROWS_PER_STATE = 256  # rows between two calls of `state_dict`, which may be slow
 
 
 class Rows(ABC):
-    """Rows that are read again and again.
+    """An endless sequence of rows.
 
     Attributes:
         key: a fingerprint of the data.
-        kind: of the rows, as in `files/rows.py`; None for samples that a program has made.
-        say: gets a line of progress while rows are passed over.
+        kind: the kind of its rows, as in `files/rows.py`; None if they are finished samples.
+        say: prints a line of progress while rows are skipped.
     """
 
     key: str
@@ -63,10 +63,10 @@ class Rows(ABC):
 
     @abstractmethod
     def since(self, section: int, mark: Mark) -> Iterator[tuple[int, int, Row]]:
-        """Give section, number and content of each row from a section's mark on, without end; {}: its first row."""
+        """Yield (section, number, row) from a mark of a section on, without end; {} is the section's first row."""
 
     def mark(self, section: int, row: int) -> Mark:
-        """Return the last mark at or before the row that precedes this one; {} if that is the first row."""
+        """Return the latest mark before `row`; {} if there is none. Text needs the row before as its context."""
         found = [mark for number, mark in self._marks if number == section and mark["row"] < row]
         return max(found, key=lambda mark: mark["row"], default={})
 
@@ -75,9 +75,9 @@ class Rows(ABC):
 
 
 class FileRows(Rows):
-    """The documents of files; after the last file comes the first.
+    """The documents of files; after the last file the first one follows.
 
-    They are known by their sizes and by samples of their content, wherever they lie and whenever they were written.
+    Files are recognised by size and samples of their content, not by path or time, so they may be moved.
     """
 
     kind: str
@@ -88,7 +88,7 @@ class FileRows(Rows):
         self.key = fingerprint("stream", kind, *map(_sampled, files))
 
     def since(self, section: int, mark: Mark) -> Iterator[tuple[int, int, Row]]:
-        """Give the rows of all files; a section is a file."""
+        """Yield the rows of all files; a section is a file. UserError if one cannot be read."""
         count = len(self.files)
         mark = mark if section < count else {}
         for number in itertools.chain(range(section % count, count), itertools.cycle(range(count))):
@@ -105,15 +105,15 @@ class FileRows(Rows):
 
 
 class IterableRows(Rows):
-    """The rows of an IterableDataset; its `set_epoch`, if there is one, gets the number of each pass.
+    """The rows of an IterableDataset; its `set_epoch`, if there is one, is called with the number of each pass.
 
-    What it draws from the global generators depends on pass and row alone, so every rank reads the same. Where it has
-    `state_dict` and `load_state_dict`, it is asked to go on from a row; else the rows before are passed over.
+    The global generators are seeded by pass and row, so every rank reads the same. A data set with `state_dict` and
+    `load_state_dict` resumes at a row; with others the rows before are read and skipped.
 
     Args:
         dataset: iterated anew for each pass.
-        name: for messages.
-        as_they_are: leave rows of text and of conversations as they are.
+        name: the argument's name, for messages.
+        as_they_are: take rows of text and conversations as finished samples, too.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class IterableRows(Rows):
         self.key = fingerprint("iterable", type(dataset).__name__, digest(first))
 
     def since(self, section: int, mark: Mark) -> Iterator[tuple[int, int, Row]]:
-        """Give the rows of all passes; a section is a pass."""
+        """Yield the rows of all passes; a section is a pass. UserError if a pass is empty."""
         for number in itertools.count(section):
             row, item = mark.get("row", 0), mark.get("item", 0)
             for found in self._pass(number, mark):
@@ -150,7 +150,7 @@ class IterableRows(Rows):
             mark = {}
 
     def _documents(self, row: Row, count: int) -> Iterator[Row]:
-        """Give the documents of a row, the `count`-th; a text in pieces, a conversation with its place."""
+        """Yield the documents of row number `count` (from 1): a text in pieces, a conversation with its place."""
         place = f"{self._name}, row {count}"
         if self.kind is None:
             yield row
@@ -163,7 +163,7 @@ class IterableRows(Rows):
         return None if self._fresh is None else _state_of(self._dataset)
 
     def _pass(self, number: int, mark: Mark | None = None) -> Iterator[Row]:
-        """Give the rows of a pass, or those from a mark on."""
+        """Yield the rows of a pass, from a mark on if one is given."""
         mark = mark or {}
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(number)
@@ -180,20 +180,20 @@ class IterableRows(Rows):
 
 
 def _state_of(dataset: object) -> JsonObject | None:
-    """Return the state of a data set; None if there is none that is JSON and leads back to the same row."""
+    """Return the state of a data set; None unless it can be saved as JSON and leads back to the same row."""
     if not (callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))):
         return None
     held: list[object] = [getattr(dataset, "_ex_iterable", None)]
-    while held:  # the states of `datasets` leave out what a shuffle buffer holds
+    while held:  # `datasets` does not save the content of a shuffle buffer, so such a state would lose rows
         one = held.pop()
         if type(one).__name__ == "BufferShuffledExamplesIterable":
             return None
         held += [found for name in ("ex_iterable", "ex_iterables") for found in _listed(getattr(one, name, None))]
     try:
-        state = dataset.state_dict()  # type: ignore[attr-defined]  # it was looked for above
+        state = dataset.state_dict()  # type: ignore[attr-defined]  # its presence was checked above
         written = json.loads(json.dumps(state))
         return written if isinstance(written, dict) and bool(written == state) else None
-    except Exception:  # it is the user's: rows are passed over instead
+    except Exception:  # user code may raise anything; rows are skipped one by one instead
         return None
 
 
@@ -202,7 +202,7 @@ def _listed(value: object) -> Sequence[object]:
 
 
 def _sampled(file: Path) -> str:
-    """Return a digest of a file's size and of pieces of its content, from its beginning to its end."""
+    """Return a digest of a file's size and of 16 evenly spread stretches of its content."""
     with file.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         found = hashlib.sha256(str(size).encode())
@@ -213,14 +213,14 @@ def _sampled(file: Path) -> str:
 
 
 def is_iterable(dataset: object) -> TypeIs[IterableDataset[Row]]:
-    """Whether this is an IterableDataset, of torch or of the package `datasets`."""
+    """Whether this is an IterableDataset of torch or of `datasets` (which is a subclass of torch's)."""
     return isinstance(dataset, IterableDataset)
 
 
 def read_all(dataset: AnyDataset, name: str, most: int = 1 << 20) -> MapDataset:
-    """Return the samples of an IterableDataset as a list, any other data set as it is.
+    """Read an IterableDataset into a list; return any other data set unchanged.
 
-    UserError for one of more than `most` samples, which may have no end.
+    Raises UserError for more than `most` samples: the data set may be endless.
     """
     if not is_iterable(dataset):
         return dataset

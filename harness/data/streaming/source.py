@@ -1,7 +1,7 @@
-"""Streams of samples: rows become samples, and one or several streams one endless data set.
+"""Make a stream of samples from rows, and combine one or several streams into one endless data set.
 
-The k-th sample is a function of rows, shares and seed alone: every rank that reads data passes over all rows and makes
-all samples. A checkpoint keeps where each stream stands, so a resumed run passes over rows without tokenising them.
+Sample k is a function of rows, shares and seed alone: every rank that reads data reads all rows and makes all samples,
+and keeps its own. A checkpoint holds the position of each stream, so a resumed run skips rows without tokenising them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from harness.parallel.generators import seed_of
 from harness.resilience.process.activity import beat
 
 PACKED_TOGETHER = 256
-"""Conversations of a stream that are packed together: samples are made of as many at a time."""
+"""Number of consecutive conversations of a stream that are packed at a time."""
 ENDLESS = 1 << 60
-"""The length of a stream, which has none."""
+"""Returned as the length of a stream, which has none."""
 
 Sample: TypeAlias = object
-"""What the collator takes."""
-_MOST_UNUSED = 10_000
-_ROWS_BETWEEN_BEATS = 64  # while rows are passed over, so that the watch does not take the rank for hanging
+"""An input of the collator."""
+_MOST_UNUSED = 10_000  # conversations in a row without a usable answer, before the stream gives up
+_ROWS_BETWEEN_BEATS = 64  # skipped rows between two heartbeats, without which the watchdog would report a hang
 
 
 def _no_ids() -> npt.NDArray[np.int64]:
@@ -50,13 +50,13 @@ def _no_ids() -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where a stream stands: the next sample is made of `rest` and of the rows from `row` of `section` on.
+    """A position in a stream: the next sample is made of `rest` and of the rows from `row` of `section` on.
 
     Attributes:
-        sample: the number of the next sample.
-        rest: ids that are read, but in no sample yet.
-        starts: where documents begin in `rest`.
-        mark: from where `row` can be reached, as `Rows.mark` gives it.
+        sample: number of the next sample.
+        rest: ids that were tokenised but are in no sample yet.
+        starts: indices in `rest` at which documents begin.
+        mark: a point at or before `row` from which rows can be read, from `Rows.mark`.
     """
 
     sample: int = 0
@@ -68,21 +68,21 @@ class StreamPosition:
 
 
 PositionedSamples = Iterator[tuple[Sample, StreamPosition | None]]
-"""Samples, each with the position of the next one; None where the stream can only go on from an earlier position."""
+"""Samples, each with the position behind it; None if the stream can resume only from an earlier position."""
 
 
 class SampleMaker(ABC):
-    """Makes samples of the rows of a stream.
+    """Makes samples from the rows of a stream.
 
     Attributes:
-        key: what the samples depend on besides the rows.
+        key: everything besides the rows that the samples depend on.
     """
 
     key: tuple[object, ...]
 
     @abstractmethod
     def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
-        """Give the samples from a position on, without end."""
+        """Yield the samples from a position on, without end."""
 
 
 class RowsAsTheyAre(SampleMaker):
@@ -91,7 +91,7 @@ class RowsAsTheyAre(SampleMaker):
     key = ()
 
     def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
-        """Give the rows from a position on."""
+        """Yield the rows from a position on."""
         for sample, (_, row, following, _) in enumerate(_neighbours(rows, origin), origin.sample + 1):
             yield row, StreamPosition(sample, *following)
 
@@ -104,7 +104,7 @@ class TextBlocks(SampleMaker):
         self.key = ("blocks", block_size, packing)
 
     def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
-        """Give the blocks from a position on: `input_ids` and, if packed, `position_ids`, int64 [block_size]."""
+        """Yield the blocks from a position on: `input_ids` and, if packed, `position_ids`, int64 [block_size]."""
         sample, rest, starts, size = origin.sample, origin.rest, origin.starts, self._size
         for before, document, following, after in _neighbours(rows, origin):
             part = int(document["part"])
@@ -125,14 +125,14 @@ class TextBlocks(SampleMaker):
 
 
 class ConversationSamples(SampleMaker):
-    """Conversations, each padded on the right; or packed with those that are read together, none cut."""
+    """Conversations, each padded on the right; or packed, 256 consecutive ones at a time, none cut."""
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, *, packing: bool) -> None:
         self._chat, self._size, self._packing = ConversationEncoder(tokenizer), block_size, packing
         self.key = ("conversations", block_size, packing, self._chat.template)
 
     def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
-        """Give the samples from a position on; padded ones have an `attention_mask`, packed ones `position_ids`."""
+        """Yield the samples from a position on; padded ones have an `attention_mask`, packed ones `position_ids`."""
         usable, sample = self._usable(rows, origin), origin.sample
         if not self._packing:
             for encoded, following in usable:
@@ -145,12 +145,12 @@ class ConversationSamples(SampleMaker):
             bins = best_fit_decreasing([len(encoded.ids) for encoded, _ in together], self._size)
             for number in range(len(bins)):
                 sample += 1
-                # within these conversations the stream cannot go on: they are packed anew from the first one
+                # There is no position between samples packed together: a resume packs the 256 conversations again.
                 position = StreamPosition(sample, *together[-1][1]) if number == len(bins) - 1 else None
                 yield laid_out([together[i][0] for i in bins[number]], self._size, self._chat.end), position
 
     def _usable(self, rows: Rows, origin: StreamPosition) -> Iterator[tuple[Encoded, tuple[int, int]]]:
-        """Give the conversations that have an answer within the length of a sample, and where the next row is."""
+        """Yield conversations with an answer within the length of a sample, and section and number of the next row."""
         unused = 0
         for _, document, following, _ in _neighbours(rows, origin):
             found = self._chat(str(document["conversation"]), str(document["place"]))
@@ -168,20 +168,20 @@ class ConversationSamples(SampleMaker):
 
 
 def sample_maker(kind: str | None, tokenizer: Tokenizer, block_size: int, *, packing: bool) -> SampleMaker:
-    """Return what makes samples of rows of this kind: text or conversations."""
+    """Return the maker of samples for rows of this kind, text or conversations."""
     maker = TextBlocks if kind == TEXT else ConversationSamples
     return maker(tokenizer, block_size, packing=packing)
 
 
 def _neighbours(rows: Rows, origin: StreamPosition) -> Iterator[tuple[Row, Row, tuple[int, int], Row]]:
-    """Give each row from a position on: the row before (None: it is the first), the row, the next one's section and
-    number, and the next one.
+    """Yield (row before, row, (section, number) of the next row, next row) from a position on.
 
-    Where a file has become shorter and the position is past its end, the rows go on with the next section.
+    The very first row has None before it. If a file has become shorter and the position is past its end, the rows
+    continue with the next section.
     """
     before, first = None, origin.mark.get("row", 0)
     progress = PreparationProgress(max(origin.row - first, 1), "passing over rows", rows.say)
-    is_there, last = False, first - 1
+    is_there, last = False, first - 1  # whether the position is reached; a falling row number means a new section
     for (section, row, found), (*following, after) in itertools.pairwise(rows.since(origin.section, origin.mark)):
         if not is_there and section == origin.section and last < row < origin.row:
             last = row
@@ -197,10 +197,10 @@ def _neighbours(rows: Rows, origin: StreamPosition) -> Iterator[tuple[Row, Row, 
 
 
 class StreamedSource:
-    """The samples of one stream, to be read in order.
+    """The samples of one stream, by number; cheap in order, while an earlier number restarts from the last position.
 
     Attributes:
-        key: what the samples are made of.
+        key: a fingerprint of rows and maker.
     """
 
     def __init__(self, rows: Rows, maker: SampleMaker, made_with: str = "") -> None:
@@ -214,15 +214,15 @@ class StreamedSource:
         return self._next()
 
     def seek(self, kept: JsonObject) -> None:
-        """Go on from a position that `position` gave; from the beginning where it is empty."""
+        """Continue from a result of `position`; from the beginning if it is {}."""
         numbers = {name: kept.get(name, 0) for name in ("sample", "section", "row")}
-        # what was left over of a row is of use only to the tokenizer and the sample length that made it
+        # Left-over ids are dropped if tokenizer or sample length have changed: they would be ids of another vocabulary.
         is_alike = kept.get("made") == self._made
         rest, starts = (np.array(kept[name] if is_alike else (), dtype=np.int64) for name in ("rest", "starts"))
         self._start(StreamPosition(**numbers, rest=rest, starts=starts, mark=kept.get("mark", {})))
 
     def position(self, sample: int) -> JsonObject:
-        """Return a position, as JSON, from which the stream can give this sample: there, or a few samples before."""
+        """Return a position as JSON from which the stream reaches this sample: there, or a few samples before."""
         self._go_to(sample)
         found, origin = self._position, self._origin
         mark = self._rows.mark(found.section, found.row) or (origin.mark if origin.section == found.section else {})
@@ -230,7 +230,7 @@ class StreamedSource:
         return {**vars(found), **left_over, "mark": mark, "at": sample}
 
     def _go_to(self, sample: int) -> None:
-        if sample < self._count:  # as after a rollback
+        if sample < self._count:  # after a rollback
             self._start(self._origin)
         while self._count < sample:
             self._next()
@@ -246,12 +246,12 @@ class StreamedSource:
 
 
 class Streamed(OwnOrder, SeveralSources):
-    """One or several streams as one data set without end, by shares where there are several.
+    """One or several streams as one endless data set; several are mixed by shares.
 
     Args:
-        weights: of the streams, if there are several.
-        names: of the streams, if they have some.
-        buffer: samples that are read at once and shuffled; below 2 they stay in the order of the streams.
+        weights: one for each stream, if there are several.
+        names: one for each stream, for messages and metrics.
+        buffer: number of samples that are read at once and shuffled; below 2, samples keep the order of the streams.
     """
 
     endless = True
@@ -266,9 +266,9 @@ class Streamed(OwnOrder, SeveralSources):
         self.sources, self._buffer, self.names = list(sources), max(buffer, 1), names
         self._shares = Shares(weights or [1.0])
         self.key = fingerprint(*(source.key for source in sources), *self._shares.shares, self._buffer)
-        self._number = -1  # of the buffer in memory
+        self._number = -1  # number of the buffer in memory
         self._held: list[Sample] = []
-        self._begin: JsonObject = {}  # its position
+        self._begin: JsonObject = {}  # position of the buffer's first sample
 
     def __len__(self) -> int:
         return ENDLESS
@@ -287,7 +287,7 @@ class Streamed(OwnOrder, SeveralSources):
         return self._held[inside]
 
     def order(self, consumed: int, count: int, seed: int) -> Indices:
-        """Return the `count` samples that follow the first `consumed`: shuffled within each buffer."""
+        """Return the indices [count] of the samples that follow the first `consumed`, shuffled within each buffer."""
         places = np.arange(consumed, consumed + count)
         if self._buffer == 1:
             return places
@@ -298,11 +298,11 @@ class Streamed(OwnOrder, SeveralSources):
         return places
 
     def sources_of(self, rows: Sequence[int]) -> list[int]:
-        """Return the number of the source of each of these samples."""
+        """Return the index of the source of each of these samples."""
         return [int(self._shares.places(row, 1)[0][0]) for row in rows]
 
     def position(self, consumed: int) -> JsonObject:
-        """Return where each source can go on after so many samples, as JSON."""
+        """Return the position of each source after `consumed` samples, as JSON for a checkpoint."""
         number = consumed // self._buffer
         if number == self._number:
             return self._begin
@@ -310,9 +310,9 @@ class Streamed(OwnOrder, SeveralSources):
         return {"sources": [source.position(count) for source, count in zip(self.sources, before, strict=True)]}
 
     def seek(self, position: JsonObject, consumed: int) -> None:
-        """Go on behind the first `consumed` samples, from a position that `position` gave.
+        """Continue after `consumed` samples, from a result of `position`.
 
-        Where the number of sources has changed since, each begins anew.
+        If the number of sources has changed since, each begins anew.
         """
         self._number = -1
         number = consumed // self._buffer
@@ -321,7 +321,7 @@ class Streamed(OwnOrder, SeveralSources):
             positions = [{"sample": 0, "at": 0}] * len(self.sources)
         counts = self._shares.before(number * self._buffer)
         for source, kept, count in zip(self.sources, positions, counts, strict=True):
-            at = kept.get("at", count)  # older versions did not keep for which sample a position was asked
+            at = kept.get("at", count)  # absent from checkpoints of older versions
             source.seek({**kept, "sample": min(kept["sample"] + count - at, count)})
 
     def _read(self, index: int) -> Sample:

@@ -53,7 +53,7 @@ class DatasetCheck:
             if not self.own_loss and meaning_of(batch) == SHIFTED:
                 raise UserError(
                     "the labels of a data set are shifted already: label i is token i + 1. The loss shifts them: "
-                    "give the tokens as labels, with -100 for those that are not learnt, or no labels"
+                    "give the tokens as labels, with -100 for those that are not in the loss, or no labels"
                 )
             if (tokens := Tokens.of(batch[0])).positions is not None:
                 self._require_apart(self.source, tokens.ids)

@@ -119,7 +119,7 @@ def prepare_run(inputs: RunInputs) -> Run:
             "labels: neither the tokens nor the next tokens; the loss shifts them: position i learns label i + 1"
         )
     for text in shown(plan.data.train, plan.data.tokenizer):  # a wrong mask is seen here
-        console.say(f"a sample, what is learnt of it between {BEGIN} and {END}: {text}")
+        console.say(f"a sample, the tokens in the loss between {BEGIN} and {END}: {text}")
 
     # 4. the model as a list of pipeline layers, which are not built yet: will it fit, can it be cut, what does it cost
     expected = _expected(plan, context, sample, list(here.values))

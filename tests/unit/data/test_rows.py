@@ -204,7 +204,7 @@ MESSAGES = [
     ),
     pytest.param(
         [ASK, {"role": "tool", "content": "4"}, ASK],
-        r"`messages` has no message of role assistant to learn \(roles: user, tool\)",
+        r"`messages` has no message of role assistant to train on \(roles: user, tool\)",
         id="no-answer",
     ),
 ]
@@ -306,7 +306,7 @@ def test_an_answer_may_be_thoughts_alone() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        pytest.param({"messages": [ASK, {**ANSWER, "weight": 0}]}, "has no answer to learn", id="nothing-left"),
+        pytest.param({"messages": [ASK, {**ANSWER, "weight": 0}]}, "has no answer to train on", id="nothing-left"),
         pytest.param(
             {"messages": [ASK, {**ANSWER, "weight": 0.5}]}, "message 2: `weight` is 0.5: give 0 or 1", id="half"
         ),
@@ -324,7 +324,9 @@ def test_an_answer_may_be_thoughts_alone() -> None:
         pytest.param(
             {"messages": [ASK, {**ANSWER, "function_call": CALL}]}, "write it as `tool_calls`", id="function-call"
         ),
-        pytest.param({"messages": [ASK, ANSWER], "rejected": [ANSWER]}, "nothing is learnt of pref", id="preference"),
+        pytest.param(
+            {"messages": [ASK, ANSWER], "rejected": [ANSWER]}, "preferences are not trained on", id="preference"
+        ),
         pytest.param({"prompt": "a", "completion": "b", "label": False}, "`label` is False", id="label"),
         pytest.param({"messages": [ASK, ANSWER], "weight": 0.3}, "`weight` is 0.3", id="weight"),
         pytest.param({"instruction": "a", "output": "b", "train": "false"}, "`train` is 'false'", id="train"),

@@ -23,10 +23,10 @@ def test_lengths_are_columns_and_sources_rows() -> None:
     assert lengths.is_upright and lengths.rows == ["1", "2 to 4"] and lengths.bars[0].lengths == [3, 4]
     assert sources.rows == ["a.jsonl", "training data"]
     assert [(bars.name, bars.starts[0], bars.lengths[0]) for bars in sources.bars] == [
-        ("learnt", 0.0, 1.0),
-        ("not learnt", 1.0, 2.0),
+        ("in the loss", 0.0, 1.0),
+        ("not in the loss", 1.0, 2.0),
     ]
-    assert sources.bars[0].hovers[0] == "2 samples, 1,000,000 of 3,000,000 tokens are learnt"
+    assert sources.bars[0].hovers[0] == "2 samples, 1,000,000 of 3,000,000 tokens are in the loss"
 
 
 @pytest.mark.parametrize(
