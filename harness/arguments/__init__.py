@@ -1,7 +1,7 @@
-"""The arguments of a run, named and defaulted as in HuggingFace's TrainingArguments and run_clm.py.
+"""Define and parse the arguments of a run, named and defaulted as in HuggingFace's TrainingArguments and run_clm.py.
 
-The dataclasses are the one list of flags: command line, `--help` and docs/flags.md are made from them. Each theme has
-its file. Neither torch nor transformers is imported, so that a wrong argument is refused at once.
+The dataclasses, one file a theme, are the only list of flags: command line, `--help` and docs/flags.md are made from
+them. Neither torch nor transformers is imported, so a wrong argument is refused at once.
 """
 
 from harness.arguments.command_line import Parser, add_flags, expanded, parse

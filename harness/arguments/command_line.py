@@ -1,7 +1,8 @@
-"""From the words of a command line, or the keyword arguments of a program, to dataclasses of flags.
+"""Parse a command line, or the keyword arguments of a program, into dataclasses of flags.
 
-Dashes stand for underscores, `--no_NAME` for a boolean `--NAME false`, `--config FILE` for the flags in it. A flag of
-HuggingFace's that asks for what is done anyway is dropped; any other unknown flag is refused with what to write.
+Dashes equal underscores; `--no_NAME` means `--NAME false`; `--config FILE` means the flags in that file. A flag of
+HuggingFace's that asks for the behaviour the harness always has is dropped (`--ddp_timeout 1800`); any other unknown
+flag is refused with the flag to use instead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type[Flags]) -> None:
-    """Add a flag for each field, under the title of its theme: its type, default and the `help` of its metadata."""
+    """Add a flag for each field of a dataclass, grouped by theme, with its type, default and help."""
     for group in groups(kind):
         _add_group(parser.add_argument_group(group.TITLE), group)
 
@@ -59,7 +60,10 @@ def _add_group(parser: argparse._ArgumentGroup, kind: type[Flags]) -> None:
 def parse(
     kinds: Sequence[type[Flags]], argv: Sequence[str] | None, *, prog: str, description: str, epilog: str
 ) -> tuple[Any, ...]:
-    """Parse `argv` into one instance of each dataclass; UserError for what cannot be parsed."""
+    """Parse `argv` into one instance of each dataclass.
+
+    Flags of the command line override those of `--config` files. Raises UserError for words that cannot be parsed.
+    """
     parser = Parser(
         prog=prog,
         usage="%(prog)s --FLAG VALUE ...",
@@ -80,7 +84,7 @@ def parse(
 
 
 def _of_files(parser: Parser, in_files: Sequence[ConfigFlag], known: Known) -> dict[str, object]:
-    """Parse the flags of config files; UserErrors for all that cannot be used."""
+    """Parse the flags of config files. Raises UserErrors with one line for each flag that cannot be used."""
     given: dict[str, object] = {}
     problems = []
     for item in in_files:
@@ -94,14 +98,14 @@ def _of_files(parser: Parser, in_files: Sequence[ConfigFlag], known: Known) -> d
 
 
 def expanded(kinds: Sequence[type[Flags]], words: Sequence[str]) -> list[str]:
-    """Return the words with the flags of `--config FILE` in its place, and with the harness's own names."""
+    """Replace `--config FILE` by the flags in the file, and aliases by the harness's names. UserError as `parse`."""
     known = known_flags(kinds)
     in_files, rest = config_flags(words, known)
     return [*(word for item in in_files for word in own_words(item.words, known)), *own_words(rest, known)]
 
 
 class _Names(argparse.Action):
-    """Several names, separated by spaces or commas, as a tuple; a regular expression stays whole."""
+    """Collects names separated by spaces or commas into a tuple; a word with other characters (a regex) stays whole."""
 
     def __call__(
         self,
@@ -120,7 +124,7 @@ def known_flags(kinds: Sequence[type[Flags]]) -> dict[str, Field[object]]:
 
 
 def config_flags(words: Sequence[str], known: Known) -> tuple[list[ConfigFlag], list[str]]:
-    """Return the flags of `--config FILE`, and the words without it; flags of the words win over those."""
+    """Split words into the flags of `--config` files and the other words. UserError if a file cannot be read."""
     files, rest, follows = [], [], False
     for word in words:
         name, equals, value = word.partition("=")
@@ -138,7 +142,10 @@ def config_flags(words: Sequence[str], known: Known) -> tuple[list[ConfigFlag], 
 
 
 def own_words(words: Sequence[str], known: Known) -> list[str]:
-    """Return the words with the harness's names. UserError for an unknown flag, and for one under two names."""
+    """Return the words with aliases replaced by the harness's names, without flags that have no effect.
+
+    Raises UserError for unknown flags (all of them at once), and for a flag that is given under two names.
+    """
     kept: list[str] = []
     names: dict[str, str] = {}
     problems: list[str] = []
@@ -149,6 +156,7 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
             kept += flag
             continue
         given = value if equals else " ".join(flag[1:]) if flag[1:] else "true"
+        # `--deepspeed FILE` is HuggingFace's deepspeed_config; a bare `--deepspeed` is DeepSpeed's own on-switch.
         plain = ALIASES.get(plain, plain) if given != "true" or plain != "deepspeed" else plain
         negated = plain.removeprefix("no_")
         negated = ALIASES.get(negated, negated)
@@ -167,7 +175,10 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
 
 
 def own_arguments(given: Mapping[str, object], items: Iterable[Field[object]]) -> dict[str, object]:
-    """Return keyword arguments with the harness's names. UserError for an unknown one, and for one under two names."""
+    """Return keyword arguments under the harness's names, without those that have no effect.
+
+    Raises UserError for unknown arguments (all of them at once), and for one that is given under two names.
+    """
     known = {item.name for item in items}
     kept: dict[str, object] = {}
     names: dict[str, str] = {}
@@ -186,14 +197,14 @@ def own_arguments(given: Mapping[str, object], items: Iterable[Field[object]]) -
 
 
 def _may_stand(name: str, negated: str, given: str) -> bool:
-    """Whether an unknown flag has no effect; a bare `--deepspeed` is what DeepSpeed's own scripts want."""
+    """Whether an unknown flag may be ignored because it has no effect, such as a bare `--deepspeed`."""
     if name == "deepspeed" or is_idle(name, given):
         return True
     return name != negated and is_idle(negated, "false")
 
 
 def _flags(words: Sequence[str]) -> list[list[str]]:
-    """Return each flag with the words that follow it."""
+    """Group words by flag: each group is a flag and the values behind it."""
     found: list[list[str]] = []
     for word in words:
         if word.startswith("--") or not found:

@@ -1,4 +1,4 @@
-"""`--config FILE`: flags in YAML or JSON, and the `run.json` of a run, whose `arguments` repeat it."""
+"""Read `--config FILE`: flags in YAML or JSON, or the `run.json` of a run, whose `arguments` repeat that run."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from harness.errors import UserError, UserErrors
 if TYPE_CHECKING:
     import yaml
 
-MOST_BYTES, MOST_NODES = 2**20, 2**18  # a run.json has some ten thousand bytes; a megabyte of YAML takes seconds
-ARGUMENTS = "arguments"  # of run.json
+MOST_BYTES, MOST_NODES = 2**20, 2**18  # a run.json has some 10,000 bytes; PyYAML parses a megabyte in seconds
+ARGUMENTS = "arguments"  # key of run.json
 
+# JSON writes a character above U+FFFF as two escapes (a surrogate pair), which YAML does not join
 _PAIR = re.compile(r"(?<!\\)((?:\\\\)*)(\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 
 
 @dataclass(frozen=True)
 class ConfigFlag:
-    """A flag in a file, as words of a command line; `where` is the file and the line."""
+    """A flag in a file, as words of a command line; `where` is `file:line: `, for messages."""
 
     where: str
     words: tuple[str, ...]
 
 
 def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[ConfigFlag]:
-    """Return the flags in a file; UserError if it cannot be read.
+    """Return the flags in a file. UserError if it cannot be read.
 
-    Of a run.json those are left out that have their default: the run was not given them.
+    A run.json lists all arguments; those equal to their default are left out, so that they do not count as given.
     """
     import yaml
 
@@ -49,7 +50,7 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
     try:
         text = regular_bytes(path, MOST_BYTES).decode()
         if path.suffix == ".json":
-            # YAML takes all of JSON but its tabs and its characters in two escapes
+            # JSON is YAML, except for tabs between values and surrogate pairs. Reading it as YAML gives line numbers.
             text = _PAIR.sub(lambda pair: pair[1] + json.loads(f'"{pair[2]}"'), text.replace("\t", " "))
         root = yaml.compose(text, Loader=_loader())
     except (OSError, ValueError) as error:
@@ -63,6 +64,7 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
         raise UserError(f"--config {file}: is nested too deeply to be read") from error
     if root is None:
         return []
+    # A few lines of nested aliases ("billion laughs") expand to more values than memory holds.
     if (size := _expanded(root, {})) > MOST_NODES:
         what = (
             "one of its aliases holds itself" if size == inf else f"its aliases come to {MOST_NODES:,} values and more"
@@ -77,9 +79,9 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
 
 
 def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
-    """Return how many values a node holds once its aliases are written out; infinite for one that holds itself."""
+    """Return the number of values of a node with its aliases expanded; inf if an alias contains itself."""
     if id(node) not in known:
-        known[id(node)] = inf
+        known[id(node)] = inf  # stays so for a node that is met again while its parts are counted
         inner = [] if isinstance(node.value, str) else node.value
         parts = [part for each in inner for part in (each if isinstance(each, tuple) else (each,))]
         known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
@@ -87,7 +89,7 @@ def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
 
 
 def _refuse_toml(path: Path, known: Mapping[str, Field[object]]) -> NoReturn:
-    """Raise UserErrors for a TOML file, such as torchtitan's: what each of its keys is here."""
+    """Raise UserErrors for a TOML file, such as torchtitan's, with the flag to use instead of each of its keys."""
     try:
         root = tomllib.loads(regular_bytes(path, MOST_BYTES).decode())
     except (OSError, ValueError):
@@ -132,7 +134,7 @@ def _flags(
 
 @cache
 def _loader() -> type[yaml.SafeLoader]:
-    """YAML in which 1e-5 is a number and a date a text, as in JSON and as DeepSpeed reads them."""
+    """Return a YAML loader that reads 1e-5 as a number (YAML 1.1 does not) and a date as text, as in JSON."""
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
@@ -146,7 +148,7 @@ def _loader() -> type[yaml.SafeLoader]:
 
 
 def _plain(node: yaml.Node) -> object:
-    """Return a node's value; scalars as they are written, so that `no`, `1e-5` and `2024-01-01` stay words."""
+    """Return a node's value, with scalars as written: `no`, `1e-5` and `2024-01-01` stay text for the flag's type."""
     import yaml
 
     if isinstance(node, yaml.ScalarNode):

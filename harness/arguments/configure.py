@@ -1,4 +1,4 @@
-"""The config of a run: load, check, resolve against the arguments. No torch, so that it can be done before all else."""
+"""Load, check and resolve the config of a run against its arguments. Imports no torch, so it can come first of all."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RunConfig:
     """The config of a run, read and checked once.
 
     Attributes:
-        document: as it is written.
-        values: what the arguments say about "auto".
-        resolved: all that does not depend on the data: layout, batch, precision, ZeRO stage.
+        document: the JSON as written, with line numbers.
+        values: the arguments that replace "auto".
+        resolved: the settings that do not depend on the data: layout, batch sizes, precision, ZeRO stage.
     """
 
     args: TrainingArguments
@@ -30,11 +30,13 @@ class RunConfig:
     resolved: Resolved
 
     def for_data(self, samples: int | None, hidden_size: int | None = None) -> tuple[Resolved, int]:
-        """Fill in what depends on data and model, and return the config with the number of steps; runs no rules.
+        """Resolve the settings that depend on data and model; return the config and the number of steps.
+
+        Rules are not run again.
 
         Args:
-            samples: length of the training data, None if there is none (the steps are then max_steps or 1).
-            hidden_size: of the model, for ZeRO's "auto" bucket sizes.
+            samples: length of the training data; None without any (the steps are then max_steps, or 1).
+            hidden_size: the model's hidden size, for ZeRO's "auto" bucket sizes.
         """
         steps = max_steps(self.args, samples, self.resolved.train_batch)
         warmup_steps = self.args.warmup(steps)
@@ -46,8 +48,8 @@ def read_run_config(args: TrainingArguments, *, world_size: int, model: str | No
     """Read and check the config of a run.
 
     Args:
-        world_size: ranks that run.
-        model: a preset's name or a directory, whose heads and layers the layout must fit; None: not looked at.
+        world_size: number of ranks.
+        model: a preset's name or a directory, whose heads and layers the layout must fit; None: not checked.
 
     Raises:
         ConfigError: the config is wrong, cannot run on so many ranks, or contradicts an argument.
@@ -61,8 +63,7 @@ def read_run_config(args: TrainingArguments, *, world_size: int, model: str | No
 
 
 def read_config(config: str | Mapping[str, object] | None) -> Document:
-    """Return the DeepSpeed JSON: a file, a preset's name, or what a program made; absent: everything from the
-    arguments."""
+    """Return the DeepSpeed JSON from a file, a preset's name or a dict; without one all settings are "auto"."""
     if isinstance(config, str):
         return load(config)
     everything = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
@@ -70,7 +71,7 @@ def read_config(config: str | Mapping[str, object] | None) -> Document:
 
 
 def max_steps(args: TrainingArguments, samples: int | None, global_batch: int) -> int:
-    """Return the number of steps: as given, or as many as the epochs take."""
+    """Return the number of steps: --max_steps, or the steps of --num_train_epochs. UserError if that is below 1."""
     if args.max_steps > 0 or samples is None:
         return max(1, args.max_steps)
     steps = math.ceil(args.num_train_epochs * samples / global_batch)

@@ -1,4 +1,4 @@
-"""What a flag is: a field of a dataclass, with its help and the values that it takes."""
+"""Define a flag: a field of a dataclass, with its help and its allowed values."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +17,14 @@ ALIASES = {
     "evaluation_strategy": "eval_strategy",
     "activation_checkpointing": "gradient_checkpointing",
 }
-"""Other names that flags have, as in HuggingFace."""
+"""Other names of flags in HuggingFace -> the name here."""
 
 
 class Help(str):
-    """What `--help` says of a flag, with the values that the flag takes.
+    """The help text of a flag, with its allowed values as attributes.
 
-    It is all of a field's metadata, as transformers' HfArgumentParser hands metadata on to argparse.
+    It is the only entry of a field's metadata: transformers' HfArgumentParser passes all entries on to argparse, which
+    refuses unknown ones.
     """
 
     least: float | None
@@ -39,7 +40,7 @@ class Help(str):
 
     @property
     def plain(self) -> str:
-        """The text without the escapes of argparse."""
+        """The text without argparse's escapes."""
         return self.replace("%%", "%")
 
 
@@ -52,14 +53,14 @@ def flag(
     paths: bool = False,
     hf_only: bool = False,
 ) -> T:
-    """Return the field of a flag.
+    """Return the dataclass field of a flag.
 
     Args:
-        text: what `--help` says.
-        least: the smallest value.
-        choices: the only values.
-        paths: of several words, that they are paths: a comma in one is a part of it.
-        hf_only: it acts on HuggingFace models alone, and is refused for a list of layers.
+        text: the help text.
+        least: the smallest allowed value.
+        choices: the only allowed values.
+        paths: the values are paths, so a comma does not separate them.
+        hf_only: the flag acts on HuggingFace models only, and is refused for a model given as a list of layers.
     """
     about = Help(text.replace("%", "%%"))
     about.least, about.choices, about.paths, about.hf_only = least, tuple(choices), paths, hf_only
@@ -67,13 +68,13 @@ def flag(
 
 
 def require_one_name(names: dict[str, str], own: str, name: str, where: str = "") -> None:
-    """Note in `names` by which name a flag is given. UserError if it was given by another one before."""
+    """Record in `names` under which name a flag was given. UserError if it was given under another name before."""
     if (other := names.setdefault(own, name)) != name:
         raise UserError(f"{where}{other} and {name} are the same flag: give one of them")
 
 
 def shown_default(item: Field[object]) -> str:
-    """Return a flag's default for the user; empty without one."""
+    """Return a flag's default as text for the user; "" without one."""
     default = None if item.default is MISSING else item.default
     if isinstance(default, tuple):
         return " ".join(map(str, default))
@@ -82,16 +83,16 @@ def shown_default(item: Field[object]) -> str:
 
 @dataclass(kw_only=True)
 class Flags:
-    """Flags of one theme, or of several: a class derived from other `Flags` has theirs.
+    """The flags of a theme, or of several: a class derived from several `Flags` has the flags of all.
 
     Attributes:
-        TITLE: the theme, a heading in `--help` and in the docs.
+        TITLE: the theme's heading in `--help` and in the docs.
     """
 
     TITLE: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Check every value, and bring it to its type; None stands for the default."""
+        """Convert every value to its type and check it; None means the default. Raises all problems at once."""
         problems: list[str] = []
         for group in groups(type(self)):
             hints = hints_of(group)
@@ -105,8 +106,8 @@ class Flags:
                 group.check(self)
             except UserError as error:
                 problems.append(str(error))
-            except (TypeError, ValueError, AttributeError):  # of a value of another type, which is told
-                if not problems:
+            except (TypeError, ValueError, AttributeError):
+                if not problems:  # otherwise a value of a wrong type, already among the problems, confused this check
                     raise
         refuse_all(problems)
         given = self.given
@@ -114,7 +115,7 @@ class Flags:
         vars(self)["_given"] = given  # from here on the flags that are set count as given
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a flag; one that is set later is checked as the others are, and counts as given."""
+        """Set a flag. After construction the value is checked like the others, and the flag counts as given."""
         item = next((item for item in fields(self) if item.name == name), None) if "_given" in vars(self) else None
         if item is not None:
             given = frozenset() if value is None else {name}
@@ -123,22 +124,22 @@ class Flags:
         super().__setattr__(name, value)
 
     def check(self) -> None:
-        """Raise UserError for values that do not fit each other; each theme has its own."""
+        """Raise UserError for values that contradict each other; overridden by each theme."""
 
     @property
     def without_effect(self) -> Mapping[str, object]:
-        """What was passed of HuggingFace's that asks for what is done in any case."""
+        """The HuggingFace arguments that were passed and ask for the behaviour that the harness always has."""
         found: Mapping[str, object] = vars(self).get("_stands", {})
         return found
 
     @classmethod
     def own_names(cls, given: Mapping[str, object]) -> Mapping[str, object]:
-        """Return the keyword arguments of the constructor by the names of the flags."""
+        """Return the constructor's keyword arguments under the names of the flags."""
         return given
 
     @property
     def given(self) -> frozenset[str]:
-        """Names of the flags that were passed, whatever their values; None is none."""
+        """Names of the flags that were passed, whatever their values; a value of None counts as not passed."""
         noted: frozenset[str] | None = vars(self).get("_given", vars(self).get("_asked"))
         if noted is not None:
             return noted
@@ -146,11 +147,11 @@ class Flags:
 
 
 def noting_given(kind: type[F]) -> type[F]:
-    """Let the constructor of a dataclass of flags note which of them its caller passes; its signature stays.
+    """Decorate a dataclass of flags: its constructor records in `given` which flags the caller passes.
 
-    A flag that is passed with its default counts too: it may contradict the JSON, or be without effect. But where a
-    program passes all flags, as `dataclasses.replace` and transformers' HfArgumentParser do, nobody has asked for
-    those that have their defaults. A class that is derived without this decorator has given what is not its default.
+    A flag passed with its default value counts as given: it may contradict the JSON. But if a caller passes all flags,
+    as `dataclasses.replace` and transformers' HfArgumentParser do, those with default values do not count. For a
+    derived class without this decorator, the flags whose values are not their defaults count. The signature is kept.
     """
     construct: Callable[..., None] = kind.__init__
 
@@ -171,12 +172,12 @@ def noting_given(kind: type[F]) -> type[F]:
         )
         construct(self, *args, **own)
 
-    setattr(kind, "__init__", __init__)  # noqa: B010  # mypy has no way to say it
+    setattr(kind, "__init__", __init__)  # noqa: B010  # mypy refuses an assignment to __init__
     return kind
 
 
 def hints_of(kind: type[Flags]) -> Mapping[str, object]:
-    """Return the types of a class's fields."""
+    """Return the types of a class's fields by name."""
     return _hints(kind)  # type: ignore[arg-type]  # mypy takes the class for its instances, which have no hash
 
 
@@ -184,12 +185,12 @@ _hints = cache(get_type_hints)
 
 
 def groups(kind: type[Flags]) -> tuple[type[Flags], ...]:
-    """Return the themes of a class of flags in their order: itself, or all that it is derived from."""
+    """Return the themes of a class of flags in order: the class itself, or all that it is derived from."""
     return tuple(each for each in kind.__mro__ if Flags in each.__bases__)
 
 
 def _allowed(item: Field[object], hint: object, value: object) -> object:
-    """Return a flag's value in its type; None stands for the default. UserError for a value that is not allowed."""
+    """Return a flag's value converted to its type; None means the default. UserError for a value not allowed."""
     if value is None:
         return item.default
     least, choices = Help.of(item).least, Help.of(item).choices

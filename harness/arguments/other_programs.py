@@ -1,8 +1,8 @@
-"""What other programs call the flags of this script, and what to do instead: the table is `other_programs.json`.
+"""Look up flags of other programs, and what to write here instead, in the table `other_programs.json`.
 
-In it `huggingface` lists the flags of HuggingFace's TrainingArguments and run_clm.py that are no flags here, with the
-values (`same`) that ask for what is done in any case; `programs` those of other programs, by program ("" for words that
-several use); `beginnings` how further flags of a program begin.
+The table has three sections. `huggingface`: flags of TrainingArguments and run_clm.py that do not exist here, with the
+values (`same`) that ask for the behaviour the harness always has. `programs`: flags of other programs, by program (""
+for words that several use). `beginnings`: prefixes of further flags of a program.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ NOTHING = "nothing: "
 
 @dataclass(frozen=True)
 class NotTaken:
-    """A flag of HuggingFace's that is not taken. None, HuggingFace's "not set", may always stand.
+    """A HuggingFace flag that does not exist here. None, HuggingFace's "not set", is always accepted.
 
     Attributes:
         advice: what to do instead, or why it cannot be done.
-        same: values with which the flag has no effect.
+        same: values with which the flag would have no effect here; they are accepted.
     """
 
     advice: str
@@ -36,9 +36,9 @@ class OtherPrograms:
     """The table.
 
     Attributes:
-        not_taken: flags of HuggingFace's that are not taken, by name.
-        programs: by program, what to write here for each of its flags.
-        beginnings: by program, the same for flags that begin so.
+        not_taken: HuggingFace flags that do not exist here, by name.
+        programs: program -> its flag -> what to write here.
+        beginnings: program -> prefix of its flags -> what to write here.
     """
 
     not_taken: Mapping[str, NotTaken]
@@ -48,7 +48,7 @@ class OtherPrograms:
 
 @cache
 def other_programs() -> OtherPrograms:
-    """Return the table."""
+    """Read the table."""
     content = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     by_program: dict[str, dict[str, dict[str, str]]] = {
         section: {
@@ -64,11 +64,11 @@ def other_programs() -> OtherPrograms:
 
 
 def is_idle(name: str, value: object) -> bool:
-    """Whether a flag of another program asks, with this value, for what is done in any case."""
+    """Whether a flag of another program, with this value, asks only for the behaviour that the harness always has."""
     entry = other_programs().not_taken.get(name)
     if entry is not None:
         return value is None or _plain(value) in map(_plain, entry.same)
-    # axolotl's keys ask for nothing where they are false, but for those that turn shuffling off
+    # axolotl's keys are off-switches of features when false, except those that turn shuffling off
     known = name in other_programs().programs["axolotl"] or name.startswith(
         tuple(other_programs().beginnings["axolotl"])
     )
@@ -81,13 +81,13 @@ def is_section(name: str) -> bool:
 
 
 def refusal(name: str, spelled: str, known: Iterable[str]) -> str:
-    """Return what is wrong with the flag `name`, which is not one of `known`; the user wrote it as `spelled`."""
+    """Return the error text for the flag `name`, which is not in `known`; the user wrote it as `spelled`."""
     is_known = name in other_programs().not_taken
     return f"{f'{spelled} is not supported' if is_known else f'unknown flag {spelled}'}: {advice(name, known)}"
 
 
 def advice(name: str, known: Iterable[str]) -> str:
-    """Return what to do instead of giving the flag `name`."""
+    """Return what to write instead of the flag `name`."""
     not_taken = other_programs().not_taken
     if name in not_taken:
         return not_taken[name].advice
@@ -98,7 +98,7 @@ def advice(name: str, known: Iterable[str]) -> str:
 
 
 def meant(name: str) -> list[tuple[str, str]]:
-    """Return the programs that have a flag `name`, each with what to write here; one entry where that is the same."""
+    """Return (program, what to write here) for programs with a flag `name`, merged where the advice is equal."""
     plain = name.lower().replace("-", "_")
     programs: dict[str, list[str]] = {}
     for program, names in other_programs().programs.items():
@@ -114,13 +114,13 @@ def meant(name: str) -> list[tuple[str, str]]:
 
 
 def _instead(name: str, program: str, here: str) -> str:
-    """Return what to write for a flag that a program calls `name`; no program: several do, or none."""
+    """Return the advice for a flag that `program` calls `name`; "" if several programs do, or none."""
     does = f"leave it out: {here.removeprefix(NOTHING)}" if here.startswith(NOTHING) else f"use {here}"
     return does + (f" ({program} calls it {name})" if program else "")
 
 
 def _plain(value: object) -> str:
-    """Return a value as text that is the same from Python, a config file and the command line."""
+    """Return a value as text that is equal for Python, a config file and the command line: 1, 1.0 and "1.0"."""
     text = (json.dumps(value) if isinstance(value, dict | list | tuple) else str(value)).lower()
     try:
         return str(float(text))

@@ -1,4 +1,4 @@
-"""The arguments of the Trainer: those of all themes."""
+"""The arguments of the Trainer: the flags of all themes, and what scripts for HuggingFace's TrainingArguments read."""
 
 import json
 import logging
@@ -35,26 +35,26 @@ class TrainingArguments(
     CheckpointArguments,
     ReportingArguments,
 ):
-    """How to train. Where the DeepSpeed JSON says "auto", or nothing, the value comes from here.
+    """How to train. A setting that the DeepSpeed JSON leaves out, or sets to "auto", comes from here.
 
-    A program may also pass HuggingFace's other names (`deepspeed`, `evaluation_strategy`), and flags of HuggingFace's
-    that ask for what is done in any case (`ddp_timeout=1800`). UserError for every other name, with what to write.
+    Also accepts HuggingFace's older names (`deepspeed`, `evaluation_strategy`), and HuggingFace arguments that ask for
+    the behaviour the harness always has (`ddp_timeout=1800`). Raises UserError for any other name, with what to write.
     """
 
     @classmethod
     def own_names(cls, given: Mapping[str, object]) -> Mapping[str, object]:
-        """Return keyword arguments by the names of the flags, without those that ask for nothing."""
-        show_in_one_line()  # what is refused here ends most programs
+        """Return keyword arguments under the names of the flags, without those that have no effect."""
+        show_in_one_line()  # an error here usually ends the program: print it without a traceback
         return own_arguments(given, fields(cls))
 
     def auto_values(self, *, world_size: int, max_steps: int, hidden_size: int | None = None) -> AutoValues:
-        """Return what the arguments say about the config's "auto"s."""
+        """Return the values that replace "auto" in the config."""
         shared = {item.name for item in fields(AutoValues)} & {item.name for item in fields(self)}
         values = {name: getattr(self, name) for name in shared}
         values.update(max_steps=max_steps, warmup_steps=self.warmup(max_steps))
         return AutoValues(**values, world_size=world_size, hidden_size=hidden_size, given=self.given & shared)
 
-    # What scripts for HuggingFace's TrainingArguments read, beside the flags.
+    # Attributes of HuggingFace's TrainingArguments that scripts read, besides the flags.
 
     @property
     def process_index(self) -> int:
@@ -68,7 +68,7 @@ class TrainingArguments(
 
     @property
     def local_rank(self) -> int:
-        """The rank of this process on its host; -1 where it runs alone, as in HuggingFace."""
+        """The rank of this process on its host; -1 for a single process, as in HuggingFace."""
         return _env().local_rank if self.world_size > 1 else -1
 
     @property
@@ -94,7 +94,7 @@ class TrainingArguments(
 
     @property
     def n_gpu(self) -> int:
-        """How many GPUs this process uses: 1, or 0 on a CPU."""
+        """The number of GPUs of this process: 1, or 0 on a CPU."""
         return int(self.device.type != "cpu")
 
     @property
@@ -109,12 +109,12 @@ class TrainingArguments(
 
     @property
     def train_batch_size(self) -> int:
-        """The samples of a micro-batch."""
+        """Number of samples in a micro-batch."""
         return self.per_device_train_batch_size
 
     @property
     def eval_batch_size(self) -> int:
-        """The samples of an evaluation's micro-batch."""
+        """Number of samples in a micro-batch of an evaluation."""
         return self.per_device_eval_batch_size or self.per_device_train_batch_size
 
     def to_dict(self) -> JsonObject:
@@ -131,7 +131,7 @@ class TrainingArguments(
         return {name: value if isinstance(value, plain) else str(value) for name, value in self.to_dict().items()}
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Return the steps of warm-up in a run of so many."""
+        """Return the number of warm-up steps in a run of `num_training_steps`."""
         return self.warmup(num_training_steps)
 
     def get_process_log_level(self) -> int:
@@ -140,9 +140,9 @@ class TrainingArguments(
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:  # noqa: ARG002
-        """Let rank 0 (`local`: the first rank of each host) do what is inside before the others.
+        """Run the block on rank 0 (with `local`, on the first rank of each host) before the others.
 
-        Before a Trainer is made the processes do not know each other, and all do it at once.
+        Has no effect before a Trainer is made: until then there is no process group, and all run the block at once.
         """
         import torch.distributed as dist
 
@@ -159,9 +159,9 @@ class TrainingArguments(
     if not TYPE_CHECKING:  # a type checker knows the flags
 
         def __getattr__(self, name: str) -> object:
-            """Return the value that an argument of HuggingFace's, which is none here, has in effect.
+            """Return the value of a HuggingFace argument that does not exist here: the passed value, or its default.
 
-            Only its default and what asks for nothing else are ever accepted.
+            Only values without effect are accepted, so the default describes the behaviour, too.
             """
             if not name.startswith("_"):
                 if name in ALIASES:

@@ -11,7 +11,7 @@ STRATEGIES = ("no", "steps", "epoch")
 
 @dataclass(kw_only=True)
 class CheckpointArguments(Flags):
-    """When to evaluate, when to save, and which model is the best."""
+    """When to evaluate, when to save, and which model counts as the best."""
 
     TITLE: ClassVar[str] = "Evaluation and checkpoints"
 
@@ -63,12 +63,12 @@ class CheckpointArguments(Flags):
 
     @property
     def best_metric_name(self) -> str:
-        """The metric that says which model is the best, without the prefix."""
+        """The metric that decides which model is the best, without the prefix `eval_`."""
         return (self.metric_for_best_model or "loss").removeprefix("eval_")
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether the best model has the highest value of that metric."""
+        """Whether a higher value of that metric is better."""
         name = self.best_metric_name
         return not name.endswith(("loss", "perplexity")) if self.greater_is_better is None else self.greater_is_better
 

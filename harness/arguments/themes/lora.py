@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _target_modules(names: tuple[str, ...] | None) -> str | list[str] | None:
-    """As peft wants them: a list of names, but `all-linear` and a regular expression alone."""
+    """Return names in peft's form: a list, or a plain string for `all-linear` and for a regular expression."""
     if names is None:
         return None
     alone = len(names) == 1 and (names[0] == "all-linear" or not re.fullmatch(r"[\w.]+", names[0]))
@@ -23,7 +23,7 @@ def _target_modules(names: tuple[str, ...] | None) -> str | list[str] | None:
 @noting_given
 @dataclass(kw_only=True)
 class LoraArguments(Flags):
-    """Adapters in the place of weights (LoRA, arXiv 2106.09685), by peft; named as in TRL's ModelConfig."""
+    """LoRA adapters (arXiv 2106.09685) by peft; named as in TRL's ModelConfig."""
 
     TITLE: ClassVar[str] = "LoRA"
 
@@ -47,7 +47,7 @@ class LoraArguments(Flags):
             raise UserError(f"--lora_dropout {self.lora_dropout}: must be at least 0 and below 1")
 
     def peft_config(self) -> "LoraConfig | None":
-        """peft's LoraConfig, None without `use_peft`; UserError where peft is not installed."""
+        """Return peft's LoraConfig, None without `use_peft`. UserError if peft is not installed."""
         if not self.use_peft:
             return None
         require_peft()
@@ -66,6 +66,6 @@ class LoraArguments(Flags):
 
 
 def require_peft() -> None:
-    """UserError where peft is not installed."""
+    """Raise UserError if peft is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise UserError("--use_peft: peft is not installed: pip install 'ds-harness[peft]'")

@@ -1,4 +1,4 @@
-"""The flags of what a run says."""
+"""The flags of logging, profiling and sampling."""
 
 import importlib.util
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv": "csv_monitor", "comet": "comet"}
-"""Section of the DeepSpeed JSON for each name of `--report_to`."""
+"""Name in `--report_to` -> section of the DeepSpeed JSON."""
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""What must be installed for a section."""
+"""Section -> package that must be installed for it."""
 FILES = ("tensorboard", "csv")
 
 
@@ -54,7 +54,7 @@ class ReportingArguments(Flags):
         return [name.strip() for name in self.report_to.split(",") if name.strip() not in ("", "none")]
 
     def check(self) -> None:
-        """Refuse a monitor that there is not."""
+        """Raise UserError for an unknown monitor."""
         unknown = set(self.reporters()) - MONITORS.keys()
         if unknown:
             raise UserError(
@@ -63,8 +63,10 @@ class ReportingArguments(Flags):
 
 
 def within(output_dir: str, path: str, what: str) -> str:
-    """Return a path that a config names, a relative one as below `output_dir`. UserError for one outside of it: a
-    config may be somebody else's, and writes nowhere else."""
+    """Return a config's path, made absolute below `output_dir`. UserError for a path outside.
+
+    A config may come from somebody else, and must not write anywhere else.
+    """
     root, found = Path(output_dir).resolve(), Path(output_dir, path).resolve()
     if not found.is_relative_to(root):
         raise UserError(f"{what} {path!r}: is outside of --output_dir {output_dir}: give a path in it, as 'logs/mine'")
@@ -72,16 +74,16 @@ def within(output_dir: str, path: str, what: str) -> str:
 
 
 def require_inside(output_dir: str, config: JsonObject) -> None:
-    """Raise UserError for what DeepSpeed would write outside of `output_dir`; the monitors are looked at by name."""
+    """Raise UserError if DeepSpeed's flops profiler would write outside of `output_dir`; monitors are checked apart."""
     file = config.get("flops_profiler", {}).get("output_file")
     if isinstance(file, str):
         within(output_dir, file, "flops_profiler.output_file")
 
 
 def monitor_sections(args: ReportingArguments, output_dir: str, config: JsonObject) -> dict[str, JsonObject]:
-    """Return what is enabled, in the DeepSpeed JSON or by `--report_to`, by the name of its section.
+    """Return the settings of each monitor enabled by `--report_to` or in the JSON, by its section's name.
 
-    UserError for one that would write outside of `output_dir`.
+    Raises UserError for one that would write outside of `output_dir`.
     """
     job = args.run_name or "run"
     found = {}
@@ -106,7 +108,7 @@ def monitor_sections(args: ReportingArguments, output_dir: str, config: JsonObje
 
 
 def require_packages(sections: Iterable[str]) -> None:
-    """Raise UserError where the package of an enabled section of the DeepSpeed JSON is not installed."""
+    """Raise UserError if the package of an enabled monitor is not installed."""
     for section in sections:
         package = PACKAGES.get(section)
         if package is not None and importlib.util.find_spec(package) is None:

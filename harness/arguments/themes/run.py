@@ -13,12 +13,12 @@ NONFINITE = ("stop", "skip", "warn", "rollback")
 
 @dataclass
 class RunArguments(Flags):
-    """What config to run, where to write, and what to do when something is wrong."""
+    """Which config to run, where to write, and what to do on faults."""
 
     TITLE: ClassVar[str] = "The run"
 
     output_dir: str = flag("runs/default", "where checkpoints, metrics and the trained model go")
-    _: KW_ONLY  # HuggingFace's programs give output_dir by its place
+    _: KW_ONLY  # programs written for HuggingFace pass output_dir by position
     deepspeed_config: Mapping[str, object] | str | None = flag(None, "DeepSpeed JSON: a file or a preset's name")
     resume_from_checkpoint: str | None = flag(
         None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path"
@@ -51,7 +51,7 @@ class RunArguments(Flags):
     )
 
     def check(self) -> None:
-        """Refuse what names nothing, and make paths absolute: the run may change its directory."""
+        """Refuse an empty output_dir, and make paths absolute: the run may change its working directory."""
         if not self.output_dir.strip():
             raise UserError("--output_dir is empty: give a directory")
         self.output_dir = str(Path(self.output_dir).absolute())

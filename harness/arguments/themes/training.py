@@ -1,4 +1,4 @@
-"""The flags of training itself: samples and steps, the optimizer, how the model computes, and the layout."""
+"""The flags of training: samples and steps, optimizer, model and precision, layout."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from harness.errors import UserError
 
 @dataclass(kw_only=True)
 class BatchArguments(Flags):
-    """How long a sample is, how many make a step, and how many steps there are."""
+    """The length of samples, the batch sizes and the number of steps."""
 
     TITLE: ClassVar[str] = "Samples, batches and steps"
 
@@ -58,7 +58,7 @@ SCHEDULES = (
 
 @dataclass(kw_only=True)
 class OptimizerArguments(Flags):
-    """How weights move, where the DeepSpeed JSON says "auto" or nothing."""
+    """Optimizer and learning rate, if the DeepSpeed JSON says "auto" or nothing."""
 
     TITLE: ClassVar[str] = "Optimizer and schedule"
 
@@ -78,12 +78,12 @@ class OptimizerArguments(Flags):
     max_grad_norm: float = flag(AutoValues.max_grad_norm, "clip gradients to this norm; 0: no clipping", least=0)
 
     def warmup(self, max_steps: int) -> int:
-        """Return the steps of warm-up in a run of `max_steps`."""
+        """Return the number of warm-up steps in a run of `max_steps`."""
         fraction = self.warmup_steps if self.warmup_ratio is None else self.warmup_ratio
         return int(fraction) if self.warmup_ratio is None and fraction >= 1 else math.ceil(fraction * max_steps)
 
     def check(self) -> None:
-        """Refuse two lengths of the warm-up, betas of 1, and an optimizer that only the DeepSpeed JSON can name."""
+        """Refuse two lengths of the warm-up, a beta of 1, and optimizers that only the DeepSpeed JSON can name."""
         if self.warmup_ratio is not None and self.warmup_steps:
             raise UserError("--warmup_ratio and --warmup_steps are both given: give one of them")
         if self.warmup_ratio is not None and self.warmup_ratio > 1:
@@ -101,7 +101,7 @@ ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 
 @dataclass(kw_only=True)
 class ModelArguments(Flags):
-    """Precision, attention and what is added to the loss."""
+    """Precision, attention and additions to the loss."""
 
     TITLE: ClassVar[str] = "Model and precision"
 
@@ -147,14 +147,14 @@ class ModelArguments(Flags):
     )
 
     def check(self) -> None:
-        """Refuse to spread all of the loss, or more."""
+        """Refuse a label smoothing of 1 or more."""
         if self.label_smoothing_factor >= 1:
             raise UserError(f"--label_smoothing_factor {self.label_smoothing_factor}: must be below 1")
 
 
 @dataclass(kw_only=True)
 class LayoutArguments(Flags):
-    """How ranks share the model. They override the DeepSpeed JSON."""
+    """How ranks share the model. These flags override the DeepSpeed JSON."""
 
     TITLE: ClassVar[str] = "Layout"
 
