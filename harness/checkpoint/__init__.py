@@ -1,1 +1,1 @@
-"""Save a run beside its training, and resume it; export the model as a HuggingFace directory."""
+"""Save a run in the background while it trains, resume it, and export the model as a HuggingFace directory."""

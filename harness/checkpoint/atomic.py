@@ -1,7 +1,4 @@
-"""Replace files so that a process that is killed half-way leaves the old or the new one; say why a disk is full.
-
-Importing this needs no torch.
-"""
+"""Replace files atomically: a process that is killed half-way leaves the old file or the new one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,22 +12,25 @@ from pathlib import Path
 
 from harness.errors import lacks_inodes, reason
 
-UNFINISHED = "unfinished-"  # how the names of files and folders begin that nobody should read yet
-FOLDER = UNFINISHED + "files-"  # and those of the folders in which files wait to replace others
+UNFINISHED = "unfinished-"  # prefix of files and folders that nobody should read yet
+FOLDER = UNFINISHED + "files-"  # prefix of the folders whose files will replace others
 
-_HERE = -100  # Linux: AT_FDCWD, so that paths are as usual
-_EXCHANGE = 2  # Linux: RENAME_EXCHANGE
+_AT_FDCWD = -100  # Linux: paths are relative to the working directory
+_RENAME_EXCHANGE = 2  # Linux
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path` in one step."""
+    """Write `text` to `path` atomically, replacing an older file. OSError if that fails."""
     with replaced_files(path.parent) as folder:
         (folder / path.name).write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def replaced_files(directory: Path) -> Iterator[Path]:
-    """Give a folder to write files to; at the end each of them replaces the one of its name in `directory`."""
+    """Yield an empty folder; at the end each file in it replaces the file of its name in `directory`.
+
+    Raises OSError if that fails; `directory` is then unchanged, or has some of the new files, each of them whole.
+    """
     folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=directory))
     try:
         yield folder
@@ -38,26 +38,28 @@ def replaced_files(directory: Path) -> Iterator[Path]:
             sync_file(path)
             path.replace(directory / path.name)
         sync_folder(directory)
-    except OSError as error:  # said now, as inodes are free again when the folder is removed
+    except OSError as error:  # find the reason now: removing the folder frees the inodes that were lacking
         raise OSError(error.errno, reason(error, folder), error.filename) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Give two files or folders each other's name in one step; False where the file system cannot, as on NFS."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # glibc has it, other C libraries may not
-    return rename is not None and rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
+    """Swap the names of two files or folders atomically; return False if the file system cannot (NFS)."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # Python has no wrapper; not every C library has it
+    return (
+        rename is not None and rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+    )
 
 
 def sync_file(path: Path) -> None:
-    """Wait until the file is on the disk."""
+    """Wait until the content of a file is on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in the folder are on the disk."""
+    """Wait until the names in a folder are on the disk: a rename is durable only after that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -66,7 +68,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def room(folder: Path) -> str:
-    """Say what is free where a folder is or would be: bytes, and inodes where none are left."""
+    """Return a text on the free bytes of a folder's disk, or on its inodes if none are free; it need not exist yet."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     if lacks_inodes(there):
         return f"no inodes are free in {there}, so no file can be created: remove files"

@@ -1,15 +1,15 @@
-"""Save what a run needs to go on, while it goes on.
+"""Save the state of a run in the background while it trains.
 
-The step that saves waits only until each rank has copied what it holds. A thread of each rank then writes its part and
+The step that saves waits only until each rank has copied its state. A thread of each rank then writes its part and
 waits for the disk.
 
-The threads never communicate: a collective of theirs could run between those of the training step in another order on
-each rank, and hang. They work in phases instead. The main threads start the next phase when all ranks have ended the
-last, which they learn where ranks agree after a step anyway. Files exist before ranks write to them, all is written
-before it is hashed, and the manifest and the name come last. Older checkpoints then lose their names, and are removed
-while the run goes on.
+The threads never communicate: their collectives could interleave with those of the training step in a different order
+on each rank, and hang. Instead they work in phases. The main threads start the next phase when all ranks have finished
+the last one; they learn that from the agreement that follows each step anyway. The phases: create the files, write
+them, hash them, then write the manifest and rename the folder. Checkpoints beyond the limit are then renamed, and
+deleted while training continues.
 
-The memory for the copies is allocated at the first save and kept: fresh memory costs several times what a copy costs.
+The memory for the copies is allocated at the first save and kept: allocating it costs several times as much as copying.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from harness.checkpoint.atomic import room
-from harness.checkpoint.directories import Files, TrainingProgress, contents, finish, partial_name, prune, remove
+from harness.checkpoint.directories import (
+    Files,
+    TrainingProgress,
+    contents,
+    finish,
+    finished_name,
+    partial_name,
+    prune,
+    remove,
+)
 from harness.checkpoint.integrity import newest
 from harness.checkpoint.run_lock import lock_directory
 from harness.checkpoint.tensors.local_shard import LocalShard
@@ -39,18 +48,18 @@ from harness.checkpoint.training_state import EngineState, describe, write_resid
 from harness.errors import UserError, lacks_inodes
 from harness.topology.agreement import all_or_none, value_of_first, values_of_all
 
-ALIGNMENT = 64
+ALIGNMENT = 64  # bytes, a cache line; a multiple of every dtype's size, so that views of the buffer are valid
 NO_MEMORY = "has no memory for it"
 
 
 class KeptBuffer:
-    """One buffer for the copies of all tensors; pinned where they come from an accelerator."""
+    """One buffer for the copies of all tensors; in pinned memory if they come from an accelerator."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Sequence[Tensor], helper: Executor) -> list[Tensor]:
-        """Return copies in the shapes and dtypes of `tensors`; they last until the next call. `helper` is idle."""
+        """Return copies of `tensors` in the buffer, valid until the next call. `helper`, which is idle, copies half."""
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         on_device = any(tensor.device.type != "cpu" for tensor in tensors)
         if sum(sizes) > self._memory.numel():
@@ -62,7 +71,7 @@ class KeptBuffer:
         ]
         if on_device:
             _fill(copies, tensors)
-            get_accelerator().synchronize()
+            get_accelerator().synchronize()  # the copies are asynchronous; the next step changes their sources
         else:
             other_half = helper.submit(_fill, copies[1::2], tensors[1::2])
             _fill(copies[::2], tensors[::2])
@@ -79,8 +88,7 @@ def _fill(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 T = TypeVar("T")
 
 Phases: TypeAlias = Generator[Callable[[], object], Any, list[Path]]
-"""What the thread of this rank does, one call after the other; the result of each is sent back to the generator, which
-returns the folders to be removed."""
+"""The calls of this rank's thread, one a phase. The generator gets each result, and returns the folders to delete."""
 _NUMBERS = itertools.count()
 
 
@@ -90,13 +98,13 @@ class NotSaved(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where the checkpoints of a run go.
+    """Where the checkpoints of a run are saved, and which are kept.
 
     Attributes:
-        keep: how many newest checkpoints remain, the best one counted; None for all.
-        best: the checkpoint that remains in any case.
-        model_only: whether to leave out what the optimizer keeps.
-        write_others: called on rank 0 with the folder of a checkpoint, to add files to it.
+        keep: number of newest checkpoints that are kept, the best one counted; None for all.
+        best: a checkpoint that is always kept.
+        model_only: whether to leave out the optimizer states.
+        write_others: called on rank 0 with the folder of a new checkpoint, to add files to it.
     """
 
     output_dir: Path
@@ -107,22 +115,22 @@ class Target:
 
 
 class Writer:
-    """The thread of this rank that writes, and the memory that it writes from; used for one checkpoint at a time."""
+    """The writing thread of this rank, and the buffer that it writes from; used for one checkpoint at a time."""
 
     def __init__(self) -> None:
         self._buffer = KeptBuffer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def run(self, phase: Callable[[], T]) -> Future[T]:
-        """Start `phase` in the thread."""
+        """Queue `phase` in the thread."""
         return self._thread.submit(phase)
 
     def wait(self) -> None:
-        """Wait until the thread has done everything it was given."""
+        """Wait until the thread has done all queued work."""
         self.run(lambda: None).result()
 
     def copied(self, files: Sequence[tuple[str, list[LocalShard]]]) -> list[tuple[str, list[LocalShard]]]:
-        """Return the shards with copies of the values that this rank writes; others are not copied."""
+        """Return the shards with their values copied; values that another rank writes are not copied."""
         owned = [held for _, tensors in files for held in tensors if held.owned]
         copies = iter(self._buffer.copy([held.values for held in owned], self._thread))
         return [
@@ -132,24 +140,25 @@ class Writer:
 
 
 class BackgroundSave:
-    """A checkpoint that is being written; all ranks make it together.
+    """A checkpoint that is being written by all ranks.
 
     Attributes:
-        number: how many saves this process had begun before; the same on all ranks.
-        step: its step.
-        path: where it will be.
+        number: number of saves that this process began before; equal on all ranks.
+        step: the checkpoint's step.
+        path: the checkpoint's folder, once it is complete.
     """
 
     def __init__(
         self, state: EngineState, target: Target, progress: TrainingProgress, writer: Writer, *, copy: bool = True
     ) -> None:
-        """Copy what this rank holds and begin to write it; raises NotSaved on all ranks if that fails.
+        """Copy the state of this rank and begin to write it; all ranks call it.
 
-        Without a copy, nothing that is saved may change until the checkpoint is whole.
+        With `copy=False` the state is written in place, so it must not change until the checkpoint is complete. Raises
+        NotSaved on all ranks if memory, the folder or the disk fails.
         """
-        writer.wait()  # its thread may still remove what the last save has replaced
+        writer.wait()  # the thread may still be deleting older checkpoints
         self.number, self.step = next(_NUMBERS), progress.step
-        self.path = target.output_dir / f"checkpoint-{progress.step}"
+        self.path = target.output_dir / finished_name(progress.step)
         self._folder = target.output_dir / partial_name(progress.step)
         self._first, self._writer, self._one_host = state.groups.rank == 0, writer, state.one_host
         files, progress = state.stored(progress)
@@ -173,20 +182,21 @@ class BackgroundSave:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the thread of this rank is at work."""
+        """Whether the thread of this rank is still in its phase."""
         return not self._running.done()
 
     def wait(self, seconds: float) -> None:
-        """Wait some seconds for the thread of this rank."""
+        """Wait up to `seconds` for the thread of this rank."""
         wait([self._running], max(0.0, seconds))
 
     def advance(self) -> bool:
-        """Wait for the running phase on all ranks, and start the next; return whether the checkpoint is whole.
+        """Wait for the running phase on all ranks, and start the next; all ranks call it.
 
-        All ranks call it.
+        Returns:
+            Whether the checkpoint is complete.
 
         Raises:
-            NotSaved: on all ranks: the files cannot be written. Older checkpoints are as they were.
+            NotSaved: on all ranks: the files cannot be written. Older checkpoints are unchanged.
         """
         result = self._try(self._running.result)
         try:
@@ -197,17 +207,18 @@ class BackgroundSave:
         return False
 
     def finish(self) -> Path:
-        """Wait until the checkpoint is whole, as `advance`; return its directory."""
+        """Run all remaining phases; return the checkpoint's directory. All ranks call it; raises as `advance`."""
         while not self.advance():
             pass
         return self.path
 
     def _write(self, target: Target, progress: TrainingProgress) -> Phases:
-        """Yield the phases of this rank, in the order in which all ranks go through them."""
+        """Yield the phases of this rank; all ranks go through the same ones in the same order."""
         yield self._create_files
         with OpenFiles(several_hosts=not self._one_host) as opened:
             yield lambda: self._write_values(opened)
             share = yield lambda: self._hash_and_sync(opened)
+        # This collective is safe: the generator runs in the main thread, between two phases, on all ranks alike.
         files = {name: file for part in values_of_all(share) for name, file in part.items()}
 
         def end() -> list[Path]:
@@ -228,11 +239,11 @@ class BackgroundSave:
         for plan in self._plans:
             plan.write(opened)
         self._residue()
-        if not self._one_host:  # a shared file system shows other hosts what is on its disk
+        if not self._one_host:  # other hosts, which hash parts of these files, see only what has reached the server
             opened.sync()
 
     def _hash_and_sync(self, opened: OpenFiles) -> Files:
-        """Return the checksums of this rank's share of the files, taken while the disk writes what is in memory."""
+        """Return the checksums of this rank's share of the files; a second thread syncs to disk meanwhile."""
         with ThreadPoolExecutor(1) as beside:
             synced = beside.submit(opened.sync)
             share = contents(self._folder, dist.get_rank(), dist.get_world_size())
@@ -242,19 +253,19 @@ class BackgroundSave:
     def _open_folder(self, target: Target) -> None:
         if self._first:
             lock_directory(target.output_dir)
-            shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed while it wrote
+            shutil.rmtree(self._folder, ignore_errors=True)  # left by a run that was killed during a save
             self._folder.mkdir(parents=True)
             if target.write_others is not None:
                 target.write_others(self._folder)
 
     def _try(self, action: Callable[[], T]) -> T:
-        """Return what `action` returns if it succeeds on all ranks; else remove what is written, raise NotSaved."""
+        """Run `action` on all ranks; if it fails on any, delete the unfinished folder and raise NotSaved on all."""
         try:
             return all_or_none(lambda: _in_memory(action))
         except UserError as error:
             text = str(error)
             if self._first:
-                # bytes are counted when the files of this checkpoint are gone, but inodes are free again then
+                # Free inodes must be counted before this checkpoint's files are deleted, free bytes after that.
                 full = room(self._folder.parent) if lacks_inodes(self._folder) else ""
                 shutil.rmtree(self._folder, ignore_errors=True)
                 if NO_MEMORY not in text:
@@ -263,13 +274,13 @@ class BackgroundSave:
 
 
 def _in_memory(action: Callable[[], T]) -> T:
-    """Return what `action` returns; UserError, not a crash, if this host lacks the memory: training can still go on."""
+    """Run `action`; UserError instead of a crash if this host has no memory for it, as training can still go on."""
     try:
         return action()
     except MemoryError as error:
         raise UserError(f"rank {dist.get_rank()} {NO_MEMORY}: {error or 'out of memory'}") from error
     except RuntimeError as error:
-        text = str(error)  # raised by torch's allocator, or where a thread cannot be started
+        text = str(error)  # torch's allocator, and a thread that cannot be started, raise RuntimeError
         if not any(words in text for words in ("can't allocate memory", "out of memory", "can't start new thread")):
             raise
         lines = text.strip().splitlines()
@@ -277,5 +288,5 @@ def _in_memory(action: Callable[[], T]) -> T:
 
 
 def _room(plans: Sequence[PlannedFiles], folder: Path) -> str:
-    """Say how much room a checkpoint needs, and how much there is."""
+    """Return a text on the bytes that a checkpoint needs and the bytes that are free."""
     return f"it needs {sum(plan.nbytes for plan in plans):,} bytes, {room(folder.parent)}"

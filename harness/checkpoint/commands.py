@@ -1,4 +1,4 @@
-"""The verb `ds-harness checkpoint`: show what a checkpoint holds, verify it, export its model.
+"""The verb `ds-harness checkpoint`: show a checkpoint's content, verify it, or export its model.
 
 Showing and verifying import neither torch nor transformers.
 """
@@ -15,8 +15,8 @@ from harness.errors import UserError
 from harness.verb_parser import VerbParser
 from harness.wording import counted
 
-DESCRIPTION = """Shows, verifies or exports a checkpoint of a run. `verify` exits with 1 if a file is not what was
-saved, or was not saved."""
+DESCRIPTION = """Shows, verifies or exports a checkpoint of a run. `verify` exits with 1 if a file has changed since it
+was saved, or was added later."""
 EXAMPLE = """example:
   ds-harness checkpoint show runs/mine/checkpoint-500
   ds-harness checkpoint verify runs/mine/checkpoint-500
@@ -51,7 +51,7 @@ def checkpoint(argv: Sequence[str]) -> int:
 
 
 def show(directory: Path) -> None:
-    """Print what a checkpoint says of itself, and its files."""
+    """Print a checkpoint's step, layout, model and optimizer, and its files."""
     progress, files = read_progress(directory), read_manifest(directory).files
     if progress.run_id:
         print(f"run {progress.run_id}")
@@ -66,7 +66,7 @@ def show(directory: Path) -> None:
 
 
 def verify(directory: Path) -> None:
-    """Compare all files with what was saved; UserError for the first that differs, or was not saved."""
+    """Compare all files with their saved checksums. UserError for the first that differs, or was added later."""
     require_as_saved(directory)
     if others := unlisted(directory):
         raise UserError(f"{directory} contains {others[0]}, which it was not saved with: move it elsewhere")
@@ -77,13 +77,13 @@ def verify(directory: Path) -> None:
 
 
 def require_as_saved(directory: Path) -> None:
-    """Compare the checksums of all files with what was saved; UserError for the first that differs."""
+    """Compare all files with their saved checksums. UserError for the first that differs."""
     if reason := changed_file(directory, 0, 1):
         raise UserError(f"{directory} is damaged: {reason}")
 
 
 def export(directory: Path, output_dir: Path, dtype: str) -> None:
-    """Write the model as HuggingFace does, with its own names; of adapters only these, as peft does."""
+    """Write the model in `dtype` as a HuggingFace directory, or adapters as peft stores them. UserError for layers."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if read_progress(directory).adapters:
         _export_adapters(directory, output_dir, dtype)

@@ -1,8 +1,8 @@
-"""The checkpoints of a run as folders: `output_dir/checkpoint-STEP`, whole as soon as they have that name.
+"""Name, complete, rename and prune the checkpoint folders of a run, `output_dir/checkpoint-STEP`.
 
 A checkpoint is written under another name and renamed at the end, so a process that is killed half-way leaves no folder
-that looks like a checkpoint. Before that, the list of its files is written, `manifest.json`. `state.json` holds where
-the run stood (`TrainingProgress`). Importing this needs no torch.
+that looks like a checkpoint. `manifest.json`, the list of its files, is written just before the rename. `state.json`
+holds the state of the run (`TrainingProgress`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from harness.errors import UserError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-CHUNK = 16 << 20
+CHUNK = 16 << 20  # bytes that are hashed at once
 
 Files = dict[str, tuple[int, str]]
 """Size in bytes and XXH3 (128 bits, hexadecimal) of each file, by its path in the checkpoint."""
@@ -37,7 +37,7 @@ Files = dict[str, tuple[int, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of: the optimizer steps done, the run that saved it, and its files."""
+    """The content of `manifest.json`: optimizer steps done, id of the run that saved it, and all files."""
 
     step: int
     run_id: str
@@ -45,23 +45,23 @@ class Manifest:
 
 
 def contents(folder: Path, share: int = 0, shares: int = 1) -> Files:
-    """Return sizes and checksums of every `shares`-th file in a folder, from number `share` on.
+    """Return size and checksum of the files in a folder; with `shares`, of every `shares`-th file from `share` on.
 
-    So ranks divide the work of hashing.
+    Ranks divide the hashing among them this way.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {path.relative_to(folder).as_posix(): (path.stat().st_size, checksum(path)) for path in files[share::shares]}
 
 
 def write_manifest(folder: Path, step: int, files: Mapping[str, tuple[int, str]], run_id: str = "") -> None:
-    """Write the list of a checkpoint's files beside them."""
+    """Write `manifest.json` into a checkpoint's folder."""
     stated = {"format": FORMAT, "step": step, "run_id": run_id, "files": dict(sorted(files.items()))}
     text = json.dumps(stated, indent=1)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the list of a checkpoint's files; UserError if it cannot be read."""
+    """Read a checkpoint's `manifest.json`. UserError if it cannot be read, or is from a newer version."""
     path = checkpoint / MANIFEST
     try:
         stated = read_json(path)
@@ -74,7 +74,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _inside(name: str) -> str:
-    """Return the path of a file in the checkpoint; ValueError for one that leads elsewhere, or is none."""
+    """Return a file's path if it lies inside the checkpoint; ValueError if it leads outside, or is no path."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or b"\0" in os.fsencode(name):
         raise ValueError(f"{name!r} is no file of it")
@@ -82,18 +82,18 @@ def _inside(name: str) -> str:
 
 
 def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= 2**80:  # nobody counts further
+    if type(value) is not int or not 0 <= value <= 2**80:  # an edited file could hold a number of a million digits
         raise ValueError(f"{value!r} is no count")
     return value
 
 
 def checksum(path: Path) -> str:
-    """Return the XXH3 of a file's content."""
+    """Return the 128-bit XXH3 of a file's content in hexadecimal."""
     total, at, chunk = xxh3_128(), 0, bytearray(CHUNK)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
             at += count
-            if hasattr(os, "posix_fadvise"):  # the disk reads what follows while this is hashed
+            if hasattr(os, "posix_fadvise"):  # read the next chunk from the disk while this one is hashed
                 os.posix_fadvise(file.fileno(), at, CHUNK, os.POSIX_FADV_WILLNEED)
             total.update(memoryview(chunk)[:count])
     return total.hexdigest()
@@ -102,40 +102,40 @@ def checksum(path: Path) -> str:
 NAME = re.compile(r"checkpoint-([0-9]+)")
 UNFINISHED_NAME = re.compile(r"writing-(checkpoint|replaced|removed)-[0-9]+")
 STATE = "state.json"
-OLD_STATE = "trainer_state.json"  # of checkpoints that were saved for one layout
+OLD_STATE = "trainer_state.json"  # in checkpoints of old versions, which could only resume in the same layout
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
-RESTARTS = "restarts.jsonl"  # a line for each fault that `ds-harness launch` has seen
+RESTARTS = "restarts.jsonl"  # a line for each fault seen by `ds-harness launch`
 RUN = "run.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
-    """Where a run stood when it was saved.
+    """The state of a run when it was saved, besides tensors: the content of `state.json`.
 
     Attributes:
         step: optimizer steps done.
-        consumed_samples: samples seen by all ranks together.
-        layout: of the run that saved it, as `Layout` prints it; a run in any other layout can resume it.
-        zero_stage: 0 to 3; a run with any other can resume it.
-        precision: fp32, bf16 or fp16; a run with any other can resume it.
-        seed: of the order of samples.
+        consumed_samples: samples consumed by all ranks together.
+        layout: layout of the run that saved it, as `Layout` prints it; any layout can resume it.
+        zero_stage: 0 to 3; any ZeRO stage can resume it.
+        precision: fp32, bf16 or fp16; any precision can resume it.
+        seed: seed of the order of samples.
         data: digest of the training data.
-        adapters: the settings of the adapters that are trained, as JSON; empty where the weights themselves are.
-        base: checksums, by name, of the base model's weights; empty without adapters.
-        model: layers and sizes, as text.
-        model_config: the values of a HuggingFace config that shape the computation.
-        optimizer: its name.
+        adapters: settings of the trained adapters as JSON; "" if the weights themselves are trained.
+        base: checksums of the base model's weights by name; empty without adapters.
+        model: layers and sizes as text.
+        model_config: the values of a HuggingFace config that change the computation.
+        optimizer: the optimizer's name.
         hyperparameters: learning rate, schedule and other settings that a resumed run may change.
-        run_id: of the run that saved it.
-        skipped_steps: steps among `step` that made no update (fp16 overflow).
-        skipped_samples: ranges [first, past the last) in the order of samples that are left out.
-        optimizer_states: names of what the optimizer keeps for each weight (`exp_avg`), each a file; none before the
+        run_id: id of the run that saved it.
+        skipped_steps: steps among `step` without an update (fp16 overflow).
+        skipped_samples: ranges [first, stop) in the order of samples that are left out.
+        optimizer_states: names of the optimizer's tensors for each weight (`exp_avg`), one file each; empty before the
             first step.
-        counters: what the optimizer counts, such as its steps.
+        counters: scalar counters of the optimizer, such as its number of steps.
         best: the best evaluation so far, and its metric.
         model_only: whether optimizer states were left out, so that no run can resume it.
-        loss_scaling: the state of the loss scaler (fp16); empty elsewhere.
+        loss_scaling: the state of the fp16 loss scaler; empty for other precisions.
         stream: the position in streamed training data; empty for other data.
     """
 
@@ -164,17 +164,17 @@ class TrainingProgress:
 
 
 def partial_name(step: int) -> str:
-    """Return the folder's name while it is written."""
+    """Return a checkpoint's folder name while it is being written."""
     return f"writing-checkpoint-{step}"
 
 
 def finished_name(step: int) -> str:
-    """Return the folder's name once it is whole."""
+    """Return a checkpoint's folder name once it is complete."""
     return f"checkpoint-{step}"
 
 
 def numbered(output_dir: Path) -> list[tuple[int, Path]]:
-    """Return the folders of a run that bear a checkpoint's name, whole or not, with their steps, oldest first."""
+    """Return (step, path) of all folders named like a checkpoint, complete or damaged, oldest first."""
     matches = ((NAME.fullmatch(path.name), path) for path in output_dir.glob("checkpoint-*"))
     return sorted((int(match.group(1)), path) for match, path in matches if match and path.is_dir())
 
@@ -184,7 +184,7 @@ def read_progress(checkpoint: Path) -> TrainingProgress:
     path = checkpoint / STATE
     try:
         stated = read_json(path)
-        known = {item.name for item in fields(TrainingProgress)}  # a later version may say more
+        known = {item.name for item in fields(TrainingProgress)}  # a later version may have written more fields
         progress = TrainingProgress(**{name: value for name, value in stated.items() if name in known})
         _require_types(progress)
         return progress
@@ -193,7 +193,7 @@ def read_progress(checkpoint: Path) -> TrainingProgress:
 
 
 def _require_types(progress: TrainingProgress) -> None:
-    """Raise ValueError for a value of another type than its field's: somebody has edited the file."""
+    """Raise ValueError for a value of a wrong type: somebody has edited the file."""
     for name, kind in get_type_hints(TrainingProgress).items():
         value = getattr(progress, name)
         if not _is_of(value, kind):
@@ -201,19 +201,19 @@ def _require_types(progress: TrainingProgress) -> None:
 
 
 def _is_of(value: object, kind: object) -> bool:
-    """Whether a value from JSON is of a field's type. A float may be written as a whole number; true is no number."""
+    """Whether a JSON value has the type of a field. A whole number may stand for a float; true is no number."""
     match get_origin(kind), get_args(kind):
         case builtins.list, (element,):
             return isinstance(value, list) and all(_is_of(each, element) for each in value)
         case builtins.dict, (_, element):
             return isinstance(value, dict) and all(_is_of(each, element) for each in value.values())
-    if type(value) is int and abs(value) > 2**80:  # nobody has counted to there
+    if type(value) is int and abs(value) > 2**80:
         return False
     return kind is Any or type(value) is kind or (kind is float and type(value) is int)
 
 
 def optimizer_name(resolved: Resolved) -> str:
-    """Return the optimizer of a run; where the JSON has none, the arguments make it AdamW."""
+    """Return the name of a run's optimizer; AdamW if the JSON names none."""
     return str(resolved.config.get("optimizer", {}).get("type", "AdamW"))
 
 
@@ -229,7 +229,7 @@ def require_same_optimizer(checkpoint: Path, resolved: Resolved) -> None:
             f"with --model_name_or_path {checkpoint}"
         )
     saved, ours = progress.optimizer, optimizer_name(resolved)
-    adams = {"adam", "adamw"}  # both keep the same state, and differ in weight decay alone
+    adams = {"adam", "adamw"}  # they keep the same state, and differ only in weight decay
     if saved and saved.lower() != ours.lower() and not {saved.lower(), ours.lower()} <= adams:
         raise UserError(f"{checkpoint} contains the state of {saved}, but this run uses {ours}: use the saved one")
 
@@ -251,7 +251,7 @@ def require_same_base(checkpoint: Path, base: Mapping[str, str]) -> None:
     Only weights of the same name are compared: a model in memory may have others than its files.
 
     Args:
-        base: as `TrainingProgress.base`.
+        base: checksums of this run's base model, as in `TrainingProgress.base`.
     """
     saved = read_progress(checkpoint).base
     for name in sorted(saved.keys() & base.keys()):
@@ -280,9 +280,9 @@ def require_same_model(checkpoint: Path, model: str, model_config: JsonObject) -
 
 
 def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tuple[int, str]]) -> Path:
-    """Complete a checkpoint whose `files` are written: its state, its manifest, then its name; one rank calls it.
+    """Complete a checkpoint whose `files` are written: write state and manifest, then rename; one rank calls it.
 
-    The name comes last, after all else is on the disk, because whatever has the name counts as whole.
+    The rename comes last, when everything else is on the disk: a folder with the final name counts as complete.
     """
     partial = output_dir / partial_name(progress.step)
     final = output_dir / finished_name(progress.step)
@@ -291,10 +291,10 @@ def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tup
     write_manifest(partial, progress.step, {**files, STATE: stated}, progress.run_id)
     _sync(partial)
     replaced = output_dir / f"writing-replaced-{progress.step}"
-    remove([replaced])  # left by a run that was killed while it removed it
-    if not os.path.lexists(final):  # a link that leads nowhere has the name, too
+    remove([replaced])  # left by a run that was killed while it deleted it
+    if not os.path.lexists(final):  # `exists` would miss a broken link, which takes the name too
         partial.rename(final)
-    elif not exchange(partial, final):  # then there is a moment when neither has it
+    elif not exchange(partial, final):  # two renames, with a moment in between when no folder has the final name
         final.rename(replaced)
         partial.rename(final)
     remove([partial, replaced])
@@ -303,44 +303,44 @@ def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tup
 
 
 def set_aside_newer(output_dir: Path, resumed: Path) -> list[Path]:
-    """Rename the checkpoints that are newer than the resumed one; return their new paths.
+    """Rename checkpoints newer than the resumed one to `abandoned-...`; return their new paths.
 
-    The run now makes their steps again, so they must not count as its newest. The resumed one may have any name.
+    The run repeats their steps, so they must not count as its newest. The resumed checkpoint may have any name.
     """
     step = read_progress(resumed).step
     return [_renamed(path, "abandoned") for number, path in numbered(output_dir) if number > step]
 
 
 def set_aside_foreign(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
-    """Rename checkpoints of another run, so that they do not count as this run's; return their old and new paths."""
+    """Rename checkpoints of another run to `foreign-...`; return (old, new) paths."""
     return [(path, _renamed(path, "foreign")) for path in paths]
 
 
 def _renamed(checkpoint: Path, word: str) -> Path:
     target = checkpoint.with_name(f"{word}-{checkpoint.name}")
-    remove([target])  # of an earlier time
+    remove([target])  # from an earlier renaming
     return checkpoint.rename(target)
 
 
 def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = None) -> list[Path]:
-    """Rename checkpoints that are older than all of `kept` (None: keep all), except the best one.
+    """Rename checkpoints older than all of `kept` (None: keep all), except the best one.
 
-    Returns the folders that may now be removed, leftovers of unfinished saves among them. Removing takes long, so the
-    caller does it in the background.
+    Returns the folders to delete, including leftovers of unfinished saves. Deleting takes long, so the caller does it
+    in the background.
     """
     for step, path in numbered(output_dir) if kept else []:
         if kept and path in kept:
             break
         if path != best:
-            with suppress(OSError):  # then it is tried again after the next save
+            with suppress(OSError):  # the next save tries again
                 path.rename(output_dir / f"writing-removed-{step}")
     return [path for path in output_dir.glob("writing-*") if UNFINISHED_NAME.fullmatch(path.name)]
 
 
 def remove(folders: Sequence[Path]) -> None:
-    """Remove folders with their contents, as far as that is allowed; of a link to a folder, the link alone."""
+    """Delete folders with their contents as far as permitted; of a link to a folder, only the link."""
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)  # leaves links
+        shutil.rmtree(folder, ignore_errors=True)  # refuses links
         with suppress(OSError):
             folder.unlink()
 
@@ -354,7 +354,7 @@ def _sync(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename an earlier run's file or folder to a free name such as `metrics.1.jsonl`; return that, or None."""
+    """Rename an earlier run's file or folder to a free name such as `metrics.1.jsonl`; return it, None if empty."""
     if not path.is_dir() and not (path.is_file() and path.stat().st_size):
         return None
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))

@@ -1,4 +1,4 @@
-"""The verb `ds-harness generate`: a trained model continues a prompt, or answers it. Plain transformers."""
+"""The verb `ds-harness generate`: let a trained model continue or answer a prompt, with plain transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLE = """example:
 
 
 def generate(argv: Sequence[str]) -> int:
-    """Print the prompt with its continuation, or the answer of a chat model. UserError if nothing loads."""
+    """Print the prompt with its continuation, or the answer of a chat model. UserError if the model does not load."""
     parser = VerbParser("generate", "Let a trained model continue a prompt, or answer it.", EXAMPLE)
     parser.add_argument("model", metavar="MODEL_DIR", help="output_dir of a run, a checkpoint of it, or any model")
     parser.add_argument("--prompt", required=True, help='text to continue or to answer; "-": standard input')
@@ -50,10 +50,10 @@ def generate(argv: Sequence[str]) -> int:
 def load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
     """Load the tokenizer and the model of a directory, a preset or a hub id; adapters are loaded with their base model.
 
-    Of a checkpoint only the files that its manifest lists are read.
+    In a checkpoint, only files listed in its manifest are read.
 
     Raises:
-        UserError: nothing loads, or a checkpoint contains weights that it was not saved with.
+        UserError: loading fails, or a checkpoint contains weights that are not in its manifest.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -74,18 +74,18 @@ def load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
 
 
 def brings_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer has a chat template; that of the bytes tokenizer, which always has one, does not count."""
+    """Whether the tokenizer has a chat template. The bytes tokenizer's does not count: it always has one."""
     return bool(tokenizer.chat_template) and "harness_tokenizer" not in getattr(tokenizer, "init_kwargs", {})
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id that pads, or else the one that ends a text."""
+    """Return the padding id, or the end-of-sequence id if there is none."""
     found: int | None = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return found
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> list[int]:
-    """Return the prompt's ids, as a user's message in the chat template where `chat` says so."""
+    """Tokenise the prompt; with `chat`, as a user's message in the chat template. UserError for an empty prompt."""
     if chat:
         if not tokenizer.chat_template:
             raise UserError("--chat: the tokenizer has no chat template")

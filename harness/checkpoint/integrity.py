@@ -1,8 +1,8 @@
-"""Is a checkpoint still what was saved? Its manifest lists its files, with their sizes and checksums.
+"""Verify checkpoints against their manifests, which list all files with sizes and checksums, and choose one to resume.
 
-Sizes are compared before anything is built. Checksums are compared by all ranks together, each its share of the files,
-before anything is loaded: a rank that found a damaged file alone would leave the others waiting. Importing this needs
-no torch.
+Sizes are compared first, before the model is built. Checksums are compared before anything is loaded, by all ranks
+together, each for its share of the files: a rank that met a damaged file while loading would leave the others waiting
+in a collective. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from harness.checkpoint.directories import (
 from harness.config.values.json_file import read_json
 from harness.errors import UserError
 
-SEEN_S = 90.0  # a host of NFS keeps what it knows of a folder for up to 60 s (acdirmax)
+SEEN_S = 90.0  # an NFS client caches a folder's entries for up to 60 s (acdirmax)
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint, as far as names and sizes show it; None if nothing is."""
+    """Check names and sizes of a checkpoint's files; return what is wrong, None if nothing is."""
     try:
         if (checkpoint / OLD_STATE).is_file():
             return "an earlier version of ds-harness wrote it, which saved for one layout: resume with that version"
@@ -52,7 +52,7 @@ def damage(checkpoint: Path) -> str | None:
         steps = {MANIFEST: manifest.step, STATE: manifest.step if wrong else read_progress(checkpoint).step}
     except UserError as error:
         return str(error)
-    except OSError as error:  # a folder that may not be entered, a path that is too long
+    except OSError as error:  # a folder without permission, a path that is too long
         return f"cannot be read: {error.strerror}"
     name = NAME.fullmatch(checkpoint.name)
     if name:
@@ -63,7 +63,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def unlisted(checkpoint: Path) -> list[str]:
-    """Return the files in a checkpoint that it was not saved with, without hidden ones; nothing reads them.
+    """Return the files in a checkpoint that its manifest does not list, without hidden ones; nothing reads them.
 
     Raises:
         UserError: the manifest cannot be read.
@@ -75,9 +75,9 @@ def unlisted(checkpoint: Path) -> list[str]:
 
 
 def require_listed_weights(directory: Path) -> None:
-    """Raise UserError if a model's directory is a checkpoint with weights that it was not saved with.
+    """Raise UserError if a directory is a checkpoint with weight files that its manifest does not list.
 
-    They could be read instead of its own weights, as transformers chooses files by their names.
+    transformers chooses files by name, so it could read them instead of the saved weights.
     """
     if is_checkpoint(directory):
         kinds = (".safetensors", ".bin", ".index.json")
@@ -86,15 +86,15 @@ def require_listed_weights(directory: Path) -> None:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a model's directory is a checkpoint of a run."""
+    """Whether a directory is a checkpoint of a run, complete or not."""
     return (directory / MANIFEST).is_file() and (directory / STATE).is_file()
 
 
 @contextmanager
 def listed_files(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder of links to the files that a checkpoint's manifest lists.
+    """Yield a temporary folder of links to exactly the files that a checkpoint's manifest lists.
 
-    transformers chooses files by their names, so a planted one could be read in the place of a saved one.
+    transformers chooses files by name, so it could read a file that was added to the checkpoint.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, directory.absolute().name)
@@ -106,9 +106,9 @@ def listed_files(directory: Path) -> Iterator[Path]:
 
 
 def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
-    """Say which file of this rank's share is not what was saved; None if all are.
+    """Compare the checksums of this rank's share of the files; return what is wrong with the first, None if nothing.
 
-    It raises nothing, as other ranks wait for the answer.
+    It raises no UserError or OSError: the other ranks wait for the answer in a collective.
     """
     try:
         files = sorted(read_manifest(checkpoint).files.items())
@@ -126,11 +126,11 @@ def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
 
 
 def find_resume(output_dir: Path, wanted: str | None, *, overwrites: bool = False) -> Path | None:
-    """Return the checkpoint that `--resume_from_checkpoint` means, None for a fresh start.
+    """Return the checkpoint that `--resume_from_checkpoint` asks for, None for a fresh start.
 
     Raises:
-        UserError: the named checkpoint is not whole; or this run would overwrite another one, by a fresh start or by
-            resuming a checkpoint of a run elsewhere, and the user did not ask for that (`overwrites`).
+        UserError: the named checkpoint is damaged; or `output_dir` holds a run that this one would overwrite, and the
+            user did not allow it (`overwrites`).
     """
     if wanted == "auto":
         return newest_whole(output_dir)
@@ -145,7 +145,7 @@ def find_resume(output_dir: Path, wanted: str | None, *, overwrites: bool = Fals
 
 
 def require_unused(output_dir: Path) -> None:
-    """Raise UserError if the directory holds a run, which another one would overwrite."""
+    """Raise UserError if the directory already holds a run."""
     if (output_dir / METRICS).exists() or numbered(output_dir):
         raise UserError(
             f"--output_dir {output_dir} already holds a run: give another directory, "
@@ -154,13 +154,13 @@ def require_unused(output_dir: Path) -> None:
 
 
 def wait_until_seen(checkpoint: Path, host: str, seconds: float = SEEN_S) -> None:
-    """Wait until this host sees a whole checkpoint that another host has completed.
+    """Wait until this host sees a checkpoint that another host has completed.
 
-    A host of NFS keeps what it knows of a folder, also that a name is not there, until it asks the server again. To
-    open and sync the folder makes it ask.
+    An NFS client caches a folder's entries, also that a name does not exist. Opening and syncing the folder makes it
+    ask the server again.
 
     Raises:
-        UserError: it is still not whole here after some seconds.
+        UserError: after `seconds` the checkpoint is still incomplete on this host.
     """
     until = time.monotonic() + seconds
     while (found := damage(checkpoint)) is not None:
@@ -176,9 +176,9 @@ def wait_until_seen(checkpoint: Path, host: str, seconds: float = SEEN_S) -> Non
 
 
 def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | None:
-    """Return the newest `count` whole checkpoints up to a step, which are kept; None keeps all.
+    """Return the newest `count` whole checkpoints up to `last_step`, which are to be kept; None for `count` keeps all.
 
-    Checkpoints of later steps do not count: the run is not there yet, so they are left over from before a resume.
+    Later steps do not count: the run has not reached them, so they are left over from before a resume.
     """
     steps = ((step, path) for step, path in reversed(numbered(output_dir)) if step <= last_step)
     whole = (path for _, path in steps if damage(path) is None)
@@ -186,8 +186,8 @@ def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | 
 
 
 def newest_whole(output_dir: Path, before: Path | None = None) -> Path | None:
-    """Return the newest whole checkpoint of a run, or the newest whole one that is older than `before`."""
-    name = None if before is None else NAME.fullmatch(before.name)  # it may be gone by now
+    """Return the newest whole checkpoint of a run; with `before`, the newest that is older. None if there is none."""
+    name = None if before is None else NAME.fullmatch(before.name)  # by name: the folder may have been deleted
     step = None if name is None else int(name[1])
     others = foreign(output_dir)
     older = (path for number, path in reversed(numbered(output_dir)) if step is None or number < step)
@@ -205,14 +205,14 @@ def damaged(output_dir: Path, chosen: Path | None) -> list[str]:
 
 
 def run_id(checkpoint: Path | None) -> str:
-    """Return the id of the run that saved a checkpoint; a new one for a run that begins afresh."""
+    """Return the id of the run that saved a checkpoint, or a new id for a fresh start."""
     return (checkpoint and read_manifest(checkpoint).run_id) or uuid4().hex
 
 
 def foreign(output_dir: Path) -> list[Path]:
-    """Return the checkpoints that were saved by another run than that of `output_dir`.
+    """Return the checkpoints in `output_dir` that another run saved.
 
-    That run is the one of `run.json`; without this file it is the one that saved more checkpoints than any other.
+    The directory's own run is that of `run.json`; without that file, the run that saved most of the checkpoints.
     """
     ids = {path: _saved_by(path) for _, path in numbered(output_dir)}
     own = _run_of(output_dir)
@@ -223,7 +223,7 @@ def foreign(output_dir: Path) -> list[Path]:
 
 
 def _run_of(output_dir: Path) -> str:
-    """Return the id that a directory says of its run; empty where it says none."""
+    """Return the id of the run in `run.json`; "" without one."""
     try:
         found = read_json(output_dir / RUN)["run_id"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -249,5 +249,5 @@ def _wrong_size(checkpoint: Path, name: str, saved: int) -> str | None:
 
 
 def _is_special(mode: int) -> bool:
-    """Whether this is the mode of a pipe, a device or a socket: reading one may never end."""
+    """Whether this is the mode of a pipe, device or socket, which could block a reader for ever."""
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)

@@ -1,6 +1,6 @@
-"""One run at a time in an output directory: its rank 0 holds a lock, which the system releases however the run ends.
+"""Allow one run at a time in an output directory: rank 0 holds a file lock, which the system releases however it ends.
 
-The lock is on a file that says who holds it. Importing this needs no torch.
+The locked file contains the process and host of the holder. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from harness.config.values.json_file import regular_bytes
 from harness.errors import UserError, reason
 
 LOCK = "run.lock"
-WAIT_S = 5.0  # for a predecessor that is just ending
+WAIT_S = 5.0  # for a previous run that is just ending
 MARK = [uuid4().hex[:8]]
-"""A name of this process that no other one has."""
+"""A unique name of this process; a list, so that a forked child can change it."""
 HELD: dict[Path, int] = {}
-"""The lock's descriptor by directory, of the directories that this process has locked."""
+"""Directory -> file descriptor of the lock, for the directories that this process has locked."""
 
 
 def lock_directory(directory: Path) -> None:
-    """Lock a directory, and create it if need be; also one that was removed and is there again.
+    """Lock a directory, creating it if needed; lock it again if it was deleted and recreated.
 
-    Waits some seconds; then UserError if another process has the lock.
+    Waits up to 5 seconds; raises UserError if another process still has the lock, or the directory cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def lock_directory(directory: Path) -> None:
 
 
 def is_lent_twice(directory: Path) -> bool:
-    """Whether this process gets the lock that a process of another host holds: each host has locks of its own then."""
+    """Whether this process can take a lock that a process on another host holds: locks do not work between hosts."""
     try:
         descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -59,29 +59,29 @@ def is_lent_twice(directory: Path) -> bool:
 
 
 def unlock_directory(directory: Path) -> None:
-    """Release the lock, if this process has it."""
+    """Release the lock if this process holds it."""
     if (descriptor := HELD.pop(directory, None)) is not None:
         os.close(descriptor)
 
 
 def _holder(directory: Path) -> str:
-    """Return what the lock's file says of its holder."""
+    """Return the process and host that the lock file names."""
     with suppress(OSError, ValueError):
         return regular_bytes(directory / LOCK, 1000).decode().partition("\n")[0]
     return "its lock does not say which"
 
 
 def _is_held(directory: Path) -> bool:
-    """Whether this process has the lock on the file that is there now.
+    """Whether this process holds the lock on the present lock file.
 
-    UserError if another process has written its name there since: the file system gives a lock to both.
+    Raises UserError if another process has written its name there since: the file system granted the lock to both.
     """
     with suppress(FileNotFoundError, KeyError):
         if os.path.samestat((directory / LOCK).stat(), os.fstat(HELD[directory])):
             written = ""
             with suppress(OSError, ValueError):
                 written = regular_bytes(directory / LOCK, 1000).decode()
-            if written.strip() and written != _content():  # an empty one was written on a full disk
+            if written.strip() and written != _content():  # it is empty if the disk was full
                 raise UserError(
                     f"--output_dir {directory}: another run has begun there ({_holder(directory)}), which its file "
                     "system does not prevent by a lock: end one of them"
@@ -91,7 +91,7 @@ def _is_held(directory: Path) -> bool:
 
 
 def _content() -> str:
-    """Return what the lock's file says: in containers many are process 1, and may share a host's name."""
+    """Return the content of this process's lock file; MARK tells containers with equal ids and host names apart."""
     return f"process {os.getpid()} on {socket.gethostname()}\n{MARK[0]}\n"
 
 
@@ -113,7 +113,7 @@ def _try_to_lock(directory: Path) -> bool:
 
 
 def _forget() -> None:
-    """In a forked child: let go of the lock, which would outlive the run otherwise."""
+    """In a forked child: close the inherited lock, which would otherwise stay locked after the run has ended."""
     MARK[0] = uuid4().hex[:8]
     for directory in list(HELD):
         unlock_directory(directory)

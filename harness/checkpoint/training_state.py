@@ -1,12 +1,12 @@
-"""What a run needs to go on: weights, what the optimizer keeps, the counters of the engine; taken from it and restored.
+"""Take the state of training from an engine, and restore it: weights, optimizer states, counters.
 
-A checkpoint has no layout. `model.safetensors` holds the weights under HuggingFace's names (float32, as the optimizer
-steps on them). One more file for each kind of value that the optimizer keeps for a weight, such as
-`exp_avg.safetensors`, has the same names. `state.json` holds the rest. Random numbers need no state: they are functions
-of the seed, the step and the place (`harness/parallel/draws.py`).
+A checkpoint does not depend on the layout. `model.safetensors` holds the weights under HuggingFace's names, in float32
+as the optimizer updates them. Each kind of optimizer state, such as `exp_avg`, is one more file with the same names.
+`state.json` holds the rest. Random numbers need no state: they are functions of seed, step and position
+(`harness/parallel/draws.py`).
 
-One thing belongs to a rank and its layers: what compressed gradients have lost to rounding so far (the residue). Only a
-run in the same layout goes on with it, then with the same numbers to the bit. Any other begins without.
+One thing belongs to a rank: the residue, what compressed gradients have lost to rounding so far. Only a run in the same
+layout continues with it, and then bit for bit; any other starts without.
 """
 
 from __future__ import annotations
@@ -57,14 +57,13 @@ MODEL, ADAPTERS = "model", "adapter_model"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineState:
-    """What of an engine is saved and loaded.
+    """The part of an engine that is saved and loaded.
 
     Attributes:
-        rename: the name in a checkpoint of a tensor of the engine's module.
-        adapters: whether adapters are trained; the weights that they stand on are read from where they came.
-        compression: averages the gradients in few bits; None where they are not compressed.
-        one_host: whether all ranks are on one host, so that what one writes the others can read before it is on the
-            disk.
+        rename: maps a tensor's name in the engine's module to its name in a checkpoint.
+        adapters: whether only adapters are trained; the frozen base weights are not saved.
+        compression: the compressed reduction of gradients; None without compression.
+        one_host: whether all ranks are on one host, so that they see each other's writes before these are on disk.
     """
 
     engine: DeepSpeedEngine
@@ -76,20 +75,20 @@ class EngineState:
 
     @property
     def stem(self) -> str:
-        """The name of the file of weights, without its suffix."""
+        """The name of the weights' file without suffix."""
         return ADAPTERS if self.adapters else MODEL
 
     def held(self) -> list[LocalShard]:
-        """Return what this rank holds of the model's tensors."""
+        """Return this rank's shards of the model's tensors."""
         return local_shards(
             self.engine.module, self.engine.optimizer, self.groups, rename=self.rename, trained_only=self.adapters
         )
 
     def require_savable(self) -> list[str]:
-        """Return the names of what the optimizer keeps for each weight; all ranks call it.
+        """Check that a checkpoint can be saved; return the names of the optimizer's states. All ranks call it.
 
         Raises:
-            UserError: a checkpoint would lack values of the model or of the optimizer, or no file can hold them.
+            UserError: a checkpoint would lack values of the model or the optimizer, or safetensors cannot store them.
         """
         with states_in_memory(self.engine.optimizer):
             held = self.held()
@@ -99,9 +98,9 @@ class EngineState:
         return _kinds(found.values())
 
     def stored(self, progress: TrainingProgress) -> tuple[list[tuple[str, list[LocalShard]]], TrainingProgress]:
-        """Return what this rank holds of each file's tensors, and `progress` with the engine's counters added.
+        """Return (file, this rank's shards) for each file, and `progress` with the engine's counters.
 
-        All ranks call it. What lies on NVMe is copied into memory.
+        All ranks call it. States that ZeRO-Infinity keeps on NVMe are copied into memory.
         """
         optimizer = self.engine.optimizer
         with states_in_memory(optimizer):
@@ -112,7 +111,7 @@ class EngineState:
                 found.update(counted(optimizer, each, kept[each.param_group, each.tensor.dim()]))
             counters = dict(zip(found, numbers(list(found.values())), strict=True))
             own = [name for name in _kinds(kept.values()) if _of_state(optimizer, held, name)]
-            # a stage may hold nothing that is trained: every rank must still take part in every file
+            # A stage may have only frozen layers. It must still take part in every file, as writing has collectives.
             of_all = values_of_all((own, counters))
             names = sorted({name for found, _ in of_all for name in found})
             files = [(self.stem, held), *((name, _of_state(optimizer, held, name)) for name in names)]
@@ -127,10 +126,10 @@ class EngineState:
     def load(self, checkpoint: Path) -> TrainingProgress:
         """Load a checkpoint into the engine; all ranks call it.
 
-        The groups of parameters and the schedule of the learning rate are left as they were built.
+        Parameter groups and the learning-rate schedule stay as they were built.
 
         Raises:
-            UserError: on all ranks alike: the saved model is another one, or a rank cannot read.
+            UserError: on all ranks: the saved model has other tensors, or a rank cannot read a file.
         """
         progress = all_or_none(lambda: read_progress(checkpoint))
         listed = all_or_none(lambda: read_manifest(checkpoint).files)
@@ -144,24 +143,24 @@ class EngineState:
         return progress
 
     def restore(self, progress: TrainingProgress, fill: Callable[[str, Sequence[LocalShard]], None]) -> None:
-        """Bring the engine to where `progress` says that a run stood; all ranks call it.
+        """Set weights, optimizer states and counters of the engine to those of `progress`; all ranks call it.
 
         Args:
-            fill: called with the stem of a checkpoint's file and what this rank holds of its tensors; all ranks call it
-                in the same order.
+            fill: called with the stem of a file and this rank's shards of its tensors, which it fills; it is called on
+                all ranks in the same order.
         """
         optimizer = self.engine.optimizer
         with states_in_memory(optimizer, changed=True):
             held = self.held()
             fill(self.stem, held)
             if progress.optimizer_states:
-                # before its first step an optimizer keeps nothing: its state is made as that step would make it
+                # torch creates optimizer states at the first step. Create them here, as that step would.
                 found = _templates(optimizer, held)
                 for each in {id(each.tensor): each for each, _ in _stepped(held)}.values():
                     make_state(optimizer, each, found[each.param_group, each.tensor.dim()], progress.counters)
                 for name in progress.optimizer_states:
                     fill(name, _of_state(optimizer, held, name))
-            else:  # an engine that has made steps begins anew
+            else:  # the checkpoint is from before the first step: drop the states of an engine that has made steps
                 for each, _ in _stepped(held):
                     torch_optimizer(optimizer).state.pop(each.tensor, None)
             use_stepped_on(optimizer)
@@ -170,7 +169,7 @@ class EngineState:
 
 
 def _templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[tuple[int, int], Template]:
-    """Return what the optimizer keeps, by parameter group and by the number of dimensions of what it steps on."""
+    """Return which states the optimizer keeps, by (parameter group, number of dimensions of the updated tensor)."""
     found: dict[tuple[int, int], Template] = {}
     for each, _ in _stepped(held):
         key = each.param_group, each.tensor.dim()
@@ -180,29 +179,29 @@ def _templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[t
 
 
 def _kinds(templates: Iterable[Template]) -> list[str]:
-    """Return the names of what is kept for each weight (`exp_avg`), each a file of a checkpoint."""
+    """Return the names of the states that have a value for each weight (`exp_avg`), one file of a checkpoint each."""
     return sorted({name for found in templates for name in found.elements})
 
 
 def _of_state(optimizer: EngineOptimizer, held: Sequence[LocalShard], name: str) -> list[LocalShard]:
-    """Return what this rank holds of the values `name` of the optimizer."""
+    """Return this rank's shards of the optimizer state `name`."""
     state = torch_optimizer(optimizer).state
     found = ((each, state.get(each.stepped[0].tensor, {}).get(name)) for each in held if each.stepped is not None)
     return [each.of_state(values) for each, values in found if values is not None]
 
 
 def _stepped(held: Sequence[LocalShard]) -> list[tuple[SteppedOn, Run]]:
-    """Return the tensors that the optimizer steps on, with the run of each that a tensor of the model is."""
+    """Return, for each trained tensor, the tensor that the optimizer updates and its range of elements in it."""
     return [each.stepped for each in held if each.stepped is not None]
 
 
 def residue_file(checkpoint: Path) -> Path:
-    """Return where this rank's residue lies in a checkpoint."""
+    """Return the path of this rank's residue in a checkpoint."""
     return checkpoint / f"gradient_residue-{dist.get_rank():05d}.safetensors"
 
 
 def write_residue(folder: Path, tensors: dict[str, Tensor], description: str) -> None:
-    """Write a copy of a reduction's state; UserError if that fails, as on a full disk."""
+    """Write a reduction's state; `description` tells which runs may continue with it. UserError if that fails."""
     path = residue_file(folder)
     try:
         save_file(tensors, path, metadata={"describes": description})
@@ -211,13 +210,13 @@ def write_residue(folder: Path, tensors: dict[str, Tensor], description: str) ->
 
 
 def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout: str, listed: Container[str]) -> bool:
-    """Go on with the residues in a checkpoint, or without any where they are of another layout; all ranks call it.
+    """Load the residues of a checkpoint, or reset them if they are of another layout; all ranks call it.
 
     Args:
-        listed: the files of the checkpoint; any other is not read.
+        listed: the files in the checkpoint's manifest; others are not read.
 
     Returns:
-        Whether the residues of all ranks are used, or none are needed.
+        Whether the residues of all ranks were loaded, or none are needed.
     """
 
     def read() -> dict[str, Tensor] | None:
@@ -236,14 +235,14 @@ def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout
 
 
 def describe(reduction: CompressedReduction, layout: str) -> str:
-    """Return a text that is the same for reductions that can go on from each other's residue."""
+    """Return a text that is equal for reductions that can continue with each other's residue."""
     parts = list(reduction.sizes), list(reduction.kinds), [bucket.size for bucket in reduction.buckets]
     placed = hashlib.sha256(str(parts).encode()).hexdigest()
     return f"{layout}, rank {dist.get_rank()}, {reduction.bits} bits, {placed}"
 
 
 def _read_residue(path: Path, description: str) -> dict[str, Tensor] | None:
-    """Return the tensors of a file, None if it does not fit; UserError if it cannot be read."""
+    """Return the tensors of a file, None if its description differs. UserError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("describes") != description:
@@ -255,12 +254,15 @@ def _read_residue(path: Path, description: str) -> dict[str, Tensor] | None:
 
 
 def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint with unchanged files, and what is wrong with the newer ones; all ranks call it.
+    """Verify the checksums of `checkpoint`; with `auto`, go on to older ones of `output_dir` until one is unchanged.
 
-    Begins with `checkpoint` and, with `auto`, goes on to older ones of `output_dir`.
+    All ranks call it.
+
+    Returns:
+        The unchanged checkpoint, None if there is none, and one line on each damaged one.
 
     Raises:
-        UserError: without `auto`, on all ranks alike: a file of `checkpoint` is not what was saved.
+        UserError: on all ranks: without `auto`, a file of `checkpoint` has changed.
     """
     left_out: list[str] = []
     while checkpoint is not None:

@@ -1,7 +1,7 @@
-"""Find out before the first step whether checkpoints can be written, by the calls that write them.
+"""Test before the first step whether checkpoints can be written, by the same calls that write them.
 
-A run that only finds out at its first save has trained for nothing until then. All ranks write into one file, side by
-side within the same pages, so that a file system on which hosts overwrite each other's bytes is found out, too.
+A run that fails at its first save has trained in vain until then. All ranks write into one file, next to each other
+within the same pages, which also detects a file system on which hosts overwrite each other's bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFile
 from harness.errors import UserError
 from harness.topology.agreement import all_or_none, spell_ranks, value_of_first
 
-VALUES = 1000  # that a rank writes: no whole number of pages
+VALUES = 1000  # float32 values of each rank: 4,000 bytes, so that neighbours share pages of 4,096
 
 
 def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
-    """Write a small file in the place of a checkpoint, read it back, and remove it; all ranks call it.
+    """Write a small file where checkpoints will be, read it back, and delete it; all ranks call it.
 
-    UserError, on all ranks alike, if that fails; nothing is left in either case.
+    Raises UserError, on all ranks, if that fails. Nothing is left in either case.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     folder = output_dir / partial_name(0)
@@ -47,7 +47,7 @@ def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
 
 
 def _create(path: Path, header: bytes, region: FileRegion) -> None:
-    remove([path.parent, _other(path.parent)])  # of a run that was killed while it tried
+    remove([path.parent, _other(path.parent)])  # left by a run that was killed during this test
     path.parent.mkdir(parents=True)
     create(path, header, [region])
 
@@ -68,7 +68,7 @@ def _lost(region: FileRegion, ranks: int) -> list[int]:
 
 
 def _rename(folder: Path) -> None:
-    """Rename a folder as a whole checkpoint is, and exchange it with another one where the file system can."""
+    """Rename a folder as `directories.finish` does, and swap it with another one if the file system can."""
     sync_file(folder / "trial.safetensors")
     sync_folder(folder)
     other = folder.rename(_other(folder))

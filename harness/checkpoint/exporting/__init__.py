@@ -1,1 +1,1 @@
-"""The trained model as a HuggingFace directory: whole weights, adapters, in files that replace older ones at once."""
+"""Export the trained model as a HuggingFace directory, weights or adapters, replacing an older model atomically."""

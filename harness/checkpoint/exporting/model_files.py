@@ -1,8 +1,8 @@
-"""The weight files of a directory, which belong together: replaced so that a crash leaves the old model or the new one.
+"""Replace the weight files of a directory together, so that a crash leaves the old model or the new one.
 
-They are written under names of their own (`unfinished_name`). One step, the renaming of `model.safetensors` or of the
-index, makes the directory's model the new one. What follows only gives the files their final names, and is done by the
-next export if it was cut off.
+The files are written under other names (`unfinished_name`). One operation, the rename of `model.safetensors` or of the
+index, switches from the old model to the new one. The rest only gives the files their final names; if it is interrupted
+the next export completes it.
 """
 
 from __future__ import annotations
@@ -22,39 +22,40 @@ OF_A_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def unfinished_name(name: str) -> str:
-    """Return the name of a weight file while it is written. It can be loaded: an index may name it."""
+    """Return a weight file's name while it is written. It ends with .safetensors, so an index may refer to it."""
     return UNFINISHED + name
 
 
 def replace_model(directory: Path, files: Sequence[str], index: JsonObject) -> None:
-    """Put whole files, under their `unfinished_name`, in the place of the model of `directory`.
+    """Replace the model of `directory` by complete files that lie there under their `unfinished_name`.
 
     Args:
         files: their final names.
-        index: the content of HuggingFace's index file, by final names; not written for a lone `model.safetensors`.
+        index: content of HuggingFace's index file, with final names; not written for a single `model.safetensors`.
     """
     for name in files:
         sync_file(directory / unfinished_name(name))
     if list(files) == [SINGLE]:
-        (directory / unfinished_name(SINGLE)).replace(directory / SINGLE)  # from here on the model is the new one
+        (directory / unfinished_name(SINGLE)).replace(directory / SINGLE)  # the switch to the new model
         (directory / INDEX).unlink(missing_ok=True)
     else:
         replace_text(directory / INDEX, _index_text(index, unfinished_name))
-        (directory / SINGLE).unlink(missing_ok=True)  # readers prefer it to an index: from here on the model is new
+        # The switch: the new index, or, if there was a single file, its removal, as readers prefer that to an index.
+        (directory / SINGLE).unlink(missing_ok=True)
         _finish(directory, files, index)
     for path in directory.glob("model*.safetensors"):
-        if OF_A_MODEL.fullmatch(path.name) and path.name not in files:  # others are the user's
+        if OF_A_MODEL.fullmatch(path.name) and path.name not in files:  # files with other names are the user's
             path.unlink()
     sync_folder(directory)
 
 
 def settle_model(directory: Path) -> None:
-    """Complete a replacement that was cut off, and remove what unfinished ones have left."""
+    """Complete a replacement that was interrupted after the switch, and delete the files of unfinished ones."""
     path = directory / INDEX
     text = regular_bytes(path, MOST_BYTES).decode("utf-8") if path.is_file() else ""
-    if UNFINISHED in text:  # one of our own, then
+    if UNFINISHED in text:  # an index of an interrupted replacement
         index = parse_json(text)
-        if (directory / SINGLE).is_file():  # it is the model still
+        if (directory / SINGLE).is_file():  # interrupted before the switch: the single file is still the model
             path.unlink()
         else:
             index["weight_map"] = {name: file.removeprefix(UNFINISHED) for name, file in index["weight_map"].items()}
@@ -66,13 +67,13 @@ def settle_model(directory: Path) -> None:
 
 
 def _finish(directory: Path, files: Sequence[str], index: JsonObject) -> None:
-    """Give the files their final names beside the unfinished ones, which the index on the disk still names."""
+    """Give the files their final names. The unfinished names stay until the index no longer refers to them."""
     for name in files:
         source, target = directory / unfinished_name(name), directory / name
         target.unlink(missing_ok=True)
         try:
             target.hardlink_to(source)
-        except OSError:  # a file system on which a file has one name only
+        except OSError:  # a file system without hard links
             shutil.copyfile(source, target)
             sync_file(target)
     replace_text(directory / INDEX, _index_text(index, str))

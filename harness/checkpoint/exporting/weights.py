@@ -1,8 +1,8 @@
 """Write the trained model as a HuggingFace directory, or its adapters as peft stores them.
 
-Every rank writes what it holds to its place in the files, so no rank ever holds the whole model, or a whole tensor
-unless one must be computed. Names and files are those of the checkpoint that was read, the same in every layout. A
-directory that is shared by all hosts is assumed, as for checkpoints.
+Every rank writes its shards directly to their offsets in the files, so no rank ever holds the whole model, nor a whole
+tensor unless it must be computed from others. Names and files are those of the checkpoint that was read, the same in
+every layout. All hosts must share the directory, as for checkpoints.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from harness.topology.groups import Groups
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-MANY = 100_000  # values; what fewer of them leave behind when they are freed is not worth a call
+MANY = 100_000  # values; for fewer, returning freed memory to the system is not worth a call
 
 
 def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
-    """Under ZeRO-3, gather partitioned parameters while the returned context lasts."""
+    """Return a context in which ZeRO-3's partitioned parameters among `tensors` are gathered; all ranks enter it."""
     stack = ExitStack()
     spread = [tensor for tensor in tensors if is_partitioned(tensor)]
     if spread:
@@ -56,7 +56,11 @@ def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
 
 
 def gather_tp(local: Tensor, groups: Groups) -> Tensor:
-    """Return the whole tensor on the group's first tensor-parallel rank, the shard elsewhere; all of them call it."""
+    """Gather a tensor on the first tensor-parallel rank; all ranks of the group call it.
+
+    Returns:
+        The whole tensor [full shape] on that rank; on the others the local shard. Experts: whole on every rank.
+    """
     shard, local = shard_of(local), local.detach()
     if shard is not None and shard.over_data:
         return _gather_experts(local, shard, groups)
@@ -66,7 +70,7 @@ def gather_tp(local: Tensor, groups: Groups) -> Tensor:
     first = groups.rank == ranks[0]
     shards = values_of_all(shard, groups.tp_group)
     sizes = [prod(piece.local_shape) for piece in shards]
-    flat = functional.pad(local.flatten(), (0, max(sizes) - local.numel()))  # a gather wants one size on all ranks
+    flat = functional.pad(local.flatten(), (0, max(sizes) - local.numel()))  # gather needs equal sizes on all ranks
     parts = [torch.empty_like(flat) for _ in ranks] if first else None
     dist.gather(flat, parts, dst=ranks[0], group=groups.tp_group)
     if parts is None:
@@ -78,7 +82,7 @@ def gather_tp(local: Tensor, groups: Groups) -> Tensor:
 
 
 def _gather_experts(local: Tensor, shard: Shard, groups: Groups) -> Tensor:
-    """Return the whole tensor of experts that are on several data-parallel ranks; all ranks of a stage call it."""
+    """Return the whole tensor of experts that are dealt over data-parallel ranks; all ranks of a stage call it."""
     whole = local.new_zeros(shard.full_shape)
     shard.put(local, whole)
     for group in (groups.ep_group, groups.tp_group):
@@ -94,12 +98,12 @@ def export_weights(
 
     Args:
         module: this rank's layers.
-        rename: the name in `form` of a tensor of `module`.
-        form: the tensors to write and their files; None: those of all stages, as they are.
+        rename: maps a tensor's name in `module` to its name in `form`.
+        form: the tensors to write and their files; None: the tensors of all stages under their own names.
 
     Raises:
-        UserError: on all ranks alike: a tensor would have to be made of values of several stages, or there is no room
-            for the files, or one of them cannot be written.
+        UserError: on all ranks: a tensor combines values of several stages, the disk is full, or a file cannot be
+            written.
     """
     local = {rename(name): tensor for name, tensor in saved_tensors(module, each_name=form is not None)}
     if form is None:
@@ -125,7 +129,7 @@ def export_weights(
 
 
 def export_config(source: ModelSource, dtype: torch.dtype, directory: Path) -> None:
-    """Write config.json and generation_config.json; called by one rank."""
+    """Write config.json and generation_config.json; one rank calls it. OSError if that fails."""
     config = copy.deepcopy(source.config)
     config.dtype = dtype
     with replaced_files(directory) as folder:
@@ -141,7 +145,7 @@ def _held(lazy: LazyTensor) -> set[str]:
 
 
 def _entries(mine: Mapping[str, LazyTensor], local: Mapping[str, Tensor]) -> list[Entry]:
-    """Return what this rank's stage writes: the tensors all of whose values it holds."""
+    """Return the tensors that this rank's stage writes: those made only of values of this stage."""
     entries = []
     for name, lazy in mine.items():
         source = local[min(_held(lazy))]
@@ -151,7 +155,7 @@ def _entries(mine: Mapping[str, LazyTensor], local: Mapping[str, Tensor]) -> lis
 
 
 def _create_files(directory: Path, files: Mapping[str, list[Entry]]) -> dict[str, FileRegion]:
-    """Make the files at their full size, under their unfinished names; return where each tensor goes."""
+    """Create the files at full size under their unfinished names; return the region of each tensor."""
     settle_model(directory)
     laid_out = {name: file_regions(directory / unfinished_name(name), entries) for name, entries in files.items()}
     for header, regions in laid_out.values():
@@ -164,14 +168,13 @@ def _create_files(directory: Path, files: Mapping[str, list[Entry]]) -> dict[str
 
 @dataclass(frozen=True, kw_only=True)
 class _Export:
-    """What one rank writes.
+    """The part of an export that one rank writes.
 
     Attributes:
         local: this rank's tensors, by their names in the form.
-        mine: the tensors that this rank's stage writes, made of those.
-        places: where they go.
-        failed: why this rank could not write; raised at the end, as until then other ranks wait for its part in
-            gathering tensors.
+        mine: the tensors that this rank's stage writes, computed from `local`.
+        regions: file and offset of each of them.
+        failed: errors of this rank. They are raised at the end: until then the other ranks need it in collectives.
     """
 
     local: Mapping[str, Tensor]
@@ -182,12 +185,12 @@ class _Export:
     failed: list[UserError] = field(default_factory=list)
 
     def require_written(self) -> None:
-        """Raise UserError if this rank could not write all."""
+        """Raise the first error of this rank, if there was one."""
         if self.failed:
             raise self.failed[0]
 
     def sync(self) -> None:
-        """Wait for the disk: where a file system reserves no room, a full one may be found out only now."""
+        """Wait for the disk. On a file system that reserves no blocks, a full disk may show only now."""
         try:
             self.opened.sync()
         except UserError as error:
@@ -200,7 +203,7 @@ class _Export:
             self.failed.append(error)
 
     def write_patches(self) -> None:
-        """Write tensors that only rearrange values of this rank's tensors; each rank writes what it holds."""
+        """Write tensors that only rearrange values (split, join, transpose); each rank writes its own shards."""
         uses: dict[str, list[tuple[FileRegion, TensorSlice]]] = {name: [] for name in self.local}
         for name, lazy in self.mine.items():
             for patch in lazy.patches:
@@ -215,7 +218,7 @@ class _Export:
                         self._write(region, part.start, part.lazy_view(values[_index(part.box, box)]))
 
     def write_computed(self) -> None:
-        """Write tensors that must be computed from whole ones, which the first tensor-parallel rank gathers for it."""
+        """Write tensors that must be computed from whole tensors; the first tensor-parallel rank gathers and writes."""
         for name, lazy in self.mine.items():
             patches = [patch for patch in lazy.patches if isinstance(patch.leaf, Computed)]
             if not patches:
@@ -229,7 +232,7 @@ class _Export:
 
 
 def _within(patch: TensorSlice, box: Box) -> TensorSlice | None:
-    """Return the part of a slice that lies in a box of its leaf; None if there is none."""
+    """Return the part of a slice inside a box of its source tensor; None if they do not overlap."""
     part: TensorSlice | None = patch
     for axis, (start, stop) in enumerate(box):
         part = part.clipped(axis, start, stop) if part is not None else None
@@ -237,7 +240,7 @@ def _within(patch: TensorSlice, box: Box) -> TensorSlice | None:
 
 
 def _index(part: Box, box: Box) -> tuple[slice, ...]:
-    """Return where a box lies in another that contains it."""
+    """Return the index of box `part` inside `box`, which contains it."""
     return tuple(slice(start - at, stop - at) for (start, stop), (at, _) in zip(part, box, strict=True))
 
 
@@ -246,11 +249,14 @@ FILE = f"{STEM}.safetensors"
 
 
 def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, rename: Callable[[str], str]) -> None:
-    """Write all trained parameters into one file; all ranks call it.
+    """Write all trained parameters into `adapter_model.safetensors`; all ranks call it.
 
     Args:
         module: this rank's layers.
-        rename: the name that is written for a parameter of `module`.
+        rename: maps a parameter's name in `module` to its name in the file.
+
+    Raises:
+        UserError: on all ranks: the file cannot be written.
     """
     trained = [each for each in module.named_parameters(remove_duplicate=False) if each[1].requires_grad]
     unfinished = UNFINISHED + STEM
@@ -268,7 +274,7 @@ def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, renam
 
 
 def export_adapter_config(config: LoraConfig, base: str, directory: Path) -> None:
-    """Write peft's config, for adapters on the model at `base`; called by one rank."""
+    """Write adapter_config.json for adapters on the model at `base`; one rank calls it."""
     config = copy.copy(config)
     config.base_model_name_or_path = base
     config.inference_mode = True

@@ -1,1 +1,1 @@
-"""Whole tensors of which each rank holds a part: which part, how it is written, read, and handed to other ranks."""
+"""Sharded tensors: which part of a tensor each rank holds, and how parts are written, read and sent to other ranks."""

@@ -1,4 +1,4 @@
-"""Tensors that move between ranks when layers do: each rank sends what it holds to the ranks that need it."""
+"""Move tensors between ranks when layers move to other stages: each rank sends its parts to ranks that need them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.topology.agreement import values_of_all
 
 @dataclass(frozen=True)
 class Transfer:
-    """A box of a tensor that rank `source` sends to rank `target`."""
+    """A box (a range in each dimension) of a tensor that rank `source` sends to rank `target`."""
 
     name: str
     box: Box
@@ -26,13 +26,13 @@ class Transfer:
 
 @torch.no_grad()
 def exchange(have: Sequence[LocalShard], want: Sequence[LocalShard], stage: int, device: torch.device) -> None:
-    """Fill `want` with what all ranks together have of the same tensors; all ranks call it.
+    """Fill `want` with the values of the same tensors on all ranks; all ranks call it.
 
-    Only what a rank owns is sent. One tensor travels at a time, so that no rank needs memory for more.
+    Ranks send only values that they own. One tensor is sent at a time, so no rank needs buffers for more.
 
     Args:
-        stage: of this rank; a tied tensor is held by several stages.
-        device: where the backend communicates.
+        stage: this rank's stage; a tied tensor exists on several stages.
+        device: the device on which the backend communicates.
 
     Raises:
         ValueError: no rank has some of the values.
@@ -50,11 +50,12 @@ def exchange(have: Sequence[LocalShard], want: Sequence[LocalShard], stage: int,
 def transfers(
     have: Sequence[Sequence[tuple[str, Box]]], want: Sequence[Sequence[tuple[str, Box]]], stages: Sequence[int]
 ) -> list[Transfer]:
-    """Return what each rank must send, given what each owns and needs, and its stage.
+    """Return all transfers, given the boxes that each rank owns and needs, and each rank's stage.
 
-    Within a stage no element has two owners. What several stages have comes from the target's own, or the first.
+    Within a stage each element has one owner. Values that several stages have come from the target's own stage, or
+    else from the first.
 
-    Raises ValueError if something that is needed has no owner.
+    Raises ValueError if needed values have no owner.
     """
     owners: dict[str, dict[int, list[tuple[int, Box]]]] = {}
     for rank, pieces in enumerate(have):
@@ -94,6 +95,7 @@ def _move(
             arriving = torch.empty(place.shape, dtype=place.dtype, device=device)
             received.append((place, arriving))
             operations.append(dist.P2POp(dist.irecv, arriving, each.source))
+    # One batch: NCCL groups the operations, so their order on two ranks cannot deadlock.
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
     for place, arriving in received:
@@ -116,7 +118,7 @@ def _view(pieces: Sequence[tuple[Box, Tensor]], box: Box) -> Tensor:
 
 
 def _common(first: Box, second: Box) -> Box | None:
-    """Return what two boxes share; None if they share nothing."""
+    """Return the intersection of two boxes; None if it is empty."""
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return box if all(start < stop for start, stop in box) else None
 

@@ -1,8 +1,8 @@
-"""What this rank holds of each tensor that a checkpoint stores, in any layout and ZeRO stage.
+"""Describe the part of each stored tensor that this rank holds, in any layout and ZeRO stage.
 
-Tensor parallelism gives a rank a shard of a tensor; ZeRO gives it a run of that shard's elements, one after the other.
-`LocalShard.pieces` says which boxes of the whole tensor these are. So every rank writes what it has to its place in the
-whole, and reads its part from there, whatever the layout of the run that wrote it.
+Tensor parallelism gives a rank a shard of a tensor; ZeRO gives it a range of consecutive elements of the flattened
+shard. `LocalShard.pieces` converts both into boxes of the whole tensor. So every rank writes its values to their place
+in the whole tensor and reads its part from there, whatever the layout of the run that wrote it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ class LocalShard:
     """The elements of a tensor that this rank holds.
 
     Attributes:
-        name: in the checkpoint.
-        shape: of this rank's tensor-parallel shard, or of the whole tensor.
-        shard: where the tensor-parallel shard lies in the whole tensor; None for a whole tensor.
-        start: index, in the flat shard, of the first element that this rank holds (ZeRO divides it).
-        values: these elements, flat; or all of the shard in its shape.
-        owned: whether this rank writes them; of several ranks that hold the same elements one does.
-        stepped: the tensor that the optimizer steps on, and the run of its elements that these are; None for what is
-            not trained.
+        name: the tensor's name in the checkpoint.
+        shape: shape of this rank's tensor-parallel shard, or of the whole tensor without one.
+        shard: position of the tensor-parallel shard in the whole tensor; None for a whole tensor.
+        start: index in the flattened shard of the first element that this rank holds (ZeRO divides it).
+        values: these elements [n], or the complete shard in its shape.
+        owned: whether this rank writes them; of several ranks with the same elements exactly one does.
+        stepped: the tensor that the optimizer updates, and the range of its elements that these are; None if frozen.
     """
 
     name: str
@@ -51,12 +50,12 @@ class LocalShard:
         return self.shape if self.shard is None else self.shard.full_shape
 
     def of_state(self, state: Tensor) -> LocalShard:
-        """Return the same elements of `state`, which the optimizer keeps for the tensor that it steps on."""
+        """Return the same elements of an optimizer state such as `exp_avg` of the tensor that the optimizer updates."""
         assert self.stepped is not None
         return replace(self, values=_elements(state, self.stepped[1]))
 
     def pieces(self) -> Iterator[tuple[Box, Tensor]]:
-        """Yield boxes of the whole tensor, with views of `values` in their shape."""
+        """Yield (box of the whole tensor, view of `values` in the box's shape)."""
         for first, view in self._local_pieces():
             if self.shard is None or not self.shape:
                 yield _box(first, view), view
@@ -70,7 +69,7 @@ class LocalShard:
                     yield _box((*first[:dim], start + low - offset, *first[dim + 1 :]), part), part
 
     def _local_pieces(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield boxes of the shard: their first index, and the view of `values`."""
+        """Yield (first index in the shard, view of `values`) of boxes that cover this rank's elements."""
         if tuple(self.values.shape) == self.shape:
             yield (0,) * len(self.shape), self.values
             return
@@ -87,11 +86,11 @@ class LocalShard:
 def local_shards(
     module: nn.Module, optimizer: EngineOptimizer, groups: Groups, *, rename: Callable[[str], str], trained_only: bool
 ) -> list[LocalShard]:
-    """Return what this rank holds of the tensors of `module`, under the names that `rename` gives them.
+    """Return this rank's shards of the tensors of `module`, renamed by `rename`.
 
-    Of a trained tensor these are the values on which the engine's `optimizer` steps: float32 in every precision.
-    Without `trained_only` frozen parameters and saved buffers are returned too. All ranks with the same layers return
-    the same names in the same order.
+    For trained tensors these are the values that the engine's `optimizer` updates: float32 in every precision. Without
+    `trained_only`, frozen parameters and persistent buffers are returned too. All ranks with the same layers return the
+    same names in the same order.
     """
     places = {id(run.parameter): (each, run) for each in stepped_on(optimizer) for run in runs(each)}
     found = []
@@ -104,14 +103,17 @@ def local_shards(
 
 
 def saved_tensors(module: nn.Module, *, each_name: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, a tied one under its first name or each, and saved buffers; in one order on all ranks."""
+    """Yield (name, tensor) of parameters and persistent buffers, in the same order on all ranks.
+
+    A tied parameter comes under its first name, or with `each_name` under every name.
+    """
     persistent = set(module.state_dict(keep_vars=True))
     yield from module.named_parameters(remove_duplicate=not each_name)
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
 def local_shard_of(name: str, tensor: Tensor, groups: Groups) -> LocalShard:
-    """Return what this rank holds of a parameter or buffer itself, in its dtype; ZeRO-3 may have partitioned it."""
+    """Return this rank's shard of a parameter or buffer itself, in its dtype, also if ZeRO-3 has partitioned it."""
     shard, start, values = shard_of(tensor), 0, tensor.detach()
     shape, owned = tuple(tensor.shape), _is_first_on_data(shard, groups)
     if is_partitioned(tensor):
@@ -138,18 +140,18 @@ def _trained(name: str, stepped: SteppedOn, run: Run, groups: Groups) -> LocalSh
 
 
 def _is_first(shard: Shard | None, groups: Groups) -> bool:
-    """Whether no earlier tensor-parallel rank has the same values."""
+    """Whether this is the first tensor-parallel rank with these values."""
     return groups.coordinate.tp_rank == 0 if shard is None else shard.owner
 
 
 def _is_first_on_data(shard: Shard | None, groups: Groups) -> bool:
-    """Whether no earlier data-parallel rank has the same values."""
+    """Whether this is the first data-parallel rank with these values."""
     return groups.first_of_copies if shard is not None and shard.over_data else groups.coordinate.dp_rank == 0
 
 
 def _elements(tensor: Tensor, run: Run) -> Tensor:
-    """Return the elements of a run: of a tensor for one parameter all of it, in its shape."""
-    if run.group is None and tuple(tensor.shape) == run.shape:  # a part of several may have the shape of one of them
+    """Return the elements of `run` in the optimizer's tensor: flat, or the whole tensor if it is one parameter."""
+    if run.group is None and tuple(tensor.shape) == run.shape:  # a ZeRO partition may by chance have this shape too
         return tensor
     return tensor.view(-1)[run.offset : run.offset + run.length]
 

@@ -1,8 +1,8 @@
-"""safetensors files that many ranks write together, each its own part of each tensor.
+"""Write safetensors files by many ranks together, each rank its own part of each tensor.
 
-The layout of a file follows from the names, shapes and dtypes in it, so that no values are needed to make it: one rank
-creates the files at their full size, then every rank writes what it holds to its place in them, a few MB at a time.
-Nothing is mapped: ranks of several hosts may write one file, as each of them writes its own bytes alone.
+The layout of a file follows from names, shapes and dtypes alone: one rank creates the files at full size, then every
+rank writes its values at their offsets, a few MB at a time. Files are written by `pwrite`, not memory-mapped: a mapping
+writes whole pages, so hosts that share a page would overwrite each other's bytes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,14 @@ from harness.errors import UserError, reason
 from harness.hf.weights.tensor_files import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BLOCK_BYTES = 32 << 20  # the most that is converted and copied at once
-NO_ROOM = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-)  # what a reservation of blocks is refused with where it cannot be met
-SOON_BYTES = 1 << 20  # from which on the disk begins to write a part while the next one is copied
+BLOCK_BYTES = 32 << 20  # at most so many are converted and copied at once
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of fallocate that mean a full disk or a quota
+SOON_BYTES = 1 << 20  # for a write of at least so many, the disk is told to begin while the next one is copied
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor that is to be written; `trained` tells a parameter from a buffer."""
+    """A tensor to write; `trained` is whether it is a parameter, not a buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,13 +41,13 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Its size in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRegion:
-    """Where a tensor begins: a file and a byte in it."""
+    """The place of a tensor: a file, and the offset of its first byte."""
 
     path: Path
     start: int
@@ -59,7 +55,7 @@ class FileRegion:
 
 
 def split_by_size(entries: Iterable[Entry], most: int) -> list[list[Entry]]:
-    """Return the tensors in order, in files of at most `most` bytes, or of one larger tensor."""
+    """Split tensors, in order, into files of at most `most` bytes; a larger tensor gets a file of its own."""
     files: list[list[Entry]] = []
     size = 0
     for entry in entries:
@@ -72,15 +68,16 @@ def split_by_size(entries: Iterable[Entry], most: int) -> list[list[Entry]]:
 
 
 def require_storable(entries: Iterable[Entry]) -> None:
-    """Raise UserError for a tensor of a dtype that no file holds."""
+    """Raise UserError for a tensor whose dtype safetensors cannot store."""
     if wrong := next((entry for entry in entries if entry.dtype not in NAMES), None):
         raise UserError(f"{wrong.name} is of {wrong.dtype}, which cannot be saved: use another dtype")
 
 
 def file_regions(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[FileRegion]]:
-    """Return the header of the file `path`, and the places of its tensors: wider ones first, so that each is aligned.
+    """Return the header of the file `path`, and the place of each tensor.
 
-    UserError for a tensor of a dtype that no such file holds.
+    Tensors of wider dtypes come first, so that each is aligned to its dtype. Raises UserError for a dtype that
+    safetensors cannot store.
     """
     require_storable(entries)
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
@@ -98,29 +95,29 @@ def file_regions(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[File
 
 
 def file_size(header: bytes, regions: Sequence[FileRegion]) -> int:
-    """Return the bytes of a file with this header and these tensors."""
+    """Return the size in bytes of a file with this header and these tensors."""
     return len(header) + sum(region.entry.nbytes for region in regions)
 
 
 def create(path: Path, header: bytes, regions: Sequence[FileRegion]) -> None:
-    """Make the file at its full size, with its header; UserError if there is no room for it."""
+    """Create the file at full size with its header. UserError if the disk is full or the file cannot be written."""
     size = file_size(header, regions)
     try:
         with path.open("wb") as file:
             file.write(header)
             file.truncate(size)
-            reserve(file.fileno(), size)  # a full disk is better found out here than by each rank
+            reserve(file.fileno(), size)  # find a full disk here, once, rather than on each rank later
     except OSError as error:
         path.unlink(missing_ok=True)
         raise UserError(f"{path}: {size:,} bytes cannot be written: {reason(error, path.parent)}") from error
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Reserve the blocks of a file, where the file system can; OSError if there is no room for them.
+    """Reserve the blocks of a file if the file system can. OSError if there is not enough room.
 
-    Not `posix_fallocate`: where a file system cannot reserve blocks (NFS before 4.2, CephFS, Lustre on ZFS, ramfs, many
-    FUSE ones) it reads and writes each block instead, which a file that is open for writing alone does not allow.
-    Without a reservation, a disk that is too small is found out by the ranks that write.
+    Not `posix_fallocate`: on a file system that cannot reserve blocks (NFS before 4.2, CephFS, Lustre on ZFS, ramfs,
+    many FUSE ones) glibc reads and writes each block instead, which fails on a file opened only for writing. Without a
+    reservation, a full disk shows when ranks write.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     fallocate = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)  # Linux alone has it
@@ -136,7 +133,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def _is_on_nfs(path: Path) -> bool:
-    """Whether a file lies on NFS, as Linux says it."""
+    """Whether a file lies on NFS, by Linux's table of mounts."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -148,11 +145,11 @@ def _is_on_nfs(path: Path) -> bool:
 
 
 class OpenFiles:
-    """The files that a rank writes to, each opened once.
+    """The files that a rank writes to, each opened once, only for writing.
 
-    They are open for writing alone. On NFS, a host that reads a page of which it writes a part sends the whole page to
-    the server, with what other hosts' parts held when it read them. Where ranks of several hosts write one file there,
-    each write therefore goes to the server at once (O_DSYNC), which then gets the written bytes alone.
+    An NFS client that has read a page and writes a part of it sends the whole page to the server, with outdated bytes
+    of other hosts. So if ranks of several hosts write one file on NFS, files are not opened for reading, and each write
+    is sent to the server at once (O_DSYNC), which transfers only the written bytes.
     """
 
     def __init__(self, *, several_hosts: bool) -> None:
@@ -168,9 +165,9 @@ class OpenFiles:
             os.close(descriptor)
 
     def write(self, region: FileRegion, start: Sequence[int], values: Tensor) -> None:
-        """Write `values` to the part of the tensor at `place` that begins at index `start`.
+        """Write `values` to the box of the tensor at `region` whose first index is `start`.
 
-        UserError if that fails, as on a full disk.
+        Raises UserError if that fails, as on a full disk.
         """
         if values.numel() == 0:
             return
@@ -185,11 +182,11 @@ class OpenFiles:
             raise UserError(f"{region.path}: cannot be written: {error.strerror}") from error
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk; UserError if that fails."""
+        """Wait until all writes are on the disk. UserError if that fails."""
         for path, descriptor in self._descriptors.items():
             try:
                 os.fsync(descriptor)
-                if descriptor in self._shared:  # what is read from here on is what the server has, of all hosts
+                if descriptor in self._shared:  # drop cached pages: reads must get all hosts' bytes from the server
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 raise UserError(f"{path}: cannot be written: {error.strerror}") from error
@@ -204,7 +201,7 @@ class OpenFiles:
             return
         shape, size = region.entry.shape, region.entry.dtype.itemsize
         block = values.detach().to("cpu", region.entry.dtype).contiguous()
-        # from dimension `inner` on, all of the tensor is written: these values lie one after the other in the file
+        # From dimension `inner` on the box spans the whole tensor, so these values are contiguous in the file.
         inner = next((dim for dim in reversed(range(len(shape))) if block.shape[dim] != shape[dim]), 0)
         runs = block.view(prod(block.shape[:inner]), -1)
         strides = [prod(shape[dim + 1 :]) * size for dim in range(len(shape))]
@@ -213,7 +210,7 @@ class OpenFiles:
             offset = at + sum(each * stride for each, stride in zip(index, strides, strict=False))
             _write_all(descriptor, memoryview(run.view(torch.uint8).numpy()), offset)
         if block.nbytes >= SOON_BYTES and hasattr(os, "posix_fadvise"):
-            # Linux then begins to write these pages to the disk, and waits for nothing
+            # DONTNEED makes Linux start writing these pages to the disk, without waiting for them.
             os.posix_fadvise(descriptor, at, offset + runs[-1].nbytes - at, os.POSIX_FADV_DONTNEED)
 
 
@@ -224,7 +221,7 @@ def _write_all(descriptor: int, rest: memoryview, start: int) -> None:
 
 
 def index_content(files: Mapping[str, Sequence[Entry]]) -> JsonObject:
-    """Return HuggingFace's index, which says which file holds which tensor."""
+    """Return the content of HuggingFace's index file: tensor -> file, and the total size in bytes."""
     total = sum(entry.nbytes for entries in files.values() for entry in entries)
     count = sum(prod(entry.shape) for entries in files.values() for entry in entries if entry.trained)
     weight_map = {entry.name: name for name, entries in files.items() for entry in entries}

@@ -1,8 +1,8 @@
-"""Files of whole tensors that all ranks write together and any layout reads: each rank its own boxes, at their places.
+"""Write files of whole tensors by all ranks together, each rank its own boxes, and read them in any layout.
 
-No values travel between ranks, and none are converted but to the file's dtype. Rank 0 plans which tensor goes where.
-The first rank of each stage tells rank 0 what its stage writes, hears where, and passes that on within its stage. So
-rank 0 alone knows all tensors of the model, and every other rank those of its stage, whatever the number of ranks.
+No values are sent between ranks. Rank 0 plans the place of each tensor: the first rank of each stage sends it the list
+of the stage's tensors, receives their places, and passes them on within its stage. So only rank 0 knows all tensors of
+the model, and every other rank those of its stage, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -40,15 +40,13 @@ from harness.topology.placement import host_id
 
 
 def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> None:
-    """Raise UserError, on all ranks alike, unless the ranks of each stage hold each value of its tensors once.
+    """Raise UserError, on all ranks, unless the ranks of each stage own each value of its tensors exactly once.
 
-    A rank that holds fewer values than it should, or those of another tensor, would leave a file of the right size with
-    wrong values, which nobody would notice before a run has resumed from it.
-
-    All ranks call it.
+    Otherwise a file would have the right size but wrong values, which nobody would notice before a run has resumed
+    from it. All ranks call it.
 
     Args:
-        tensors: of the same names, in the same order, on all ranks of a stage.
+        tensors: this rank's shards, with the same names in the same order on all ranks of a stage.
     """
     counts = torch.tensor([_written(held) for held in tensors], dtype=torch.int64)
     counts = counts.to(get_accelerator().current_device_name())
@@ -67,12 +65,12 @@ def _written(held: LocalShard) -> int:
 
 
 PASSED_ALONG: tuple[Axis, ...] = ("pipeline", "tensor", "data")
-"""The axes along which places are passed on from rank 0, one after the other."""
+"""The axes along which places are passed on from rank 0, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one stage writes: the tensors all of whose values it holds."""
+    """The tensors that one stage writes: those made only of values of this stage."""
 
     host: str
     entries: list[Entry]
@@ -81,10 +79,10 @@ class Share:
 def dealt_regions(
     entries: list[Entry], groups: Groups, plan: Callable[[list[Share]], Mapping[str, FileRegion]]
 ) -> dict[str, FileRegion]:
-    """Return the place of each of `entries`, those of this rank's stage; all ranks call it.
+    """Return the place of each of `entries`, the tensors of this rank's stage; all ranks call it.
 
-    `plan` is called on rank 0 with the shares of all stages, in order of stage. Raises UserError on every rank if it
-    raises that or OSError.
+    `plan` is called on rank 0 with the shares of all stages in order. If it raises UserError or OSError, every rank
+    raises UserError.
     """
     shares = _shares(entries, groups)
     dealt: list[list[FileRegion]] | None = None
@@ -102,9 +100,9 @@ def dealt_regions(
 
 
 def plan_files(shares: list[Share], form: CheckpointFormat) -> dict[str, list[Entry]]:
-    """File name -> its tensors: the files of `form` while they do not grow, else files of its size for each host.
+    """Return file name -> tensors: the files of `form` if all fit its size limit, else new files for each host.
 
-    UserError if a tensor is in no share.
+    Several hosts never write the same file. Raises UserError if a tensor is in no share.
     """
     found: dict[str, Entry] = {}
     for entry in (entry for share in shares for entry in share.entries):
@@ -133,7 +131,7 @@ def plan_files(shares: list[Share], form: CheckpointFormat) -> dict[str, list[En
 
 
 def _shares(entries: list[Entry], groups: Groups) -> list[Share] | None:
-    """Return what each stage writes, in order of stage; None on all ranks but rank 0."""
+    """Gather the share of each stage on rank 0, in order of stage; None on all other ranks."""
     share = Share(host=host_id(), entries=entries)
     if groups.pp_group is None:
         return [share] if groups.rank == 0 else None
@@ -145,7 +143,7 @@ def _shares(entries: list[Entry], groups: Groups) -> list[Share] | None:
 
 
 def _deal(dealt: list[list[FileRegion]] | None, groups: Groups) -> list[FileRegion]:
-    """From rank 0 the first rank of each stage gets what its stage needs, and passes it on."""
+    """Send each stage's places from rank 0 to the stage's first rank, and from there to its other ranks."""
     own: list[list[FileRegion]] = [dealt[groups.coordinate.stage] if dealt is not None else []]
     for axis in PASSED_ALONG:
         group = groups.along(axis)
@@ -160,24 +158,27 @@ def _deal(dealt: list[list[FileRegion]] | None, groups: Groups) -> list[FileRegi
 
 
 def takes_part(coordinate: Coordinate, axis: Axis) -> bool:
-    """Whether a rank takes part when places are passed along an axis: its group's first rank has them by then."""
+    """Whether a rank takes part when places are passed along an axis.
+
+    Only groups whose first rank has the places by then do: those at coordinate 0 of all later axes.
+    """
     later = PASSED_ALONG[PASSED_ALONG.index(axis) + 1 :]
     return all(coordinate.along(other) == 0 for other in later)
 
 
-FILE_BYTES = 5 * 10**9  # where another file begins, so that many ranks can verify a checkpoint
-AHEAD_BYTES = 64 << 20  # that the disk is asked for before they are read
+FILE_BYTES = 5 * 10**9  # largest file of a checkpoint, so that many ranks can share the work of verifying it
+AHEAD_BYTES = 64 << 20  # bytes that the disk is asked to read ahead
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedFiles:
-    """`STEM.safetensors`, or `STEM-00001-of-00002.safetensors` and so on with an index, before they are written.
+    """A plan for `STEM.safetensors`, or for `STEM-00001-of-00002.safetensors` and so on with an index.
 
     Attributes:
-        tensors: what this rank holds of those that are stored.
-        places: where each of them begins, by name.
-        created: header and places of each file, on rank 0, which creates them; none elsewhere.
-        index: path and content of the index, on rank 0, if there is one.
+        tensors: this rank's shards of the stored tensors.
+        regions: the place of each of them, by name.
+        created: on rank 0, which creates the files, header and places of each file; empty elsewhere.
+        index: on rank 0, path and content of the index, if there is one.
     """
 
     tensors: Sequence[LocalShard]
@@ -187,18 +188,18 @@ class PlannedFiles:
 
     @property
     def nbytes(self) -> int:
-        """The size of the files that this rank creates."""
+        """The total size of the files that this rank creates; 0 except on rank 0."""
         return sum(file_size(header, regions) for header, regions in self.created.values())
 
     def create(self) -> None:
-        """Create the files of rank 0 at their full size; UserError if there is no room for one."""
+        """Create the files at full size (on rank 0; nothing elsewhere). UserError if there is no room for one."""
         for path, (header, regions) in self.created.items():
             create(path, header, regions)
         if self.index is not None:
             self.index[0].write_text(self.index[1], encoding="utf-8")
 
     def write(self, opened: OpenFiles) -> None:
-        """Write what this rank holds, without waiting for the disk; UserError if that fails."""
+        """Write this rank's shards without waiting for the disk. UserError if that fails."""
         for held, copied in brought_to_host((held, held.values) for held in self.tensors if held.owned):
             for box, values in replace(held, values=copied).pieces():
                 opened.write(self.regions[held.name], [start for start, _ in box], values)
@@ -207,10 +208,10 @@ class PlannedFiles:
 def plan_tensors(
     folder: Path, stem: str, tensors: Sequence[LocalShard], groups: Groups, *, one_file: bool = False
 ) -> PlannedFiles:
-    """Plan the files `STEM*` of `folder` for the tensors of all ranks, which call it together; nothing is written.
+    """Plan the files `STEM*` of `folder` for the tensors of all ranks; all ranks call it. Nothing is written.
 
     Raises:
-        UserError: on all ranks alike: the files would not hold each value once.
+        UserError: on all ranks: the ranks do not own each value exactly once.
     """
     require_each_value_once(tensors, groups)
     created: dict[Path, tuple[bytes, list[FileRegion]]] = {}
@@ -232,7 +233,7 @@ def plan_tensors(
 def write_tensors(
     folder: Path, stem: str, tensors: Sequence[LocalShard], groups: Groups, *, one_file: bool = False
 ) -> None:
-    """Write the files `STEM*`; all ranks call it. Raises UserError on all of them if that fails."""
+    """Write the files `STEM*` and wait for the disk; all ranks call it. UserError on all of them if that fails."""
     planned = plan_tensors(folder, stem, tensors, groups, one_file=one_file)
     all_or_none(planned.create)
     opened = OpenFiles(several_hosts=several_hosts())
@@ -252,7 +253,7 @@ def several_hosts() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """What the header of a file says: its size, and name, first byte, shape and dtype of each tensor."""
+    """The header of a file: its size, and (name, first byte, shape, dtype) of each tensor."""
 
     name: str
     nbytes: int
@@ -260,13 +261,13 @@ class _File:
 
 
 def open_whole_tensors(folder: Path, stem: str, listed: Iterable[str], wanted: Container[str]) -> dict[str, Stored]:
-    """Return the `wanted` tensors of the files `STEM*` that are `listed`, by name; all ranks call it.
+    """Return the `wanted` tensors, by name, of those files `STEM*` that are `listed`; all ranks call it.
 
-    Rank 0 alone reads the headers, as many ranks that read those of a large checkpoint would overload a file system.
-    Each rank then opens the files that hold what it wants.
+    Only rank 0 reads the headers and broadcasts them: a thousand ranks reading all headers would overload a file
+    system. Each rank then opens the files with tensors that it wants.
 
     Raises:
-        UserError: on all ranks alike: a file cannot be read.
+        UserError: on all ranks: a file cannot be read.
     """
     of_stem = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     paths = [folder / name for name in sorted(filter(of_stem.fullmatch, listed))] if dist.get_rank() == 0 else []
@@ -282,7 +283,7 @@ def _header(path: Path) -> _File:
 
 
 def _wanted(folder: Path, file: _File, wanted: Container[str]) -> list[tuple[str, Stored]]:
-    """Open a file if it holds tensors that are wanted, and return these."""
+    """Return the wanted tensors of a file, opening it only if there are any."""
     found = [tensor for tensor in file.tensors if tensor[0] in wanted]
     if not found:
         return []
@@ -297,9 +298,9 @@ def _wanted(folder: Path, file: _File, wanted: Container[str]) -> list[tuple[str
 
 @torch.no_grad()
 def read_tensors(stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> None:
-    """Fill what this rank holds with the stored values; `require_stored` must have found them all.
+    """Fill this rank's shards with the stored values; call `require_stored` before.
 
-    They are read in the order of the files, and the disk is asked for the next ones meanwhile.
+    Values are read in the order of the files, with read-ahead.
     """
     pieces = [(stored[held.name], box, values) for held in tensors for box, values in held.pieces() if values.numel()]
     pieces.sort(key=lambda piece: (piece[0].position, piece[1]))
@@ -313,7 +314,7 @@ def read_tensors(stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> No
 
 
 def require_stored(folder: Path, stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> None:
-    """Raise UserError, on all ranks alike, for the first tensor that is missing or has another shape."""
+    """Raise UserError, on all ranks, for the first tensor that is missing or has another shape. All ranks call it."""
     own = next(filter(None, (_problem(stored, held) for held in tensors)), None)
     if problem := next(filter(None, values_of_all(own)), None):
         raise UserError(f"{folder}: {problem}: resume with the model that was saved")
@@ -329,7 +330,7 @@ def _problem(stored: dict[str, Stored], held: LocalShard) -> str | None:
 
 
 def entry_of(held: LocalShard) -> Entry:
-    """Return how the whole tensor is written of which a rank holds a part: float32 if it is trained."""
+    """Return the file entry of the whole tensor of a shard; trained tensors are stored in float32."""
     trained = held.stepped is not None
     dtype = torch.float32 if trained and held.values.is_floating_point() else held.values.dtype
     return Entry(name=held.name, shape=held.full_shape, dtype=dtype, trained=trained)
