@@ -55,7 +55,10 @@ def test_each_source_is_counted_and_the_lengths_of_conversations(tmp_path: Path)
     assert found["lengths"]["least"] == lengths.min() and found["lengths"]["most"] == lengths.max()
     learnt, *of_sources, long = summary(found)
     assert learnt == f"304 of {256 + lengths.sum():,} tokens are in the loss ({304 / (256 + lengths.sum()):.1%})"
-    assert of_sources == [f"chats: 50 of {lengths.sum()} tokens are in the loss", "text: 254 of 256 tokens are in the loss"]
+    assert of_sources == [
+        f"chats: 50 of {lengths.sum()} tokens are in the loss",
+        "text: 254 of 256 tokens are in the loss",
+    ]
     assert long.startswith(f"conversations have {lengths.min()} to {lengths.max()} tokens, half of them up to ")
     assert composition([{"input_ids": [1]}]) == composition(None) == {}
 
