@@ -1,4 +1,4 @@
-"""Which evaluation was the best, when to stop early, and loading its weights at the end."""
+"""Track the best evaluation, stop early, and load the best model's weights at the end."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from harness.training.run import Run
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """Stops after `early_stopping_patience` evaluations in a row that are not better than the best so far by more than
-    `early_stopping_threshold`."""
+    """Stops training after `early_stopping_patience` evaluations in a row without an improvement.
+
+    An evaluation improves if it beats the best so far by more than `early_stopping_threshold`.
+    """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
         self.patience, self.threshold = early_stopping_patience, early_stopping_threshold
@@ -34,15 +36,15 @@ class EarlyStoppingCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Unpack[MomentValues],
     ) -> None:
-        """Refuse several data sets of which none decides."""
+        """Raise UserError if there are several evaluation data sets and no metric of one of them is named."""
         require_metric_of_one(args, kwargs["trainer"].run.data.evaluation)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Count, and ask for the end; what has not the metric is of another data set."""
+        """Count evaluations without improvement, and request the end of training after `patience` of them."""
         if not has_metric(args, kwargs["metrics"]):
-            return
+            return  # an evaluation of another data set
         if improves(args, state, metric_of(args, kwargs["metrics"]), self.threshold):
             state.evaluations_without_best = 0
         else:
@@ -52,8 +54,10 @@ class EarlyStoppingCallback(TrainerCallback):
 
 
 def own_early_stopping(callback: TrainerCallback) -> TrainerCallback:
-    """Return any callback as it is, but transformers' early stopping as ours: it does not know the metric's direction
-    where `greater_is_better` is not given, nor where a resumed run stands."""
+    """Replace transformers' EarlyStoppingCallback by ours; return any other callback unchanged.
+
+    transformers' one minimises every metric unless `greater_is_better` is given, and forgets its count at a resume.
+    """
     kind = type(callback)
     if (kind.__module__, kind.__name__) != ("transformers.trainer_callback", "EarlyStoppingCallback"):
         return callback
@@ -62,12 +66,12 @@ def own_early_stopping(callback: TrainerCallback) -> TrainerCallback:
 
 
 def has_metric(args: TrainingArguments, metrics: Mapping[str, object]) -> bool:
-    """Whether an evaluation has the metric that says which model is the best."""
+    """Whether an evaluation has the metric that decides which model is the best."""
     return not metrics.keys().isdisjoint((f"eval_{args.best_metric_name}", args.best_metric_name))
 
 
 def metric_of(args: TrainingArguments, metrics: Mapping[str, object]) -> float:
-    """Return the metric that says which model is the best; UserError if the evaluation has none of that name."""
+    """Return the metric that decides which model is the best. UserError if the evaluation has no such number."""
     name = args.best_metric_name
     found = metrics.get(f"eval_{name}", metrics.get(name))
     if not isinstance(found, int | float):
@@ -88,17 +92,20 @@ def improves(args: TrainingArguments, state: TrainerState, value: float, thresho
 def note_evaluation(
     args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Mapping[str, object] | None
 ) -> None:
-    """Note the best evaluation of a run; ask for its checkpoint with `--save_strategy best`, and where it is to be
-    loaded at the end: the saves that are due otherwise may fall on other steps."""
+    """Record an evaluation if it is the best of the run so far.
+
+    Then also request a checkpoint if `--save_strategy best` or `--load_best_model_at_end` is set: other saves may fall
+    on other steps.
+    """
     if metrics is None or (args.metric_for_best_model is None and not has_metric(args, metrics)):
-        return  # no metric was asked for, and none of several data sets is the one that decides
+        return  # several data sets, and no metric was named that decides
     if improves(args, state, value := metric_of(args, metrics)):
         state.best_metric, state.best_global_step = value, state.global_step
         control.should_save |= args.save_strategy == "best" or args.load_best_model_at_end
 
 
 def best_as_saved(args: TrainingArguments, state: TrainerState) -> JsonObject:
-    """Return what a checkpoint says of the best evaluation so far."""
+    """Return the best evaluation so far as JSON for a checkpoint."""
     return {
         "metric": args.best_metric_name,
         "value": state.best_metric,
@@ -114,10 +121,15 @@ def restore_best(
     output_dir: Path,
     problem_with: Callable[[Path], str | None] = damage,
 ) -> str | None:
-    """Go on from what a checkpoint says of the best evaluation, unless another metric decides now.
+    """Restore the best evaluation from a checkpoint, unless another metric decides now.
 
-    Returns what to tell if `--load_best_model_at_end` cannot load that evaluation's checkpoint: those to come count
-    afresh. `problem_with`: what is wrong with a checkpoint, the same answer on all ranks.
+    Args:
+        saved: the result of `best_as_saved`.
+        problem_with: returns what is wrong with a checkpoint, the same on all ranks.
+
+    Returns:
+        A warning if `--load_best_model_at_end` could not load that evaluation's checkpoint; the search for the best
+        then starts afresh.
     """
     same = saved.get("metric") == args.best_metric_name
     state.best_metric, state.best_global_step = (saved["value"], saved["step"]) if same else (None, 0)
@@ -138,23 +150,25 @@ def restore_best(
 
 
 def note_checkpoint(state: TrainerState, checkpoint: Path, metric: float | None) -> None:
-    """Note a whole checkpoint if it is that of a best evaluation, which had this metric."""
+    """Record a complete checkpoint if it is that of a best evaluation; `metric` is that evaluation's value, or None."""
     if metric is not None:
         state.best_model_checkpoint, state.best_saved_metric = str(checkpoint), metric
 
 
 def forget_unsaved(args: TrainingArguments, state: TrainerState) -> None:
-    """With `--load_best_model_at_end` go back to the best evaluation that has a checkpoint: a later one that is better
-    than that is then saved, though a lost one was better still."""
+    """With `--load_best_model_at_end`, fall back to the best evaluation that has a checkpoint.
+
+    A later evaluation that beats this one is then saved, even if a lost one was better still.
+    """
     if args.load_best_model_at_end:
         held = NAME.fullmatch(Path(state.best_model_checkpoint or "").name)
         state.best_global_step, state.best_metric = int(held[1]) if held else 0, state.best_saved_metric
 
 
 def load_best(run: Run, state: TrainerState) -> None:
-    """Load the weights of the best evaluation's checkpoint, with `--load_best_model_at_end`; all ranks call it.
+    """With `--load_best_model_at_end`, load the weights of the best evaluation's checkpoint; all ranks call it.
 
-    A run that has come to its end keeps its last weights, with a warning, where that checkpoint is not what was saved.
+    If that checkpoint is missing or damaged, the model keeps its last weights, with a warning.
     """
     if not run.args.load_best_model_at_end:
         return

@@ -1,7 +1,6 @@
-"""What can happen at the usual moments of a run, shaped as HuggingFace's TrainerCallback.
+"""Callbacks with the interface of HuggingFace's TrainerCallback.
 
-Callbacks are called on every rank. What they ask for through `TrainerControl` is agreed over all ranks before it is
-done: if one rank's callback asks, all ranks act.
+Callbacks are called on every rank. A request through `TrainerControl` on any rank is carried out by all ranks.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ class StepRecord:
     """One optimizer step, as `metrics.jsonl` holds it.
 
     Attributes:
-        loss: mean over the valid labels of the global batch; the router loss included, where there is one.
-        aux_loss: the router loss before its coefficient, mean over the micro-batches; None where there is none.
-        source_losses: where the data has several sources, the mean over the valid labels of each that has some, by its
-            name; without the router loss.
-        grad_norm: global norm before clipping; None where an overflow left none.
-        learning_rate: the rate this step used.
-        tokens_per_second: of the whole run, all ranks together (samples for a model without tokens).
-        consumed_samples: all samples the run has seen, this step's included.
+        loss: mean over the valid labels of the global batch, including the router loss if there is one.
+        aux_loss: the router loss before its coefficient, mean over the micro-batches; None without a router loss.
+        source_losses: if the data has several sources, the mean loss over the valid labels of each source in this step,
+            by name; without the router loss.
+        grad_norm: global norm before clipping; None if it is not finite.
+        learning_rate: the rate used by this step.
+        tokens_per_second: of all ranks together (samples a second for a model without tokens).
+        consumed_samples: samples that the run has consumed, this step included.
         epoch: consumed samples as passes through the data.
-        device_memory_gib, host_memory_gib: peak so far of the rank that needs most; None without a device.
-        skipped: whether the step changed no weight, as its loss or gradient was not finite.
+        device_memory_gib, host_memory_gib: peak so far, of the rank that needs most; None without a device.
+        skipped: whether the step changed no weight because its loss or gradient was not finite.
     """
 
     step: int
@@ -55,8 +54,7 @@ class StepRecord:
     skipped: bool = False
 
     def as_dict(self) -> JsonObject:
-        """Return the record as it is written: router loss, losses of sources and memory only where there are some,
-        `skipped` only where it is true."""
+        """Return the record for `metrics.jsonl`, without optional fields that are empty, and `skipped` only if true."""
         names = ("aux_loss", "device_memory_gib", "host_memory_gib")
         optional = {name: getattr(self, name) is not None for name in names}
         optional |= {"skipped": self.skipped, "source_losses": bool(self.source_losses)}
@@ -75,15 +73,15 @@ NOT_IN_STATE = {
 
 @dataclass
 class TrainerState:
-    """Where the run stands.
+    """The state of a run, named as in HuggingFace.
 
     Attributes:
-        best_metric, best_global_step: of the best evaluation so far.
-        best_model_checkpoint, best_saved_metric: the newest whole checkpoint of a best evaluation, and its metric.
-        num_train_epochs: passes through the data that the run begins, 0 without data or end of it.
-        train_batch_size: samples of a micro-batch.
-        consumed_samples: those that all ranks together have used or left out.
-        skipped_samples: where batches are left out, as a rollback found: the place of the first sample, past the last.
+        best_metric, best_global_step: metric and step of the best evaluation so far.
+        best_model_checkpoint, best_saved_metric: the newest complete checkpoint of a best evaluation, and its metric.
+        num_train_epochs: passes through the data, the last one perhaps in part; 0 without data or for a stream.
+        train_batch_size: samples in a micro-batch.
+        consumed_samples: samples that all ranks together have used or left out.
+        skipped_samples: ranges [first, stop) in the order of samples that rollbacks have left out.
     """
 
     global_step: int = 0
@@ -108,19 +106,19 @@ class TrainerState:
     if not TYPE_CHECKING:  # a type checker knows the fields
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say what to read in the place of a field of HuggingFace's state that there is not."""
+            """Raise AttributeError; for a field of HuggingFace's state it says what to read instead."""
             if name in NOT_IN_STATE:
                 raise AttributeError(f"state.{name} is a field of HuggingFace's TrainerState: {NOT_IN_STATE[name]}")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def save_to_json(self, json_path: str | Path) -> None:
-        """Write the state to a file."""
+        """Write the state to a file as JSON."""
         Path(json_path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass
 class TrainerControl:
-    """What a callback may ask for. All but `should_training_stop` are reset once it is done."""
+    """The requests of callbacks. All but `should_training_stop` are reset once they are carried out."""
 
     should_training_stop: bool = False
     should_save: bool = False
@@ -129,7 +127,7 @@ class TrainerControl:
 
     @property
     def should_epoch_stop(self) -> bool:
-        """Whether the epoch is to end early, which is never done here."""
+        """Always False: ending an epoch early is not supported."""
         return False
 
     @should_epoch_stop.setter
@@ -139,7 +137,7 @@ class TrainerControl:
 
 
 class MomentValues(TypedDict, total=False):
-    """The keyword arguments of callbacks: `trainer`, and the others at the moments that they belong to."""
+    """The keyword arguments of callbacks; `record`, `logs`, `metrics` and `checkpoint` only at some moments."""
 
     trainer: Trainer
     model: object
@@ -153,8 +151,11 @@ class MomentValues(TypedDict, total=False):
 
 
 class TrainerCallback:
-    """Override what you need. Keyword arguments: `trainer`; `model`, `processing_class`, `optimizer` and `lr_scheduler`
-    as in HuggingFace; `record`, `logs`, `metrics` or `checkpoint` where they fit."""
+    """Base class of callbacks: override the methods that you need.
+
+    Keyword arguments: `trainer`; `model`, `processing_class`, `optimizer` and `lr_scheduler` as in HuggingFace; and
+    `record`, `logs`, `metrics` or `checkpoint` in the methods whose docstrings name them.
+    """
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -189,8 +190,8 @@ class TrainerCallback:
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Every `logging_steps` and after the last step: `logs` is the step's record as a dict, with the mean loss
-        since the last log. After an evaluation and at the end: it holds their metrics, with step and epoch."""
+        """Every `logging_steps` and after the last step, with `logs` the step's record and the mean loss since the last
+        log; after an evaluation and at the end of training, with `logs` their metrics, step and epoch."""
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -205,7 +206,7 @@ class TrainerCallback:
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """After a checkpoint was written; `checkpoint` is its directory, `state` is as it was when it began."""
+        """After a checkpoint is complete; `checkpoint` is its directory, `state` the state when the save began."""
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -219,7 +220,7 @@ MOMENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_")
 
 
 def instance(callback: AnyCallback) -> TrainerCallback:
-    """Return the callback itself, or one of the class; UserError for what is no callback, ours or transformers'."""
+    """Return the callback, or an instance of its class. UserError unless it has all methods of a TrainerCallback."""
     made = callback() if isinstance(callback, type) else callback
     if missing := [name for name in MOMENTS if not callable(getattr(made, name, None))]:
         raise UserError(f"callback {made!r} has no {missing[0]}: derive its class from harness.TrainerCallback")
@@ -228,7 +229,7 @@ def instance(callback: AnyCallback) -> TrainerCallback:
 
 
 def instances(callbacks: Sequence[AnyCallback]) -> list[TrainerCallback]:
-    """Return the callbacks of a list that may name classes; UserError for anything else."""
+    """Return the callbacks of a list of instances and classes. UserError for anything else."""
     if not isinstance(callbacks, Sequence):
         raise UserError("callbacks is no list: give [callback]")
     return [instance(callback) for callback in callbacks]
@@ -249,7 +250,7 @@ GIVEN: Mapping[str, Callable[[Trainer], object]] = {
     "optimizer": lambda trainer: trainer.engine.deepspeed.optimizer,
     "lr_scheduler": lambda trainer: trainer.engine.deepspeed.lr_scheduler,
 }
-"""Keywords of every moment, and what makes them of the Trainer."""
+"""Keyword argument of every callback -> how to get it from the Trainer."""
 
 NOT_GIVEN = {
     "tokenizer": "name it processing_class",
@@ -268,15 +269,14 @@ NOT_CALLED = {
 
 
 def keywords(method: Callable[..., object], trainer: Trainer) -> dict[str, object]:
-    """Return those of the keywords of every moment that a callback's method takes."""
+    """Return the keyword arguments of GIVEN that a callback's method accepts."""
     taken = _parameters(getattr(method, "__func__", method))
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     return {name: make(trainer) for name, make in GIVEN.items() if takes_all or name in taken}
 
 
 def require_called(callback: object, moments: Collection[str]) -> None:
-    """Raise UserError if a callback of the user's own has a method that is never called, or that names a keyword which
-    is never given."""
+    """Raise UserError if a user's callback has a method that is never called, or a keyword that is never passed."""
     for name in (*NOT_CALLED, *moments):
         method = getattr(callback, name, None)
         if method is None or getattr(method, "__module__", "").startswith("transformers."):

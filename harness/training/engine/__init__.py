@@ -1,1 +1,1 @@
-"""DeepSpeed's engine behind one narrow interface: built, stepped, measured."""
+"""Build DeepSpeed's engine, patch it, and use it behind one narrow interface."""

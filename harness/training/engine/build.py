@@ -1,4 +1,4 @@
-"""From a resolved config and a list of layers to an engine that trains."""
+"""Build an engine that trains from a resolved config and a list of layers."""
 
 from __future__ import annotations
 
@@ -53,14 +53,22 @@ from harness.training.engine.patches import NewEngine, apply_patches
 def build_engine(
     context: EngineContext, layers: Sequence[Layer], boundaries: Sequence[int], loss: Loss, traits: LayerTraits
 ) -> Engine:
-    """Build this rank's layers and the DeepSpeed engine around them; all ranks call it together."""
+    """Build this rank's layers and the DeepSpeed engine around them; all ranks call it.
+
+    Args:
+        layers: all layers of the model, not built yet.
+        boundaries: index of the first layer of each stage or model chunk, and the number of layers at the end.
+
+    Raises:
+        UserError: the config cannot work with these layers.
+    """
     config = deepspeed_config(context)
     if traits.local_states and context.groups.tp_group is not None:
-        config = _nothing_shared_out(config)
+        config = _without_partitioned_activations(config)
     guarded = GuardedLoss(loss, spoils=context.args.nonfinite != "warn", tiles=traits.tiles)
     keys = draw_keys(context) if traits.draws else None
     if context.resolved.zero_stage != 3:
-        restore_linear()  # an earlier ZeRO-3 engine of this process has replaced torch's
+        restore_linear()  # an earlier ZeRO-3 engine in this process has replaced torch.nn.functional.linear
     groups_before = open_groups()
     module, grid = _build_module(context, layers, boundaries, guarded, keys, traits.example)
     _compile(module, context)
@@ -72,8 +80,8 @@ def build_engine(
         loss=guarded,
         traits=traits,
     )
-    give_timeout(open_groups() - groups_before)  # DeepSpeed gives its own groups a limit of half an hour
-    # the layers are built alike everywhere; what is drawn from here on may differ between ranks
+    give_timeout(open_groups() - groups_before)  # DeepSpeed creates its groups with its own timeout of 30 minutes
+    # All ranks have built their layers from the same seed. From here on data ranks and stages must draw differently.
     place = context.groups.coordinate
     torch.manual_seed(context.args.seed + place.dp_rank + 1000 * place.stage)
     apply_patches(new)
@@ -90,16 +98,16 @@ def _initialize(
     grid: PipelineParallelGrid | None,
     names: Mapping[str, str],
 ) -> DeepSpeedEngine:
-    """Return DeepSpeed's engine around the layers, with the optimizer and the schedule of the run.
+    """Return DeepSpeed's engine around the layers, with the run's optimizer and learning-rate schedule.
 
-    `names`: see `first_names`; which optimizer a tied weight goes to must be the same on every stage.
+    `names` are those of `first_names`: a tied weight must be in the same parameter group on every stage.
     """
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", context.args.weight_decay)
     spread = [p for p in module.parameters() if (shard := shard_of(p)) is not None and shard.over_data]
     mark_experts(spread)
     trained = any(parameter.requires_grad for parameter in spread)
     groups = parameter_groups(module, stated, names)
-    index = context.device.index  # where a rank sees its own device alone, this is not its local rank
+    index = context.device.index  # not the local rank if the launcher shows each rank only its own device
     with (
         keeping_fp32(),
         knowing_experts(context.groups.ep_group, context.groups.ep_copies, marked=trained),
@@ -125,7 +133,7 @@ def _build_module(
     keys: DrawKeys | None,
     example: Value | None,
 ) -> tuple[nn.Module, PipelineParallelGrid | None]:
-    """Build this rank's layers; and the grid of ranks, by which DeepSpeed finds the groups of what is no pipeline."""
+    """Build this rank's layers, and for engines without a pipeline the grid from which DeepSpeed gets its groups."""
     interval, seed, layout = context.resolved.activation_checkpoint_interval, context.args.seed, context.groups.layout
     if context.is_pipeline:
         staged = StagedModule(
@@ -147,7 +155,7 @@ def _build_module(
 
 
 def _compile(module: nn.Module, context: EngineContext) -> None:
-    """Have the decoder layers of this rank compiled, where the config asks for it."""
+    """Compile the decoder layers of this rank by torch.compile if the config says so."""
     backend = context.resolved.compile_backend
     if backend is None:
         return
@@ -160,7 +168,7 @@ def _compile(module: nn.Module, context: EngineContext) -> None:
 
 
 def draw_keys(context: EngineContext) -> DrawKeys:
-    """Return the keys of the micro-batches that this rank trains on."""
+    """Return the keys of random draws (dropout) for the micro-batches of this rank."""
     groups = context.groups
     return DrawKeys(
         seed=context.args.seed,
@@ -172,9 +180,11 @@ def draw_keys(context: EngineContext) -> DrawKeys:
     )
 
 
-def _nothing_shared_out(config: JsonObject) -> JsonObject:
-    """Return the config without what takes activations for equal on tensor-parallel ranks; UserError where it is asked
-    for."""
+def _without_partitioned_activations(config: JsonObject) -> JsonObject:
+    """Switch off DeepSpeed's options that assume equal activations on all tensor-parallel ranks.
+
+    Raises UserError if the config asks for partition_activations. DeepSpeed partitions what stages send by default.
+    """
     if config.get("activation_checkpointing", {}).get("partition_activations", False):
         raise UserError(
             "activation_checkpointing.partition_activations: this model's layers pass on tensors that differ between "
@@ -185,7 +195,7 @@ def _nothing_shared_out(config: JsonObject) -> JsonObject:
 
 
 def _configure_checkpointing(context: EngineContext) -> None:
-    """Hand the section `activation_checkpointing` to DeepSpeed; only tensor-parallel ranks can share activations."""
+    """Pass the section `activation_checkpointing` to DeepSpeed; activations are partitioned over tensor ranks only."""
     section = context.resolved.config.get("activation_checkpointing", {})
     groups = context.groups
     partitioned = section.get("partition_activations", False) and groups.tp_group is not None
@@ -201,32 +211,32 @@ def _configure_checkpointing(context: EngineContext) -> None:
 
 
 def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
-    """Have ZeRO-3 see the named modules as one each, with all that they call."""
+    """Make ZeRO-3 treat each named module as a leaf: it gathers and frees all parameters inside together."""
     for name in names:
         set_z3_leaf_module(module.get_submodule(name), True)
 
 
 def deepspeed_config(context: EngineContext) -> JsonObject:
-    """Return the resolved config as DeepSpeed gets it."""
-    config = without_idle(Secrets(frozenset()).without(context.resolved.config))  # DeepSpeed prints its config
-    if not config.get("steps_per_print"):  # the harness has its own metrics; the timers are printed with DeepSpeed's
+    """Return the resolved config in the form that DeepSpeed gets."""
+    config = without_idle(Secrets(frozenset()).without(context.resolved.config))  # DeepSpeed prints all of its config
+    if not config.get("steps_per_print"):  # the harness prints metrics itself; DeepSpeed's timers need this print
         config["steps_per_print"] = context.args.logging_steps if config.get("wall_clock_breakdown") else 2**31
-        if not config.get("wall_clock_breakdown"):  # nobody reads this timer, and it waits for the device
+        if not config.get("wall_clock_breakdown"):  # this timer synchronises with the device, and nobody reads it
             config.setdefault("timers", {"throughput": {"enabled": False}})
     if context.device.type == "cpu" and context.resolved.zero_stage == 3:
-        # a CPU's memory is not left in pieces: gradients are reduced where they lie
+        # Contiguous gradients avoid fragmentation of GPU memory; on a CPU they only cost a copy.
         config["zero_optimization"] = {**config["zero_optimization"], "contiguous_gradients": False}
-    if context.resolved.cp_size > 1:  # to DeepSpeed all data ranks read samples of their own
+    if context.resolved.cp_size > 1:  # DeepSpeed requires batch = micro-batch x accumulation x all its data ranks
         config["train_batch_size"] *= context.resolved.cp_size
     config["zero_allow_untested_optimizer"] = True
-    # an optimizer on the CPU that is torch's must not be refused; DeepSpeed's own would have to be compiled first
+    # Allow torch's optimizers with offloading: DeepSpeed's CPU optimizers would have to be compiled first.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     optimizer = config.get("optimizer", {})
-    if optimizer.get("type", "").lower() == "muon":  # the harness brings its own
+    if optimizer.get("type", "").lower() == "muon":  # replaced by the harness's own (muon.py)
         config["zero_force_ds_cpu_optimizer"] = False
     if makes_adam_by_torch(config, context.device):
         config["optimizer"] = {**optimizer, "params": torch_adam_params(optimizer.get("params", {}))}
-    for section in MONITORS.values():  # the harness writes to them
+    for section in MONITORS.values():  # the harness writes to the monitors itself
         config.pop(section, None)
     if file := config.get("flops_profiler", {}).get("output_file"):
         file = within(context.args.output_dir, file, "flops_profiler.output_file")
@@ -235,24 +245,26 @@ def deepspeed_config(context: EngineContext) -> JsonObject:
 
 
 def zero3_partition(context: EngineContext) -> Zero3Partition | None:
-    """Return what this rank keeps of every parameter under ZeRO-3; None otherwise, or where it keeps more (hpZ)."""
+    """Return the part of every parameter that this rank keeps under ZeRO-3; None otherwise, and with hpZ."""
     if context.resolved.zero_stage < 3 or secondary_size(context) > 1:
         return None
     return Zero3Partition(index=context.groups.coordinate.dp_rank, count=context.groups.layout.dp_size)
 
 
 def layer_finisher(context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
-    """Return what is done with each layer once it has its weights: under ZeRO-3 they are spread over the data group.
+    """Return the function to call on each layer that has its weights: under ZeRO-3 it partitions them.
 
-    With `part` each rank has its own in place; else the group's first rank sends whole parameters to the others.
+    Args:
+        part: the part of each parameter that this rank keeps and has already loaded; None: whole parameters are
+            broadcast from the first rank of the data group.
     """
     if context.resolved.zero_stage < 3:
         return lambda _: None
-    # without the batch sizes, which zero.Init would hold against the world's size instead of the data group's
+    # Without the batch sizes: zero.Init would check them against the world size, not the data group's size.
     kept = ("zero_optimization", "bf16", "fp16", "aio")
     config = {name: value for name, value in deepspeed_config(context).items() if name in kept}
     config["train_micro_batch_size_per_gpu"] = 1
-    # without a group of its own each zero.Init would make one, which DeepSpeed refuses the second time
+    # Each zero.Init would create the secondary group (hpZ) itself, which DeepSpeed refuses the second time.
     config["zero_optimization"] = {**config["zero_optimization"], "zero_hpz_partition_size": secondary_size(context)}
     alone = [dist.get_rank()]
     data_group = context.groups.dp_group or dist.new_group(alone, timeout=run_timeout(), use_local_synchronization=True)
@@ -275,16 +287,16 @@ def layer_finisher(context: EngineContext, part: Zero3Partition | None) -> Calla
 
 
 def secondary_size(context: EngineContext) -> int:
-    """Return how many data-parallel ranks share a second copy of the parameters; 1 where there is none."""
+    """Return the number of data-parallel ranks that share a secondary copy of the parameters (hpZ); 1 without one."""
     size = context.resolved.config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     return min(int(size), context.groups.layout.dp_size)
 
 
 def open_secondary_group(context: EngineContext) -> dist.ProcessGroup | None:
-    """Make the group of this rank that shares a second copy; all ranks call this. None where there is none.
+    """Create and return this rank's group for the secondary copy (hpZ), None without one; all ranks call it.
 
-    Its ranks are neighbours in a data-parallel group, not in the world as DeepSpeed's own are, and each run has its
-    own.
+    Its ranks are consecutive in a data-parallel group; DeepSpeed's own groups are consecutive in the world, which is
+    wrong with stages or tensor parallelism.
     """
     size, mine = secondary_size(context), None
     if size > 1:

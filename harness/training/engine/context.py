@@ -1,4 +1,4 @@
-"""Where an engine is built, what it must know of its layers, and which parameters stay in float32."""
+"""The inputs for building an engine, the traits of its layers, and which parameters stay in float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(kw_only=True)
 class EngineContext:
-    """Where an engine is built: the run's arguments and config, and this rank's place and device."""
+    """The inputs for building an engine: the run's arguments and config, this rank's groups and device."""
 
     args: TrainingArguments
     resolved: Resolved
@@ -28,7 +28,7 @@ class EngineContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """The dtype of the parameters."""
         return DTYPES[self.resolved.precision]
 
     @property
@@ -39,13 +39,13 @@ class EngineContext:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTraits:
-    """What an engine must know of its layers.
+    """The traits of layers that an engine depends on.
 
     Attributes:
-        local_states: whether they hand on tensors that are not the same on all tensor-parallel ranks.
-        draws: whether they may draw random numbers in training.
-        example: inputs of a micro-batch, for layers of a user's own where there is training data.
-        tiles: lets the last layer compute the loss in tiles; None where it gives logits.
+        local_states: whether layers pass on tensors that differ between tensor-parallel ranks.
+        draws: whether layers may draw random numbers in training (dropout).
+        example: inputs of a micro-batch, for a user's own layers, if there is training data.
+        tiles: computes the loss in tiles inside the last layer; None if the last layer returns logits.
     """
 
     local_states: bool = False
@@ -55,17 +55,17 @@ class LayerTraits:
 
 
 def can_keep_fp32(resolved: Resolved) -> bool:
-    """Whether parameters of the model stay in float32 beside those in bf16."""
+    """Whether the model's own list of float32 parameters can be followed in a bf16 run."""
     return resolved.precision == "bf16" and keeps_wanted(resolved) and obstacle(resolved) is None
 
 
 def keeps_wanted(resolved: Resolved) -> bool:
-    """Whether the config leaves it to the model what stays in float32; an empty list says nothing does."""
+    """Whether the config lets the model keep parameters in float32; an empty `keep_in_fp32_modules` forbids it."""
     return bool(resolved.config.get("data_types", {}).get("keep_in_fp32_modules", "auto") != [])
 
 
 def obstacle(resolved: Resolved) -> str | None:
-    """Return the part of the config with which DeepSpeed has one dtype for all parameters; None if there is none."""
+    """Return the setting with which DeepSpeed supports only one dtype for all parameters; None if there is none."""
     zero = resolved.config.get("zero_optimization", {})
     if resolved.config.get("data_types", {}).get("grad_accum_dtype") != "fp32":
         return "gradients that are accumulated in bf16"

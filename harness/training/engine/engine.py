@@ -1,7 +1,7 @@
-"""One narrow interface over DeepSpeed's engines: a step, an evaluation, and what a step leaves to be read.
+"""One narrow interface over DeepSpeed's engines: a training step, an evaluation, and the outcome of a step.
 
-`PipelineStages` runs ZeRO-0 and ZeRO-1 with any number of stages through PipelineEngine; `WholeModel` runs ZeRO-2
-and ZeRO-3, where every rank passes through all layers. Both take the same micro-batches and return the same numbers.
+`PipelineStages` runs ZeRO-0 and ZeRO-1 with any number of stages (also one) by PipelineEngine; `WholeModel` runs ZeRO-2
+and ZeRO-3, with all layers on every rank. Both take the same micro-batches and return the same numbers.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Batch: TypeAlias = tuple[Value, Targets]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What came out of a step, the same on all ranks.
+    """The outcome of a step, the same on all ranks.
 
     Attributes:
-        loss: mean over all that counts in the global batch.
-        grad_norm: global norm before clipping; None where it is not finite.
+        loss: mean over the valid labels (or samples) of the global batch.
+        grad_norm: global norm before clipping; None if it is not finite.
         finite_gradient: whether the gradient is finite.
         applied: whether the weights were updated.
-        parts: what the loss reports besides, by name, each the mean over the micro-batches.
+        parts: other numbers that the loss reports, by name, each the mean over the micro-batches.
     """
 
     loss: float
@@ -66,11 +66,12 @@ class StepOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What one rank has seen of a step.
+    """Which values of a step were finite on one rank.
 
     Attributes:
-        outputs, loss, gradients: whether the activations that its stage sent on, its losses, and the gradients that
-            it received for those activations were finite.
+        loss: whether its losses were finite.
+        outputs: whether the activations that its stage sent on were finite.
+        gradients: whether the gradients that it received for these activations were finite.
     """
 
     rank: int
@@ -84,14 +85,14 @@ class Engine(ABC):
     """A DeepSpeed engine with the loss and the groups that it runs with.
 
     Attributes:
-        deepspeed: the engine itself.
-        device: where the batches go.
-        dtype: of the parameters, to which floating inputs are cast.
-        seed: of what is drawn outside of the layers, as in a loss.
-        schedule: brings the learning rate to any step.
-        compared: whether the ranks are known to read the same data.
-        keys: what random numbers in the layers depend on; None where they draw none.
-        compression: averages the gradients; None where DeepSpeed does.
+        deepspeed: DeepSpeed's engine itself.
+        device: the device to which batches are copied.
+        dtype: dtype of the parameters, to which floating-point inputs are cast.
+        seed: seed of random draws outside of the layers, as in a user's loss.
+        schedule: sets the learning rate for any step.
+        compared: whether the ranks' data has been compared (in the first step).
+        keys: keys of random draws in the layers; None if they draw none.
+        compression: the compressed reduction of gradients; None if DeepSpeed reduces them.
     """
 
     compression: CompressedReduction | None = None
@@ -114,17 +115,17 @@ class Engine(ABC):
         self.seed = seed
         self.keys = keys
         self.schedule = SchedulePosition(deepspeed)
-        self._length: int | None = None  # of the samples of the last step
+        self._length: int | None = None  # padded length of the last step's samples
         self.compared = False
 
     @property
     def reads_data(self) -> bool:
-        """Whether this rank needs inputs or labels at all."""
+        """Whether this rank needs inputs or labels: only the first and the last stage do."""
         return self.groups.is_first_stage or self.groups.is_last_stage
 
     @property
     def has_router_loss(self) -> bool:
-        """Whether the loss counts padding too."""
+        """Whether the loss has a router loss, which counts padding too."""
         return isinstance(self.loss.loss, RouterLoss)
 
     @property
@@ -144,17 +145,17 @@ class Engine(ABC):
         length: int | None = None,
         sources: Sequence[Sequence[int]] = (),
     ) -> StepOutcome:
-        """Forward, backward and update over one global batch; all ranks call it.
+        """Run forward, backward and update over one global batch; all ranks call it.
 
         Args:
-            micro_batches: (inputs, labels) of this data-parallel rank, [micro-batch, sequence] each for a decoder;
-                empty where no data is read.
-            consumed_samples: by all ranks in the steps before.
-            length: tokens that all samples of the step are padded to; None if it does not change.
-            sources: of each sample of each micro-batch, the number of its source; none if they are not told apart.
+            micro_batches: (inputs, labels) of this data-parallel rank, each [micro-batch, sequence] for a decoder;
+                empty on ranks that read no data.
+            consumed_samples: samples that all ranks consumed in the steps before.
+            length: tokens that all samples of the step are padded to; None if it never changes.
+            sources: source of each sample [micro-batches][samples]; empty if losses are not reported by source.
 
         Raises:
-            UserError: on all ranks if, in the first step, ranks that must read the same data do not.
+            UserError: on all ranks: in the first step, ranks that must read the same data do not.
         """
         begin_step()
         self._expect_length(length)
@@ -165,18 +166,18 @@ class Engine(ABC):
             self.keys.begin_step(consumed_samples)
         self._forget()
 
-        # 1. weights of the micro-batches: DeepSpeed takes the mean over micro-batches and data ranks, which is not the
-        #    mean over labels where micro-batches have different numbers of them. So these are counted in the whole
-        #    global batch before the first forward pass.
+        # 1. Weights of the micro-batches. DeepSpeed averages over micro-batches and data ranks, which is not the mean
+        #    over labels if micro-batches have different numbers of them. So count the labels of the whole global batch
+        #    before the first forward pass, and weigh each micro-batch's sum by it.
         whole = [EvaluationBatch(inputs=x, labels=y, rows=len(_first(y))) for x, y in micro_batches]
         batches = self.weigh(whole, self.count(whole), sources=sources)
 
-        # 2. forward, backward, reduction of gradients, clipping, update. What is drawn is a function of the step alone,
-        #    so that a checkpoint need not hold the state of any generator.
+        # 2. Forward, backward, gradient reduction, clipping, update. Random draws are a function of the step alone, so
+        #    a checkpoint needs no generator state.
         with own_generators(seed_of(self.seed, consumed_samples, self.groups.coordinate.reader), self.device):
             loss, parts = self._forward_backward_update(batches)
 
-        # 3. what came of it, in one copy to the host: the one time in a step that it waits for the device
+        # 3. The outcome, in one copy to the host: the only place of a step where the host waits for the device.
         found = self.deepspeed.get_global_grad_norm()
         norm, whole_loss, *of_parts = numbers([0.0 if found is None else found, loss, *parts.values()])
         finite = isfinite(norm)
@@ -194,13 +195,13 @@ class Engine(ABC):
         )
 
     def source_losses(self, outcome: StepOutcome) -> dict[str, float]:
-        """Return the mean loss of each source of the data, by its name, in a step; none where it is not told apart."""
+        """Return the mean loss of each data source in a step, by name; {} if losses are not reported by source."""
         sources = losses_by_source(self.loss.loss)
         return {} if sources is None else sources.means(outcome.parts)
 
     @abstractmethod
     def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """One step; the mean over micro-batches and data-parallel ranks of the loss, and of its reported parts."""
+        """Run one step; return the mean over micro-batches and data ranks of the loss, and of its reported parts."""
 
     @property
     def scales_loss(self) -> bool:
@@ -208,11 +209,11 @@ class Engine(ABC):
         return scales_loss_dynamically(self.deepspeed.optimizer)
 
     def evidence(self) -> Evidence:
-        """Return what this rank has seen of the last step that was not finite. Waits for the device."""
+        """Return which values of the last step were finite on this rank. Waits for the device."""
         return Evidence(rank=self.groups.rank, stage=self.groups.coordinate.stage, loss=self.loss.finite)
 
     def _forget(self) -> None:
-        """Begin a step of which nothing is known."""
+        """Reset what is remembered of the last step."""
         self.loss.reset()
 
     def _expect_length(self, length: int | None) -> None:
@@ -220,22 +221,28 @@ class Engine(ABC):
         self._length = length
 
     def evaluate(self, micro_batches: Sequence[EvaluationBatch], steps: int) -> tuple[float, float]:
-        """Sum of the losses, and number of what counts, in `steps` micro-batches a data rank; equal on all ranks.
+        """Evaluate `steps` micro-batches on each data rank; all ranks call it.
 
-        `micro_batches` holds them where data is read, and is empty elsewhere.
+        Args:
+            micro_batches: those of this data rank; empty on ranks that read no data.
+
+        Returns:
+            The sum of the losses, and the number of valid labels (or samples); equal on all ranks.
         """
         counted, rows = self.count(micro_batches)
         with torch.no_grad():
             mean = self._evaluate(self.weigh(micro_batches, (counted, rows), by_label=True), steps)
-        if self.groups.pp_group is not None:
+        if self.groups.pp_group is not None:  # only the stage with the loss has counted labels
             source = dist.get_process_group_ranks(self.groups.pp_group)[self.groups.loss_stage]
             dist.broadcast(counted, src=source, group=self.groups.pp_group)
         mean_loss, n = numbers([mean, counted])
         return mean_loss * n, n
 
     def count(self, micro_batches: Sequence[EvaluationBatch]) -> tuple[Tensor, Tensor]:
-        """Return what counts for the loss, and how many samples do, in the micro-batches of all data ranks; known on
-        the last stage, which has the labels."""
+        """Return the number of target tokens (or samples) in the loss, and of samples, over all data ranks.
+
+        Two float64 scalars on the device; valid only on the last stage, which has the labels.
+        """
         own = [0, 0]
         if self.groups.is_last_stage:
             own = [
@@ -245,7 +252,7 @@ class Engine(ABC):
         both: Tensor = to_device(torch.tensor(own, dtype=torch.float64), self.device)
         if self.groups.is_last_stage and self.groups.dp_group is not None:
             dist.all_reduce(both, group=self.groups.dp_group)
-            both /= self.groups.layout.cp_size  # whose ranks have counted the same samples
+            both /= self.groups.layout.cp_size  # context ranks have all counted the same samples
         return both[0], both[1]
 
     def weigh(
@@ -255,18 +262,23 @@ class Engine(ABC):
         by_label: bool = False,
         sources: Sequence[Sequence[int]] = (),
     ) -> list[Batch]:
-        """Copy each micro-batch to the device, with the weight by which the engine's mean becomes that over all that
-        counts. The weights are made there: the host does not wait for `totals`.
+        """Copy each micro-batch to the device, with the weight that makes the engine's mean a mean over valid labels.
 
-        `by_label`: its share is that of its labels, not of its samples. Then it is the same in any part of a data set.
+        Weights are computed on the device: the host does not wait for `totals`.
+
+        Args:
+            totals: the result of `count`.
+            by_label: weigh the router loss of a micro-batch by its labels, not its samples, so that an evaluation gives
+                the same result however the data set is cut into parts.
         """
         layout = self.groups.layout
+        # The engine divides the sum over micro-batches and data ranks by n, so n / total makes it a mean over labels.
         n = len(micro_batches) * layout.dp_size
         weight, per_row = (n / total.clamp(min=1.0) for total in totals)
         weighed = []
         for batch, of_rows in zip(micro_batches, sources or [()] * len(micro_batches), strict=True):
             share = weight * self.loss.count(batch.labels, batch.rows) if by_label else per_row * batch.rows
-            share = share / layout.cp_size  # whose ranks each count their part of it
+            share = share / layout.cp_size  # each context rank adds its router loss
             wanted = targets(batch.labels, weight, batch.rows, share, of_rows)
             weighed.append((to_device(self._cast(batch.inputs), self.device), to_device(wanted, self.device)))
         return weighed
@@ -277,33 +289,32 @@ class Engine(ABC):
         return tuple(map(self._cast, inputs))
 
     def release(self) -> None:
-        """Let go of the engine's memory; its process groups stay."""
+        """Free the engine's memory; its process groups stay."""
         self.deepspeed.destroy()
         for held in (*self.deepspeed.module.parameters(), self.deepspeed):
-            vars(held).clear()  # hooks of parameters refer to it, which Python cannot tell from a use
+            vars(held).clear()  # hooks live in C++ and refer to the engine: a cycle that gc cannot see
         gc.collect()
 
     @abstractmethod
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
-        """Return the same mean of the loss, forward only."""
+        """Return the same mean of the loss as a step does, by forward passes only."""
 
 
 class PipelineStages(Engine):
-    """Layers cut into stages (one is enough), driven by PipelineEngine's schedule."""
+    """Layers in stages (perhaps one), driven by PipelineEngine's schedule."""
 
     deepspeed: PipelineEngine
     _shape: tuple[int, ...] | None = None
 
     def _expect_length(self, length: int | None) -> None:
-        """Let the stages exchange the shape of their activations anew; each of them knows the length."""
+        """Make the stages exchange the shape of their activations again if the length has changed."""
         if length != self._length and self.groups.layout.pp_size > 1:
             self.deepspeed.reset_activation_shape()
             self._shape = None
         super()._expect_length(length)
 
     def evidence(self) -> Evidence:
-        """Return what this rank has seen of the last step that was not finite, in its stage too. Waits for the
-        device."""
+        """Return which values of the last step were finite on this rank and in its stage. Waits for the device."""
         finite = self.deepspeed.module.finite
         return replace(super().evidence(), outputs=finite.outputs, gradients=finite.gradients)
 
@@ -314,14 +325,14 @@ class PipelineStages(Engine):
     def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         self._require_one_shape(batches)
         with flops_profile(self.deepspeed):
-            # One call for the whole step: DeepSpeed executes this stage's list of instructions (forward, backward, send
-            # and receive of each micro-batch in the order of `pipeline.schedule`, then ReduceTiedGrads, ReduceGrads,
-            # OptimizerStep, which clips). `patches.py` lists what is changed of it. The loss is that of all stages.
+            # One call for the whole step. DeepSpeed executes this stage's list of instructions: forward, backward, send
+            # and receive of each micro-batch in the order of `pipeline.schedule`, then ReduceTiedGrads, ReduceGrads and
+            # OptimizerStep, which clips. `patches.py` lists our changes to it. The returned loss is equal on all ranks.
             loss = self.deepspeed.train_batch(iter(batches))
         return loss, self.deepspeed.get_additional_losses() or {}
 
     def _require_one_shape(self, batches: list[Batch]) -> None:
-        """Refuse micro-batches of unequal shapes: stages exchange the shape once, and another one would hang them."""
+        """Raise UserError for micro-batches of unequal shapes: stages exchange the shape once, and would hang."""
         if self.groups.layout.pp_size == 1:
             return
         for inputs, _ in batches:
@@ -346,23 +357,23 @@ class WholeModel(Engine):
 
     @cached_property
     def gathered(self) -> GatheredParameters:
-        """What ZeRO-3 has gathered."""
+        """Controls how long ZeRO-3 keeps gathered parameters."""
         return GatheredParameters(self.deepspeed)
 
     def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         total = torch.zeros((), device=self.device)
         parts: dict[str, Tensor] = {}
         for index, (inputs, wanted) in enumerate(batches):
-            # parameters that ZeRO-3 has gathered stay for the next micro-batch, but for the step's last
+            # Keep the parameters that ZeRO-3 gathered for the next micro-batch; after the last one they change.
             with self.gathered.staying(index + 1 < len(batches)):
                 outputs, loss = self._passed(inputs, wanted)
                 for name, value in self.loss.reported.items():
                     if value is not None:
                         parts[name] = parts.get(name, 0.0) + value
-                del outputs  # the logits are not needed while the next ones are made
-                self.deepspeed.backward(loss)  # its hooks reduce gradients over the data ranks bucket by bucket
+                del outputs  # frees the logits before the next ones are computed
+                self.deepspeed.backward(loss)  # its hooks reduce gradients over the data ranks, bucket by bucket
                 beat("optimizer step")
-                self.deepspeed.step()  # counts micro-batches: only the last one clips and updates
+                self.deepspeed.step()  # DeepSpeed counts micro-batches: only the last call clips and updates
                 total += loss.detach()
         means = {name: self._mean(value / len(batches)) for name, value in parts.items()}
         return self._mean(total / len(batches)), means
@@ -376,7 +387,7 @@ class WholeModel(Engine):
         return self._mean(total / steps)
 
     def _passed(self, inputs: Value, wanted: Targets) -> tuple[Outputs, Tensor]:
-        """Return the outputs of a micro-batch, and its loss."""
+        """Run a forward pass; return outputs and loss of a micro-batch."""
         self.loss.expect(wanted)
         outputs = self.deepspeed(inputs)
         self.loss.expect(None)
@@ -395,9 +406,9 @@ def _first(value: Value) -> Tensor:
 
 @contextmanager
 def flops_profile(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Print the section `flops_profiler`'s report of a pipeline's step, which PipelineEngine starts and never ends.
+    """Print the report of the flops profiler after the step to profile: PipelineEngine starts it and never ends it.
 
-    It speaks of rank 0: its stage, and its last micro-batch.
+    The report covers rank 0: its stage, and its last micro-batch.
     """
     step = engine.global_steps
     yield

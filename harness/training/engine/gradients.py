@@ -1,6 +1,7 @@
-"""Gradients between the last backward pass and the update: clipped, compressed, and decayed where they are used.
+"""Change what an engine does with gradients before the update: clipping, compression, no decay of unused parameters.
 
-Each function here changes an engine of DeepSpeed's that has just been built; `patches.py` says in which order."""
+Each function changes a DeepSpeed engine that was just built; `patches.py` has their order.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ from harness.topology.agreement import values_of_all
 from harness.topology.groups import Groups
 
 BLOCK = 2**20
-"""Elements that are summed at once: a CPU copies what it sums in float64."""
+"""Elements that are summed at once: torch on a CPU makes a float64 copy of what it sums."""
 
 
 def correct_clipping(engine: DeepSpeedEngine, groups: Groups, *, skip_nonfinite: bool) -> None:
-    """Let `engine` clip by the exact norm over all ranks' parameters, each counted once, and keep that norm.
+    """Make `engine` clip by the exact global norm, with each parameter counted once, and keep that norm.
 
-    `skip_nonfinite`: a plain torch optimizer makes no update where the norm is not finite, and its attribute
-    `overflow` says so, as DeepSpeed's own optimizers do. All ranks know the same norm, so all of them skip.
+    Args:
+        skip_nonfinite: make a plain torch optimizer skip the update if the norm is not finite, and set its attribute
+            `overflow`, as DeepSpeed's own optimizers do. All ranks have the same norm, so all of them skip.
     """
     if has_bf16_optimizer(engine):
         sum_norm_with(engine.optimizer, partial(square_sum_of_data_ranks, groups=groups))
@@ -52,7 +54,7 @@ def correct_clipping(engine: DeepSpeedEngine, groups: Groups, *, skip_nonfinite:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], groups: Groups, device: torch.device) -> Tensor:
-    """Euclidean norm of the gradients of the whole model, a float64 scalar on `device`; equal on all ranks."""
+    """Return the Euclidean norm of the whole model's gradients, a float64 scalar on `device`; all ranks call it."""
     counted = [p for p in parameters if _counts(p, groups.coordinate.tp_rank)]
     dense, experts = ([p.grad for p in counted if p.grad is not None and is_expert(p) is e] for e in (False, True))
     total = square_sum_of_data_ranks(dense, experts, device, groups)
@@ -65,8 +67,12 @@ def gradient_norm(parameters: Iterable[nn.Parameter], groups: Groups, device: to
 def square_sum_of_data_ranks(
     dense: Iterable[Tensor], experts: Iterable[Tensor], device: torch.device, groups: Groups
 ) -> Tensor:
-    """As `square_sum`, of what all data-parallel ranks hold together: `dense` is the same on all of them, `experts` are
-    those of this rank alone. All ranks call it."""
+    """Return the sum of squares over all data-parallel ranks, as `square_sum`; all ranks call it.
+
+    Args:
+        dense: tensors that are equal on all data-parallel ranks; counted once.
+        experts: tensors that only this rank holds; summed over the ranks.
+    """
     total = square_sum(experts, device)
     if groups.ep_group is not None:
         dist.all_reduce(total, group=groups.ep_group)
@@ -74,7 +80,10 @@ def square_sum_of_data_ranks(
 
 
 def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Sum of the squares of all elements, a float64 scalar on `device`; 0 where there is no tensor."""
+    """Return the sum of the squares of all elements, a float64 scalar on `device`; 0 without tensors.
+
+    In float64, the result does not depend on how a layout groups the terms, up to far below float32's precision.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         for block in tensor.detach().reshape(-1).split(BLOCK):
@@ -86,7 +95,7 @@ def _clip(engine: DeepSpeedEngine, groups: Groups) -> Tensor:
     """Scale all gradients so that their norm is at most the engine's limit; return the norm before."""
     norm = gradient_norm(engine.module.parameters(), groups, engine.device)
     limit = engine.gradient_clipping()
-    if limit:  # multiplied on the device even where the norm is small enough: a question would wait for the device
+    if limit:  # always multiply, perhaps by 1: `if norm > limit` would make the host wait for the device
         scale = torch.clamp(limit / (norm + 1e-6), max=1.0).float()
         for parameter in engine.module.parameters():
             if parameter.grad is not None:
@@ -95,14 +104,14 @@ def _clip(engine: DeepSpeedEngine, groups: Groups) -> Tensor:
 
 
 def _counts(parameter: nn.Parameter, tp_rank: int) -> bool:
-    """Whether this rank counts the parameter: its own shard, or as the first of those that hold it whole."""
+    """Whether this rank counts the parameter in the norm: its own shard, or a whole parameter on tp_rank 0."""
     if is_counted_elsewhere(parameter):
         return False
     return tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False)
 
 
 def settle_compression(resolved: Resolved, groups: Groups, device: torch.device, console: Console) -> Resolved:
-    """Return the config with a number of bits, measured where it says "auto", and report it; all ranks call it."""
+    """Return the config with the bits of gradient compression, measured if "auto", and report it; all ranks call it."""
     bits = resolved.gradient_bits
     if groups.layout.dp_size == 1:
         return replace(resolved, gradient_bits=0)
@@ -118,7 +127,7 @@ def settle_compression(resolved: Resolved, groups: Groups, device: torch.device,
 def compress_gradients(
     engine: PipelineEngine, groups: Groups, bits: int | None, device: torch.device
 ) -> CompressedReduction | None:
-    """Have a pipeline's engine average gradients in so many bits; None where there is nothing to do (0 bits)."""
+    """Make a pipeline engine average gradients in so many bits; None for 0 bits or a single data rank."""
     if not bits or groups.dp_group is None:
         return None
     parameters = trained_parameters(engine)
@@ -135,9 +144,12 @@ def compress_gradients(
 
 
 def _kind(parameter: nn.Parameter, *, is_tied: bool) -> str:
-    """Return how a gradient lies among the others, so that ranks with the same weight get the same mean.
+    """Return how a gradient is packed, so that ranks with copies of a weight round it to the same mean.
 
-    Tensor-parallel neighbours that hold copies of a part of a weight, beside parts of their own, could not.
+    Rounding depends on the other values in a block, so copies of a weight need equal neighbours on all ranks. PACKED
+    gradients lie side by side: weights that all tensor-parallel ranks hold whole, in the same order. ALIGNED ones begin
+    a block of their own: tied weights, whose neighbours differ by stage, and shards, whose values differ by rank.
+    EXACT ones are not rounded: shards that overlap with those of other ranks.
     """
     shard = shard_of(parameter)
     if shard is not None and shard.copied:
@@ -146,24 +158,27 @@ def _kind(parameter: nn.Parameter, *, is_tied: bool) -> str:
 
 
 class UnusedParameters:
-    """Keeps the parameters of an engine that have had no gradient as they are; all ranks make one.
+    """Keeps parameters that never had a gradient unchanged; all ranks create one.
+
+    DeepSpeed gives every parameter a gradient, of zeros if need be, so its optimizers apply weight decay to parameters
+    that no sample uses. torch's optimizers leave parameters without a gradient alone.
 
     Attributes:
-        names: of the trained parameters on this rank, by their ids; a tied one has the same on all stages.
-        used: names of those that have had a gradient on this rank, before the first step.
-        pieces: for each tensor that the optimizer steps on, by its id, what belongs to unused parameters: where it
-            begins, its length, and whether it has had a gradient by now.
+        names: id of a trained parameter on this rank -> its name; a tied parameter has the same name on all stages.
+        used: names of those that had a gradient on this rank in the first step.
+        pieces: id of a tensor that the optimizer updates -> (first element, length, whether it has had a gradient by
+            now) of each unused parameter in it.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        """Watch which parameters are used in the first step."""
+        """Register the hooks that record which parameters get a gradient in the first step."""
         self.names = _names(engine.module)
         self.used: set[str] = set()
         self.pieces: dict[int, list[tuple[int, int, Tensor]]] = {}
         self._engine = engine
         self._agreed = False
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
-        if isinstance(engine, PipelineEngine):  # a stage puts weight gradients off, and calls hooks without any
+        if isinstance(engine, PipelineEngine):  # schedules defer weight gradients, so autograd's hooks fire without any
             before_reduction(engine, self._look)
         else:
             for parameter in engine.module.parameters():
@@ -174,7 +189,7 @@ class UnusedParameters:
             optimizer.register_step_post_hook(self._put_back)
 
     def _look(self, gradients: StepGradients) -> None:
-        """Agree, where all gradients of the first step are there and none is reduced; all ranks call it."""
+        """After the last backward pass of the first step, before the reduction: agree on unused parameters."""
         if not self._agreed:
             trained = (p for p in self._engine.module.parameters() if id(p) in self.names)
             self.used |= {self.names[id(p)] for p in trained if gradients.found(p) is not None}
@@ -188,7 +203,7 @@ class UnusedParameters:
         handle = parameter.register_post_accumulate_grad_hook(note)
 
     def _agree(self) -> None:
-        """Find the parameters that no rank has used; all ranks call it."""
+        """Find the parameters that no rank has used; all ranks call it, with two collectives of names only."""
         self._agreed = True
         somewhere = {name for row in values_of_all(sorted(set(self.names.values()) - self.used)) for name in row}
         if not somewhere:  # known alike on all ranks
@@ -201,7 +216,7 @@ class UnusedParameters:
 
     @torch.no_grad()
     def _keep(self, optimizer: Optimizer, *_: object) -> None:
-        """Copy what is unused, before a step of the optimizer that would decay it."""
+        """Before an optimizer step, copy the unused parameters that it would decay."""
         if not self._agreed:
             self._agree()
         for values, gradient, used in self._unused_in(optimizer):
@@ -210,12 +225,13 @@ class UnusedParameters:
 
     @torch.no_grad()
     def _put_back(self, *_: object) -> None:
+        """After the optimizer step, restore the unused parameters."""
         for values, before, used in self._before:
             values.copy_(torch.where(used, values, before))
         self._before.clear()
 
     def _unused_in(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield values, gradient and use of each piece that the optimizer is about to decay."""
+        """Yield (values, gradient, used) of each piece that the optimizer is about to decay."""
         for group in optimizer.param_groups if self.pieces else ():
             for tensor in group["params"] if group.get("weight_decay") else ():
                 for offset, length, used in self.pieces.get(id(tensor), ()):

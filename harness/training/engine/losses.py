@@ -1,8 +1,8 @@
 """Losses that give the same number in every layout.
 
-A loss here returns, for one micro-batch, the sum over what it counts (valid labels, or samples) times a weight. The
-weight is chosen before the forward from the count of the whole global batch, so that the engine's mean over
-micro-batches and data-parallel ranks is the mean over all that was counted, however it is spread.
+A loss here returns, for one micro-batch, the sum over its valid labels (or samples) times a weight. The weight is
+computed before the forward pass from the count of the whole global batch. So the engine's mean over micro-batches and
+data-parallel ranks is the mean over all valid labels, however these are distributed.
 """
 
 from __future__ import annotations
@@ -29,42 +29,43 @@ from harness.parallel.values import Value
 from harness.resilience.process.activity import inside
 
 AUX_LOSS = "aux_loss"
-"""The name of the router loss, as transformers has it."""
+"""The name of the router loss in transformers."""
 
 Targets = tuple[Tensor, ...]
-"""What the last stage gets beside the outputs, flat as DeepSpeed's pipeline wants it: (weight, rows, share, sources,
-*labels).
+"""The labels' side of a micro-batch on the last stage, flat as DeepSpeed's pipeline requires: (weight, rows, share,
+sources, *labels).
 
-weight: scalar, what each counted label or sample weighs. rows: scalar, how many samples of the micro-batch count; the
-others fill its shape. share: scalar, the number of its samples (in evaluation: labels) over that of an average
-micro-batch. sources: of each sample the number of its source, [batch]; none where they are not told apart.
+weight: scalar, the weight of each valid label or sample. rows: scalar, the number of samples that count; the others
+only fill up the shape. share: scalar, the number of samples (in an evaluation: labels) relative to an average
+micro-batch, by which the router loss is weighted. sources: [batch], the source of each sample; empty if losses are not
+reported by source.
 """
 
 
 Outputs: TypeAlias = Any
-"""What the last layer gives: a tensor or a tuple of tensors; each loss says which."""
+"""The output of the last layer: a tensor or a tuple of tensors, depending on the loss."""
 Labels: TypeAlias = Any
-"""A tensor or a tuple of tensors, likewise."""
+"""A tensor or a tuple of tensors, depending on the loss."""
 LossFunction: TypeAlias = Callable[..., Tensor]
-"""A user's own: of outputs and labels."""
+"""A user's own function of outputs and labels."""
 
 
 def targets(
     labels: Labels, weight: float | Tensor, rows: int, share: float | Tensor = 1.0, sources: Sequence[int] = ()
 ) -> Targets:
-    """Targets of numbers, or scalars on the device, and one or more tensors of labels."""
+    """Return Targets from numbers, or scalars on the device, and one or more tensors of labels."""
     weight, share = (torch.as_tensor(value, dtype=torch.float32) for value in (weight, share))
     return weight, torch.tensor(rows), share, torch.tensor(sources, dtype=torch.long), *_tensors(labels)
 
 
 class SourceLosses:
-    """Tells the losses of a micro-batch apart by the sources of its samples.
+    """Collects the losses of a micro-batch by the data source of its samples.
 
-    What is reported are sums and numbers of labels, of each source two scalars: their means over micro-batches and
-    data ranks give the mean loss of a source in the whole global batch.
+    It reports two scalars for each source: the sum of its losses, and its number of labels. Their means over
+    micro-batches and data ranks give the mean loss of a source in the whole global batch.
 
     Attributes:
-        names: of the sources; fewer than two are not told apart.
+        names: names of the sources; with fewer than two nothing is collected.
     """
 
     def __init__(self) -> None:
@@ -72,13 +73,14 @@ class SourceLosses:
         self._found: dict[int, Tensor] = {}
 
     def begin(self) -> None:
-        """Begin a micro-batch whose losses come in tiles."""
+        """Reset before a micro-batch whose losses come in tiles."""
         self._found = {}
 
     def see(self, losses: Tensor, labels: Tensor, sources: Tensor, tile: int | None = None) -> None:
-        """Note the losses of labels [batch, sequence], one source a row; `tile`: where those begin that are a tile's.
+        """Record the losses [batch, sequence] of these labels [batch, sequence]; `sources` [batch] has one a row.
 
-        A tile that is computed again, for the backward, is noted once.
+        `tile` is the first token of a tile of the sequence. A tile that is recomputed in the backward pass is recorded
+        once.
         """
         if len(self.names) > 1:
             found = losses.new_zeros(2, len(self.names))
@@ -88,7 +90,7 @@ class SourceLosses:
             self._found = {0: found} if tile is None else {**self._found, tile: found}
 
     def reported(self) -> dict[str, Tensor | None]:
-        """Return the sum of the losses and the number of labels of each source; None where no loss was seen."""
+        """Return the sum of the losses and the number of labels of each source, by key; None without any loss."""
         if len(self.names) < 2:
             return {}
         tiles = list(self._found.values())
@@ -96,7 +98,7 @@ class SourceLosses:
         return dict(zip(self._keys(), flat, strict=True))
 
     def means(self, reported: Mapping[str, float]) -> dict[str, float]:
-        """Return the mean loss of each source that has labels, of means of what was reported."""
+        """Return the mean loss of each source with labels, from the averaged numbers of `reported`."""
         found = [reported.get(key, 0.0) for key in self._keys()]
         pairs = zip(self.names, found[: len(self.names)], found[len(self.names) :], strict=True)
         return {name: total / counted for name, total, counted in pairs if counted}
@@ -106,47 +108,47 @@ class SourceLosses:
 
 
 class Loss(ABC):
-    """A loss of one micro-batch, and what it counts.
+    """A loss of one micro-batch, with the number of labels or samples that it averages over.
 
     Attributes:
-        reports: the names of what is reported besides.
+        reports: names of other numbers that it reports.
     """
 
     reports: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def count(self, labels: Labels, rows: int, /) -> int:
-        """How many labels or samples count in the first `rows` of these labels."""
+        """Return the number of valid labels, or of samples, in the first `rows` samples."""
 
     def units(self, inputs: Value, /) -> int:
-        """Tokens of these inputs (or samples, of layers of a user's own), for the speed."""
+        """Return the number of tokens in these inputs (samples for a user's own layers), for tokens_per_second."""
         return _first(inputs).numel()
 
     @abstractmethod
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
-        """Weighted sum of the losses, a scalar in float32."""
+        """Return the weighted sum of the losses, a float32 scalar."""
 
     def parts(self, _outputs: Outputs, /) -> dict[str, Tensor]:
-        """Return what is reported of these outputs: scalars in float32, each a mean of the micro-batch."""
+        """Return the numbers to report besides the loss: float32 scalars, each a mean over the micro-batch."""
         return {}
 
     def of_tile(self, _targets: Targets, _logits: Tensor, _start: int, _stop: int, /) -> Tensor:
-        """Return the sum of the losses of tokens `start` to `stop` - 1, of which these are the logits, if it can.
+        """Return the sum of the losses of tokens `start` to `stop` - 1 from their logits.
 
-        Called with all such sums as outputs, the loss weighs them.
+        `__call__` with the total of all tiles as outputs then weighs it. Raises TypeError if the loss has no tiles.
         """
         raise TypeError(f"{type(self).__name__} cannot be computed in tiles")
 
 
 @dataclass(frozen=True)
 class CausalLoss(Loss):
-    """Cross entropy of the next token: position i predicts label i + 1; labels of -100 do not count.
+    """Cross entropy of the next token: position i predicts label i + 1; label -100 is ignored.
 
     Attributes:
-        vocab_size: ids of the vocabulary.
+        vocab_size: number of ids in the vocabulary.
         group: the tensor-parallel group if the logits are this rank's part of the vocabulary, else None.
-        by_source: tells the losses of the data's sources apart.
-        context: the ranks that share the sequence: logits are those of this rank's stretch, labels are all.
+        by_source: collects the losses by data source.
+        context: the ranks that share the sequence; logits are those of this rank's stretch, labels are complete.
     """
 
     vocab_size: int
@@ -155,13 +157,14 @@ class CausalLoss(Loss):
     by_source: SourceLosses = field(default_factory=SourceLosses, compare=False)
 
     def count(self, labels: Tensor, rows: int) -> int:
-        """Labels that are predicted and valid."""
+        """Return the number of valid labels, without the first of each sample, which is not predicted."""
         return int((labels[:rows, 1:] != IGNORED).sum())
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
-        """Weighted sum over valid labels; outputs [batch, sequence, vocabulary or a part], labels [batch, sequence].
+        """Return the weighted sum of the losses of valid labels.
 
-        Padding rows have only label -100. Outputs may also be the sum that `of_tile` has made of all tiles.
+        `outputs` are logits [batch, sequence, vocabulary or this rank's part], or the total of `of_tile` over all
+        tiles (a scalar); labels are [batch, sequence]. Padding rows have only label -100.
         """
         total = outputs if outputs.dim() == 0 else self._sum(targets, outputs)
         return total * targets[0]
@@ -172,7 +175,7 @@ class CausalLoss(Loss):
     def _sum(self, targets: Targets, logits: Tensor, tile: tuple[int, int] | None = None) -> Tensor:
         """Return the sum of the losses of this rank's tokens, or of a tile of them, from their logits."""
         sources, labels = targets[3:]
-        wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # the logits stay as they are: no copy
+        wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # shift the labels: slicing logits would copy
         wanted = self.context.own(wanted)[:, slice(*(tile or (None, None)))]
         size = self.vocab_size if self.group is not None else logits.shape[-1]
         losses = vocab_parallel_cross_entropy(logits, wanted, self.group, size)
@@ -182,14 +185,14 @@ class CausalLoss(Loss):
 
 @dataclass(frozen=True)
 class RouterLoss(Loss):
-    """A causal loss, and with it the router loss that the model makes of a whole micro-batch.
+    """A causal loss plus the router loss (mixture of experts), which the model computes on a whole micro-batch.
 
-    The router loss of an optimizer step is the mean over its micro-batches, as transformers' Trainer has it; that of an
-    evaluation is the mean over its micro-batches, each by its number of labels.
+    The router loss of an optimizer step is the mean over its micro-batches, as in transformers' Trainer; that of an
+    evaluation is the mean over its micro-batches weighted by their numbers of labels.
 
     Attributes:
         causal: the cross entropy, or a user's own loss of the logits.
-        coefficient: by which the router loss is multiplied.
+        coefficient: the factor of the router loss.
     """
 
     causal: CausalLoss | LogitsLoss
@@ -197,12 +200,11 @@ class RouterLoss(Loss):
     reports: ClassVar[tuple[str, ...]] = (AUX_LOSS,)
 
     def count(self, labels: Tensor, rows: int) -> int:
-        """Labels that are predicted and valid."""
+        """Return the number of valid labels, as the causal loss counts them."""
         return self.causal.count(labels, rows)
 
     def __call__(self, outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
-        """Return the causal loss, plus the share of this micro-batch in the router loss; outputs (logits, router
-        loss)."""
+        """Return the causal loss plus this micro-batch's share of the router loss; outputs: (logits, router loss)."""
         logits, router_loss = outputs
         return self.causal(logits, targets) + self.coefficient * router_loss.float() * targets[2]
 
@@ -210,13 +212,13 @@ class RouterLoss(Loss):
         return self.causal.of_tile(targets, logits, start, stop)
 
     def parts(self, outputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return the router loss, before it is multiplied."""
+        """Return the router loss before its coefficient."""
         return {AUX_LOSS: outputs[1].detach().float()}
 
 
 @dataclass(frozen=True)
 class MeanLoss(Loss):
-    """A user's own `loss_fn(outputs, labels)` that returns the mean over the samples it is given."""
+    """A user's own `loss_fn(outputs, labels)`, which returns the mean over the samples it gets."""
 
     loss_fn: LossFunction
 
@@ -229,10 +231,10 @@ class MeanLoss(Loss):
         return _first(inputs).shape[0]
 
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
-        """Mean over the rows that count, times their number and weight."""
+        """Return the mean over the rows that count, times their number and weight."""
         weight, rows, _, _, *labels = targets
         n = _first(outputs).shape[0]
-        if not torch.is_grad_enabled():  # in training all rows count, and asking would wait for the device
+        if not torch.is_grad_enabled():  # in training all rows count, and int(rows) would wait for the device
             n = int(rows)
         if n == 0:
             return weight * 0.0
@@ -242,14 +244,14 @@ class MeanLoss(Loss):
 
 @dataclass(frozen=True)
 class LogitsLoss(Loss):
-    """A user's own loss of a decoder's logits: `loss_fn(logits, labels)`, the mean over the samples it is given.
+    """A user's own loss of a decoder's logits, `loss_fn(logits, labels)`: the mean over the samples it gets.
 
-    A function that takes `num_items_in_batch` is given the number by which to divide its sum over the valid labels, so
-    that it is a mean over all of these in the global batch, as with HuggingFace's `compute_loss_func`.
+    A function with a parameter `num_items_in_batch` must divide its sum over the valid labels by that number, which
+    makes it a mean over the global batch, as HuggingFace's `compute_loss_func`.
 
     Attributes:
         loss_fn: called with whole logits [batch, sequence, vocabulary] and labels [batch, sequence], not shifted.
-        context: the ranks that share the sequence: each joins the logits and counts its share of the loss.
+        context: the ranks that share the sequence; each joins all logits, and the loss is divided by their number.
     """
 
     loss_fn: Callable[..., Tensor]
@@ -257,15 +259,15 @@ class LogitsLoss(Loss):
 
     @cached_property
     def per_label(self) -> bool:
-        """Whether the function is given what to divide by."""
+        """Whether the function takes the number to divide by."""
         return "num_items_in_batch" in inspect.signature(self.loss_fn).parameters
 
     def count(self, labels: Tensor, rows: int) -> int:
-        """Labels that are predicted and valid, or samples."""
+        """Return the number of valid labels, or of samples."""
         return int((labels[:rows, 1:] != IGNORED).sum()) if self.per_label else rows
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
-        """Return the loss of the rows that count, in float32, weighted."""
+        """Return the weighted loss of the rows that count, a float32 scalar."""
         weight, _, _, _, labels = targets
         outputs = self.context.join(outputs, labels.shape[1])
         if not self.per_label:
@@ -274,7 +276,7 @@ class LogitsLoss(Loss):
 
 
 def losses_by_source(loss: Loss) -> SourceLosses | None:
-    """Return what tells the losses of the data's sources apart; None for a loss of the user's own."""
+    """Return the loss's collector by data source; None for a user's own loss."""
     causal = loss.causal if isinstance(loss, RouterLoss) else loss
     return causal.by_source if isinstance(causal, CausalLoss) else None
 
@@ -282,8 +284,10 @@ def losses_by_source(loss: Loss) -> SourceLosses | None:
 def logits_loss(
     loss_fn: LossFunction | None, compute_loss_func: LossFunction | None, smoothing: float = 0.0
 ) -> LogitsLoss | None:
-    """Return the loss that a user gives for a HuggingFace model, by one name or by HuggingFace's, or that of smoothed
-    labels; None for the model's own."""
+    """Return a user's loss for a HuggingFace model, or the loss with label smoothing; None for the model's own loss.
+
+    Raises UserError if two of them are given.
+    """
     if loss_fn is not None and compute_loss_func is not None:
         raise UserError("loss_fn and compute_loss_func are both given: give only one")
     if smoothing:
@@ -301,8 +305,10 @@ def logits_loss(
 
 
 def _smoothed(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor, smoothing: float) -> Tensor:
-    """Return the cross entropy with smoothed labels, as HuggingFace's; logits [batch, sequence, vocabulary] and labels
-    [batch, sequence], not shifted."""
+    """Return the cross entropy with label smoothing, as HuggingFace's LabelSmoother.
+
+    Logits are [batch, sequence, vocabulary], labels [batch, sequence], not shifted.
+    """
     predicted, wanted = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
     total = functional.cross_entropy(
         predicted, wanted, label_smoothing=smoothing, reduction="sum", ignore_index=IGNORED
@@ -311,7 +317,10 @@ def _smoothed(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor, smooth
 
 
 def _called(loss_fn: LossFunction, *values: object, **named: object) -> Tensor:
-    """Return what the user's own loss returns, in float32. It may take long: it is no hang within a step."""
+    """Call the user's loss; return a float32 scalar. UserError unless it is one number in a tensor.
+
+    The activity `loss_fn` tells the watchdog that a slow function is not a hang.
+    """
     with inside("loss_fn"):
         loss: object = loss_fn(*values, **named)
     if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -333,13 +342,16 @@ def _head(value: Value, rows: int) -> Value:
 
 
 class GuardedLoss:
-    """A loss that remembers whether it was finite; with `spoils` its gradient is NaN where it was not.
+    """A loss that remembers whether it was finite. With `spoils`, a non-finite loss makes all gradients NaN.
+
+    A NaN loss does not always make the gradient NaN (an infinite loss can have a finite one). NaN gradients make the
+    norm NaN on all ranks, so all of them skip the step without another collective.
 
     Attributes:
-        observer: called with the outputs and targets of each micro-batch, if set.
-        reported: what the loss reports of the last micro-batch besides; None for what it has not seen.
-        release: lets go of outputs that an engine keeps; called when the loss is known.
-        tiles: lets the last layer compute the loss, which then takes the place of its outputs.
+        observer: if set, called with outputs and targets of each micro-batch.
+        reported: the loss's other numbers for the last micro-batch; None for those not seen yet.
+        release: frees outputs that an engine keeps; called when the loss is computed.
+        tiles: computes the loss inside the last layer, which then returns it instead of logits.
     """
 
     def __init__(self, loss: Loss, *, spoils: bool, tiles: LossTiles | None = None) -> None:
@@ -354,21 +366,22 @@ class GuardedLoss:
 
     @property
     def reported(self) -> dict[str, Tensor | None]:
-        """See above; the names are the same on all stages."""
+        """The loss's other numbers for the last micro-batch; the names are the same on all stages."""
         sources = losses_by_source(self.loss)
         return {**self._parts, **({} if sources is None else sources.reported())}
 
     def expect(self, targets: Targets | None) -> None:
-        """Tell the last layer what a micro-batch is to learn before it passes through; None behind it."""
+        """Give the last layer the targets of a micro-batch before its forward pass, so that it can compute the loss in
+        tiles; None after it."""
         if self.tiles is not None:
             if (sources := losses_by_source(self.loss)) is not None and targets is not None:
                 sources.begin()
-            # whoever watches needs the logits themselves
+            # an observer needs the logits themselves
             is_watched = self.observer is not None
             self.tiles.loss = None if targets is None or is_watched else partial(self.loss.of_tile, targets)
 
     def reset(self) -> None:
-        """Forget the losses that were seen."""
+        """Forget the losses of the last step."""
         self._finite = None
 
     @property
@@ -377,7 +390,7 @@ class GuardedLoss:
         return self._finite is None or bool(self._finite)
 
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
-        """Return the loss unchanged, and keep whether it is finite."""
+        """Return the loss unchanged, and record on the device whether it is finite."""
         if self.observer is not None:
             self.observer(outputs, targets)
         value = self.loss(outputs, targets)
