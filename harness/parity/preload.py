@@ -1,3 +1,16 @@
-"""Import what the first engine of a process would import, so that ranks which are forked from it need not."""
+"""Import what the first engines of a process would import, so that ranks which are forked from it need not."""
 
-import transformers.models.auto.modeling_auto  # noqa: F401
+from importlib import import_module
+
+from harness.config import schema
+
+for name in (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.original_muon",
+    "torch._subclasses.schema_check_mode",
+    "transformers.models.auto.modeling_auto",
+):
+    import_module(name)
+_ = import_module("deepspeed.ops").__compatible_ops__  # found once: a compiler is started to find it
+_ = schema.root()

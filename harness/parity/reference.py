@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM, Trainer, get_scheduler
+from transformers import AutoModelForCausalLM, get_scheduler
 
 from harness.config.values.json_object import JsonObject
 from harness.data.batches.order import batch_indices
@@ -33,6 +33,7 @@ from harness.parity.composition import Composition, Training
 from harness.parity.subject import (
     EPSILON,
     SAMPLED,
+    SCALE_POWER,
     Subject,
     optimizer_params,
     rate,
@@ -79,6 +80,7 @@ class _Loop:
     def __init__(self, training: Training, subject: Subject, precision: str) -> None:
         self.training = training
         self.precision, self.dtype = precision, DTYPES[precision]
+        self.scale = 2.0**SCALE_POWER if precision == "fp16" else 1.0
         self.sums = DTYPES.get(training.sums, torch.float32) if self.dtype != torch.float32 else torch.float32
         self.masters = _model(training, subject, torch.float32)
         self.model = self.masters if self.dtype == torch.float32 else _model(training, subject, self.dtype)
@@ -142,14 +144,14 @@ class _Loop:
             draws = _Draws(self.model, training, consumed + number * training.micro) if training.dropout else None
             loss, router = self._losses(part, draws)
             value = loss / count + training.router * router / len(parts)
-            value.backward()
+            (value * self.scale).backward()
             total += value.item()
             for index, copy in enumerate(self.copies):
                 if copy.grad is not None:
                     sums[index] += copy.grad.to(self.sums)
                     used[index], copy.grad = True, None
         for master, gradient, is_used in zip(self.trained, sums, used, strict=True):
-            master.grad = gradient.float() if is_used else None
+            master.grad = gradient.float() / self.scale if is_used else None
         return total
 
     def _losses(self, part: Sequence[Mapping[str, list[int]]], draws: _Draws | None) -> tuple[Tensor, Tensor]:
@@ -226,6 +228,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 def _optimizer(model: Model, training: Training) -> Optimizer:
     """Return torch's optimizer over the parameters that transformers decays, and the others."""
+    from transformers import Trainer  # seconds of imports, which ranks that import this module are spared
+
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # it does not use self
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups: list[JsonObject] = [

@@ -11,6 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
+from transformers import CONFIG_MAPPING
+
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import INTERLEAVED, PARTITIONS, SCHEDULES
 from harness.config.values.model_chunks import model_chunks
@@ -55,7 +57,9 @@ class Families:
 
 def draw(random: Random, families: Families) -> Composition:
     """Return a random composition; most can run, some are to be refused."""
-    model = random.choice(families.usual if random.random() < 0.6 else families.others)
+    model = ""
+    while not model or "text_config" in CONFIG_MAPPING[model].sub_configs:  # whose text decoder is a family of its own
+        model = random.choice(families.usual if random.random() < 0.6 else families.others)
     ranks = random.choices((2, 3, 4), (55, 10, 35))[0]
     training = _training(random, ranks, model in families.routed)
     executions = tuple(_execution(random, training, ranks) for _ in range(random.choices((1, 2), (80, 20))[0]))

@@ -32,6 +32,7 @@ PROMPTS = ("Sphinx of", "98765")
 VOCABULARY = "vocabulary"
 Sample: TypeAlias = dict[str, list[int]]
 SAMPLED = 4  # tokens that each prompt is continued by
+SCALE_POWER = 8  # of fp16's loss scale: large enough for small gradients, and no step overflows and is left out
 EPSILON = 1e-6  # of Adam: large enough that rounding in tiny gradients moves no weight by the whole rate
 RATE_OF = {"SGD": 30.0, "RMSprop": 0.3, "Adagrad": 3.0}  # times the rate, so that all optimizers move the weights alike
 
@@ -192,6 +193,8 @@ def deepspeed_config(training: Training, execution: Execution) -> JsonObject:
     }
     if training.precision != "fp32":
         config[training.precision] = {"enabled": True}
+    if training.precision == "fp16":
+        config["fp16"]["initial_scale_power"] = SCALE_POWER
     if training.sums:
         config["data_types"] = {"grad_accum_dtype": training.sums}
     if training.optimizer != "adamw":

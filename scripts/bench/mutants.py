@@ -17,12 +17,14 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.parity.composition import Composition
 from harness.parity.trial import RIGHT, Judge, Verdict, try_all
+from harness.training.recording.files import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = ROOT / "tests" / "distributed" / "compositions.txt"
@@ -98,6 +100,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="mutants with one of these in their name")
     parser.add_argument("--results", type=Path, help="a file of results, one a line; those in it are not run again")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more after so long")
+    parser.add_argument("--write", type=Path, help="a JSON file of all results")
     args = parser.parse_args()
     mutants = [each for each in read_mutants() if not args.only or any(word in each.name for word in args.only)]
     for mutant in [each for each in mutants if not has_place(each)]:
@@ -119,6 +122,16 @@ def main() -> int:
                 file.write(json.dumps(row) + "\n")
     of_these = [found[each.name] for each in mutants if each.name in found]
     caught = sum(bool(row["found"]) for row in of_these)
+    if args.write:
+        content = {
+            "date": date.today().isoformat(),
+            "versions": versions(),
+            "mutants": len(of_these),
+            "found": caught,
+            "not_tried": len(mutants) - len(of_these),
+            "each": of_these,
+        }
+        args.write.write_text(json.dumps(content, indent=1) + "\n")
     print(f"{caught} of {len(of_these)} mutants are found ({len(mutants)} in all)")
     return int(caught < len(of_these))
 

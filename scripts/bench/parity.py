@@ -4,7 +4,7 @@ python scripts/bench/parity.py --count 100 --seed 7                  # prints wh
 python scripts/bench/parity.py --seconds 170 --results found.jsonl   # goes on where the file ends
 python scripts/bench/parity.py --line 'llama : pp=2 zero=1'          # one composition, with its numbers
 python scripts/bench/parity.py --shrink 'gemma2 data=packed : ...'   # the smallest that still fails
-python scripts/bench/parity.py --pairs found.jsonl                   # which pairs have been met how often
+python scripts/bench/parity.py --pairs found.jsonl --write parity.json   # which pairs have been met how often
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from random import Random
 
@@ -25,9 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from harness.parity.composition import Composition
 from harness.parity.search import Families, draw, pairs, shrink
 from harness.parity.trial import FAILED, REFUSED, RIGHT, WRONG, Verdict, try_all
+from harness.training.recording.files import versions
 
 SLICE = 40  # compositions between two looks at the clock: of each slice those on few ranks come first
 LARGE = 1000
+BAD = (WRONG, FAILED)
 
 
 def main() -> int:
@@ -40,11 +43,12 @@ def main() -> int:
     parser.add_argument("--lines", type=Path, help="try the compositions of a file")
     parser.add_argument("--until_bad", action="store_true", help="with --lines: end at the first that is not right")
     parser.add_argument("--shrink", help="find the smallest composition that fails as this one")
-    parser.add_argument("--pairs", type=Path, help="a file of verdicts: print how often pairs were met")
+    parser.add_argument("--pairs", type=Path, nargs="+", help="files of verdicts: print how often pairs were met")
+    parser.add_argument("--write", type=Path, help="with --pairs: a JSON file of the same")
     parser.add_argument("--precision", type=Path, help="a file of verdicts: print what 16 bits do, by layout")
     args = parser.parse_args()
     if args.pairs:
-        return _print_pairs(args.pairs)
+        return _print_pairs(args.pairs, args.write)
     if args.precision:
         return _print_precision(args.precision)
     if args.line or args.lines:
@@ -112,7 +116,7 @@ def _search(args: argparse.Namespace) -> int:
             break
         try_all([Composition.parse(line) for line in lines[at : at + SLICE]], tell)
     print(f"seed {args.seed}: {counts.total()} compositions in {time.monotonic() - start:.0f} s: {dict(counts)}")
-    return int(counts[WRONG] + counts[FAILED] > 0)
+    return int(sum(counts[kind] for kind in BAD) > 0)
 
 
 def _row(verdict: Verdict) -> dict[str, object]:
@@ -123,15 +127,33 @@ def _row(verdict: Verdict) -> dict[str, object]:
     return {"line": str(verdict.composition), "kind": verdict.kind, "reason": verdict.reason, **numbers}
 
 
-def _print_pairs(path: Path) -> int:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+def _print_pairs(paths: list[Path], to: Path | None) -> int:
+    every = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    rows = list({row["line"]: row for row in every}.values())  # the last verdict on a line counts
     counts = Counter(row["kind"] for row in rows)
-    met = {
+    kinds = {
         kind: pairs(Composition.parse(row["line"]) for row in rows if row["kind"] == kind) for kind in (RIGHT, REFUSED)
     }
-    print(f"{len(rows)} compositions: {dict(counts)}; {len(met[RIGHT])} pairs were right at least once")
-    for pair, count in met[RIGHT].most_common():
+    print(f"{len(rows)} compositions: {dict(counts)}; {len(kinds[RIGHT])} pairs were right at least once")
+    for pair, count in kinds[RIGHT].most_common(0 if to else None):
         print(f"{count:5} {' & '.join(pair)}")
+    if to:
+        once = {row["line"] for row in every if row["kind"] in BAD}
+        met: dict[str, dict[str, int]] = {}
+        for (one, other), count in sorted(kinds[RIGHT].items()):
+            met.setdefault(one, {})[other] = count
+        content = {
+            "date": date.today().isoformat(),
+            "versions": versions(),
+            "compositions": len(rows),
+            "verdicts": dict(counts),
+            "bad": [row["line"] for row in rows if row["kind"] in BAD],
+            "mended": sorted(once - {row["line"] for row in rows if row["kind"] in BAD}),
+            "right_pairs": len(kinds[RIGHT]),
+            "pairs": "how often two things met in a composition that was right",
+        }
+        lines = ",\n".join(f"    {json.dumps(one)}: {json.dumps(others)}" for one, others in met.items())
+        to.write_text(json.dumps(content, indent=2)[:-2] + ',\n  "met": {\n' + lines + "\n  }\n}\n")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 
@@ -10,6 +11,7 @@ import pytest
 from harness.errors import UserError
 from harness.parity.composition import Composition, Execution, Training
 from harness.parity.search import Families, draw, features, pairs, shrink
+from harness.parity.subject import make_subject
 
 FIXED = Path(__file__).parents[2] / "distributed" / "compositions.txt"
 
@@ -28,6 +30,13 @@ def test_the_fixed_lines_are_written_as_a_composition_prints_itself() -> None:
     for line in lines:
         composition = Composition.parse(line)
         assert Composition.parse(str(composition)) == composition
+
+
+def test_a_model_has_one_place_however_its_fields_are_ordered(tmp_path: Path) -> None:
+    """Else each rank, which reads the line, makes it at once where the process that drew it has made another."""
+    drawn = Composition(model="gpt2", training=Training(config={"vocab_size": 320, "n_embd": 64}))
+    assert str(drawn) != f"gpt2 config={json.dumps(drawn.training.config, separators=(',', ':'))} : pp=1"
+    assert make_subject(drawn, tmp_path) == make_subject(Composition.parse(str(drawn)), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from harness.parity.composition import Composition
-from tests.distributed.test_compositions import FRESH
-
 ROOT = Path(__file__).parents[3]
 LINES = (ROOT / "tests" / "distributed" / "compositions.txt").read_text(encoding="utf-8").splitlines()
 MUTANTS = json.loads((ROOT / "scripts" / "bench" / "mutants.json").read_text(encoding="utf-8"))
@@ -26,8 +23,3 @@ def test_at_least_thirty_have_their_place_and_are_python() -> None:
 
 def test_each_names_a_line_that_there_is() -> None:
     assert [row[0] for row in MUTANTS if not any(row[4] in line for line in LINES)] == []
-
-
-def test_fifty_compositions_are_fixed_and_twenty_are_fresh_each_day() -> None:
-    fixed = {str(Composition.parse(line)) for line in LINES if line and not line.startswith("#")}
-    assert len(fixed) >= 50 and FRESH >= 20
