@@ -1,6 +1,6 @@
-"""What a run will need and do, before it is started: memory of each stage, seconds of each step, the best layout.
+"""Predict a run before it is started: the memory of each stage, the seconds of each step, and the best layout.
 
-Plain numbers in, plain numbers out: no torch, no process. In the order in which they build on each other:
+Plain numbers in, plain numbers out: no torch, no process. The modules, in the order in which they build on each other:
 
 - `shape.py`: the sizes of a decoder; `model_config.py` reads them from its config.json, or counts them on the model
 - `hardware/`: the devices, one JSON each, and `Hardware`, which reads them; `calibrate.py` measures this CPU

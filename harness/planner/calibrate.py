@@ -1,4 +1,4 @@
-"""Writes the device file of this machine's CPU, from measurements of one rank and of the links between several."""
+"""Write the device file of this machine's CPU, from measurements of one rank and of the links between several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT_S = 120.0
 def calibrate(path: Path) -> None:
     """Measure this machine, which takes less than a minute, and write its device file.
 
-    UserError where a measurement fails, or where the file cannot be written.
+    Raises UserError if a measurement fails, or if the file cannot be written.
     """
     if not path.absolute().parent.is_dir():
         raise UserError(f"--calibrate {path}: no such directory")
@@ -35,9 +35,10 @@ def calibrate(path: Path) -> None:
 
 
 def device(rank: JsonObject, links: Mapping[int, JsonObject]) -> JsonObject:
-    """Return the content of the file: what was measured, and what the system says of cores and memory.
+    """Return the content of the file: the measurements, and the system's number of cores and size of memory.
 
-    `links`: between two ranks, and between more ranks than there are cores, by their number.
+    Args:
+        links: link by number of ranks: between two ranks, and between more ranks than there are cores.
     """
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     peak = {name: rank[name] / 1e12 for name in ("fp32", "bf16", "fp16")}
@@ -57,7 +58,7 @@ def device(rank: JsonObject, links: Mapping[int, JsonObject]) -> JsonObject:
         "crowded": {"ranks": max(links), **crowded},
         "network": through,
         "host": {
-            "dispatch_seconds": rank["layer"] / (3 * OPERATIONS),  # forward, and twice as many backward
+            "dispatch_seconds": rank["layer"] / (3 * OPERATIONS),  # backward issues twice as many as forward
             "gb_per_second": rank["memory"] / 1e9,
             "memory_gib": gib,
             "memory_gb_per_second": rank["memory"] / 1e9,
@@ -84,7 +85,7 @@ def _with_source(numbers: JsonObject) -> JsonObject:
 
 
 def _measured(what: str, ranks: int) -> JsonObject:
-    """Have some ranks measure something together, and return what the first finds. UserError where one fails."""
+    """Have some ranks measure something together, and return the first one's result. Raises UserError if one fails."""
     with tempfile.TemporaryDirectory() as folder:
         commands = [
             [sys.executable, "-m", MODULE, what, str(number), str(ranks), f"{folder}/meeting"]
@@ -99,7 +100,7 @@ def _measured(what: str, ranks: int) -> JsonObject:
 
 
 def _run(commands: list[list[str]]) -> tuple[list[tuple[str, str]], bool]:
-    """Run commands side by side; return what each prints, also as errors, and whether one failed."""
+    """Run commands at the same time; return the output of each, with its errors, and whether one failed."""
     running = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
     ]

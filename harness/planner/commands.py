@@ -58,7 +58,7 @@ HEADER = (
 
 
 def plan_lines(found: Found, top: int, devices: MoreDevices | None, memory: MoreMemory | None) -> Iterator[str]:
-    """Yield the table of the best layouts, the reasons that others fall out, and what more would bring."""
+    """Yield the table of the best layouts, the reasons against the others, and the gain from more devices or memory."""
     best = found.fitting[0]
     yield from _table(found.fitting[:top])
     more = len(found.fitting) - top
@@ -122,14 +122,14 @@ def _tensor(strategy: Strategy) -> str:
 
 
 def _schedule(strategy: Strategy) -> str:
-    """Return the schedule, with the number of chunks of a stage where it is not the usual one, 2."""
+    """Return the schedule, with the number of chunks of a stage unless it is the usual one, 2."""
     if strategy.pp_size == 1:
         return "-"
     return strategy.schedule_name + (f" x{strategy.chunks}" if strategy.chunks > 2 else "")
 
 
 def estimate_lines(one: Estimate) -> Iterator[str]:
-    """Yield what one config needs and does."""
+    """Yield the lines of the prediction for one config."""
     strategy, row = one.strategy, one.row()
     limit = row["memory_gib"]["limit"]
     yield (
@@ -165,7 +165,7 @@ def estimate_lines(one: Estimate) -> Iterator[str]:
         )
 
 
-BLOCK_SIZE = 1024  # of a run that gives none
+BLOCK_SIZE = 1024  # the default of a run's --block_size
 ESTIMATE_EXAMPLE = """example:
   ds-harness estimate --deepspeed_config zero3 --model DIRECTORY --world_size 8 --hardware h100 --bf16"""
 PLAN_EXAMPLE = """example:
@@ -196,7 +196,7 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 
 
 def estimate(argv: Sequence[str]) -> int:
-    """Print what one config needs and does."""
+    """Print the prediction for one config and return the exit code."""
     description = "Predict memory and speed of one DeepSpeed config, before anything is started."
     parser = _parser("estimate", description, ESTIMATE_EXAMPLE)
     parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="a config or a preset")
@@ -225,7 +225,7 @@ def estimate(argv: Sequence[str]) -> int:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Print all layouts of a number of ranks, best first; write the preset of one."""
+    """Print the layouts of a number of ranks, best first; write the preset of one if asked; return the exit code."""
     description = "Rank every layout of a number of ranks by its predicted speed."
     if "--calibrate" in argv:
         return _calibrate(argv)
@@ -275,7 +275,7 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def _calibrate(argv: Sequence[str]) -> int:
-    """Write the device file of this machine's CPU, and say how to use it."""
+    """Write the device file of this machine's CPU, and print how to use it."""
     parser = VerbParser("plan", "Measure this machine's CPU, in a minute.")
     parser.add_argument("--calibrate", type=Path, required=True, metavar="FILE", help="device file to write")
     path = parser.parse_args(argv).calibrate
@@ -285,7 +285,7 @@ def _calibrate(argv: Sequence[str]) -> int:
 
 
 def _task(args: argparse.Namespace) -> Task:
-    """Return what the arguments ask for."""
+    """Return the task that the arguments describe."""
     config, shape = _decoder(args.model)
     return task_of(
         config,
@@ -301,7 +301,7 @@ def _task(args: argparse.Namespace) -> Task:
 
 
 def _decoder(source: str) -> tuple[Mapping[str, object], DecoderShape]:
-    """Return the config and the shape of a model, with a warning on standard error where the shape is a guess."""
+    """Return the config and the shape of a model; print a warning to standard error if the shape is a guess."""
     config, shape, doubt = counted_decoder(read_model_config(source), source)
     if doubt:
         print(f"warning: --model {source}: {shape.parameters:,} parameters are a guess: {doubt}", file=sys.stderr)

@@ -27,16 +27,16 @@ SCHEDULES: Mapping[str, Schedule] = {
     ZERO_BUBBLE_V: "zero-bubble-v",
     DUALPIPE_V: "zero-bubble-v",
 }
-"""Of a schedule in the config the one that is predicted; 1F1B for the others, in as many parts."""
+"""Schedule in the config -> schedule that is predicted; any other is predicted as 1F1B with as many chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a rank of each stage needs in a layout.
+    """The predicted memory of a layout.
 
     Attributes:
         stages: memory of a rank of each pipeline stage.
-        limit_bytes: of a rank's device, or its share of the host's memory; None where no device is known.
+        limit_bytes: memory of a rank's device, or its share of the host's; None if no device is known.
     """
 
     workload: Workload
@@ -46,16 +46,16 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the stage that needs most, on the device."""
+        """Device memory of the stage that needs most."""
         return max(stage.total for stage in self.stages)
 
     @property
     def host_bytes(self) -> float:
-        """What the host holds for a rank of the stage that needs most of it."""
+        """Host memory for a rank of the stage that needs most of it."""
         return max(stage.host for stage in self.stages)
 
     def memory_gib(self) -> JsonObject:
-        """Return the memory of each stage by what it is for, as JSON: a contract of `estimate`, `plan` and run.json."""
+        """Return the memory of each stage by purpose, as JSON; programs rely on its keys."""
         parts = [field.name for field in fields(StageMemory) if field.name != "host"]
         return {
             "limit": None if self.limit_bytes is None else self.limit_bytes / GIB,
@@ -67,7 +67,7 @@ class Prediction:
         }
 
     def as_json(self) -> JsonObject:
-        """Return what run.json keeps; `estimate` is the row of a device whose speed is known."""
+        """Return the JSON for run.json."""
         memory = self.memory_gib()
         for shown, stage in zip(memory["stages"], self.stages, strict=True):
             shown["states"] = stage.states / GIB
@@ -76,7 +76,7 @@ class Prediction:
     def __str__(self) -> str:
         sizes = sorted(stage.total / GIB for stage in self.stages)
         between = f"{sizes[0]:.2f} to {sizes[-1]:.2f}" if len(sizes) > 1 else f"{sizes[0]:.2f}"
-        # the interpreter and its libraries lie in the same memory as the tensors, but are not predicted
+        # on a CPU the interpreter and its libraries use the same memory as the tensors, but are not predicted
         beside = " beside the process itself" if self.workload.on_cpu else ""
         limit = "" if self.limit_bytes is None else f", of {self.limit_bytes / GIB:.1f}"
         return f"expected memory: {between} GiB a rank{beside}{limit}"
@@ -84,28 +84,28 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(Prediction):
-    """A prediction on a device whose speed is known: the seconds of a step, too."""
+    """A prediction for a device of known speed, which includes the seconds of a step."""
 
     hardware: Hardware
     seconds: StepSeconds
 
     @property
     def fits(self) -> bool:
-        """Whether the device holds every stage, and the host what is offloaded."""
+        """Whether every stage fits on its device, and the offloaded tensors in the host's memory."""
         return self.peak_bytes <= self.hardware.limit_bytes and self.host_bytes <= self.hardware.host_memory_bytes
 
     @property
     def has_room(self) -> bool:
-        """Whether it fits with room for what the prediction may lack, so that it can be recommended."""
+        """Whether it fits with a margin for the prediction's error, so that it can be recommended."""
         return self.peak_bytes <= self.hardware.planned_bytes and self.host_bytes <= self.hardware.host_memory_bytes
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks together."""
         return self.strategy.global_batch * self.workload.sequence / self.seconds.total
 
     def as_json(self) -> JsonObject:
-        """Return what run.json keeps."""
+        """Return the JSON for run.json, with the seconds of a step."""
         return {**super().as_json(), "estimate": self.row()}
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class Estimate(Prediction):
         return f"{super().__str__()}; {speed}"
 
     def row(self) -> JsonObject:
-        """Return the row as JSON: a contract."""
+        """Return the row as JSON; programs rely on its keys, which docs/planning.md lists."""
         ranks, strategy = self.strategy.world_size, self.strategy
         rate = self.tokens_per_second / ranks
         model_flops = rate * self.workload.shape.flops_per_token(self.workload.sequence)
@@ -151,15 +151,16 @@ def predict(
     on_cpu: bool = False,
     boundaries: tuple[int, ...] | None = None,
 ) -> Prediction:
-    """Predict a resolved config: on `hardware` an `Estimate` with its seconds, else the memory alone.
+    """Predict a resolved config: memory only, or with `hardware` an `Estimate` with the seconds of a step too.
 
     Args:
         sequence: tokens of a sample.
-        on_cpu: whether ranks are processes of a CPU; a `hardware` says so itself.
-        boundaries: of the model chunks in a run that has chosen them; else they are cut as a run would cut them.
+        on_cpu: whether ranks are processes on a CPU; not needed with `hardware`.
+        boundaries: boundaries of the model chunks in a run that has chosen them; by default those that a run would
+            choose.
 
     Raises:
-        UserError: for a precision that the device does not have, and for fewer layers than stages.
+        UserError: for a precision that the device lacks, and for fewer layers than stages.
     """
     workload, strategy = of_config(resolved, shape, sequence, on_cpu=on_cpu if hardware is None else hardware.is_host)
     strategy = replace(strategy, boundaries=boundaries)
@@ -182,13 +183,13 @@ def estimate(hardware: Hardware, workload: Workload, strategy: Strategy) -> Esti
 
 
 def memory_of(workload: Workload, strategy: Strategy) -> tuple[StageMemory, ...]:
-    """Return what the ranks of each stage hold."""
+    """Return the memory of a rank of each stage."""
     stages = strategy_stages(workload, strategy)
     return tuple(stage_memory(workload, strategy, stage, index) for index, stage in enumerate(stages))
 
 
 def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu: bool) -> tuple[Workload, Strategy]:
-    """Return what a resolved config trains, and how."""
+    """Return the workload and the strategy of a resolved config."""
     summed = lookup(resolved.config, "/data_types/grad_accum_dtype")
     width = ELEMENT_BYTES[resolved.precision]
     workload = Workload(
@@ -237,12 +238,12 @@ def _keeps_on_host(config: Mapping[str, object]) -> bool:
 
 
 def sums_whole(precision: str, zero_stage: int) -> bool:
-    """Whether DeepSpeed's optimizer gives each rank all summed gradients: for bf16 at stage 1 it does."""
+    """Whether DeepSpeed's optimizer keeps all summed gradients on each rank: only for bf16 at stage 1."""
     return precision == "bf16" and zero_stage <= 1
 
 
 def _offload(zero: Mapping[str, object], stage: int) -> Offload:
-    """Return what a section `zero_optimization` keeps in the memory of the host, or on its disks."""
+    """Return what a section `zero_optimization` offloads to the host's memory or disks."""
 
     def is_off(key: str) -> bool:
         return lookup(zero, f"/{key}/device") not in (None, "none")
@@ -253,13 +254,13 @@ def _offload(zero: Mapping[str, object], stage: int) -> Offload:
 
 
 def _gathers_once(zero: Mapping[str, object], stage: int) -> bool:
-    """Return whether the harness lets ZeRO-3's parameters stay gathered (harness/deepspeed/zero3_parameters.py)."""
+    """Return whether the harness keeps ZeRO-3's parameters gathered (harness/deepspeed/zero3_parameters.py)."""
     copies = whole(zero.get("zero_hpz_partition_size")) or 1
     return stage == 3 and copies == 1 and _offload(zero, stage) != "optimizer+parameters"
 
 
 def require_precision(hardware: Hardware, precision: str) -> None:
-    """Raise UserError for a precision that the device does not have."""
+    """Raise UserError if the device lacks a precision."""
     if precision not in hardware.flops:
         known = ", ".join(hardware.flops)
         raise UserError(f"{hardware.name} has no {precision}: use one of {known}, or add its tflops to the file")

@@ -1,4 +1,4 @@
-"""Seconds of a decoder layer, of the embedding and of the head, for one micro-batch on one rank."""
+"""Predict the seconds of a decoder layer, of the embedding and of the head, for one micro-batch on one rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PRODUCT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one micro-batch: forward, and backward without any recomputation."""
+    """Seconds of one micro-batch: forward, and backward without recomputation."""
 
     forward: float
     backward: float
@@ -44,7 +44,7 @@ class Seconds:
 def matmul(
     hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1, kernels: int = 1
 ) -> float:
-    """Return the seconds of `copies` products of rows x inner by inner x columns in so many kernels."""
+    """Return the seconds of `copies` products of (rows, inner) by (inner, columns) in `kernels` kernels."""
     rate = hardware.reached_flops(precision) * inner / (inner + START_UP)
     if hardware.compute_units > 1 and (inner % ALIGNED or columns % ALIGNED):
         rate *= UNALIGNED_RATE
@@ -61,7 +61,7 @@ def matmul(
 def product(
     hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1, kernels: int = 1
 ) -> Seconds:
-    """Return the seconds of a layer's product, and of the gradients of its input and its weight."""
+    """Return the seconds of a linear layer's product, and of the products for the gradients of input and weight."""
     if not rows * inner * columns * copies:
         return Seconds(0.0, 0.0)
     forward = matmul(hardware, precision, rows, inner, columns, copies, kernels)
@@ -91,7 +91,7 @@ HOST_LAYER, HOST_COLLECTIVE, HOST_RECOMPUTED, HOST_ZERO_3, HOST_MICRO_BATCH, HOS
 def with_issue(
     hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, device: Seconds
 ) -> Seconds:
-    """Return the seconds of a layer, of whose own work `device` has the seconds."""
+    """Return the seconds of a layer, given those of the device's work: the host may need longer to issue it."""
     operations = _operations(workload, strategy, layer)
     if not hardware.is_host:
         issue = (operations + (2 * COLLECTIVE_OPERATIONS if strategy.tp_size > 1 else 0)) * hardware.dispatch_seconds
@@ -123,17 +123,17 @@ def held_experts(strategy: Strategy, layer: LayerShape) -> int:
 
 
 def micro_batch_issue(hardware: Hardware) -> float:
-    """Return the seconds of a host's Python for a micro-batch on a stage, beside its layers."""
+    """Return the seconds of a host's Python for a micro-batch on a stage, besides its layers."""
     return HOST_MICRO_BATCH * hardware.dispatch_seconds if hardware.is_host else 0.0
 
 
 def update_issue(hardware: Hardware, layers: int) -> float:
-    """Return the seconds of a host's Python for an update of so many layers."""
+    """Return the seconds of a host's Python for an update of `layers` layers."""
     return HOST_UPDATE * layers * hardware.dispatch_seconds if hardware.is_host else 0.0
 
 
-# Elements that one element of a value is moved to and from memory for, forward; one kernel each, or written out in
-# single operations as a model's Python code does. Backward moves twice as much: it reads inputs and gradients.
+# Memory traffic of a forward in elements per element of its value: as one kernel each, or as the single operations of a
+# model's Python code. Backward moves twice as much: it reads inputs and gradients.
 FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2}
 PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8}
 # Of a norm in 16 bits, whose Python code computes in fp32: widened 6, squared 8, averaged 4, scaled 8, narrowed 6, and
@@ -143,17 +143,17 @@ NARROW_NORM_BYTES = 36
 FEWER = {"norm": 5, "rotation": 5}
 # Rate of the backward kernel of attention beside the forward one (Dao 2023, section 4.1: 63% of the peak beside 73%).
 BACKWARD_RATE = 63 / 73
-# Bytes that each logit is moved for. Forward: written, widened to fp32, its maximum found and taken off,
+# Memory traffic of each logit in bytes. Forward: written, widened to fp32, its maximum found and subtracted,
 # exponentials, their sum. Backward: scaled, and narrowed again.
 LOGIT_BYTES = Seconds(32.0, 18.0)
-# On a CPU they are worked on where they lie in a core's cache: written, read twice; read and written. An exponential
-# takes about as long as moving four bytes.
+# On a CPU most of that stays in a core's cache: forward writes once and reads twice, backward reads and writes. An
+# exponential takes about as long as moving four bytes.
 LOGIT_BYTES_IN_CACHE = Seconds(16.0, 12.0)
 
 
 @lru_cache(maxsize=65536)
 def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
-    """Return the seconds of a layer's own work; the host's where it is slower to issue it."""
+    """Return the seconds of a layer's own work, or of the host's issuing it if that takes longer."""
     tokens = strategy.tokens(workload.sequence)
     attention = _attention(hardware, workload, strategy, layer)
     products = _projections(hardware, workload, strategy, layer, tokens)
@@ -164,12 +164,12 @@ def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, la
 
 
 def _share(width: int, ranks: int) -> int:
-    """Return a rank's share of a width, the largest where the shares differ."""
+    """Return a rank's share of a width; the largest one, if shares differ."""
     return -(-width // ranks)
 
 
 def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
-    """Return the seconds of all matrix products outside of the core of attention."""
+    """Return the seconds of all matrix products except those of scores and values in attention."""
     tp, precision = strategy.tp_size, workload.precision
     total = Seconds(0.0, 0.0)
     for inner, columns in layer.attention_matrices:
@@ -194,19 +194,19 @@ def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, lay
 
 
 def _cast_bytes(workload: Workload) -> float:
-    """Return the bytes that narrowing moves for each element: it is read, and written as it is and transposed.
+    """Return the bytes that narrowing to fp8 or fp4 moves for each element: one read, and two writes.
 
-    Both layouts are needed, for the output and for the gradient of the weight. fp4 reads all once more before, for the
-    scale of the whole tensor (NVIDIA 2025, Pretraining Large Language Models with NVFP4, section 2).
+    It writes the tensor and its transpose, for the output and for the weight gradient. fp4 reads all once more before,
+    for the scale of the whole tensor (NVIDIA 2025, Pretraining Large Language Models with NVFP4, section 2).
     """
     reads = 2 if workload.precision == "fp4" else 1
     return reads * workload.element_bytes + 2 * PRODUCT_BYTES[workload.precision]
 
 
 def _summed(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
-    """Return the seconds of adding a micro-batch's weight gradients to the sum: both read, the sum written.
+    """Return the seconds of adding a micro-batch's weight gradients to their sum: both are read, the sum is written.
 
-    With `fused_sums` they are never read.
+    With `fused_sums` the product that computes them adds them, so they are not read.
     """
     each = 2 * workload.gradient_bytes + (0 if workload.habits.fused_sums else workload.element_bytes)
     moved = layer_parameters(strategy, layer) * each
@@ -214,7 +214,7 @@ def _summed(hardware: Hardware, workload: Workload, strategy: Strategy, layer: L
 
 
 def _feed_forward(strategy: Strategy, layer: LayerShape, tokens: int) -> list[tuple[int, int, int]]:
-    """Return width, rows and copies of the feed-forward parts of one rank."""
+    """Return width, rows and number of the feed-forward networks on one rank."""
     parts = [(_share(layer.dense_ffn, strategy.tp_size), tokens, 1)] if layer.dense_ffn else []
     if layer.experts:
         held = held_experts(strategy, layer)
@@ -227,10 +227,10 @@ def _feed_forward(strategy: Strategy, layer: LayerShape, tokens: int) -> list[tu
 
 
 def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
-    """Return the seconds of scores, softmax and the weighted sum, which stay on the chip.
+    """Return the seconds of scores, softmax and weighted sum in a fused kernel.
 
-    Forward 2 x context x (query + output) operations a token, and 2.5 times that backward, where scores are computed
-    again (Dao 2023).
+    Forward takes 2 x context x (query + output) FLOPs a token. Backward takes 2.5 times that, because it recomputes the
+    scores (Dao 2023).
     """
     length, tp = workload.sequence, strategy.tp_size
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
@@ -279,7 +279,7 @@ def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
 
 @lru_cache(maxsize=65536)
 def embedding_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> Seconds:
-    """Return the seconds of the look-up, and of adding up the dense gradient of the table."""
+    """Return the seconds of the look-up, and of accumulating the dense gradient of the table."""
     tokens = strategy.tokens(workload.sequence)
     moved = 3.0 * tokens * workload.shape.hidden * workload.element_bytes
     table = 2.0 * workload.shape.vocab * workload.shape.hidden * workload.element_bytes / strategy.tp_size

@@ -1,9 +1,9 @@
-"""Bytes that a rank of a stage holds at the peak of a step.
+"""Predict the bytes that a rank of a stage holds at the peak of a step.
 
-Parameters, gradients and optimizer states are what DeepSpeed's optimizers allocate (bf16_optimizer.py, zero/
-stage_1_and_2.py, zero/stage3.py), shared out as in Rajbhandari et al. 2020. Activations are counted by what autograd
-keeps for the backward, after Korthikanti et al. 2022, section 4, and kept for as many micro-batches as are in flight
-under 1F1B (Narayanan et al. 2021, section 2.2.1): stages - stage.
+Parameters, gradients and optimizer states are counted as DeepSpeed's optimizers allocate them (bf16_optimizer.py, zero/
+stage_1_and_2.py, zero/stage3.py) and ranks share them (Rajbhandari et al. 2020). Activations are counted as autograd
+keeps them for the backward (Korthikanti et al. 2022, section 4), for as many micro-batches as are in flight: stages -
+stage under 1F1B (Narayanan et al. 2021, section 2.2.1).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LOSS_CHUNK, LOSS_CHUNK_ON_CPU = 2**23, 2**18
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes of one rank of a stage when it holds most, by what they are for; `host` of its host's memory.
+    """Bytes of one rank of a stage at its peak, by purpose; `host` is in the host's memory.
 
-    Of activations and logits it is what stands then beside whole gradients, which take their place in a backward.
+    Activations and logits are those that exist at the peak, when gradients have taken the place of some of them.
     """
 
     parameters: float
@@ -39,17 +39,17 @@ class StageMemory:
 
     @property
     def states(self) -> float:
-        """What is there between two steps, on the device."""
+        """Bytes on the device between two steps."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
-        """On the device."""
+        """Bytes on the device."""
         return self.states + self.activations + self.logits + self.buffers
 
 
 def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> StageMemory:
-    """Return what a rank of stage `index` holds."""
+    """Return the memory of a rank of stage `index`."""
     held = local_parameters(workload, strategy, stage)
     own = owned_parameters(strategy, held, local_experts(strategy, stage))
     parameters, gradients, optimizer, host = _states(workload, strategy, held, own)
@@ -110,9 +110,9 @@ def mask_bytes(workload: Workload, strategy: Strategy, stage: Stage, *, packed: 
 
 
 def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> float:
-    """Return the parameters of a rank of a stage before ZeRO shares them out.
+    """Return the number of parameters on a rank of a stage before ZeRO divides them.
 
-    The head is split over tensor-parallel ranks, and so is a table, where it is tied or `split_table` says so.
+    Tensor-parallel ranks split the head, and the embedding table if it is tied or `split_table` is set.
     """
     shape, tp = workload.shape, strategy.tp_size
     total = sum(count * layer_parameters(strategy, layer) for layer, count in stage.layers)
@@ -125,7 +125,7 @@ def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> fl
 
 
 def _below(workload: Workload, strategy: Strategy, stage: Stage) -> float:
-    """Return a rank's parameters of a stage's first layer, and of the embedding before it."""
+    """Return the number of a rank's parameters in a stage's first layer, and in the embedding before it."""
     first = layer_parameters(strategy, stage.layers[0][0]) if stage.layers else 0.0
     return first + (_table(workload, strategy) if stage.is_first else 0.0)
 
@@ -150,11 +150,11 @@ def owned_parameters(strategy: Strategy, held: float, experts: float) -> float:
 
 
 def _states(workload: Workload, strategy: Strategy, held: float, own: float) -> tuple[float, float, float, float]:
-    """Return bytes of parameters, gradients and optimizer states on the device, and of what lies in the host's memory.
+    """Return the bytes of parameters, gradients and optimizer states on the device, and of those offloaded to the host.
 
-    fp32 without ZeRO: AdamW's two moments beside parameters and gradients. ZeRO holds a master copy in fp32 besides,
-    whatever the precision. bf16 at stage 1 keeps its gradients in bf16 and sums them in fp32, both whole; fp16 only in
-    fp16; from stage 2 on a rank keeps the sums of its part alone.
+    fp32 without ZeRO has AdamW's two moments besides parameters and gradients. ZeRO also holds a master copy in fp32,
+    whatever the precision. bf16 at stage 1 keeps whole gradients in bf16 and whole sums in fp32; fp16 keeps them only
+    in fp16. From stage 2 on a rank keeps only the sums of its part.
     """
     width, stage = workload.element_bytes, strategy.zero_stage
     parameters = (own if stage == 3 else held) * width
@@ -183,12 +183,13 @@ def _state_bytes(workload: Workload, strategy: Strategy) -> float:
 
 
 def in_flight(strategy: Strategy, index: int) -> float:
-    """Return how many micro-batches' activations a stage holds at most.
+    """Return the largest number of micro-batches whose activations a stage holds at once.
 
-    1F1B: one for each stage from here on. Interleaved, in passes of a part: a group of micro-batches in each part but
-    one, and two for each stage behind (Narayanan et al. 2021, section 2.2, as harness/parallel/pipeline/schedules runs
-    it). GPipe: all of them. ZB-V: as many as there are stages, on each of them (Qi
-    et al. 2024, section 6).
+    - 1F1B: one for this stage and each later one.
+    - Interleaved, counted in passes of one chunk: a group of micro-batches in each chunk but one, and two for each
+      later stage (Narayanan et al. 2021, section 2.2, as harness/parallel/pipeline/schedules runs it).
+    - GPipe: all of them.
+    - ZB-V: as many as there are stages, on every stage (Qi et al. 2024, section 6).
     """
     stages, times, chunks = strategy.pp_size, strategy.accumulation, strategy.chunks
     if strategy.schedule == GPIPE:
@@ -203,11 +204,11 @@ def in_flight(strategy: Strategy, index: int) -> float:
 
 
 def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> float:
-    """Return the bytes that a stage keeps for the backward at most.
+    """Return the most bytes of activations that a stage keeps for the backward.
 
-    Of each run of layers that is recomputed its input is kept, for every micro-batch in flight, and all of one run
-    while it is computed again. Under zero-bubble a stage also keeps what its weight gradients need that are put off:
-    `index` micro-batches'.
+    For a recomputed run of layers it keeps the input for every micro-batch in flight, and all activations of one run
+    while that is recomputed. Under zero-bubble it also keeps the operands of deferred weight gradients, of `index`
+    micro-batches.
     """
     flight = in_flight(strategy, index)
     parallel = strategy.tp_size if strategy.sequence_parallel else 1
@@ -221,9 +222,9 @@ def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, inde
 
 
 def kept_states(strategy: Strategy, stage: Stage) -> int:
-    """Return how many hidden states of a micro-batch the device keeps for recomputation.
+    """Return the number of hidden states of a micro-batch that the device keeps for recomputation.
 
-    Where the others wait in the host's memory, two are here: one that is used, and one that travels.
+    If they wait in the host's memory, there are two: one in use, and one that is being copied.
     """
     states = ceil(stage.depth / strategy.recompute_every)
     return min(states, 2) if strategy.host_activations else states
@@ -239,7 +240,7 @@ def host_activations(workload: Workload, strategy: Strategy, stage: Stage, index
 
 
 def _at_once(strategy: Strategy, stage: Stage) -> int:
-    """Return how many layers of a stage have all their activations while they are computed again."""
+    """Return the number of layers of a stage that have all their activations at once during recomputation."""
     return min(strategy.recompute_every, stage.depth) if strategy.recompute == "full" else 1
 
 
@@ -273,10 +274,11 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
 
 
 def _norm_bytes(workload: Workload, layer: LayerShape) -> float:
-    """Return what a norm keeps of each element: its input and its output, which the next product reads.
+    """Return the bytes that a norm keeps for each element: its input, and its output, which the next product needs.
 
-    Written out in single operations, as models of transformers do: the input in fp32 and the normalised value too. In
-    float32 the harness has norms of its own (harness/hf/fused.py), measured on a CPU alone and so not counted on a GPU.
+    Written in single operations, as in transformers' models, a norm also keeps the input in fp32 and the normalised
+    value. In float32 the harness has norms of its own (harness/hf/fused.py); they were measured only on a CPU, so they
+    are not counted on a GPU.
     """
     width = workload.element_bytes
     fused = workload.habits.fused_elementwise or layer.native_norms
@@ -287,8 +289,8 @@ def _norm_bytes(workload: Workload, layer: LayerShape) -> float:
 def _logits(workload: Workload, strategy: Strategy) -> float:
     """Return the bytes of logits and loss.
 
-    In place: the logits, over which their gradient is written, and what is exponentiated at a time, with its fp32 copy
-    where they are narrower. Else the logits, their logarithms of probabilities in fp32, and the gradients of both.
+    With a loss in place: the logits, which their gradient overwrites, and one chunk of exponentials, with its fp32 copy
+    if logits are narrower. Otherwise: the logits, their log-probabilities in fp32, and the gradients of both.
     """
     tokens = strategy.tokens(workload.sequence, strategy.loss_tile)
     elements = tokens * ceil(workload.shape.vocab / strategy.tp_size)
@@ -299,11 +301,11 @@ def _logits(workload: Workload, strategy: Strategy) -> float:
     return elements * (2 * width + 8 if width == 2 else 4 * width)
 
 
-# Bytes that come and go within a step, beside parameters, summed gradients and optimizer states.
+# Bytes that are allocated and freed within a step, besides parameters, summed gradients and optimizer states.
 #
-# A step is fullest at one of four moments: where a backward begins (all activations stand), where it reaches its last
-# layer (all other gradients stand), where gradients are reduced, and where the optimizer steps on a flat copy of them.
-# Each is counted from what DeepSpeed 0.19.8 allocates: runtime/engine.py (`allreduce_bucket`), zero/stage_1_and_2.py
+# The peak is at one of four moments: when a backward begins (all activations exist), when it reaches its last layer
+# (all other gradients exist), when gradients are reduced, and when the optimizer reads a flat copy of them. Each is
+# counted as DeepSpeed 0.19.8 allocates: runtime/engine.py (`allreduce_bucket`), zero/stage_1_and_2.py
 # (`copy_grads_in_partition`, `get_flat_partition`, `step`), zero/stage3.py (`_prepare_fp32_grad_for_sub_group`),
 # zero/partitioned_param_coordinator.py (`__params_to_release`).
 
@@ -316,14 +318,14 @@ SHARED_PIECE = 2**22  # bytes; twice that of each rank of a host is mapped (harn
 
 @dataclass(frozen=True, kw_only=True)
 class StageLoad:
-    """What a rank of a stage holds when a step begins to pass through it.
+    """The sizes from which the peak of a stage is computed.
 
     Attributes:
-        parameters: elements before ZeRO shares them out; own: those that it leaves to this rank.
+        parameters: number of parameters before ZeRO divides them; `own`: of those that this rank owns.
         gradients: bytes of their sums on the device.
         made: bytes of activations and logits.
-        layer: bytes of the first layer's activations; below: elements of its parameters and of those before it.
-        in_flight: micro-batches that are in flight at most.
+        layer: bytes of the first layer's activations; `below`: number of its parameters and of those before it.
+        in_flight: largest number of micro-batches in flight.
     """
 
     parameters: float
@@ -336,7 +338,7 @@ class StageLoad:
 
 
 def passing_bytes(workload: Workload, strategy: Strategy, stage: Stage, load: StageLoad) -> float:
-    """Return the bytes at the fullest moment, activations and logits among them."""
+    """Return the bytes at the peak besides parameters, sums and optimizer states; activations and logits included."""
     at_last_layer = _at_last_layer(workload, strategy, load)
     at_reduction = _at_reduction(workload, strategy, stage, load)
     at_backward = _at_backward(workload, strategy, stage, load)
@@ -344,7 +346,7 @@ def passing_bytes(workload: Workload, strategy: Strategy, stage: Stage, load: St
 
 
 def shared_bytes(workload: Workload, strategy: Strategy, held: float, state: float) -> float:
-    """Return the bytes of memory that ranks of one host share and that count as this rank's, where it reads them."""
+    """Return the bytes of memory shared with ranks of the same host; pages that a rank has read count as its own."""
     if not workload.on_cpu:
         return 0.0
     of_data = 2 * strategy.dp_size * min(SHARED_PIECE, held * workload.element_bytes) if strategy.dp_size > 1 else 0.0
@@ -352,11 +354,11 @@ def shared_bytes(workload: Workload, strategy: Strategy, held: float, state: flo
 
 
 def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, load: StageLoad) -> float:
-    """Return the bytes where a backward begins, which makes the gradient of the largest matrix beside what it needs.
+    """Return the bytes when a backward begins: all activations, and the gradient of the largest matrix.
 
-    The gradients of the first backward are not there yet, but where they have a flat tensor of their own: a stage that
-    has fewer micro-batches in flight than the step has begins the others with whole sums. ZeRO-2 copies its part of
-    each micro-batch's into one more flat tensor; on a CPU the system hands out the pages of that as they are filled.
+    In the first backward no gradients exist before, unless they have a flat tensor of their own. A stage with fewer
+    micro-batches in flight than a step has begins later backward passes with whole sums. ZeRO-2 copies its part of each
+    micro-batch's gradients into one more flat tensor; on a CPU its pages are allocated as they are filled.
     """
     width, zero = workload.element_bytes, strategy.zero_stage
     again = strategy.accumulation > load.in_flight
@@ -379,13 +381,13 @@ def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, load: Sta
 
 
 def _at_last_layer(workload: Workload, strategy: Strategy, load: StageLoad) -> float:
-    """Return the bytes where a backward reaches the first layer: its activations, kept or computed again.
+    """Return the bytes when a backward reaches the first layer: its activations, and all other gradients.
 
-    In the step's first backward the gradients of that layer, and of what lies before it, are not there yet.
+    In the step's first backward the gradients of that layer, and of the embedding before it, do not exist yet.
     """
     again = strategy.accumulation > load.in_flight or strategy.whole_gradients or workload.habits.sums_in_place
     if strategy.zero_stage >= 2:
-        return 0.0  # gradients go to their part as they are made, so that the begin of the backward is fuller
+        return 0.0  # each gradient is reduced to this rank's part at once, so the beginning of the backward needs more
     return load.layer - (0.0 if again else load.below * workload.element_bytes)
 
 
@@ -413,11 +415,11 @@ def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, load: St
 
 
 def _at_update(workload: Workload, strategy: Strategy, load: StageLoad) -> float:
-    """Return the bytes of the flat copy of a rank's gradients that the optimizer steps on, in fp32.
+    """Return the bytes of the flat fp32 copy of a rank's gradients that the optimizer reads.
 
-    ZeRO-1 and ZeRO-2 make it of the parts that they have put aside, and at stage 1 other ranks' parts are gone by then;
-    ZeRO-2 with sums in fp32 of 16-bit gradients has it already. ZeRO-3 makes it for a sub-group at a time. In fp16 the
-    flat copy is there twice for a moment, as it was and in fp32.
+    ZeRO-1 and ZeRO-2 make it from the parts that they have kept; at stage 1 other ranks' parts are freed by then.
+    ZeRO-2 with fp32 sums of 16-bit gradients has it already. ZeRO-3 makes it for one sub-group at a time. In fp16 it
+    exists twice for a moment, in fp16 and in fp32.
     """
     width, zero = workload.element_bytes, strategy.zero_stage
     if workload.habits.sums_in_place or strategy.offload != "none" or zero == 0 or strategy.whole_gradients:
@@ -440,10 +442,10 @@ def _sums_apart(workload: Workload) -> bool:
 def _buckets(workload: Workload, strategy: Strategy, load: StageLoad) -> float:
     """Return the bytes of ZeRO's buckets: one fills while the other is reduced.
 
-    DeepSpeed allocates each whole, however few the parameters are: a second one where gradients travel while layers
-    compute, and under a pipeline (zero/stage_1_and_2.py, `setup_buckets`, `reduce_gradients`). ZeRO-3 has one, and
-    makes the second of what is in it. A CPU's take memory as they are filled. There ZeRO-3 has none, but gradients
-    stand until as many are there, and beside them their means.
+    DeepSpeed allocates each at its full size, however few the parameters are. There is a second one if gradients are
+    reduced while layers compute, and in a pipeline (zero/stage_1_and_2.py, `setup_buckets`, `reduce_gradients`). ZeRO-3
+    has one, and copies its content for the reduction. On a CPU buckets take memory only as they are filled; there
+    ZeRO-3 has none, but gradients accumulate up to the size of a bucket, and their means come on top.
     """
     ranks = strategy.dp_size
     if strategy.zero_stage == 0 or strategy.whole_gradients:
@@ -460,7 +462,7 @@ def _buckets(workload: Workload, strategy: Strategy, load: StageLoad) -> float:
 
 
 def _gathered(workload: Workload, strategy: Strategy, stage: Stage, load: StageLoad) -> float:
-    """Return the bytes of gathered parameters: what the forward has gathered, as far as it is needed again soon."""
+    """Return the bytes of ZeRO-3's gathered parameters at the end of a forward: those that the backward needs soon."""
     if strategy.dp_size == 1:
         return 0.0
     layer = max((_matrix(strategy, layer) for layer, _ in stage.layers), default=0.0)
@@ -468,14 +470,14 @@ def _gathered(workload: Workload, strategy: Strategy, stage: Stage, load: StageL
 
 
 def largest_matrix(workload: Workload, strategy: Strategy, stage: Stage) -> float:
-    """Return the elements of a rank's largest parameter, whose gradient is made at once."""
+    """Return the number of elements of a rank's largest parameter, whose gradient is allocated at once."""
     shape = workload.shape
     table = shape.vocab * shape.hidden / strategy.tp_size if stage.is_first or stage.is_last else 0.0
     return max([table, *[_matrix(strategy, layer) for layer, _ in stage.layers]])
 
 
 def _matrix(strategy: Strategy, layer: LayerShape) -> float:
-    """Return the elements of the largest matrix of a layer; those of all experts lie in one tensor."""
+    """Return the number of elements of a layer's largest matrix; fused experts are one tensor."""
     dense = layer.hidden * max(layer.query, layer.output, layer.dense_ffn) / strategy.tp_size
     experts = layer.experts * layer.into_ffn * layer.hidden * layer.expert_ffn / max(strategy.ep_size, strategy.tp_size)
     return max(dense, experts)

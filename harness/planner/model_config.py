@@ -1,8 +1,8 @@
-"""Reads the shape of a decoder from its config.json alone.
+"""Read the shape of a decoder from its config.json alone.
 
-Nothing is built and no model family is named: the usual names of each size are tried in turn. What a config.json leaves
-to its family stands in `families.json`: how the family's layers are made, as counted on models that transformers built,
-and the defaults of its sizes (`scripts/write_families.py` writes the file).
+No model is built and no family is named: the usual names of each size are tried in turn. `families.json` has what a
+config.json leaves to its family: how its layers are made, as counted on models that transformers built, and defaults of
+its sizes (`scripts/write_families.py` writes the file).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIZE_NAMES = {
     "window": ("sliding_window",),
 }
 NONE_BELOW_0 = ("window", "positions")  # where some configs write -1 for no limit
-MAIN = ("layers", "hidden", "heads", "ffn", "vocab")  # which a config.json states, if by a name that is not read here
+MAIN = ("layers", "hidden", "heads", "ffn", "vocab")  # every config.json has these, though perhaps by other names
 NEEDED = ("layers", "hidden", "heads", "vocab")
 SWITCHES = ("experts", "kv_rank")  # a layer is made otherwise where there are any
 MOST, MOST_LAYERS = 2**40, 10_000
@@ -53,7 +53,7 @@ DEFAULTS = (
     *("multi_query", "new_decoder_architecture", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq"),
     *("use_sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
 )
-"""Switches that decide how layers are made, whose values a family's config class sets where a config.json does not."""
+"""Settings that decide how layers are made; if a config.json lacks one, the family's config class has its default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +61,16 @@ class Traits:
     """How the layers of a family are made, beyond their sizes.
 
     Attributes:
-        gated: two matrices lead into the feed-forward part.
-        query_bias, output_bias, ffn_bias: biases of the projections into attention, out of it, and of the feed-forward
-            part.
-        norms: norms over the hidden state in a layer; `norm_bias`: each has a bias too.
-        head_norms: norms over one head's entries; `wide_norms`: over all heads of queries and of keys.
+        gated: the feed-forward network has two input matrices (gate and up) instead of one.
+        query_bias, output_bias, ffn_bias: the projections into attention, out of it, and of the feed-forward network
+            have biases.
+        norms: number of norms over the hidden state in a layer; `norm_bias`: each has a bias.
+        head_norms: number of norms over one head's entries; `wide_norms`: over all heads of queries and of keys.
         plain_norms: norms over the hidden state are written in single operations that the harness does not fuse.
-        positions: rows that the learned table of positions has beyond the longest sequence; None without a table.
-        outer_norms: norms over the hidden state around the layers.
+        positions: rows of the learned table of positions beyond the longest sequence; None without a table.
+        outer_norms: number of norms over the hidden state outside the layers.
         head_bias: whether the head has a bias.
-        tied: whether the head is the embedding table, where the config does not say.
+        tied: whether the head is the embedding table, by default.
     """
 
     gated: bool = True
@@ -89,7 +89,7 @@ class Traits:
 
 
 def _traits(config: Mapping[str, object]) -> Traits:
-    """Return the traits of a family, with what a config.json says otherwise."""
+    """Return the traits of a config's family, changed by the config's own settings."""
     traits = Traits(**_family(config).get("traits", {}))
     stated = {key: value for key, value in config.items() if isinstance(value, bool)}
     changes: dict[str, bool] = {}
@@ -111,12 +111,12 @@ def _family(config: Mapping[str, object]) -> JsonObject:
 
 
 def read_decoder(source: str) -> DecoderShape:
-    """Return the shape of a preset, a directory with config.json, or a model type. UserError where it has none."""
+    """Return the shape of a preset, a directory with config.json, or a model type. Raises UserError if it has none."""
     return text_decoder(read_model_config(source), source)
 
 
 def text_decoder(config: Mapping[str, object], source: str) -> DecoderShape:
-    """Return the shape of the decoder of a model, which may have other parts; `source` is what the user calls it."""
+    """Return the shape of the text decoder of a model, which may be multimodal; `source` is its name in messages."""
     text = config.get("text_config")
     inner = text if isinstance(text, Mapping) else {}
     tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
@@ -125,13 +125,17 @@ def text_decoder(config: Mapping[str, object], source: str) -> DecoderShape:
 
 
 class NoSize(UserError):
-    """A config.json that does not say how large its decoder is by any name that is read here."""
+    """The config.json has no known name for a size of its decoder."""
 
 
 def decoder_of(config: Mapping[str, object], source: str, counts: ParameterCounts | None = None) -> DecoderShape:
-    """Return the shape of a config.json; `source` is what the user calls it. UserError for sizes that are none.
+    """Return the shape of a config.json.
 
-    `counts`: of the model that transformers builds of it. It may then have no attention heads.
+    Args:
+        source: the model's name in messages.
+        counts: whether the parameters were counted on a model that transformers has built; it may then lack heads.
+
+    Raises UserError for values that are no sizes, and NoSize if a size is missing.
     """
     family = _family(config)
     defaults = {**family.get("sizes", {})}
@@ -142,7 +146,7 @@ def decoder_of(config: Mapping[str, object], source: str, counts: ParameterCount
         defaults["window"] = 0  # null says that there is none
     config = {**family.get("defaults", {}), **config}
     sizes = {name: _size(config, name, defaults.get(name, 0), source) for name in SIZE_NAMES}
-    for name in SWITCHES:  # of a family that has none, another program's key: nothing reads it
+    for name in SWITCHES:  # a family without experts ignores such a key, which another program may have written
         is_guess = is_guess or bool(family and sizes[name] and name not in family["sizes"])
     for name in NEEDED:
         if sizes[name] < 1 and (counts is None or name != "heads"):
@@ -175,9 +179,9 @@ def decoder_of(config: Mapping[str, object], source: str, counts: ParameterCount
 
 
 def _is_guess(config: Mapping[str, object]) -> bool:
-    """Whether nobody has held the sizes that are read here against a model of this family and this config.
+    """Whether the sizes read here were never compared with a model of this family and with these keys.
 
-    A config.json that lacks a main size of its family states it by another name.
+    A config.json that lacks a main size of its family must have it under another name.
     """
     family = _family(config)
     unread = family.get("unread")
@@ -190,7 +194,7 @@ def _is_guess(config: Mapping[str, object]) -> bool:
 
 
 def _is_dense(config: Mapping[str, object], sizes: Mapping[str, int], index: int) -> bool:
-    """Whether a layer has the dense feed-forward part, by any of the ways in which configs deal out experts."""
+    """Whether a layer has a dense feed-forward network, by any of the ways in which configs say which have experts."""
     if not sizes["experts"] or index < sizes["dense_layers"]:
         return True
     for key, dense in (("mlp_layer_types", "dense"), ("moe_layer_freq", 0)):
@@ -211,7 +215,7 @@ def _is_dense(config: Mapping[str, object], sizes: Mapping[str, int], index: int
 
 
 def _has_window(config: Mapping[str, object], sizes: Mapping[str, int], index: int) -> bool:
-    """Whether a layer attends to a window alone, where the config names one."""
+    """Whether a layer attends only to a window, if the config has one."""
     if config.get("use_sliding_window") is False:
         return False
     kinds = config.get("layer_types")
@@ -228,7 +232,7 @@ def _has_window(config: Mapping[str, object], sizes: Mapping[str, int], index: i
 
 
 def _layer(sizes: Mapping[str, int], traits: Traits, *, is_dense: bool, has_window: bool) -> LayerShape:
-    """Return a layer with the dense feed-forward part, or with the experts."""
+    """Return a layer, with a dense feed-forward network or with experts."""
     hidden, heads = sizes["hidden"], sizes["heads"]
     kv_heads = sizes["kv_heads"] or heads
     head_dim = (sizes["head_dim"] or hidden // heads) if heads else 0
@@ -264,7 +268,7 @@ def _layer(sizes: Mapping[str, int], traits: Traits, *, is_dense: bool, has_wind
 
 
 def _vectors(shape: LayerShape, traits: Traits, head_dim: int) -> int:
-    """Return the elements of a layer's norms and biases."""
+    """Return the number of elements of a layer's norms and biases."""
     norms = traits.norms * shape.hidden * (2 if traits.norm_bias else 1) + traits.head_norms * head_dim
     norms += shape.q_rank + shape.kv_rank + (shape.query + shape.key if traits.wide_norms else 0)
     biases = (shape.query + shape.key + shape.value if traits.query_bias else 0) + (
@@ -276,10 +280,10 @@ def _vectors(shape: LayerShape, traits: Traits, head_dim: int) -> int:
 
 
 def _size(config: Mapping[str, object], size: str, default: int, source: str) -> int:
-    """Return the first number under the names of a size; the default where there is none.
+    """Return the first number under the names of a size, or the default if there is none.
 
-    Of a list with a number for each layer it is the largest. UserError for what is no size: guessing the default in its
-    place would plan another model.
+    From a list with a number for each layer it takes the largest. Raises UserError for a value that is no size: the
+    default in its place would plan another model.
     """
     most, is_none = MOST_LAYERS if size == "layers" else MOST, False
     for name in SIZE_NAMES[size]:
@@ -302,11 +306,10 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# A decoder's shape, held to the parameters that were counted on the model itself.
+# A decoder's shape, corrected by the parameters counted on the model itself.
 #
-# The planner reads sizes from config.json by their usual names. Where nobody has held what it reads of a family, or
-# of a key, against a model, transformers is asked to build one, in a process of its own: the planner itself needs
-# no torch.
+# The planner reads sizes from config.json by their usual names. For a family or a key for which that was never compared
+# with a model, transformers builds the model, in a process of its own, because the planner itself runs without torch.
 
 
 MODULE = "harness.hf.counts"
@@ -314,9 +317,10 @@ LIMIT_S = 120.0
 
 
 def counted_decoder(config: Mapping[str, object], source: str) -> tuple[Mapping[str, object], DecoderShape, str]:
-    """Return a model's config, with its family's defaults where they were asked for, its shape, and what is doubtful.
+    """Return a model's config (with its family's defaults, if transformers was asked), its shape, and a doubt.
 
-    Doubtful is why its number of parameters is a guess, else nothing. UserError for a config without sizes.
+    The doubt is the reason why its number of parameters is a guess; empty if it is none. Raises UserError for a config
+    without sizes.
     """
     family = str(config.get("model_type"))
     shape, lack = None, ""
@@ -336,9 +340,9 @@ def counted_decoder(config: Mapping[str, object], source: str) -> tuple[Mapping[
 
 
 def _asked(config: Mapping[str, object]) -> tuple[Mapping[str, object], ParameterCounts]:
-    """Return a config with its family's defaults, and the counts of the model that transformers builds of it.
+    """Return a config with its family's defaults, and the parameter counts of the model that transformers builds.
 
-    UserError where it cannot.
+    Raises UserError if transformers cannot build it.
     """
     try:
         said = subprocess.run(
@@ -356,9 +360,9 @@ def _asked(config: Mapping[str, object]) -> tuple[Mapping[str, object], Paramete
 
 
 def with_counts(shape: DecoderShape, counts: ParameterCounts) -> DecoderShape:
-    """Return the shape with as many parameters in each layer, and around them, as the model has.
+    """Return the shape with the counted number of parameters in each layer and outside of them.
 
-    Sizes that its config names stay; what they do not explain is counted as other matrices of the layer.
+    Sizes from the config stay; parameters that they do not explain are counted as other matrices of the layer.
     """
     kinds: dict[tuple[LayerCounts, LayerShape], LayerShape] = {}
     layers = []
@@ -372,7 +376,7 @@ def with_counts(shape: DecoderShape, counts: ParameterCounts) -> DecoderShape:
 
 
 def _like(shape: DecoderShape, index: int, has_experts: bool) -> LayerShape:
-    """Return what was read of a layer, or of the first that has experts, or none, as it does."""
+    """Return the shape read for a layer, or that of the first layer that agrees with it on having experts."""
     same = shape.layers[min(index, len(shape.layers) - 1)]
     if bool(same.experts) == has_experts:
         return same
@@ -381,13 +385,13 @@ def _like(shape: DecoderShape, index: int, has_experts: bool) -> LayerShape:
 
 
 def _counted_layer(own: LayerCounts, layer: LayerShape) -> LayerShape:
-    """Return a layer with the parameters of `own`; `layer` is what its config says of it."""
+    """Return `layer`, as read from the config, with the counted parameters of `own`."""
     if not own.experts:
         layer = replace(layer, experts=0, top_k=0, expert_ffn=0, shared_ffn=0)
     elif layer.experts:
         layer = replace(layer, expert_ffn=own.experts // (layer.experts * (layer.into_ffn + 1) * layer.hidden))
     more = own.matrices + own.experts - layer.matrix_parameters
-    if more < 0:  # it has less than its config's sizes say
+    if more < 0:  # the model has fewer parameters than the sizes of its config explain
         each = (layer.into_ffn + 1) * layer.hidden
         layer = replace(layer, ffn=max(0, layer.ffn + more // each))
         more = own.matrices + own.experts - layer.matrix_parameters

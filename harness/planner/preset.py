@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON of a layout: a preset that passes `ds-harness check` and trains."""
+"""Write the DeepSpeed JSON of a layout: a preset that passes `ds-harness check` and trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.planner.workload import Strategy
 
 
 def preset(strategy: Strategy, precision: str) -> JsonObject:
-    """Return the config of a layout; what it leaves to the arguments of a run is "auto"."""
+    """Return the config of a layout; values that a run's arguments decide are "auto"."""
     zero: JsonObject = {"stage": strategy.zero_stage}
     if strategy.zero_stage:
         zero |= {"contiguous_gradients": True, "reduce_bucket_size": int(strategy.bucket)}
@@ -65,7 +65,7 @@ def preset(strategy: Strategy, precision: str) -> JsonObject:
 
 
 def _for_length(strategy: Strategy) -> JsonObject:
-    """Return the sections by which a layout holds less for each token."""
+    """Return the config's sections that reduce memory per token."""
     found: JsonObject = {}
     if strategy.cp_size > 1:
         found["context_parallel"] = {"size": strategy.cp_size}
@@ -82,7 +82,7 @@ def _for_length(strategy: Strategy) -> JsonObject:
 
 
 def write_preset(path: Path, strategy: Strategy, precision: str, model: str) -> None:
-    """Write the preset of a layout. UserError where a check refuses it, or where it cannot be written."""
+    """Write the preset of a layout. Raises UserError if a check refuses it, or if it cannot be written."""
     text = json.dumps(preset(strategy, precision), indent=2) + "\n"
     found = check(from_text(text, str(path)), world_size=strategy.world_size, model=model)
     if refused := refusals(found):

@@ -1,4 +1,4 @@
-"""Every layout of a task, ranked by predicted speed; why the others fall out; and what more devices would bring."""
+"""Rank all layouts of a task by predicted speed, with the reasons against the others and the gain from more devices."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from harness.planner.workload import DEEPSPEED, Habits, Offload, Recompute, Stra
 from harness.topology.layout import divisors
 from harness.wording import counted
 
-LARGEST = 10**7  # of any size
-SAMPLES_PER_RANK = 8  # where no batch is given: HF's default micro-batch
+LARGEST = 10**7  # limit for any size that a user gives
+SAMPLES_PER_RANK = 8  # if no batch is given: HF's default micro-batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is to be laid out: `global_batch` samples a step on `world_size` ranks.
+    """A training to be planned: `global_batch` samples a step on `world_size` ranks.
 
     Attributes:
         no_tensor: why the model cannot be cut for tensor parallelism; None if it can, or if that is not known.
-        spreads_experts: whether ranks can hold some experts whole instead of all of them, or a part of each.
+        spreads_experts: whether ranks can hold some experts whole, instead of all experts or a part of each.
     """
 
     hardware: Hardware
@@ -51,10 +51,10 @@ def task_of(
     shape: DecoderShape | None = None,
     habits: Habits = DEEPSPEED,
 ) -> Task:
-    """Return the task for the model of a config.json, which the user calls `source`.
+    """Return the task for the model of a config.json; `source` is its name in messages.
 
-    By default the shape is read from the config, a rank has 8 samples, and the precision is bf16 where that is faster
-    than fp32.
+    By default the shape is read from the config, a rank has 8 samples, and the precision is bf16 if the device computes
+    that faster than fp32.
     """
     chosen = precision or _usual_precision(hardware)
     workload = Workload(
@@ -86,7 +86,7 @@ NO_HOST_MEMORY = "needs more memory than the host has for each device"
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The layouts that fit, best first; those that only lack memory; and how many fall out for which reason."""
+    """The layouts that fit, best first; those that only lack memory; and reasons against others, with their numbers."""
 
     fitting: list[Estimate]
     too_large: list[Estimate]
@@ -94,12 +94,12 @@ class Found:
 
     @property
     def tried(self) -> int:
-        """All layouts that were looked at."""
+        """Number of layouts that were tried."""
         return len(self.fitting) + sum(self.reasons.values())
 
 
 def search(task: Task) -> Found:
-    """Return all layouts of a task. UserError where the device lacks the precision."""
+    """Return all layouts of a task. Raises UserError if the device lacks the precision."""
     require_precision(task.hardware, task.workload.precision)
     fitting: list[Estimate] = []
     too_large: list[Estimate] = []
@@ -216,7 +216,7 @@ def _orders(task: Task, one: Strategy) -> Iterator[Strategy]:
     if one.pp_size == 1:
         return
     layers, chunks = len(task.workload.shape.layers), [2]
-    if task.workload.habits.equal_stages:  # embedding and head may count as a layer each, and be all of a chunk
+    if task.workload.habits.equal_stages:  # embedding and head may count as a layer each, and fill a chunk alone
         each = {-(-whole // one.pp_size) for whole in (layers, layers + 2)}
         layers += 2
         chunks = sorted({count for stage in each for count in divisors(stage) if 1 < count <= layers // one.pp_size})
@@ -254,7 +254,7 @@ def _zero(task: Task, base: Strategy) -> list[tuple[int, Offload]]:
 
 
 def require_fit(task: Task, found: Found) -> None:
-    """Raise UserError where no layout fits."""
+    """Raise UserError if no layout fits."""
     if found.fitting:
         return
     least = min(found.too_large, key=_excess, default=None)
@@ -274,7 +274,7 @@ def require_fit(task: Task, found: Found) -> None:
 
 
 def _shares(one: Estimate) -> tuple[float, float]:
-    """Return what a layout needs of a device's memory and of its host's, as shares of what is there."""
+    """Return the memory that a layout needs on a device and on its host, as shares of what they have."""
     return one.peak_bytes / one.hardware.planned_bytes, one.host_bytes / one.hardware.host_memory_bytes
 
 
@@ -303,7 +303,7 @@ def longest(one: Estimate, room: float | None = None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MoreDevices:
-    """The best layout of the next larger number of devices that gains from them."""
+    """The best layout for the next larger number of devices that makes it faster."""
 
     devices: int
     tokens_per_second: float
@@ -311,16 +311,16 @@ class MoreDevices:
 
 @dataclass(frozen=True, kw_only=True)
 class MoreMemory:
-    """The least memory on each device with which a faster layout fits."""
+    """The least memory per device with which a faster layout fits."""
 
     gib: float
     tokens_per_second: float
 
 
 def more_devices(task: Task, best: Estimate) -> MoreDevices | None:
-    """Return what the next usable number of devices brings: one or two more, a node more, or twice as many.
+    """Return the gain from the next usable number of devices: one or two more, one node more, or twice as many.
 
-    None where none of them is faster: the global batch does not divide.
+    None if none of them is faster, for instance because the global batch does not divide.
     """
     now, size = task.world_size, task.hardware.node_size
     few = {now + 1, now + 2, (now // size + 1) * size} if now < 8 * size else set()
@@ -332,7 +332,7 @@ def more_devices(task: Task, best: Estimate) -> MoreDevices | None:
 
 
 def more_memory(found: Found) -> MoreMemory | None:
-    """Return the least memory that lets a faster layout fit; None where memory holds nothing back."""
+    """Return the least memory with which a faster layout fits; None if more memory makes nothing faster."""
     best = found.fitting[0]
     faster = [one for one in found.too_large if one.tokens_per_second > best.tokens_per_second]
     nearest = min(faster, key=lambda one: one.peak_bytes, default=None)

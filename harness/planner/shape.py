@@ -12,16 +12,16 @@ class LayerShape:
 
     Attributes:
         hidden: width of the hidden state.
-        heads: of queries, 0 without attention.
-        query, key, value: widths of the projections, heads x size of a head.
-        low_rank: widths of compressed queries and keys/values, 0 without; `rope` of the shared rotary key.
-        ffn: width of the dense feed-forward part, 0 without; `gated`: two matrices lead into it instead of one.
-        experts, top_k, expert_ffn, shared_ffn: of a mixture of experts; 0 without.
-        window: tokens that a token attends to at most; 0 is all before it.
-        more: elements of matrices that the widths above do not explain; below 0 where they explain too many.
-        vectors: elements of norms and biases.
-        norms: norms over the hidden state; `plain_norms`: in single operations that the harness does not fuse;
-            `native_norms`: each is one kernel of torch's (LayerNorm).
+        heads: number of query heads, 0 without attention.
+        query, key, value: widths of the projections: heads x head size.
+        low_rank: widths of compressed queries and keys/values, 0 without; `rope`: width of the shared rotary key.
+        ffn: width of the dense feed-forward network, 0 without; `gated`: it has two input matrices instead of one.
+        experts, top_k, expert_ffn, shared_ffn: sizes of a mixture of experts, 0 without.
+        window: most tokens that a token attends to; 0 means all before it.
+        more: number of elements of matrices that the widths above do not explain; negative if they explain too many.
+        vectors: number of elements of norms and biases.
+        norms: number of norms over the hidden state; `plain_norms`: they are written in single operations that the
+            harness does not fuse; `native_norms`: each is one kernel of torch (LayerNorm).
     """
 
     hidden: int
@@ -49,7 +49,7 @@ class LayerShape:
 
     @cached_property
     def attention_matrices(self) -> tuple[tuple[int, int], ...]:
-        """Inputs and outputs of the projections that lead into attention; the one out of it is `output` x hidden."""
+        """(inputs, outputs) of the projections into attention; the one out of it is `output` x hidden."""
         if not self.kv_rank:
             return ((self.hidden, self.query + self.key + self.value),)
         queries = (
@@ -60,53 +60,52 @@ class LayerShape:
 
     @property
     def into_ffn(self) -> int:
-        """Matrices that lead into the feed-forward part."""
+        """Number of input matrices of the feed-forward network."""
         return 2 if self.gated else 1
 
     @cached_property
     def attention_parameters(self) -> int:
-        """Of the projections."""
+        """Number of parameters of the projections."""
         return sum(rows * columns for rows, columns in self.attention_matrices) + self.output * self.hidden
 
     @property
     def dense_ffn(self) -> int:
-        """Width that every token passes: the dense part and shared experts."""
+        """Width of the feed-forward network for every token: the dense one and shared experts."""
         return self.ffn + self.shared_ffn
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Of all routed experts."""
+        """Number of parameters of all routed experts."""
         return self.experts * (self.into_ffn + 1) * self.hidden * self.expert_ffn
 
     @cached_property
     def matrix_parameters(self) -> int:
-        """Of everything that multiplies matrices, all experts included."""
+        """Number of parameters of all matrices, all experts included."""
         dense = (self.into_ffn + 1) * self.hidden * self.dense_ffn
         return self.attention_parameters + dense + self.expert_parameters + self.hidden * self.experts + self.more
 
     @property
     def parameters(self) -> int:
-        """Of the whole layer."""
+        """Number of parameters of the whole layer."""
         return self.matrix_parameters + self.vectors
 
     @property
     def active_parameters(self) -> int:
-        """Of the matrices that one token meets."""
+        """Number of parameters of the matrices that one token is multiplied with."""
         unused = self.expert_parameters * (self.experts - self.top_k) // self.experts if self.experts else 0
         return self.matrix_parameters - unused
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, as results are kept by shape
 class DecoderShape:
-    """A decoder: its layers, and what stands before and behind them.
+    """A decoder: its layers, and the embedding and the head around them.
 
     Attributes:
         position_rows: rows of a learned table of positions, 0 without.
         tied: whether the head is the embedding table.
-        outer_vectors: elements of the norms and biases around the layers, and of all else there; below 0 where a table
+        outer_vectors: number of elements of norms, biases and everything else outside the layers; negative if a table
             is narrower than the hidden state.
-        guessed: whether the sizes were read from a config of a family, or with keys, that nobody has held against a
-            model.
+        guessed: whether the sizes come from a family, or from keys, that were never compared with a model.
     """
 
     layers: tuple[LayerShape, ...]
@@ -123,27 +122,27 @@ class DecoderShape:
 
     @property
     def prologue_parameters(self) -> int:
-        """Of the embedding tables."""
+        """Number of parameters of the embedding tables."""
         return (self.vocab + self.position_rows) * self.hidden
 
     @property
     def epilogue_parameters(self) -> int:
-        """Of the last norm and the head, a tied one's too."""
+        """Number of parameters of the last norm and the head, also if it is tied."""
         return self.vocab * self.hidden + self.outer_vectors
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, a tied table counted once."""
+        """Number of parameters of the whole model; a tied table counts once."""
         tied = self.vocab * self.hidden if self.tied else 0
         return (
             self.prologue_parameters + sum(layer.parameters for layer in self.layers) + self.epilogue_parameters - tied
         )
 
     def flops_per_token(self, sequence: int) -> float:
-        """Return the operations of forward and backward for one token, recomputation left out.
+        """Return the FLOPs of forward and backward for one token, without recomputation.
 
-        6 a parameter that multiplies (Kaplan et al. 2020, section 2.1), and 6 x context x (query + output) for
-        attention, where each token attends to half of the sequence on average (causal).
+        6 for each parameter of a matrix (Kaplan et al. 2020, section 2.1), and 6 x context x (query + output) for
+        attention, in which a token attends to half of the sequence on average (causal).
         """
         matrices = sum(layer.active_parameters for layer in self.layers)
         matrices += self.vocab * self.hidden
@@ -152,7 +151,7 @@ class DecoderShape:
 
 
 def context(layer: LayerShape, sequence: int) -> float:
-    """Return how many tokens a token attends to on average: half of those before it, or the window."""
+    """Return the number of tokens that a token attends to on average: half of the sequence, or the window."""
     if not 0 < layer.window < sequence:
         return sequence / 2
     return layer.window - layer.window**2 / (2 * sequence)

@@ -1,8 +1,8 @@
-"""Seconds of one optimizer step, by what they are spent on.
+"""Predict the seconds of one optimizer step, by purpose.
 
 One micro-batch runs through all stages, and every further one adds the time of the slowest stage (1F1B with a flush,
 Narayanan et al. 2021, section 2.2): with p equal stages and m micro-batches the bubble is (p - 1) / (m + p - 1) of the
-step. Traffic that overlaps with computation counts only where it is longer.
+step. Traffic that overlaps with computation counts only as far as it takes longer.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from harness.planner.traffic import all_reduce, data_group, expert_group, half_r
 from harness.planner.workload import Stage, Strategy, Workload, stages_of
 
 ADAM_BYTES = 28.0  # a parameter's master copy, two moments and gradient, read; the first three written
-# Collectives run on the device's own processors, up to 32 of 108 to 148 at a time, while layers compute: what they hide
-# of their time slows computation by this share.
+# Collectives run on the device's own processors, up to 32 of 108 to 148 at a time. So the time of a collective that is
+# hidden behind computation slows that computation by this share of it.
 CONTENTION = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """Where the time of a step goes; the parts add up to `total`.
+    """The seconds of a step by purpose, which add up to `total`.
 
-    `idle`: the share of the pipeline's time in which a stage waits for others, in the mean over the stages.
+    `idle` is the share of the pipeline's time in which a stage waits for others, mean over the stages.
     """
 
     compute: float
@@ -51,7 +51,7 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return self.compute + self.bubble + self.tensor + self.pipeline + self.data + self.optimizer
 
 
@@ -99,7 +99,7 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
 
 
 def _left_bubble(strategy: Strategy) -> float:
-    """Return the share of 1F1B's waits that the schedule leaves."""
+    """Return the fraction of 1F1B's waits that remains under the schedule."""
     return left_waits(strategy.pp_size, strategy.accumulation, strategy.schedule_name, strategy.chunks)
 
 
@@ -135,7 +135,7 @@ def _stage_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, s
 
 
 def _host_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, stage: Stage) -> float:
-    """Return the seconds in which hidden states travel to the host and back, as far as layers do not hide it."""
+    """Return the seconds of copying hidden states to the host and back, beyond those hidden behind layers."""
     moved = host_activations(workload, replace(strategy, pp_size=1), stage, 0)
     once = moved / hardware.host_bytes_per_second
     compute = sum(n * layer_seconds(hardware, workload, strategy, layer).forward for layer, n in stage.layers)
@@ -143,10 +143,10 @@ def _host_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, st
 
 
 def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> float:
-    """Return the seconds in which stages send and receive: the cut's traffic, 2 x the hidden state of a micro-batch.
+    """Return the seconds of sending between stages: 2 x the hidden state of a micro-batch at each boundary.
 
-    Each micro-batch is sent on once forward and once backward, for each part of the model that a stage has. Where that
-    overlaps with the passes of other micro-batches, only what fills and empties the pipeline waits for it.
+    Each micro-batch is sent once forward and once backward, for each model chunk of a stage. If that overlaps with the
+    passes of other micro-batches, only filling and draining the pipeline waits for it.
     """
     if strategy.pp_size == 1:
         return 0.0
@@ -163,10 +163,10 @@ def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> flo
 def _data(
     hardware: Hardware, workload: Workload, strategy: Strategy, held: float, experts: float, compute: float
 ) -> float:
-    """Return the seconds of data-parallel traffic that nothing hides.
+    """Return the seconds of data-parallel traffic that are not hidden behind computation.
 
-    ZeRO-0 and 1 reduce the gradients once a step; 2 reduces them after every micro-batch; 1 and 2 gather the parameters
-    after the update; 3 gathers them for every forward and every backward (Rajbhandari et al. 2020, section 7).
+    ZeRO-0 and 1 reduce gradients once a step, ZeRO-2 after every micro-batch. ZeRO-1 and 2 gather parameters after the
+    update; ZeRO-3 gathers them for every forward and every backward (Rajbhandari et al. 2020, section 7).
     """
     if data_group(hardware, strategy).size == 1:
         return 0.0
@@ -199,10 +199,10 @@ def _data(
 
 
 def _copied(hardware: Hardware, workload: Workload, strategy: Strategy, gradients: float) -> float:
-    """Return the seconds in which DeepSpeed copies gradients, each copy read and written.
+    """Return the seconds in which DeepSpeed copies gradients; each copy reads and writes.
 
-    Once a step into flat buckets, and back or to a rank's part, which only a host's memory is slow enough to show; from
-    ZeRO-2 on for every micro-batch, by way of one more bucket.
+    It copies them once a step into flat buckets, and back or to a rank's part, which matters only in a host's slow
+    memory. From ZeRO-2 on it does so for every micro-batch, through one more bucket.
     """
     if not hardware.is_host and (strategy.zero_stage < 2 or workload.habits.zero_stage is not None):
         return 0.0
@@ -227,13 +227,13 @@ def _all_reduces(hardware: Hardware, strategy: Strategy, held: float, experts: f
 
 
 def _reduced_bytes(workload: Workload, strategy: Strategy) -> float:
-    """Return the bytes of one gradient as it travels: the sums at stage 1, what a micro-batch makes above it."""
+    """Return the bytes of one gradient when it is sent: that of its sum up to stage 1, of a micro-batch's above."""
     is_wide = strategy.zero_stage <= 1 or workload.habits.reduces_wide
     return workload.gradient_bytes if is_wide else workload.element_bytes
 
 
 def _optimizer(hardware: Hardware, workload: Workload, strategy: Strategy, held: float, own: float) -> float:
-    """Return the seconds of the update: a matter of memory, on the device or on the host."""
+    """Return the seconds of the update, which is bound by memory, on the device or on the host."""
     part = own if strategy.zero_stage else held
     moved = part * (ADAM_BYTES + workload.element_bytes) + held * workload.gradient_bytes  # the norm reads them all
     if strategy.offload == "none":

@@ -1,10 +1,12 @@
-"""Seconds of collectives and messages.
+"""Predict the seconds of collectives and messages.
 
-A ring moves 2 (n - 1) / n of the bytes through each rank for an all-reduce, half of that for an all-gather or a
-reduce-scatter (Patarasuk and Yuan 2009; NCCL's bus bandwidth is defined by it), and takes n - 1 hops for each half. A
-group that spans nodes is one ring through all of them, and its members in a node share their adapters. Only an
-all-reduce has a tree instead, whose hops grow with the logarithm of the nodes, with a chain of ranks in each (NCCL,
-src/graph/tuning.cc): so sharding over thousands of ranks is slow. A host's ranks, which share memory, are a tree too.
+In a ring, an all-reduce moves 2 (n - 1) / n of the bytes through each rank, and an all-gather or a reduce-scatter half
+of that (Patarasuk and Yuan 2009; NCCL's bus bandwidth is defined by it). Each half takes n - 1 hops. A group that spans
+nodes is one ring through all of them, and its members in a node share the network adapters.
+
+Only an all-reduce can use a tree instead, whose hops grow with the logarithm of the nodes, with a chain of ranks in
+each (NCCL, src/graph/tuning.cc). So all-gathers over thousands of ranks are slow. Ranks that share a host's memory are
+counted as a tree too.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ class Group:
     """Ranks that communicate.
 
     Attributes:
-        bytes_per_second: through each of them.
-        ring_seconds: what a message takes once around, tree_seconds: up a tree of them, whatever its size.
-        start_seconds: what a collective takes once, beside its hops.
+        bytes_per_second: rate through each of them.
+        ring_seconds: latency once around the ring; `tree_seconds`: up the tree.
+        start_seconds: time to start a collective, besides its hops.
     """
 
     size: int
@@ -59,7 +61,7 @@ def tensor_group(hardware: Hardware, strategy: Strategy) -> Group:
 
 
 def data_ranks(strategy: Strategy) -> int:
-    """Return how many ranks hold copies of one part of the model."""
+    """Return the number of ranks that hold copies of one part of the model."""
     return strategy.dp_size
 
 
@@ -79,7 +81,7 @@ def expert_group(hardware: Hardware, strategy: Strategy) -> Group:
 
 
 def half_ring(group: Group, size_bytes: float) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of `size_bytes` in all."""
+    """Return the seconds of an all-gather or a reduce-scatter; `size_bytes` is the size of the whole tensor."""
     if group.size == 1:
         return 0.0
     moved = size_bytes * (group.size - 1) / group.size / group.bytes_per_second
@@ -87,7 +89,7 @@ def half_ring(group: Group, size_bytes: float) -> float:
 
 
 def all_reduce(group: Group, size_bytes: float) -> float:
-    """Return the seconds of an all-reduce: as much as both, around a ring or up and down a tree."""
+    """Return the seconds of an all-reduce of `size_bytes`: twice around a ring, or up and down a tree."""
     if group.size == 1:
         return 0.0
     moved = 2 * size_bytes * (group.size - 1) / group.size / group.bytes_per_second
@@ -117,7 +119,7 @@ def expert_exchange(
 def message(hardware: Hardware, stride: int, size_bytes: float) -> float:
     """Return the seconds of a message to the rank `stride` ranks away.
 
-    Where a stage fills whole nodes its neighbour is on another one.
+    If a stage fills whole nodes, its neighbour is on another node.
     """
     link = hardware.node if stride < hardware.node_size else hardware.network
     return size_bytes / link.bytes_per_second + link.hop_seconds

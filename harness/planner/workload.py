@@ -1,4 +1,4 @@
-"""What is trained, by which program, and how it is laid out: all that a prediction depends on besides the hardware."""
+"""Everything that a prediction depends on besides the hardware: the workload, the program's habits, and the layout."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from harness.config.values.model_chunks import ModelChunks
 from harness.parallel.pipeline.partition import LayerCost, stage_boundaries
 from harness.planner.shape import DecoderShape, LayerShape
 
-# What a training program does that no layout says: by one word, `ds-harness plan --like WORD`.
+# Habits of training programs that no layout tells, chosen by `ds-harness plan --like PROGRAM`.
 #
-# Each habit is the program's documented default, and none was chosen by how well it predicts. The default is DeepSpeed
-# with models of transformers, as this harness runs it.
+# Each habit is the program's documented default; none was chosen by how well it predicts. The default is DeepSpeed with
+# models of transformers, as this harness runs it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +108,12 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of what
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained.
+    """The model, its samples and its precision.
 
     Attributes:
-        precision: of the matrix products: fp32, bf16, fp16, fp8 or fp4.
-        gradient_bytes: of one summed gradient.
-        habits: of the program that trains.
+        precision: precision of the matrix products: fp32, bf16, fp16, fp8 or fp4.
+        gradient_bytes: bytes of one summed gradient.
+        habits: habits of the training program.
         on_cpu: whether ranks are processes of a host's processor: they exchange tensors through memory that they share.
     """
 
@@ -126,12 +126,12 @@ class Workload:
 
     @property
     def element_bytes(self) -> int:
-        """Of an activation or a parameter in use."""
+        """Bytes of one element of an activation or a parameter."""
         return ELEMENT_BYTES[self.precision]
 
     @property
     def fewer_passes(self) -> bool:
-        """Whether norms and rotations are counted as harness/hf/fused.py has them: where it was measured."""
+        """Whether norms and rotations are counted as fused by harness/hf/fused.py: only where that was measured."""
         return self.on_cpu and self.precision == "fp32"
 
 
@@ -193,32 +193,32 @@ class Strategy:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return self.pp_size * self.tp_size * self.dp_size
 
     @property
     def is_folded(self) -> bool:
-        """Whether each stage has a part of the first half of the model and one of the second (Qi et al. 2024)."""
+        """Whether each stage has a chunk of the first half of the model and one of the second (Qi et al. 2024)."""
         return self.pp_size > 1 and self.schedule == "zero-bubble-v"
 
     @property
     def chunks_per_stage(self) -> int:
-        """Model chunks on each stage."""
+        """Number of model chunks on each stage."""
         return 2 if self.is_folded else self.chunks
 
     @property
     def schedule_name(self) -> str:
-        """The schedule as `pipeline.schedule` names it."""
+        """The value of `pipeline.schedule`."""
         return self.schedule if self.chunks == 1 else INTERLEAVED
 
     @property
     def global_batch(self) -> int:
-        """Samples a step."""
+        """Number of samples in a step."""
         return self.micro_batch * self.accumulation * self.readers
 
     @property
     def readers(self) -> int:
-        """Data-parallel ranks that read different samples."""
+        """Number of data-parallel ranks that read different samples."""
         return self.dp_size // self.cp_size
 
     def tokens(self, sequence: int, tile: int = 0) -> int:
@@ -228,7 +228,7 @@ class Strategy:
 
 
 def layer_parameters(strategy: Strategy, layer: LayerShape) -> float:
-    """Return a rank's parameters of one decoder layer: matrices split, norms and most biases whole."""
+    """Return the number of a rank's parameters in one decoder layer: matrices split, norms and most biases whole."""
     router = layer.hidden * layer.experts
     dense = layer.matrix_parameters - layer.expert_parameters - router
     return dense / strategy.tp_size + layer_experts(strategy, layer) + router + layer.vectors
@@ -241,8 +241,7 @@ def layer_experts(strategy: Strategy, layer: LayerShape) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The layers of one stage, in all its chunks: kinds with their counts, and whether the first and the last pipeline
-    layer are here."""
+    """The layers of one stage in all its chunks: the number of each kind, and whether it has the first or last one."""
 
     layers: tuple[tuple[LayerShape, int], ...]
     is_first: bool
@@ -250,7 +249,7 @@ class Stage:
 
     @property
     def depth(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return sum(count for _, count in self.layers)
 
 
@@ -265,11 +264,10 @@ def stages_of(
     folded: bool = False,
     given: tuple[int, ...] | None = None,
 ) -> tuple[Stage, ...]:
-    """Return the stages that `pipeline.partition` makes of a decoder, of `each` chunks. UserError where there are too
-    few layers.
+    """Return the stages, of `each` chunks, into which `pipeline.partition` cuts a decoder.
 
-    `measured` is planned as `balanced`: what a run will measure is what these costs predict. `given` are the boundaries
-    of a run that has chosen its own.
+    The method `measured` is planned as `balanced`, whose costs predict what a run will measure. `given` are the
+    boundaries of a run that has already chosen them. Raises UserError if there are too few layers.
     """
     chunks = ModelChunks(count, each, folded)
     boundaries = [0, len(shape.layers) + 2]
@@ -287,7 +285,7 @@ def stages_of(
 
 
 def _stage(shape: DecoderShape, boundaries: list[int], own: list[int]) -> Stage:
-    """Return the stage of the chunks `own`; pipeline layer 0 is the prologue, the last one the epilogue."""
+    """Return the stage with the chunks `own`; pipeline layer 0 is the prologue, the last one the epilogue."""
     inside: list[LayerShape] = []
     for chunk in own:
         start, stop = boundaries[chunk], boundaries[chunk + 1]
@@ -300,7 +298,7 @@ def _stage(shape: DecoderShape, boundaries: list[int], own: list[int]) -> Stage:
 
 
 def _costs(shape: DecoderShape, sequence: int, checkpointed: bool) -> list[LayerCost]:
-    """Return what the pipeline layers cost, counted as a run counts them."""
+    """Return the costs of the pipeline layers, counted as a run counts them."""
     tables = 2 if shape.position_rows else 1
     return [
         LayerCost(lookup_width=tables * shape.hidden),

@@ -1,7 +1,7 @@
-"""The devices that the planner knows: one JSON for each in this folder, and how they are read.
+"""The devices that the planner knows (one JSON each in this folder), and how their files are read.
 
-Every constant stands in its file with its source: a datasheet, a benchmark of that one thing, or the word that it is
-assumed. A user adds a device by writing such a file and naming its path.
+Every constant has its source beside it in the file: a datasheet, a benchmark of that one thing, or "assumed". A user
+adds a device by writing such a file and giving its path.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from harness.errors import UserError
 
 FOLDER = Path(__file__).parent
 GIB = 2**30
-# Share of a device's memory that a recommended layout leaves free. Peaks of published runs are under-predicted by more
-# than 3% in one of six, and an allocator that has no block of the right size needs room of its own.
+# Share of a device's memory that a recommended layout leaves free. For one published run in six the predicted peak is
+# more than 3% too low, and fragmentation takes memory too.
 HEADROOM = 0.08
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A way between devices: bytes a second that a device sends, as collectives reach it, and seconds a hop.
+    """A connection between devices.
 
-    exchange_bytes_per_second: as an all-to-all reaches it; 0: as the others do.
+    Attributes:
+        bytes_per_second: rate at which a device sends in collectives.
+        hop_seconds: latency from one device to the next.
+        exchange_bytes_per_second: rate in an all-to-all; 0 means the same rate.
     """
 
     bytes_per_second: float
@@ -40,20 +43,20 @@ class Hardware:
     """One device, its host and its links.
 
     Attributes:
-        context_bytes: memory that the driver's context and the communicators take beside what is allocated.
-        flops: peak operations a second by precision.
-        matmul_efficiency: the share of that peak which the largest matrix products reach.
-        compute_units: processors that share out the tiles of a matrix product.
-        attention_efficiency: the share of the peak that the best fused attention kernel reaches, forward;
-            torch_attention_efficiency: that torch's own kernels reach.
-        kernel_seconds: what starting and ending one kernel costs on the device.
-        dispatch_seconds: what a host needs to issue one operation.
-        node_size: devices that `node` joins; `network` joins the nodes.
-        host_bytes_per_second: between a device and its host's memory.
-        host_memory_bytes: of the host, for each device.
-        host_memory_bytes_per_second: of the host's memory, for each device.
-        crowding: ranks for each core of a host whose processor is the device; its constants are those of all at work.
-        crowded: the link between `crowded_ranks` ranks of a host that has fewer cores, if it was measured.
+        context_bytes: memory of the driver's context and the communicators, which torch does not allocate.
+        flops: peak FLOP/s by precision.
+        matmul_efficiency: share of that peak in the largest matrix products.
+        compute_units: processors that share the tiles of a matrix product.
+        attention_efficiency: share of the peak in the forward of the best fused attention kernel.
+        torch_attention_efficiency: the same for torch's own kernels.
+        kernel_seconds: time to start and end one kernel on the device.
+        dispatch_seconds: time in which the host issues one operation.
+        node_size: number of devices that the link `node` connects; the link `network` connects nodes.
+        host_bytes_per_second: rate between a device and its host's memory.
+        host_memory_bytes: the host's memory for each device.
+        host_memory_bytes_per_second: rate of the host's memory for each device.
+        crowding: ranks per core, if the device is the host's processor; constants were measured with all cores busy.
+        crowded: the link between `crowded_ranks` ranks of a host with fewer cores, if it was measured.
     """
 
     name: str
@@ -79,22 +82,22 @@ class Hardware:
 
     @property
     def is_host(self) -> bool:
-        """Whether the device is the host's own processor: its memory is the host's, and its cores do all traffic."""
+        """Whether the device is the host's processor: then it uses the host's memory, and its cores do all traffic."""
         return self.compute_units == 1
 
     @property
     def limit_bytes(self) -> float:
-        """What a rank may allocate."""
+        """Bytes that a rank can allocate."""
         return self.memory_bytes - self.context_bytes
 
     @property
     def planned_bytes(self) -> float:
-        """What a recommended layout may need of it."""
+        """Bytes that a recommended layout may need."""
         return (1 - HEADROOM) * self.limit_bytes
 
     @property
     def in_tf32(self) -> Hardware:
-        """The device where products in float32 run in TF32, as `torch.backends.cuda.matmul.allow_tf32` has them."""
+        """Return the device with float32 products in TF32, as with `torch.backends.cuda.matmul.allow_tf32`."""
         if "tf32" not in self.flops:
             return self
         of_tf32 = {"fp32": self.flops["tf32"]}, {"fp32": self.matmul_efficiency["tf32"]}
@@ -102,7 +105,7 @@ class Hardware:
         return replace(self, flops=flops, matmul_efficiency=efficiency)
 
     def reached_flops(self, precision: str) -> float:
-        """Return the operations a second that the largest matrix products reach."""
+        """Return the FLOP/s of the largest matrix products."""
         return self.flops[precision] * self.matmul_efficiency[precision]
 
 
@@ -112,16 +115,16 @@ def names() -> list[str]:
 
 
 def load_hardware(name: str, world_size: int = 1) -> Hardware:
-    """Return a packaged device, or that of a file, as each of `world_size` ranks has it.
+    """Return a packaged device, or that of a file, as one of `world_size` ranks sees it.
 
-    UserError where there is none, or where the file is no device.
+    Raises UserError if there is no such device, or the file is not valid.
     """
     content, path = read_device(name)
     return device_of(content, path, world_size)
 
 
 def read_device(name: str) -> tuple[JsonObject, str]:
-    """Return the content of a device file and its path. UserError where there is none."""
+    """Return the content of a device file and its path. Raises UserError if there is none."""
     packaged = FOLDER / f"{name.lower()}.json"
     is_packaged = name.lower() in names()
     path = packaged if is_packaged else Path(name)
@@ -134,7 +137,7 @@ def read_device(name: str) -> tuple[JsonObject, str]:
 
 
 def device_of(content: object, path: str, world_size: int = 1) -> Hardware:
-    """Return the device that a file's content describes, as each of `world_size` ranks has it."""
+    """Return the device that a file's content describes, as one of `world_size` ranks sees it."""
     hardware = _read(content, path)
     if isinstance(content, Mapping) and "cores" in content:
         return _shared(hardware, world_size, _number(content, path, "cores"))
@@ -142,7 +145,7 @@ def device_of(content: object, path: str, world_size: int = 1) -> Hardware:
 
 
 def _shared(hardware: Hardware, ranks: int, cores: float) -> Hardware:
-    """Return what each of `ranks` has of a host: its part of the memory, and less than a core where they are more."""
+    """Return one rank's share of a host's processor: its part of the memory, and of a core if ranks outnumber cores."""
     speed = min(1.0, cores / ranks)
     return replace(
         hardware,
@@ -158,7 +161,7 @@ def _shared(hardware: Hardware, ranks: int, cores: float) -> Hardware:
 
 
 def _crowded_link(hardware: Hardware, ranks: int, speed: float) -> Link:
-    """Return the link of each of `ranks`, from what was measured of more ranks than cores where they are more."""
+    """Return the link of one of `ranks`; if they outnumber the cores, it is scaled from the `crowded` measurement."""
     node, crowded = hardware.node, hardware.crowded
     if crowded is None or speed == 1.0:
         return Link(bytes_per_second=node.bytes_per_second * speed, hop_seconds=node.hop_seconds / speed)
@@ -170,7 +173,7 @@ def _crowded_link(hardware: Hardware, ranks: int, speed: float) -> Link:
 
 
 def _number(content: object, path: str, *keys: str) -> float:
-    """Return a number of a device file, given alone or with its source. UserError where it is none above 0."""
+    """Return a number of a device file, given alone or with its source. Raises UserError unless it is above 0."""
     found: object = content
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -181,7 +184,7 @@ def _number(content: object, path: str, *keys: str) -> float:
 
 
 def _count(content: object, path: str, *keys: str) -> int:
-    """Return a whole number of a device file. UserError where it is none from 1."""
+    """Return a whole number of a device file. Raises UserError unless it is at least 1."""
     number = _number(content, path, *keys)
     if number < 1 or number % 1:
         raise UserError(f"{path}: {'.'.join(keys)} is {number}: write a whole number from 1")

@@ -1,1 +1,1 @@
-"""The planner in a browser: one HTML file that carries the planner's Python and runs it in Pyodide."""
+"""The planner in a browser: one HTML file that contains the planner's Python and runs it in Pyodide."""

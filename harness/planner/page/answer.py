@@ -1,4 +1,4 @@
-"""What the planner's page asks of Python in the browser: one JSON in, one JSON out, by the planner itself."""
+"""Answer the planner's page with the planner itself, in the browser: one JSON in, one JSON out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.planner.model_config import families
 from harness.planner.preset import preset
 from harness.planner.search import LARGEST, Found, Task, more_memory, require_fit, search, task_of
 
-TOO_LARGE = 10  # rows that do not fit and are shown
+TOO_LARGE = 10  # number of rows shown that do not fit
 EXPERT_FAMILIES = Path(__file__).parent / "expert_families.json"  # only in the page, which has no transformers to ask
 LABELS = {
     "memory_gib": "Memory of a GPU, GiB",
@@ -26,15 +26,16 @@ LABELS = {
     "node.gb_per_second": "Link in a node, GB/s a GPU",
     "network.gb_per_second": "Network, GB/s a GPU",
 }
-"""What the user may change of a device: its path in the device file, and the label of its field."""
+"""Path of a device's constant in its file -> label of the field in which the user can change it."""
 
 
 def answer(question: str) -> str:
-    """Return the plan for what stands in the page's form, as JSON; `error` holds what the user must correct.
+    """Return the plan for the page's form as JSON; its key `error` holds a message if the user must correct something.
 
-    `question`: JSON with `config` (an object, or the text that was pasted), `model`, `hardware` (a device file's
-    content), `hardware_name`, `gpus`, `batch`, `sequence`, `precision`, `edits` (by the names of `LABELS`), all numbers
-    as typed; `row`, the name of the chosen row, and `rows`, how many rows to return (0: all).
+    Args:
+        question: JSON with `config` (an object, or the pasted text), `model`, `hardware` (a device file's content),
+            `hardware_name`, `gpus`, `batch`, `sequence`, `precision` and `edits` (by the names of `LABELS`), all
+            numbers as typed; `row`, the name of the chosen row; and `rows`, the number of rows to return (0: all).
     """
     asked = json.loads(question)
     row, most = asked.pop("row", ""), asked.pop("rows", 0)
@@ -47,7 +48,7 @@ def answer(question: str) -> str:
 
 @lru_cache(maxsize=1)
 def _searched(question: str) -> tuple[Task, str, Found]:
-    """Return the task, what is to be said of its model, and all layouts; a click on a row searches nothing again."""
+    """Return the task, a note on its model, and all layouts; cached, so that a click on a row does not search again."""
     asked = json.loads(question)
     config = _config(asked["config"])
     gpus = _size(asked["gpus"], "GPUs")
@@ -103,13 +104,13 @@ def _shown(task: Task, note: str, found: Found, row: str, most: int) -> JsonObje
 
 
 def _row(one: Estimate, found: Found) -> JsonObject:
-    """Return a row of the table; `number` is 0 where it does not fit."""
+    """Return a row of the table; its `number` is 0 if the layout does not fit."""
     number = next((n for n, other in enumerate(found.fitting, 1) if other is one), 0)
     return {**one.row(), "name": name_of(one), "number": number, "fits": one.fits, "verdict": _verdict(one)}
 
 
 def name_of(one: Estimate) -> str:
-    """Return a layout as the page's address names it."""
+    """Return the name of a layout in the page's address."""
     s = one.strategy
     more = f".{s.chunks}.{s.sequence_parallel}" if s.chunks > 1 or s.sequence_parallel else ""
     return (
@@ -129,7 +130,7 @@ def _verdict(one: Estimate) -> str:
 
 
 def _config(given: object) -> JsonObject:
-    """Return a config.json, which may be the text that the user has pasted."""
+    """Return a config.json, which may be given as the text that the user has pasted."""
     if isinstance(given, str):
         if not given.strip():
             raise UserError("paste the content of a model's config.json")
@@ -150,7 +151,7 @@ def _size(text: str, name: str) -> int:
 
 
 def _device(asked: Mapping[str, JsonObject], gpus: int) -> Hardware:
-    """Return the device, with what the user has changed of it."""
+    """Return the device with the user's changes."""
     content = copy.deepcopy(asked["hardware"])
     for path, text in asked["edits"].items():
         try:
@@ -174,7 +175,7 @@ def _family(config: JsonObject) -> str | None:
 
 
 def _note(config: JsonObject) -> str:
-    """Return what is assumed of a model whose family the planner does not know."""
+    """Return a note on what is assumed for a model whose family the planner does not know."""
     family = _family(config)
     if family in families():
         return ""
@@ -182,7 +183,7 @@ def _note(config: JsonObject) -> str:
 
 
 def _with_family(message: str, config: JsonObject) -> str:
-    """Name the unknown family where its config.json lacks a size."""
+    """Add the name of the unknown family to a message about a missing size."""
     _, lacks, rest = message.partition("its config.json gives no")
     return f"unknown model type {_family(config)!r}, and {lacks}{rest}" if lacks and _note(config) else message
 

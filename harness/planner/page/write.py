@@ -1,7 +1,7 @@
-"""Writes the planner's page: one HTML file in which the planner itself runs, in Pyodide, without a server.
+"""Write the planner's page: one HTML file in which the planner itself runs, in Pyodide, without a server.
 
-The page carries the planner's Python as a zip. Pyodide, CPython for browsers, is loaded from `pyodide/` beside the page
-where it is served from there, as the project's documentation does, and else from the address of its makers.
+The page contains the planner's Python as a zip. It loads Pyodide, CPython for browsers, from `pyodide/` beside the page
+if that is served there, as in the project's documentation, and otherwise from the address of its makers.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from harness.planner.search import Task
 
 PACKAGE = Path(__file__).resolve().parents[2]
 PARTS = Path(__file__).parent / "parts"
-PYODIDE = "314.0.7"  # as scripts/site/package.json says
+PYODIDE = "314.0.7"  # the same version as in scripts/site/package.json
 SOURCES = ("config", "planner", "topology", "parallel/pipeline", "errors.py", "wording.py")
-"""What the planner imports, below `harness`."""
+"""Folders and files of `harness` that the planner imports."""
 
 
 def write_page(path: Path, model: str, hardware: str, task: Task) -> None:
-    """Write the page, which begins with a task and what the user calls its model and its device.
+    """Write the page, whose form is filled with a task and the names of its model and device.
 
-    UserError where it cannot be written.
+    Raises UserError if it cannot be written.
     """
     text = page(model, hardware, task)
     try:
@@ -127,7 +127,7 @@ def without_sources(content: object) -> object:
 
 
 def _finite(config: JsonObject) -> JsonObject:
-    """Return a config.json without the Infinity and NaN that browsers refuse in JSON; no size of a model is one."""
+    """Return a config.json without Infinity and NaN, which browsers refuse in JSON; no size of a model is one."""
     content: JsonObject = json.loads(json.dumps(config), parse_constant=lambda _: None)
     return content
 
