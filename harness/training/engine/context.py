@@ -70,12 +70,13 @@ def obstacle(resolved: Resolved) -> str | None:
     if resolved.config.get("data_types", {}).get("grad_accum_dtype") != "fp32":
         return "gradients that are accumulated in bf16"
     if resolved.zero_stage < 3:
-        return "offload_optimizer below ZeRO-3" if _is_offloaded(zero, "offload_optimizer") else None
-    if _is_offloaded(zero, "offload_param"):
+        return "offload_optimizer below ZeRO-3" if is_offloaded(zero, "offload_optimizer") else None
+    if is_offloaded(zero, "offload_param"):
         return "offload_param"
     switches = ("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params", "zero_quantized_weights")
     return next((name for name in switches if zero.get(name)), None)
 
 
-def _is_offloaded(zero: Mapping[str, Mapping[str, object] | None], section: str) -> bool:
+def is_offloaded(zero: Mapping[str, Mapping[str, object] | None], section: str) -> bool:
+    """Whether a section of `zero_optimization`, such as `offload_param`, moves anything off the device."""
     return (zero.get(section) or {}).get("device", "none") != "none"

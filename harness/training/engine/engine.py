@@ -39,7 +39,15 @@ from harness.parallel.host import numbers, to_device
 from harness.parallel.values import Value
 from harness.resilience.process.activity import beat, begin_step
 from harness.topology.groups import Groups
-from harness.training.engine.losses import GuardedLoss, Outputs, RouterLoss, Targets, losses_by_source, targets
+from harness.training.engine.losses import (
+    GuardedLoss,
+    Outputs,
+    RouterLoss,
+    Targets,
+    first_tensor,
+    losses_by_source,
+    targets,
+)
 from harness.training.engine.optimizer import SchedulePosition
 
 Batch: TypeAlias = tuple[Value, Targets]
@@ -169,7 +177,7 @@ class Engine(ABC):
         # 1. Weights of the micro-batches. DeepSpeed averages over micro-batches and data ranks, which is not the mean
         #    over labels if micro-batches have different numbers of them. So count the labels of the whole global batch
         #    before the first forward pass, and weigh each micro-batch's sum by it.
-        whole = [EvaluationBatch(inputs=x, labels=y, rows=len(_first(y))) for x, y in micro_batches]
+        whole = [EvaluationBatch(inputs=x, labels=y, rows=len(first_tensor(y))) for x, y in micro_batches]
         batches = self.weigh(whole, self.count(whole), sources=sources)
 
         # 2. Forward, backward, gradient reduction, clipping, update. Random draws are a function of the step alone, so
@@ -336,7 +344,7 @@ class PipelineStages(Engine):
         if self.groups.layout.pp_size == 1:
             return
         for inputs, _ in batches:
-            shape = tuple(_first(inputs).shape)
+            shape = tuple(first_tensor(inputs).shape)
             self._shape = self._shape or shape
             if shape != self._shape:
                 raise UserError(
@@ -398,10 +406,6 @@ class WholeModel(Engine):
         if self.groups.dp_group is not None:
             dist.all_reduce(value, group=self.groups.dp_group)
         return value / self.groups.layout.dp_size
-
-
-def _first(value: Value) -> Tensor:
-    return value if isinstance(value, Tensor) else value[0]
 
 
 @contextmanager

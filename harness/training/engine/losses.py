@@ -122,7 +122,7 @@ class Loss(ABC):
 
     def units(self, inputs: Value, /) -> int:
         """Return the number of tokens in these inputs (samples for a user's own layers), for tokens_per_second."""
-        return _first(inputs).numel()
+        return first_tensor(inputs).numel()
 
     @abstractmethod
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
@@ -228,12 +228,12 @@ class MeanLoss(Loss):
 
     def units(self, inputs: Value) -> int:
         """Return the number of samples."""
-        return _first(inputs).shape[0]
+        return first_tensor(inputs).shape[0]
 
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
         """Return the mean over the rows that count, times their number and weight."""
         weight, rows, _, _, *labels = targets
-        n = _first(outputs).shape[0]
+        n = first_tensor(outputs).shape[0]
         if not torch.is_grad_enabled():  # in training all rows count, and int(rows) would wait for the device
             n = int(rows)
         if n == 0:
@@ -333,7 +333,8 @@ def _tensors(value: Value) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
-def _first(value: Value) -> Tensor:
+def first_tensor(value: Value) -> Tensor:
+    """Return the tensor, or the first one of several: ids of (ids, position ids)."""
     return _tensors(value)[0]
 
 

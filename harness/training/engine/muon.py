@@ -1,8 +1,8 @@
-"""Muon: momentum whose updates are orthogonalised, matrix by matrix, and AdamW for embeddings, head and vectors.
+"""Muon: momentum with orthogonalised updates for matrices, and AdamW for embeddings, head and vectors.
 
-DeepSpeed's ZeRO orthogonalises gradients while it reduces them, before it takes their norm. This optimizer does it in
-its step. So every engine reduces, measures and clips true gradients, as for any other optimizer, and the updates are
-the same in every layout.
+DeepSpeed's ZeRO orthogonalises gradients while it reduces them, before it computes their norm. This optimizer does so
+in its step instead. Every engine then reduces, measures and clips true gradients, as for any other optimizer, and the
+updates are the same in every layout.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from harness.parallel.tensor.shard import shard_of
 from harness.topology.groups import Groups
 
 MATRIX_VALUES = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
-"""What steers the groups of matrices, with DeepSpeed's defaults."""
+"""Options of the groups of matrices, with DeepSpeed's defaults."""
 OTHER_VALUES = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
-"""What steers the other groups, with DeepSpeed's defaults."""
+"""Options of the other groups, with DeepSpeed's defaults."""
 BY_ADAMW = ("embed", "lm_head")
-"""In the names of matrices that DeepSpeed leaves to AdamW."""
+"""Matrices with these words in their names are left to AdamW, as in DeepSpeed."""
 
 NO_TIES: Mapping[str, str] = MappingProxyType({})
-"""First names of a module without tied parameters."""
+"""The `first_names` of a module without tied parameters."""
 
 
 ParameterGroup: TypeAlias = dict[str, Any]
-"""As torch's optimizers have it: `params`, and values by name."""
+"""A parameter group of torch's optimizers: `params`, and options by name."""
 
 
 class OrthogonalMomentum(Optimizer):
-    """Muon with AdamW. The name must not hold the word Muon, by which ZeRO would know it and orthogonalise too.
+    """Muon with AdamW. Its name must not contain "muon": ZeRO would recognise it and orthogonalise a second time.
 
-    `matrices`: where the matrices lie in the tensors that ZeRO steps on; set once the engine has been made.
+    Attributes:
+        matrices: tensor that ZeRO updates -> the matrices in it; set by `find_matrices` when the engine exists.
     """
 
     def __init__(self, groups: list[ParameterGroup], *, decoupled_decay: bool = True) -> None:
@@ -55,7 +56,7 @@ class OrthogonalMomentum(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update all parameters, a missing gradient being 0; returns what `closure` returned."""
+        """Update all parameters, with 0 for a missing gradient; return the result of `closure`."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -68,22 +69,22 @@ class OrthogonalMomentum(Optimizer):
         return loss
 
     def _step_on_matrices(self, parameter: Tensor, gradient: Tensor, group: ParameterGroup) -> None:
-        """Update a tensor that holds matrices, or parts of them."""
+        """Update a tensor that contains matrices, or parts of them."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         momentum = state["momentum_buffer"]
         momentum.lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(momentum, group["momentum"]).reshape(-1)  # as Nesterov
+        update = gradient.lerp(momentum, group["momentum"]).reshape(-1)  # Nesterov momentum
         for matrix in self.matrices.get(parameter, ()):
-            whole = matrix.whole(update)
+            whole = matrix.whole(update)  # collective; None on ranks that do not need the whole matrix
             if whole is not None and matrix.length:
                 update[matrix.place] = matrix.own(orthogonal(whole, group["ns_method"])).to(update.device)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update.view(parameter.shape), alpha=-group["lr"])
 
     def _step_on_others(self, group: ParameterGroup) -> None:
-        """Update what is no matrix as Adam or AdamW does."""
+        """Update all other parameters as Adam or AdamW does."""
         parameters = group["params"]
         states = [self._state_of_other(parameter) for parameter in parameters]
         adam(
@@ -113,12 +114,12 @@ class OrthogonalMomentum(Optimizer):
 
 
 def orthogonal(matrix: Tensor, method: str) -> Tensor:
-    """Return the nearest orthogonal matrix, or a batch of them, scaled by its shape, as DeepSpeed's Muon does.
+    """Return the nearest orthogonal matrix to `matrix` [..., rows, columns], scaled by shape as in DeepSpeed's Muon.
 
     Approximate: five Newton-Schulz iterations, in the precision of DeepSpeed's `method`.
     """
     rows, columns = matrix.shape[-2:]
-    # on a CPU the compiler would need a C++ compiler, and more time than it saves
+    # DeepSpeed's function is compiled. On a CPU that needs a C++ compiler, and takes more time than it saves.
     with torch.compiler.set_stance("force_eager" if matrix.device.type == "cpu" else "default"):
         found = newton_schulz(matrix.flatten(1) if matrix.ndim == 4 else matrix, method)
     return (found * (sqrt(rows / columns) if rows > columns else 1.0)).to(matrix.dtype).view(matrix.shape)
@@ -127,10 +128,15 @@ def orthogonal(matrix: Tensor, method: str) -> Tensor:
 def muon(
     module: nn.Module, groups: list[ParameterGroup], params: JsonObject, first_names: Mapping[str, str] = NO_TIES
 ) -> OrthogonalMomentum:
-    """Return the optimizer for the parameters of `module` in `groups`, with the `params` of DeepSpeed's Muon.
+    """Return the optimizer for the parameters of `module` in `groups`.
 
-    `first_names`: names in `module` of tied parameters -> their names in the first layer that has them. These decide,
-    as they do in the whole model: a stage may hold an embedding as its head alone.
+    Args:
+        params: options of DeepSpeed's Muon.
+        first_names: name of a tied parameter in `module` -> its name in the first layer that has it. The first name
+            decides between Muon and AdamW, also on a stage that has an embedding only as its head.
+
+    Raises:
+        UserError: a matrix is spread over data-parallel ranks in a way that it cannot be orthogonalised.
     """
     names: dict[Tensor, str] = {}
     for name, parameter in module.named_parameters():
@@ -148,8 +154,10 @@ def muon(
 
 
 def _require_whole(parameter: nn.Parameter, name: str) -> None:
-    """Raise UserError for a matrix of several experts of which other data-parallel ranks hold rows or columns: it is
-    orthogonalised as one. Of a batch of matrices, one for each expert, a rank has whole ones."""
+    """Raise UserError if one matrix holds all experts and these are dealt over data-parallel ranks.
+
+    It would have to be orthogonalised as a whole. In a batch of matrices, one for each expert, ranks have whole ones.
+    """
     shard = shard_of(parameter)
     if parameter.requires_grad and shard is not None and shard.over_data and len(shard.full_shape) == 2:
         raise UserError(
@@ -159,7 +167,7 @@ def _require_whole(parameter: nn.Parameter, name: str) -> None:
 
 
 def find_matrices(engine: DeepSpeedEngine, groups: Groups) -> None:
-    """Tell Muon, if `engine` has it, where the matrices lie that it orthogonalises; all ranks call this."""
+    """If `engine` has this optimizer, locate the matrices in the tensors that ZeRO updates; all ranks call it."""
     optimizer = stepping_optimizer(engine)
     if isinstance(optimizer, OrthogonalMomentum):
         chosen = [index for index, group in enumerate(optimizer.param_groups) if group["of_matrices"]]

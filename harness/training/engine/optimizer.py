@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of the learning rate that DeepSpeed's engine is given."""
+"""Make the optimizer and the learning-rate schedule for DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ from harness.config.values.json_object import JsonObject
 from harness.deepspeed.expert_groups import EXPERT_GROUP, is_expert
 from harness.errors import UserError
 from harness.topology.env import inherited
+from harness.training.engine.context import is_offloaded
 from harness.training.engine.muon import NO_TIES, ParameterGroup, muon
 
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Names of parameters that are not decayed; transformers' `Trainer.get_decay_parameter_names` has the same."""
+"""Names of parameters without weight decay, as in transformers' `Trainer.get_decay_parameter_names`."""
 
 
 def parameter_groups(
     module: nn.Module, weight_decay: float, first_names: Mapping[str, str] = NO_TIES
 ) -> list[ParameterGroup]:
-    """Trainable parameters in two groups: with weight decay and without, chosen by name and module as in HF's Trainer.
+    """Return the trainable parameters in groups with and without weight decay, chosen as in HF's Trainer.
 
-    HF decays whatever is no bias and no parameter of a norm, vectors among them (`A_log`, `sinks`). Parameters kept in
-    float32 are in groups of their own, as DeepSpeed makes one flat tensor of a group. So are experts that are not on
-    every data-parallel rank.
+    HF decays everything except biases and parameters of norms; vectors such as `A_log` and `sinks` too. Parameters kept
+    in float32 get groups of their own, as DeepSpeed flattens each group into one tensor. So do experts that are not on
+    every data-parallel rank, as they are reduced over another group.
 
-    `first_names`: names in `module` of tied parameters -> their names in the first layer that has them, which decide:
-    else stages would step on one weight in different ways.
+    Args:
+        first_names: name of a tied parameter in `module` -> its name in the first layer that has it. The first name
+            decides; otherwise two stages would update copies of one weight differently.
     """
     in_no_layer_norm = set(get_parameter_names(module, [nn.LayerNorm]))
     groups: dict[tuple[bool, bool, bool], ParameterGroup] = {}
@@ -55,7 +57,7 @@ def parameter_groups(
 
 
 def adamw(groups: list[ParameterGroup], args: TrainingArguments) -> Optimizer:
-    """torch's AdamW, fused: nothing has to be compiled, on no device."""
+    """Return torch's fused AdamW: unlike DeepSpeed's, it needs no compilation on any device."""
     return torch.optim.AdamW(
         groups,
         lr=args.learning_rate,
@@ -66,20 +68,20 @@ def adamw(groups: list[ParameterGroup], args: TrainingArguments) -> Optimizer:
 
 
 class LateAdagrad(Optimizer):
-    """torch's Adagrad, with its state made at the first step.
+    """torch's Adagrad, but with its state created at the first step, as other optimizers do.
 
-    torch 2.11 makes it at once: ZeRO then replaces the parameters, so DeepSpeed makes a new Adagrad, without groups, on
-    which no schedule acts; without ZeRO, checkpoints would differ from later versions'. Takes the arguments of
-    torch.optim.Adagrad.
+    torch 2.11 creates it in the constructor, before ZeRO replaces the parameters. DeepSpeed therefore makes a new
+    Adagrad without groups, on which no schedule acts; and without ZeRO, checkpoints would differ from those of later
+    torch versions. Takes the arguments of torch.optim.Adagrad.
     """
 
     def __init__(self, params: list[ParameterGroup], **options: Any) -> None:
-        probe = torch.optim.Adagrad([torch.zeros(1)], **options)  # its checks and its defaults
+        probe = torch.optim.Adagrad([torch.zeros(1)], **options)  # for its checks and its defaults
         super().__init__(params, probe.defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update the parameters that have a gradient; returns what `closure` returned."""
+        """Update the parameters that have a gradient; return the result of `closure`."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -102,31 +104,30 @@ class LateAdagrad(Optimizer):
 
 
 def makes_adam_by_torch(config: JsonObject, device: torch.device) -> bool:
-    """Whether torch's fused Adam takes the place of DeepSpeed's, which is compiled when it is first used.
+    """Whether torch's fused Adam replaces DeepSpeed's, which is compiled at its first use.
 
-    DeepSpeed's FusedAdam needs nvcc and ninja, torch's nothing. What is offloaded from a GPU to the host is updated by
-    DeepSpeed's where that can be compiled: it is several times as fast there.
+    DeepSpeed's FusedAdam needs nvcc and ninja; torch's needs nothing. For states offloaded from a GPU to the host,
+    DeepSpeed's CPU Adam is used if it can be compiled: there it is several times as fast.
     """
     section = config.get("optimizer", {})
     if section.get("type", "").lower() not in ("adam", "adamw"):
         return False
-    if not section.get("params", {}).get("bias_correction", True):  # torch always corrects
+    if not section.get("params", {}).get("bias_correction", True):  # torch's Adam cannot switch it off
         return device.type == "cpu"
-    return device.type == "cpu" or not _is_offloaded(config) or bool(_missing(("c++", "ninja")))
+    return device.type == "cpu" or not _offloads_states(config) or bool(_missing(("c++", "ninja")))
 
 
 def compiled_optimizer(config: JsonObject, device: torch.device) -> str | None:
-    """Return the name of an optimizer that DeepSpeed compiles when it is first used; None for others.
+    """Return the name of the run's optimizer if DeepSpeed compiles it at its first use; None for others.
 
-    UserError where what compiles it is not installed.
+    Raises UserError if a program that is needed to compile it is not installed.
     """
     name = config.get("optimizer", {}).get("type", "")
-    own = name.lower() in ("adam", "adamw", "lamb", "lion") or (name.lower() == "adagrad" and _is_offloaded(config))
+    own = name.lower() in ("adam", "adamw", "lamb", "lion") or (name.lower() == "adagrad" and _offloads_states(config))
     if not own or device.type == "cpu" or makes_adam_by_torch(config, device):
         return None
-    needed = (
-        ("c++", "ninja") if _is_offloaded(config) or device.type != "cuda" or torch.version.hip else ("nvcc", "ninja")
-    )
+    by_cpu_compiler = _offloads_states(config) or device.type != "cuda" or torch.version.hip
+    needed = ("c++", "ninja") if by_cpu_compiler else ("nvcc", "ninja")
     if missing := _missing(needed):
         raise UserError(
             f"optimizer {name} is compiled by DeepSpeed when it is first used: install {' and '.join(missing)}, or use "
@@ -135,9 +136,8 @@ def compiled_optimizer(config: JsonObject, device: torch.device) -> str | None:
     return str(name)
 
 
-def _is_offloaded(config: JsonObject) -> bool:
-    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return bool(offload.get("device", "none") != "none")
+def _offloads_states(config: JsonObject) -> bool:
+    return is_offloaded(config.get("zero_optimization", {}), "offload_optimizer")
 
 
 def _missing(programs: Sequence[str]) -> list[str]:
@@ -150,7 +150,7 @@ def _missing(programs: Sequence[str]) -> list[str]:
 
 
 def torch_adam_params(params: JsonObject) -> JsonObject:
-    """Return the parameters of DeepSpeed's Adam as torch's fused one takes them."""
+    """Convert the options of DeepSpeed's Adam into those that make DeepSpeed use torch's fused Adam."""
     kept = {key: value for key, value in params.items() if key not in ("bias_correction", "set_grad_none")}
     return {"torch_adam": True, **({} if kept.get("foreach") else {"fused": True}), **kept}
 
@@ -162,22 +162,22 @@ def own_optimizer(
     args: TrainingArguments,
     first_names: Mapping[str, str] = NO_TIES,
 ) -> Optimizer | None:
-    """Return the optimizer that is handed to DeepSpeed; None where DeepSpeed makes the one that `config` names.
+    """Return the optimizer to pass to DeepSpeed; None if DeepSpeed itself makes the one that `config` names.
 
-    `groups` are the trainable parameters of `module`; `first_names` as for `parameter_groups`.
+    `groups` are the trainable parameters of `module`; `first_names` as in `parameter_groups`.
     """
     section = config.get("optimizer")
     if section is None:
         return adamw(groups, args)
     if section["type"].lower() == "muon":
         return muon(module, groups, section.get("params", {}), first_names)
-    if section["type"].lower() == "adagrad" and not _is_offloaded(config):
+    if section["type"].lower() == "adagrad" and not _offloads_states(config):
         return LateAdagrad(groups, **section.get("params", {}))
     return None
 
 
 def schedule(args: TrainingArguments, max_steps: int) -> Callable[[Optimizer], LRScheduler]:
-    """Make transformers' schedule of that name for an optimizer."""
+    """Return a function that makes transformers' schedule `args.lr_scheduler_type` for an optimizer."""
 
     def make(optimizer: Optimizer) -> LRScheduler:
         scheduler: LRScheduler = get_scheduler(
@@ -192,7 +192,7 @@ def schedule(args: TrainingArguments, max_steps: int) -> Callable[[Optimizer], L
 
 
 class SchedulePosition:
-    """Remembers the schedule, and the options of the parameter groups, as they were built."""
+    """Remembers the initial schedule and options of the parameter groups, so that any step can be set directly."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
@@ -202,8 +202,9 @@ class SchedulePosition:
         self._groups = [copy.deepcopy({key: group[key] for key in group if key != "params"}) for group in groups]
 
     def go_to(self, steps: int) -> None:
-        """Let the schedule stand where it stands after `steps` steps that updated the weights."""
+        """Set the schedule to its state after `steps` steps that updated the weights."""
         scheduler = self._engine.lr_scheduler
+        # A resumed run keeps its own learning rate, betas and decay, not those of the run that saved.
         for group, built in zip(self._engine.optimizer.param_groups, self._groups, strict=True):
             group.update(copy.deepcopy(built))
         if scheduler is not None:
@@ -213,16 +214,16 @@ class SchedulePosition:
 
 
 def advance_schedule(scheduler: Any, steps: int, train_batch: int) -> None:
-    """Bring a schedule that was just built to where it stands after `steps` steps."""
+    """Advance a newly built schedule to its state after `steps` steps."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch misses the optimizer steps, which the checkpoint has done
+        warnings.simplefilter("ignore")  # torch warns of scheduler steps without optimizer steps
         if isinstance(scheduler, LambdaLR):  # a function of the step alone
             scheduler.last_epoch = steps - 1
-            scheduler._step_count = steps  # noqa: SLF001  # torch's own, which `step` counts up
+            scheduler._step_count = steps  # noqa: SLF001  # otherwise `step` takes this for the first call, and warns
             scheduler.step()
-        elif hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own, likewise; they count from 0
+        elif hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's schedules, functions of the step too, from 0
             scheduler.step(steps - 1)
         else:
             for _ in range(steps):
-                # DeepSpeed gives this one the batch size for a loss
+                # DeepSpeed passes the batch size where ReduceLROnPlateau expects a loss; repeat what it does
                 scheduler.step(*([train_batch] if isinstance(scheduler, ReduceLROnPlateau) else []))

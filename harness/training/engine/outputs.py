@@ -1,7 +1,8 @@
-"""What a model gives in an evaluation: kept for metrics, or continued token by token.
+"""Collect a model's outputs in an evaluation, for metrics, or to continue prompts token by token.
 
-An engine hands its outputs to nobody: the last stage turns them into a loss. So the loss is watched, and what it is
-given is kept there."""
+DeepSpeed's engines do not return outputs: the last stage turns them into a loss. So they are taken where the loss gets
+them, by the loss's `observer`.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +27,16 @@ from harness.training.engine.engine import Engine
 from harness.training.engine.losses import CausalLoss, Labels, LogitsLoss, Loss, Outputs, RouterLoss, Targets
 
 Preprocess: TypeAlias = Callable[[Outputs, Labels], Outputs]
-"""HuggingFace's `preprocess_logits_for_metrics`: of logits and labels, what is kept of the logits."""
+"""HuggingFace's `preprocess_logits_for_metrics`: maps logits and labels to the values that are kept."""
 Array: TypeAlias = npt.NDArray[np.generic]
 Arrays: TypeAlias = Array | tuple[Array, ...]
 """Outputs or labels on the CPU."""
 
 
 def whole_outputs(loss: Loss, outputs: Outputs, length: int) -> Outputs:
-    """Return the logits of the whole vocabulary and of all tokens, or what the user's own layers give.
+    """Return the logits [batch, length, vocabulary] of all tokens, or the outputs of a user's own layers unchanged.
 
-    The ranks of the last stage's tensor-parallel and context groups call it together. `length`: tokens of a sequence.
+    All ranks of the last stage's tensor-parallel and context groups call it. `length` is the tokens of a sequence.
     """
     if isinstance(loss, RouterLoss):
         loss, outputs = loss.causal, outputs[0]
@@ -49,11 +50,11 @@ def whole_outputs(loss: Loss, outputs: Outputs, length: int) -> Outputs:
 
 
 class KeptOutputs:
-    """Keeps what an engine gives while this is entered; all ranks use it alike.
+    """Context that collects an engine's outputs and labels; all ranks use it alike.
 
     Args:
-        preprocess: of outputs and labels of a micro-batch, makes what is kept in place of the outputs.
-        everywhere: whether all ranks get the outputs, or rank 0 alone.
+        preprocess: maps outputs and labels of a micro-batch to the values that are kept instead of the outputs.
+        everywhere: whether all ranks get the outputs, or only rank 0.
     """
 
     def __init__(self, engine: Engine, preprocess: Preprocess | None = None, *, everywhere: bool = False) -> None:
@@ -73,6 +74,7 @@ class KeptOutputs:
     @inside("preprocess_logits_for_metrics")
     def _keep(self, outputs: Outputs, targets: Targets) -> None:
         outputs = whole_outputs(self._engine.loss.loss, outputs, targets[-1].shape[-1])
+        # All of these ranks now have the same logits; one of them keeps a copy.
         if self._engine.groups.coordinate.tp_rank > 0 or self._engine.groups.coordinate.cp_rank > 0:
             return
         _, rows, _, _, *several = targets
@@ -83,7 +85,7 @@ class KeptOutputs:
         self._fresh.append(tree_map(lambda value: _as_array(value, count), (outputs, labels)))
 
     def gather(self) -> None:
-        """Gather what was kept since the last time, of equally many micro-batches on each data rank."""
+        """Gather the outputs kept since the last call; all ranks call it, after equally many micro-batches each."""
         groups, fresh = self._engine.groups, self._fresh
         self._fresh = []
         if self._everywhere or groups.layout.world_size == 1:
@@ -95,11 +97,12 @@ class KeptOutputs:
             groups.layout.rank(stage=groups.loss_stage, dp_rank=first, tp_rank=0)
             for first in range(0, groups.layout.dp_size, groups.layout.cp_size)
         ]
+        # Micro-batch k was evaluated on reader k % readers: interleaved, they are in the data set's order again.
         for step in zip(*(parts[rank] for rank in ranks), strict=True):
             self._gathered += step
 
     def joined(self) -> tuple[Outputs, Labels]:
-        """Return outputs and labels of all samples; micro-batches of shorter samples are filled with -100."""
+        """Return outputs and labels of all samples [samples, ...]; shorter micro-batches are padded with -100."""
         if not self._gathered:
             return None, None
         joined: tuple[Arrays, Arrays] = tree_map(lambda *arrays: _join(arrays), *self._gathered)
@@ -117,7 +120,7 @@ def _as_array(value: object, rows: int) -> Array:
 
 
 def _join(arrays: tuple[Array, ...]) -> Array:
-    if len({array.shape[1:] for array in arrays}) == 1:  # whatever their kind: not every one can hold -100
+    if len({array.shape[1:] for array in arrays}) == 1:  # no padding needed; not every dtype can hold -100
         return np.concatenate(arrays)
     shape = np.max([array.shape[1:] for array in arrays], axis=0).astype(int)
     whole = np.full((sum(len(array) for array in arrays), *shape), IGNORED, dtype=arrays[0].dtype)
@@ -131,10 +134,10 @@ def _join(arrays: tuple[Array, ...]) -> Array:
 def continued(
     engine: Engine, prompts: Sequence[Sequence[int]], most: int, length: int, ends: int | None
 ) -> list[list[int]]:
-    """Return what follows each prompt: at most `most` tokens, each the most likely one, `length` with the prompt.
+    """Continue each prompt greedily by at most `most` tokens, up to `length` tokens with the prompt.
 
-    A continuation stops before the id `ends`. All ranks call it and get the same, but for data ranks that round
-    differently. Every token costs a forward of all prompts at their full length, as no rank keeps a cache of keys.
+    A continuation stops before the id `ends`. All ranks call it and get the same result, except that data ranks may
+    round differently. There is no cache of keys and values, so every token costs a forward pass of all prompts.
     """
     rows = [list(prompt) for prompt in prompts]
     done = [False] * len(rows)
@@ -148,7 +151,7 @@ def continued(
 
 
 def _next_tokens(engine: Engine, rows: Sequence[list[int]], length: int) -> list[int]:
-    """Return the most likely token after each row; each is a micro-batch, filled up at the right."""
+    """Return the most likely token after each row; each row is a micro-batch, padded on the right to `length`."""
     found: list[torch.Tensor] = []
 
     def note(outputs: Outputs, _targets: Targets) -> None:

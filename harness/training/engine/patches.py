@@ -1,8 +1,8 @@
-"""What is changed of a DeepSpeed engine that has just been built, in order, and why.
+"""The list of changes to a newly built DeepSpeed engine, in order, each with its reason.
 
-DeepSpeed decides much inside of its engines: how a norm is counted, when gradients are reduced, in which order stages
-compute. Each `Patch` changes one of these for one engine. The order matters where two patches change the same thing:
-`after` names what must stand before, and the reason is in `why`. A test holds the list to it.
+DeepSpeed decides much inside its engines: how a norm is computed, when gradients are reduced, in which order stages
+compute. Each `Patch` changes one of these for one engine. The order matters where two patches wrap the same function:
+`after` names the patches that must come before, and `why` gives the reason. A test checks the order.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from harness.training.engine.muon import find_matrices
 
 @dataclass(kw_only=True)
 class NewEngine:
-    """An engine of DeepSpeed's, and what its patches need to know.
+    """A newly built DeepSpeed engine, with what its patches need.
 
     Attributes:
         module: this rank's layers.
-        compression: averages the gradients in few bits; None where DeepSpeed averages them. A patch sets it.
+        compression: the compressed reduction of gradients, set by a patch; None if DeepSpeed reduces them.
     """
 
     deepspeed: DeepSpeedEngine
@@ -60,7 +60,7 @@ class NewEngine:
 
     @property
     def acts_on_nonfinite(self) -> bool:
-        """Whether a step that is not finite is to change no weight."""
+        """Whether a non-finite step must change no weight."""
         return self.context.args.nonfinite != "warn"
 
 
@@ -69,11 +69,11 @@ class Patch:
     """One change of an engine.
 
     Attributes:
-        name: what is changed.
-        why: what DeepSpeed does without it, and why it stands at this place where that matters.
+        name: the thing that is changed.
+        why: what DeepSpeed does without the change, and why it comes at this place if that matters.
         apply: changes the engine.
-        when: whether this engine needs it.
-        after: names of patches that must have been applied before.
+        when: whether an engine needs the change.
+        after: names of patches that must be applied before.
     """
 
     name: str
@@ -110,36 +110,37 @@ PATCHES: tuple[Patch, ...] = (
     # what the optimizer does
     Patch(
         name="reduction in float32",
-        why="ZeRO-3 reduces all gradients in one dtype; those of parameters kept in float32 would lose bits",
+        why="ZeRO-3 reduces all gradients in one dtype; those of parameters kept in float32 would lose precision",
         apply=lambda new: reduce_fp32_gradients(new.deepspeed.optimizer),
     ),
     Patch(
         name="Muon's matrices",
-        why="ZeRO steps on flat tensors; Muon must find the matrices in them, and their shards on other ranks",
+        why="ZeRO updates flat tensors; Muon must find the matrices in them, and their shards on other ranks",
         apply=lambda new: find_matrices(new.deepspeed, new.context.groups),
     ),
     Patch(
         name="gradient norm",
-        why="a plain fp32 engine counts tied weights once a stage and whole ones too seldom; the optimizer for bf16 "
-        "sums squares in float32; ZeRO-1 sums group by group, of which stages may have other numbers. It wraps the "
-        "optimizer's step, so it comes before what hooks into that step",
+        why="a plain fp32 engine counts a tied weight on each stage that has it, and weights that tensor-parallel "
+        "ranks hold whole only on the first stage; the bf16 optimizer sums squares in float32; ZeRO-1 has one "
+        "collective for each parameter group, and stages may have different numbers of groups. It wraps the "
+        "optimizer's step, so it comes before patches that hook into that step",
         apply=lambda new: correct_clipping(new.deepspeed, new.context.groups, skip_nonfinite=new.acts_on_nonfinite),
     ),
     Patch(
         name="buckets in place",
-        why="ZeRO-1 and ZeRO-2 copy each bucket of gradients before they sum it, and back",
+        why="ZeRO-1 and ZeRO-2 copy each bucket of gradients before the reduction, and back after it",
         apply=lambda new: reduce_in_place(new.deepspeed.optimizer),
     ),
     Patch(
         name="check of every gradient",
-        why="ZeRO's optimizers look for gradients that are not finite in fp16 alone",
+        why="ZeRO's optimizers look for non-finite gradients only in fp16",
         when=lambda new: new.acts_on_nonfinite,
         apply=lambda new: check_every_gradient(new.deepspeed.optimizer),
     ),
     Patch(
         name="one question about the norm",
-        why="ZeRO-1 and ZeRO-2 wait for the device for the check of every gradient, for the norm, and again to clip "
-        "by it. The norm says what that check says, so this stands after it",
+        why="ZeRO-1 and ZeRO-2 wait for the device three times: to check every gradient, for the norm, and to clip. A "
+        "finite norm proves finite gradients, so one wait is enough. It replaces the check, so it comes after it",
         when=lambda new: new.acts_on_nonfinite,
         apply=lambda new: ask_the_norm_once(new.deepspeed.optimizer),
         after=("check of every gradient",),
@@ -147,85 +148,86 @@ PATCHES: tuple[Patch, ...] = (
     # engines without stages: ZeRO-2 and ZeRO-3
     Patch(
         name="inputs that hooks see",
-        why="ZeRO-3's hooks pass on views of a layer's inputs, which dropout may not change in place",
+        why="ZeRO-3's hooks replace a layer's inputs by views, which autograd does not let dropout change in place",
         when=lambda new: new.context.resolved.zero_stage == 3 and new.traits.draws,
         apply=lambda new: copy_hooked_inputs(new.module),
     ),
     Patch(
         name="layers for the watch",
-        why="such an engine has no instructions by which a rank that hangs could be found",
+        why="an engine without a pipeline has no instructions that show the watchdog where a rank hangs",
         when=lambda new: isinstance(new.module, LayerSequence),
         apply=lambda new: announce_layers(new.module.calls) if isinstance(new.module, LayerSequence) else None,
     ),
     # the pipeline engine: what happens to gradients between the last backward pass and the update
     Patch(
         name="compressed reduction",
-        why="DeepSpeed sends gradients in their own dtype; here in 8 or 4 bits, where that is asked for",
+        why="DeepSpeed reduces gradients in their own dtype; with compression they are sent in 8 or 4 bits",
         when=_is_staged,
         apply=_compress,
     ),
     Patch(
         name="no reduction on one data rank",
-        why="DeepSpeed copies all gradients into a flat tensor and back, though no other rank has any. It replaces "
-        "ReduceGrads whole; compression, which has changed it already, needs other data ranks",
+        why="DeepSpeed copies all gradients into a flat tensor and back, even for a single data rank. It replaces "
+        "ReduceGrads completely, so it comes after compression, which changes it only for several data ranks",
         when=lambda new: new.is_staged and new.context.groups.dp_group is None,
         apply=lambda new: keep_own_gradients(new.deepspeed),
         after=("compressed reduction",),
     ),
     Patch(
         name="partial and tied gradients",
-        why="DeepSpeed sums tied gradients from `grad` alone, where most optimizers do not look, and knows no gradient "
-        "that is a part on each tensor-parallel rank: those are summed first, once a step",
+        why="DeepSpeed sums tied gradients in `grad`, where most of its optimizers do not look, and does not know of "
+        "gradients that are partial sums on each tensor-parallel rank: these are summed first, once a step",
         when=_is_staged,
         apply=_sum_partial_gradients,
     ),
     Patch(
         name="sums beside weight gradients",
-        why="a tensor-parallel sum can travel while weight gradients are computed. Not on a CPU: the cores that sum "
-        "are those that compute, and a step took 1.04 times as long",
+        why="a tensor-parallel all-reduce can overlap with the computation of weight gradients. Not on a CPU: there "
+        "the same cores compute and sum, and a step took 1.04 times as long",
         when=lambda new: new.is_staged and new.context.device.type != "cpu",
         apply=lambda new: overlap_sums(new.module),
     ),
     Patch(
         name="a gradient for every parameter",
-        why="ZeRO-1 reduces the gradients that there are, so ranks that use other parameters would wait for each "
-        "other. It acts before the sums of tied gradients, which it wraps",
+        why="ZeRO-1 reduces only existing gradients, so ranks that use different parameters would call different "
+        "collectives and hang. It must act before tied gradients are summed, so it wraps that patch",
         when=_is_staged,
         apply=lambda new: give_every_gradient(new.deepspeed),
         after=("partial and tied gradients",),
     ),
     Patch(
         name="parameters without a gradient",
-        why="DeepSpeed decays parameters that no sample uses, unlike torch. It must look before gradients of zeros are "
-        "given, so it wraps that patch; and it hooks into the step that the norm has wrapped",
+        why="DeepSpeed applies weight decay to parameters that no sample uses, unlike torch. It must look before "
+        "missing gradients are filled with zeros, so it wraps that patch; and it hooks into the step that the norm "
+        "has wrapped",
         apply=lambda new: UnusedParameters(new.deepspeed),
         after=("gradient norm", "a gradient for every parameter"),
     ),
     # the pipeline engine: its instructions, and their order
     Patch(
         name="labels for the tiles of the loss",
-        why="DeepSpeed hands the labels to the loss alone, but the last layer computes the loss of each tile. It is "
-        "told before what the schedule wraps around a forward pass has changed the micro-batch",
+        why="DeepSpeed passes labels only to the loss, but with tiling the last layer computes the loss of each tile. "
+        "It comes before the schedule, which wraps the forward pass and changes the micro-batch",
         when=lambda new: new.is_staged and new.loss.tiles is not None,
         apply=lambda new: tell_labels(new.deepspeed, new.loss.expect),
     ),
     Patch(
         name="schedule",
-        why="DeepSpeed runs 1F1B alone, whatever `pipeline.schedule` says. It wraps what executes the instructions",
+        why="DeepSpeed knows only 1F1B, whatever `pipeline.schedule` says. It wraps the execution of instructions",
         when=_is_staged,
         apply=_follow_schedule,
         after=("labels for the tiles of the loss",),
     ),
     Patch(
         name="instructions for the watch",
-        why="a rank that hangs is found by the instruction that it is in; this sees the instructions of any schedule",
+        why="the watchdog finds a hanging rank by its current instruction. It must see those of any schedule",
         when=_is_staged,
         apply=lambda new: announce_instructions(new.deepspeed, beat),
         after=("schedule",),
     ),
     Patch(
         name="outputs of the last stage",
-        why="DeepSpeed keeps the logits of a micro-batch until those of a later one take their place",
+        why="DeepSpeed keeps the logits of a micro-batch in memory until those of a later one replace them",
         when=_is_staged,
         apply=_release_outputs,
     ),
@@ -233,7 +235,7 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def apply_patches(new: NewEngine) -> None:
-    """Apply the patches that an engine needs, in their order; all ranks call it."""
+    """Apply the patches that an engine needs, in order; all ranks call it."""
     for patch in PATCHES:
         if patch.when(new):
             patch.apply(new)
