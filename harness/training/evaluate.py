@@ -1,4 +1,4 @@
-"""Evaluation and prediction over a data set, in parts, so that any number of samples can be read."""
+"""Evaluate, or predict, over a data set in chunks, so that memory does not grow with the number of samples."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
 ROUTER_BATCH = 8
-"""Samples of an evaluation micro-batch of a model with a router loss; transformers' default for every model."""
-CHUNK = 16  # micro-batches that are read before they are evaluated; a signal is seen between two chunks
+"""Samples of an evaluation micro-batch for a model with a router loss; transformers' default for every model."""
+CHUNK = 16  # micro-batches that are read, then evaluated; signals are checked between two chunks
 
 
 def default_batch(loss: Loss, micro_batch: int) -> int:
-    """Return the number of samples of an evaluation micro-batch where none is given; `micro_batch`: those of a
-    training one.
+    """Return the default size of an evaluation micro-batch; `micro_batch` is the size in training.
 
-    A router loss depends on which samples are together, so there the layout must have no say in it.
+    A router loss depends on which samples are in a micro-batch together, so its size must not depend on the layout.
     """
     return ROUTER_BATCH if isinstance(loss, RouterLoss) else micro_batch
 
@@ -50,9 +49,11 @@ def evaluation_metrics(run: Run, dataset: AnyDataset, prefix: str = "eval", *, i
     """Return eval_loss, perplexity, eval_samples, eval_seconds and the user's own metrics; all ranks call it.
 
     Args:
-        prefix: of the names, in place of `eval`.
-        is_new: not the run's own data set, which was looked at when the run began. UserError if it cannot be used, or
-            differs between ranks.
+        prefix: replaces `eval` in the names.
+        is_new: whether the data set was not checked when the run began.
+
+    Raises:
+        UserError: a new data set cannot be used, or differs between ranks.
     """
     kept = None if run.compute_metrics is None else KeptOutputs(run.engine, run.preprocess_logits_for_metrics)
     data = tokens_of_new(run, dataset, "eval_dataset") if is_new else read_all(dataset, "eval_dataset")
@@ -60,7 +61,7 @@ def evaluation_metrics(run: Run, dataset: AnyDataset, prefix: str = "eval", *, i
 
 
 def predict(run: Run, dataset: AnyDataset, prefix: str) -> PredictionOutput:
-    """Return the predictions and labels of all samples, and their metrics; all ranks call it and get them."""
+    """Return predictions, labels and metrics of all samples, on all ranks; all ranks call it. UserError as above."""
     from transformers.trainer_utils import PredictionOutput
 
     kept = KeptOutputs(run.engine, run.preprocess_logits_for_metrics, everywhere=True)
@@ -72,15 +73,15 @@ def predict(run: Run, dataset: AnyDataset, prefix: str) -> PredictionOutput:
 def computed_metrics(
     compute: Callable[[EvalPrediction], Mapping[str, object]], predictions: Outputs, labels: Labels, prefix: str
 ) -> JsonObject:
-    """Return the user's metrics by names that begin with the prefix; all ranks call it and get those of rank 0.
+    """Compute the user's metrics on rank 0 and return them on all ranks, with the prefix before their names.
 
-    An exception on rank 0 is raised there; a UserError on the others.
+    All ranks call it. An exception on rank 0 is raised there, and a UserError on the others.
     """
     from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
     sent: list[JsonObject | None] = [None]
     try:
-        with inside("compute_metrics"):  # on all ranks: the others wait for rank 0
+        with inside("compute_metrics"):  # on all ranks, so that the watchdog lets the others wait for rank 0
             if dist.get_rank() == 0:
                 found: object = compute(EvalPrediction(predictions=predictions, label_ids=labels))
                 if not isinstance(found, Mapping):
@@ -89,7 +90,7 @@ def computed_metrics(
                 named = {str(name): value for name, value in denumpify_detensorize(dict(found)).items()}
                 start = f"{prefix}_"
                 sent = [{name if name.startswith(start) else start + name: value for name, value in named.items()}]
-    finally:  # the others must not wait for ever
+    finally:  # also after an exception: the others are waiting
         dist.broadcast_object_list(sent, src=0, group=host_group())
     if sent[0] is None:
         raise UserError("compute_metrics failed on rank 0")
@@ -97,7 +98,7 @@ def computed_metrics(
 
 
 def tokens_of_new(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
-    """Return the samples of a data set that the run did not begin with."""
+    """Check and tokenise a data set that the run did not begin with. UserError if it cannot be used."""
     source = run.source if run.data_collator is collate else None
     require_dataset(name, dataset)
     data = read_all(as_dataset(dataset), name)
@@ -133,9 +134,9 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
 def _losses(
     run: Run, dataset: MapDataset, micro_batch: int, kept: KeptOutputs | None
 ) -> tuple[float, dict[str, float]]:
-    """Return the mean loss, and that of each source where the data has several; each sample is seen once."""
+    """Return the mean loss, and the mean loss of each source if there are several; each sample counts once."""
     engine, collator = run.engine, run.data_check.collator
-    # a router loss depends on which samples are together, and kept outputs on their order
+    # Evaluating source by source would change micro-batches, on which a router loss depends, and the outputs' order.
     parts = {} if engine.has_router_loss or kept is not None else parts_of(dataset)
     if not parts:
         return mean_loss(engine, dataset, micro_batch, collator, kept), {}
@@ -151,12 +152,16 @@ def _mean(total: float, counted: float) -> float:
 def mean_loss(
     engine: Engine, dataset: MapDataset, micro_batch: int, collator: Collator, kept: KeptOutputs | None = None
 ) -> float:
-    """Return the mean over what counts in all samples, each seen once; all ranks call it and get the same.
+    """Return the mean loss over all valid labels (or samples), the same on all ranks; all ranks call it.
 
-    `kept`: gathers the outputs, in the order of the samples.
+    Every rank runs the same number of micro-batches of one shape, so that all enter the same collectives.
 
-    Every rank runs the same number of micro-batches of one shape, so no rank waits for another. Raises
-    `signals.Interrupted`, on all ranks alike, when a signal to any of them asks for the end of the training.
+    Args:
+        kept: collects the outputs in the order of the samples.
+
+    Raises:
+        signals.Interrupted: on all ranks: a signal on any of them asks for the end of training.
+        UserError: the data set is empty.
     """
     return _mean(*_totals(engine, dataset, micro_batch, collator, kept))
 
@@ -164,15 +169,15 @@ def mean_loss(
 def _totals(
     engine: Engine, dataset: MapDataset, micro_batch: int, collator: Collator, kept: KeptOutputs | None
 ) -> tuple[float, float]:
-    """Return the sum of the losses of all samples, and the number of what counts."""
+    """Return the sum of the losses of all samples, and the number of valid labels (or samples)."""
     n = dataset_length(dataset)
     if not n:
         raise UserError("the data set to evaluate is empty: give at least one sample")
     whole = n - n % micro_batch
-    if engine.has_router_loss:  # it counts padding, so the layout must have no say in it
+    if engine.has_router_loss:  # it counts padding, so the padded length must not depend on the layout
         dataset = at_longest(dataset)
     total = counted = 0.0
-    # the last samples apart, in a micro-batch of their number: a router loss would see what fills up a larger one
+    # The remaining samples form a smaller micro-batch: a router loss would count samples that fill up a larger one.
     for rows, size in ((range(whole), micro_batch), (range(whole, n), n - whole)):
         if rows:
             losses, valid = _sums(engine, dataset, rows, size, collator, kept)
@@ -183,7 +188,7 @@ def _totals(
 def _sums(
     engine: Engine, dataset: MapDataset, rows: range, micro_batch: int, collator: Collator, kept: KeptOutputs | None
 ) -> tuple[float, float]:
-    """Sum of the losses of these samples, and number of what counts."""
+    """Return the sum of the losses of these samples, and the number of valid labels (or samples)."""
     place, size = engine.groups.coordinate.reader, engine.groups.layout.readers
     steps = evaluation_steps(len(rows), micro_batch, size)
     alike = 0 if engine.has_router_loss else CHUNK if engine.groups.layout.pp_size > 1 else 1

@@ -1,6 +1,6 @@
-"""What HuggingFace's Trainer takes and calls and ours does not: refused in one line that says what to use instead.
+"""Refuse methods and arguments of HuggingFace's Trainer that ours does not have, and say what to use instead.
 
-A method that is overridden here and never called, or a keyword that is dropped, would train something else in silence.
+An overridden method that is never called, or a keyword that is dropped, would silently train something else.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ METHODS = {
 }
 
 NOT_CALLED = frozenset(["get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"])
-"""Methods that are here to be called by programs alone."""
+"""Methods that programs may call, but that training never calls: overriding them would have no effect."""
 
 ATTRIBUTES = {
     "accelerator": "there is no accelerate here: trainer.model_wrapped is DeepSpeed's engine",
@@ -78,15 +78,15 @@ MODEL_FILES = [
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
     *("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "chat_template*", "README.md"),
 ]
-"""The files of `output_dir` that make the model."""
+"""The files of `output_dir` that belong to the model."""
 
 
 class NotHere(UserError, AttributeError):
-    """A method of HuggingFace's Trainer that ours does not have; `hasattr` is false."""
+    """A member of HuggingFace's Trainer that ours does not have; an AttributeError, so that `hasattr` is false."""
 
 
 def missing(trainer: object, name: str) -> AttributeError:
-    """Return the error for an attribute that our Trainer lacks; for a method of HuggingFace's it says what to use."""
+    """Return the error for a missing attribute of the Trainer; for one of HuggingFace's it says what to use instead."""
     if not name.startswith("__") and name in METHODS.keys() | methods_of_transformers():
         return NotHere(f"Trainer.{name} is a method of HuggingFace's Trainer: {METHODS.get(name, LOOP)}")
     if name in ATTRIBUTES:
@@ -95,12 +95,12 @@ def missing(trainer: object, name: str) -> AttributeError:
 
 
 def require_ours(kind: type, base: type, others: Iterable[str]) -> None:
-    """Raise UserError for a Trainer of a class `kind` that overrides what our Trainer, `base`, never calls.
+    """Raise UserError if a subclass `kind` overrides methods that our Trainer, `base`, never calls.
 
-    Also for keyword arguments, `others`, that it does not take.
+    Also for keyword arguments `others`, which the constructor does not take.
     """
     for cls in (each for each in kind.__mro__ if each not in base.__mro__):
-        known = methods_of_transformers() | METHODS.keys()  # seconds of imports, which our own class is spared
+        known = methods_of_transformers() | METHODS.keys()  # imports for seconds, so only for subclasses
         for name in vars(cls):
             if name in known and (name in NOT_CALLED or not _serves(getattr(cls, name), getattr(base, name, None))):
                 remedy = METHODS.get(name, LOOP)
@@ -113,7 +113,7 @@ def require_ours(kind: type, base: type, others: Iterable[str]) -> None:
 def refuse_arguments(
     given: Iterable[str], function: Callable[..., object], remedies: Mapping[str, str], what: str
 ) -> None:
-    """UserErrors for the keyword arguments `given`, which `function` does not take."""
+    """Raise UserError for keyword arguments `given` that `function` does not take, with a remedy for each."""
     problems = []
     for name in given:
         close = nearest(name, inspect.signature(function).parameters)
@@ -124,7 +124,7 @@ def refuse_arguments(
 
 @cache
 def methods_of_transformers() -> frozenset[str]:
-    """Return the methods of HuggingFace's Trainer; none where it cannot be imported."""
+    """Return the methods of HuggingFace's Trainer; none if it cannot be imported."""
     try:
         from transformers import Trainer
     except (ImportError, RuntimeError):  # it needs accelerate, which we do not
@@ -135,7 +135,7 @@ def methods_of_transformers() -> frozenset[str]:
 
 
 def _serves(method: Callable[..., object], of_base: Callable[..., object] | None) -> bool:
-    """Whether a method can take the place of the one that it overrides: it needs nothing that this does not take."""
+    """Whether a method can replace the one that it overrides: every argument that it requires is one of the base's."""
     if of_base is None:
         return False
     takes = inspect.signature(of_base).parameters
@@ -152,7 +152,7 @@ def _serves(method: Callable[..., object], of_base: Callable[..., object] | None
 def upload(
     folder: Path, message: str, *, repo_id: str | None, private: bool | None, token: str | None, revision: str | None
 ) -> str:
-    """Upload the model in `folder` to the hub; return the address of the commit. Raises UserError if that fails."""
+    """Upload the model in `folder` to the hub; return the commit's URL. UserError if that fails."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its client's, whichever that is
 

@@ -1,6 +1,6 @@
-"""What follows where a loss, a gradient or a weight is not finite: `--nonfinite stop`, `skip`, `warn` or `rollback`.
+"""Act on a non-finite loss, gradient or weight: `--nonfinite stop`, `skip`, `warn` or `rollback`.
 
-What fp16's dynamic loss scaling skips while the loss is finite is its way of working, and always allowed.
+Steps that fp16's dynamic loss scaling skips while the loss is finite are normal, and always allowed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from harness.wording import counted
 
 
 class NonFiniteStep(UserError):
-    """A step, or the weights after it, are not finite, and the run is to go back (`--nonfinite rollback`)."""
+    """A step, or the weights after it, are not finite, and the run must go back (`--nonfinite rollback`)."""
 
 
 class NonFinite:
-    """Decides, alike on all ranks, what follows from a step whose loss or gradient is not finite.
+    """Applies the policy to non-finite steps; all ranks come to the same decision.
 
     Attributes:
-        skipped: steps that changed nothing for that reason.
+        skipped: number of steps that changed no weight for that reason.
     """
 
     def __init__(self, policy: str, console: Console) -> None:
@@ -37,7 +37,7 @@ class NonFinite:
         self.skipped = 0
 
     def judge(self, step: int, outcome: StepOutcome, engine: Engine) -> None:
-        """Judge what came out of a step; all ranks call it. UserError with `stop`, NonFiniteStep with `rollback`."""
+        """Check the outcome of a step; all ranks call it. UserError with `stop`, NonFiniteStep with `rollback`."""
         lost = not isfinite(outcome.loss)
         overflow = not outcome.finite_gradient and not engine.scales_loss
         if not lost and not overflow:
@@ -66,10 +66,14 @@ class NonFinite:
             self.console.warn(f"the evaluation loss is {loss}")
 
     def judge_weights(self, engine: Engine, target: str) -> None:
-        """Look at the weights before they are written to `target`; all ranks call it.
+        """Check the weights before they are written to `target`; all ranks call it.
 
-        Where one is not finite they are not written, as good ones might have to make room: UserError with `stop`,
-        NonFiniteStep with `rollback`, else NotSaved.
+        Non-finite weights are not written, as an older good checkpoint might be deleted for them.
+
+        Raises:
+            UserError: with `stop`.
+            NonFiniteStep: with `rollback`.
+            NotSaved: with `skip` and `warn`.
         """
         bad = _not_finite({n: p for n, p in engine.deepspeed.module.named_parameters() if p.requires_grad})
         if not any_rank(bad is not None):
@@ -84,20 +88,21 @@ class NonFinite:
 
 
 def _not_finite(parameters: Mapping[str, Tensor]) -> str | None:
-    """Return the name of a parameter of which this rank holds a value that is not finite, under ZeRO-3 in its part."""
+    """Return the name of a parameter with a non-finite value on this rank (under ZeRO-3, in its part); None if none."""
     held = {name: held_tensor(parameter).detach() for name, parameter in parameters.items()}
     held = {name: values for name, values in held.items() if not values.is_meta and values.device.type != "meta"}
-    # a sum takes a tenth of the time, but that of finite values may overflow; all sums are one wait for the device
+    # First the sums, in one wait for the device: a tenth of the time of isfinite(). A sum of finite values can
+    # overflow, so only suspects are checked exactly.
     sums = numbers([values.sum() for values in held.values()])
     suspects = (values for values, total in zip(held.items(), sums, strict=True) if not isfinite(total))
     return next((name for name, values in suspects if not values.isfinite().all()), None)
 
 
 def origin(seen: Sequence[Evidence], *, loss: bool) -> str:
-    """Return the stage where something first was not finite, with its ranks, in words.
+    """Return in words the stage where values first became non-finite, and its ranks.
 
-    Forward, that is the first stage that handed on such values, or the last one if none did. Backward, it is the last
-    stage that passed on other gradients than it got: the lowest one that got finite ones.
+    For a loss: the first stage that sent on non-finite activations, or the last stage if none did. For a gradient: the
+    lowest stage that received finite gradients, as backward passes go from the last stage to the first.
     """
     last = max(each.stage for each in seen)
     if loss:

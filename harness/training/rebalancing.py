@@ -1,9 +1,8 @@
-"""Even out the pipeline's stages by what they take, while a run lives (`--rebalance_steps`).
+"""Balance the pipeline's stages by measured time while a run trains (`--rebalance_steps`).
 
-Every so many steps the ranks compare how long their stages compute. What the layers cost within a model chunk is
-estimated, what a chunk costs is measured: so the estimate is corrected chunk by chunk. Where another cut makes a step
-shorter by more than `MIN_GAIN`, layers move. The next comparison reports what it gained; if it gained nothing, the
-layers go back and stay.
+Every so many steps the ranks compare the computing times of their stages. The costs of layers are estimates; the time
+of a model chunk is measured, and scales the estimates of its layers. If another cut would shorten a step by more than
+`MIN_GAIN`, layers move. The next comparison reports the gain; without any, the layers move back and stay.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ COMPUTING = ("ForwardPass", "BackwardPass", "InputGradients", "WeightGradients")
 
 @dataclass
 class StageClock:
-    """Takes the time of the instructions of a pipeline that compute.
+    """Measures the time of a pipeline's computing instructions.
 
-    On an accelerator, which runs behind the program, its own events take the time.
+    On an accelerator, which executes asynchronously, the times are those of device events.
     """
 
     device: torch.device
@@ -46,7 +45,7 @@ class StageClock:
     _open: tuple[int, Moment] | None = None
 
     def begin(self, instruction: str, chunk: int) -> None:
-        """Note that an instruction begins in a model chunk, and that the one before has ended."""
+        """Record that an instruction begins in a model chunk, and that the one before has ended."""
         if self._open is not None:
             self._spans.append((*self._open, moment(self.device)))
         self._open = (chunk, moment(self.device)) if instruction in COMPUTING else None
@@ -62,14 +61,14 @@ class StageClock:
 
 @inside("rebalancing")
 def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> None:
-    """Give the run other stage boundaries and a new engine in the same state; all ranks call it.
+    """Give the run other stage boundaries, and a new engine in the same state; all ranks call it.
 
-    What a rank held waits in the host's memory while the new engine is built, so that the device never holds both.
+    A rank's tensors are kept in host memory while the new engine is built, so that the device never holds both.
     """
     trainable = run.trainable
     files, progress = run.engine_state.stored(progress)
     kept = {stem: [_on_host(held) for held in tensors] for stem, tensors in files}
-    files.clear()
+    files.clear()  # otherwise these references would keep the old engine's tensors alive
     run.engine.release()
     run.engine = build_engine(run, trainable.layers, boundaries, trainable.loss, trainable.traits)
     run.boundaries, run.stages = boundaries, stage_lines(trainable, boundaries, run.module, run)
@@ -83,19 +82,19 @@ def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> 
 
 
 def _on_host(held: LocalShard) -> LocalShard:
-    """Return what is held with a copy of its values, which outlives the engine."""
+    """Return the shard with a copy of its values in host memory, which outlives the engine."""
     return replace(held, values=held.values.to("cpu", copy=True), stepped=None)
 
 
-MIN_GAIN = 0.05  # of a step; less is within the noise of a measurement, and a move costs some steps' time
+MIN_GAIN = 0.05  # share of a step; less is within measurement noise, and a move takes the time of several steps
 
 
 @dataclass
 class Rebalancer:
-    """Measures the stages of a run, and moves layers between them; all ranks call `after_step` alike.
+    """Measures the stages of a run, and moves layers between them; all ranks call `after_step`.
 
     Attributes:
-        run: its engine, boundaries and stages change when layers move.
+        run: the run; its engine, boundaries and stages are replaced when layers move.
     """
 
     run: Run
@@ -107,7 +106,7 @@ class Rebalancer:
     _goes_on: bool = True
 
     def __post_init__(self) -> None:
-        """Begin to measure; warn where there is nothing to move."""
+        """Start measuring; warn if layers cannot move."""
         problem = obstacle(self.run)
         self._goes_on = problem is None
         if problem is not None:
@@ -115,8 +114,7 @@ class Rebalancer:
         self._measure()
 
     def after_step(self, record: StepRecord, state: TrainerState) -> bool:
-        """Take the times of a step, and every `rebalance_steps` steps compare them; return whether layers have
-        moved."""
+        """Record the times of a step; every `rebalance_steps` steps, compare them. Return whether layers have moved."""
         before, computed = self.run.engine, self._clock.take()
         if self._is_warm:
             self._computed.append(computed)
@@ -148,7 +146,7 @@ class Rebalancer:
             self._move(boundaries, state, f"a step takes {step_seconds:.3g} s, and should take {gain:.0%} less")
 
     def _has_gained(self, now: float, state: TrainerState) -> bool:
-        """Report what the last move has gained; move back, and stop moving, where that is nothing."""
+        """Report the gain of the last move and return whether there was one; if not, move back and stop."""
         assert self._before is not None
         (boundaries, before), self._before = self._before, None
         gain = 1 - now / before
@@ -167,7 +165,7 @@ class Rebalancer:
         self._measure()
 
     def _measure(self) -> None:
-        """Take the times of the engine that runs now."""
+        """Start measuring the current engine."""
         engine, self._is_warm = self.run.engine.deepspeed, False
         self._clock = clock = StageClock(self.run.device)
         if self._goes_on:
@@ -189,7 +187,7 @@ def obstacle(run: Run) -> str | None:
 
 
 def corrected(costs: Sequence[float], boundaries: Sequence[int], chunks: Sequence[float]) -> list[float]:
-    """Return the costs of layers in seconds, so that those of each chunk add up to what it was measured to take."""
+    """Scale the estimated costs of layers to seconds, so that those of each chunk add up to its measured time."""
     found: list[float] = []
     for (start, stop), seconds in zip(pairwise(boundaries), chunks, strict=True):
         own = costs[start:stop] if any(costs[start:stop]) else [1.0] * (stop - start)

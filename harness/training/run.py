@@ -1,8 +1,8 @@
-"""One run on this rank, from what the user gave to the engine that trains.
+"""The state of one run on this rank.
 
-A run grows in three phases, each a dataclass that adds fields to the one before: `RunInputs` (what a program hands to
-the Trainer), `RunPlan` (what follows from that on this rank alone) and `Run` (all there is once the ranks have met and
-the engine is built). A function says by the type of its argument how far the run must be.
+A run grows in three phases; each is a dataclass that adds fields to the one before: `RunInputs` (the Trainer's
+arguments), `RunPlan` (planned on this rank alone) and `Run` (after the ranks have met and the engine is built). The
+type of a function's argument shows which phase it needs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from harness.training.prepare.trainable import TrainableModel
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvents:
-    """What the arguments ask for after a step; a step may reach from one epoch into the next."""
+    """The events that the arguments ask for after a step, which may span the end of an epoch."""
 
     epoch_events: tuple[str, ...]
     log: bool
@@ -39,21 +39,21 @@ class StepEvents:
 
 @dataclass(kw_only=True)
 class Run(RunPlan, EngineContext):
-    """A run that is ready for its first step, or for the checkpoint to resume.
+    """A run that is ready for its first step, or for loading its checkpoint.
 
-    Layers that move between stages (`--rebalance_steps`) and a resume set its fields anew; nothing keeps a copy.
+    Rebalancing (`--rebalance_steps`) and a resume replace fields, so do not keep copies of them.
 
     Attributes:
-        data_check: looks at the first samples of a data set.
+        data_check: checks the first samples of a data set.
         trainable: the model as pipeline layers, with its loss.
-        base: checksums of what adapters stand on, by name, on rank 0; empty elsewhere and without adapters.
+        base: checksums of the adapters' base model by name, on rank 0; empty elsewhere and without adapters.
         boundaries: index of the first pipeline layer of each stage, then the number of layers.
         stages: one line a stage, as reported to the user.
         foreign_groups: process groups that were open before the run.
-        hosts: which rank runs on which host.
+        hosts: the hosts of the ranks.
         samples: prompts that the model continues at each evaluation; None without any.
-        expected: what the planner says of memory and speed; None where it does not know the model.
-        run_id: made when the run began afresh; a run that resumes a checkpoint has the one of that.
+        expected: the planner's prediction of memory and speed; None if it cannot read the model.
+        run_id: identifies the run; a resumed run keeps the id of its checkpoint.
     """
 
     data_check: DatasetCheck
@@ -76,7 +76,7 @@ class Run(RunPlan, EngineContext):
 
     @property
     def engine_state(self) -> EngineState:
-        """What of the engine a checkpoint stores, and under which names."""
+        """The part of the engine that a checkpoint stores, and the names in it."""
         adapters, name = self.adaptation is not None, self.trainable.stored_name
         return EngineState(
             engine=self.engine.deepspeed,
@@ -102,10 +102,11 @@ class Run(RunPlan, EngineContext):
         )
 
     def events_after(self, step: int, before: int, consumed: int, max_steps: int | None = None) -> StepEvents:
-        """Return what the arguments ask for after a step. After the last one, everything that is enabled is due.
+        """Return the events due after a step. After the last step, everything that is enabled is due.
 
-        `before`, `consumed`: samples that the run had used before and after it. `max_steps`: where a callback has
-        changed the number of steps.
+        Args:
+            before, consumed: samples consumed before and after the step.
+            max_steps: the number of steps, if a callback has changed it.
         """
         args, last = self.args, step == (max_steps or self.max_steps)
         samples = dataset_length(self.data.train)

@@ -1,6 +1,6 @@
-"""What scripts for HuggingFace's Trainer call before and after training: reports, files, data loaders.
+"""Methods that scripts for HuggingFace's Trainer call before and after training: reports, files, data loaders.
 
-The Trainer has these methods by inheritance; none of them is a part of training.
+The Trainer inherits them; none takes part in training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Batches: TypeAlias = "DataLoader[object]"
 
 
 class MicroBatches(Dataset[object]):
-    """Micro-batches of one rank by number: dicts of input_ids, labels and perhaps position_ids; else pairs."""
+    """The micro-batches of one rank: dicts of input_ids, labels and perhaps position_ids, or pairs (inputs, labels)."""
 
     def __init__(self, dataset: MapDataset, rows: Sequence[Sequence[int]], collator: Collator) -> None:
         self.dataset, self.rows, self.collator = dataset, rows, collator
@@ -53,7 +53,7 @@ class MicroBatches(Dataset[object]):
 
 
 class ScriptMethods:
-    """The base of the Trainer; the attributes are its own."""
+    """Base class of the Trainer, which sets the attributes."""
 
     run: Run
     args: TrainingArguments
@@ -90,7 +90,7 @@ class ScriptMethods:
 
     @property
     def data_collator(self) -> Collator:
-        """What makes micro-batches of samples."""
+        """The function that makes a micro-batch from samples."""
         return self.run.data_collator
 
     @property
@@ -107,7 +107,7 @@ class ScriptMethods:
         return self.state.is_local_process_zero
 
     def get_num_trainable_parameters(self) -> int:
-        """Return how many parameters of the whole model are trained."""
+        """Return the number of trained parameters of the whole model."""
         return self.run.trainable.size(trained=True)
 
     def get_learning_rates(self) -> list[float]:
@@ -115,9 +115,9 @@ class ScriptMethods:
         return [float(group["lr"]) for group in self.model_wrapped.optimizer.param_groups]
 
     def get_train_dataloader(self) -> Batches:
-        """Return the micro-batches of this rank in the first pass through the data, to look at: training reads its own.
+        """Return this rank's micro-batches in one pass through the data, for inspection; training does not use it.
 
-        UserError without training data, and for a stream, which is read once.
+        Raises UserError without training data, and for a stream, which is read once.
         """
         if self.stream is None:
             raise UserError("get_train_dataloader() needs a train_dataset")
@@ -125,7 +125,7 @@ class ScriptMethods:
         return DataLoader(MicroBatches(self.stream.dataset, rows, self.stream.collator), batch_size=None)
 
     def get_eval_dataloader(self, eval_dataset: AnyDataset | str | None = None) -> Batches:
-        """Return the micro-batches of this rank in an evaluation, to look at; `eval_dataset` as in `evaluate`."""
+        """Return this rank's micro-batches in an evaluation, for inspection; `eval_dataset` as in `evaluate`."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             return self.get_test_dataloader(eval_dataset)
         data = self.eval_dataset
@@ -136,7 +136,7 @@ class ScriptMethods:
         return self._in_order(data)
 
     def get_test_dataloader(self, test_dataset: AnyDataset) -> Batches:
-        """Return the micro-batches of this rank in a prediction, to look at."""
+        """Return this rank's micro-batches in a prediction, for inspection."""
         return self._in_order(tokens_of_new(self.run, test_dataset, "test_dataset"))
 
     def _in_order(self, data: MapDataset) -> Batches:
@@ -154,7 +154,7 @@ class ScriptMethods:
         self.run.console.say("\n".join([f"***** {split} metrics *****", *lines]))
 
     def save_metrics(self, split: str, metrics: Mapping[str, object], combined: bool = True) -> None:
-        """Write metrics to `output_dir/SPLIT_results.json`, `combined` also into `all_results.json`; rank 0 writes."""
+        """Write metrics to `output_dir/SPLIT_results.json`, and if `combined` to `all_results.json`; rank 0 writes."""
         folder = Path(self.args.output_dir)
         if not self.is_world_process_zero():
             return
@@ -165,7 +165,7 @@ class ScriptMethods:
             write_object(everything, {**(earlier if isinstance(earlier, dict) else {}), **metrics})
 
     def save_state(self) -> None:
-        """Write the state with its history of logs to `output_dir/trainer_state.json`; rank 0 writes."""
+        """Write the state, with its log history, to `output_dir/trainer_state.json`; rank 0 writes."""
         if self.is_world_process_zero():
             write_object(Path(self.args.output_dir) / "trainer_state.json", asdict(self.state))
 
@@ -181,9 +181,9 @@ class ScriptMethods:
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> None:
-        """Write `output_dir/README.md` for the hub: what the model was made of, and its last evaluation; rank 0 writes.
+        """Write `output_dir/README.md` for the hub, with base model, data and last evaluation; rank 0 writes.
 
-        A README.md that somebody else has written stays.
+        A README.md that ds-harness did not write is kept.
         """
         path = Path(self.args.output_dir) / "README.md"
         if not self.is_world_process_zero() or (path.is_file() and CARD not in path.read_text(encoding="utf-8")):
@@ -217,10 +217,10 @@ class ScriptMethods:
         private: bool | None = None,
         **card: str | None,
     ) -> str:
-        """Write the model and upload its files to the hub, as `repo_id` (default: the name of `output_dir`).
+        """Write the model and upload it to the hub as `repo_id` (default: the name of `output_dir`); all ranks call it.
 
-        Returns the address of the commit, when all is sent, whatever `blocking` says. All ranks call it. `card` goes to
-        `create_model_card`. UserError if it cannot be uploaded.
+        `card` is passed to `create_model_card`. Returns the commit's URL when everything is sent, whatever `blocking`
+        says. Raises UserError if the upload fails.
         """
         folder = self.save_model()
         self.create_model_card(**card)
@@ -229,7 +229,7 @@ class ScriptMethods:
 
 
 def _is_loss(key: str) -> bool:
-    """Whether a logged figure is the loss of an evaluation."""
+    """Whether a logged value is the loss of an evaluation."""
     return key.startswith("eval_") and key.endswith("_loss")
 
 

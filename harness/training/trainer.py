@@ -1,10 +1,10 @@
-"""The Trainer: shaped like HuggingFace's, over DeepSpeed's engines, in any layout.
+"""The Trainer: HuggingFace's interface over DeepSpeed's engines, in any layout.
 
     trainer = Trainer(model="tiny-llama", args=TrainingArguments(deepspeed_config="zero3"), train_dataset=blocks)
     trainer.train()
     trainer.save_model()
 
-Started by the deepspeed launcher every process makes one; started by plain `python` it is alone.
+Under the deepspeed launcher every process makes one Trainer; under plain `python` the only process does.
 """
 
 from __future__ import annotations
@@ -79,27 +79,27 @@ class Trainer(ScriptMethods):
             (modules, LayerSpecs, functions) with `loss_fn`.
         args: the arguments; `args.deepspeed_config` is the DeepSpeed JSON.
         train_dataset, eval_dataset: map-style or an IterableDataset; items are dicts with input_ids (and labels), or
-            with text or messages to be tokenised, or pairs (inputs, labels). Several eval_datasets by name: a dict.
-        loss_fn: `loss_fn(outputs, labels)`, the mean over the samples it is given: needed for a list of layers; of a
-            HuggingFace model it takes the logits, in the place of the cross entropy (see `LogitsLoss`).
-        compute_loss_func: the same of a HuggingFace model with HuggingFace's signature.
+            with text or messages to tokenise, or pairs (inputs, labels). For several eval_datasets, a dict by name.
+        loss_fn: `loss_fn(outputs, labels)`, the mean over the samples it gets; required for a list of layers. For a
+            HuggingFace model it gets the logits, and replaces the cross entropy (see `LogitsLoss`).
+        compute_loss_func: the same for a HuggingFace model, with HuggingFace's signature.
         processing_class: the tokenizer, saved beside the model; by default the one in the model's directory.
-        data_collator: makes a micro-batch of a list of items.
-        callbacks: called at the usual moments, on every rank; instances or classes.
-        compute_metrics: makes metrics of an EvalPrediction, the logits and labels of all samples; called on rank 0.
-        preprocess_logits_for_metrics: of logits and labels of a micro-batch, makes what is kept of the logits.
+        data_collator: makes a micro-batch from a list of items.
+        callbacks: instances or classes of TrainerCallback, called on every rank.
+        compute_metrics: returns metrics for an EvalPrediction, the logits and labels of all samples; called on rank 0.
+        preprocess_logits_for_metrics: maps logits and labels of a micro-batch to the values that are kept.
         console: where to print; by default standard output on rank 0.
-        peft_config: peft's LoraConfig, to train adapters in the place of the model's weights.
-        config: the DeepSpeed JSON, where the program has read and checked it already (`read_run_config`).
-        flags: what the program was started with besides `args`, for `run.json`.
+        peft_config: peft's LoraConfig, to train adapters instead of the model's weights.
+        config: the checked DeepSpeed JSON, if the program has read it already (`read_run_config`).
+        flags: flags of the program besides `args`, for `run.json`.
 
     Attributes:
-        run: all that is known of the run: config, layout, groups, model, engine.
-        state, control: as HuggingFace's, given to callbacks.
+        run: the run's config, layout, groups, model and engine.
+        state, control: as in HuggingFace, passed to callbacks.
         stream: the training samples of this rank; None without training data.
 
     Raises:
-        UserError: what the user can correct, before a model is built wherever that is possible.
+        UserError: anything that the user can correct, before the model is built if possible.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Trainer(ScriptMethods):
             self._call("on_init_end")
 
     def close(self) -> None:
-        """Let go of the engine's memory and of its process groups, so that another Trainer may take its place."""
+        """Free the engine's memory and close its process groups, so that another Trainer can be made."""
         self.checkpoints.settle()
         if self.stream is not None:
             self.stream.close()
@@ -175,11 +175,15 @@ class Trainer(ScriptMethods):
 
     @inside("training", Phase.STEP)
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainOutput:
-        """Train to the last step; return that step, the mean loss of this call's steps, and its speed.
+        """Train to the last step; return that step, the mean loss of this call's steps, and the speed.
 
-        `resume_from_checkpoint`: a checkpoint's path, or True for the newest whole one in `output_dir`. A signal that
-        asks for the end (SIGTERM, SIGINT, SIGUSR1, SIGHUP; of any rank) raises `signals.Stopped`, a SystemExit, after
-        the step and a checkpoint.
+        Args:
+            resume_from_checkpoint: a checkpoint's path, or True for the newest whole one in `output_dir`.
+
+        Raises:
+            signals.Stopped: a SystemExit, on all ranks, after the current step and a checkpoint, if any rank gets
+                SIGTERM, SIGINT, SIGUSR1 or SIGHUP.
+            UserError: without training data; or with `--nonfinite stop`, if a step is not finite.
         """
         from transformers.trainer_utils import TrainOutput
 
@@ -205,7 +209,7 @@ class Trainer(ScriptMethods):
             self._call("on_epoch_begin")
             self.rollback.begin(self.save_checkpoint)
             while state.global_step < state.max_steps and not (stop or self.control.should_training_stop):
-                with self.rollback.guarding(recorder, self.checkpoints.finish):  # a step that is not finite is undone
+                with self.rollback.guarding(recorder, self.checkpoints.finish):  # undoes a non-finite step
                     record = self.training_step()
                     recorder.step(record)
                     stop = self._after_step(record, recorder)
@@ -221,26 +225,26 @@ class Trainer(ScriptMethods):
             }
             self._end_training(stop, metrics)
         if run.resolved.config.get("comms_logger", {}).get("enabled", False):
-            deepspeed.comm.log_summary()  # which DeepSpeed leaves to the training program
+            deepspeed.comm.log_summary()  # DeepSpeed only collects; printing is left to the training program
         return TrainOutput(state.global_step, loss, metrics)
 
     @inside("training", Phase.STEP)
     def training_step(self) -> StepRecord:
-        """Train on the next global batch; the same step in every layout. All ranks call it.
+        """Train on the next global batch; the same code in every layout. All ranks call it.
 
-        The stream deals out the micro-batches of this rank's data-parallel coordinate; `Engine.train_step` makes the
-        forward and backward pass of each, and the update; a step that is not finite is judged before it counts.
+        The stream yields the micro-batches of this rank's data-parallel coordinate; `Engine.train_step` runs forward,
+        backward and update; a non-finite step is handled before it is counted.
         """
         run, state, stream = self.run, self.state, self.stream
         assert stream is not None
         records.begin_step(state.global_step + 1)
         self._call("on_step_begin")
         start_time = time.perf_counter()
-        learning_rate = run.engine.learning_rate  # read before the update, which moves the schedule on
-        # only the first stage needs inputs and only the last labels: stages between get an empty list
+        learning_rate = run.engine.learning_rate  # read before the update, which advances the schedule
+        # Only the first stage needs inputs and only the last needs labels: stages between get an empty list.
         micro_batches = stream.next_step(read=run.engine.reads_data)
         outcome = run.engine.train_step(micro_batches, state.consumed_samples, stream.length, stream.sources)
-        seconds = time.perf_counter() - start_time  # the step has waited for the device: its loss is a number
+        seconds = time.perf_counter() - start_time  # a true time: train_step has waited for the device
         self.nonfinite.judge(state.global_step + 1, outcome, run.engine)
         state.global_step += 1
         state.consumed_samples = stream.consumed
@@ -264,7 +268,11 @@ class Trainer(ScriptMethods):
         )
 
     def _after_step(self, record: StepRecord, recorder: Recorder) -> int:
-        """Do what is due after a step: callbacks, log, evaluation, checkpoint; return the signal that ends the run."""
+        """Run callbacks, log, evaluation and checkpoint that are due after a step.
+
+        Returns:
+            The number of the signal that ends the run; 0 if none does.
+        """
         control, checkpoints = self.control, self.checkpoints
         checkpoints.wait_a_moment()
         before = self.stream.before if self.stream else 0
@@ -290,10 +298,12 @@ class Trainer(ScriptMethods):
         return stop
 
     def _agree_on_control(self) -> int:
-        """Set `control` to what is asked for on any rank, as a rank that acts alone would wait for ever.
+        """Set `control` on all ranks to what any rank's callbacks ask for: a rank acting alone would hang.
 
-        All ranks call it. A checkpoint that is being written advances where all ranks are ready. Returns the number of
-        the signal that asks for the end, 0 if none does.
+        All ranks call it. If all are ready, a pending checkpoint advances to its next phase.
+
+        Returns:
+            The number of the signal that ends the run; 0 if none does.
         """
         control, checkpoints = self.control, self.checkpoints
         own = [
@@ -304,17 +314,17 @@ class Trainer(ScriptMethods):
             control.should_evaluate,
             control.should_log,
         ]
-        waits, stop, ends, saves, evaluates, logs = largest(own)  # one reduction for all of it
+        waits, stop, ends, saves, evaluates, logs = largest(own)  # one small all-reduce for everything
         control.should_training_stop = bool(ends)
         control.should_save = bool(saves)
         control.should_evaluate = bool(evaluates)
         control.should_log = bool(logs)
-        if not waits and checkpoints.advance():  # its callbacks may have asked for something
+        if not waits and checkpoints.advance():  # on_save was called, and may have set `control`
             return self._agree_on_control()
         return signals.of_precedence(stop)
 
     def _end_training(self, stop: int, metrics: Mapping[str, object]) -> None:
-        """Finish what training has begun, and end the process where a signal, `stop`, asks for that."""
+        """Complete saves, load the best model, call on_train_end; raise Stopped if a signal, `stop`, ended the run."""
         self.checkpoints.finish()
         self.nonfinite.summary(self.state.global_step)
         if not stop:
@@ -332,11 +342,19 @@ class Trainer(ScriptMethods):
         ignore_keys: Sequence[str] | None = None,  # noqa: ARG002
         metric_key_prefix: str = "eval",
     ) -> JsonObject:
-        """Return eval_loss, perplexity, eval_samples, its speed, and what `compute_metrics` makes; each sample once.
+        """Evaluate each sample once, log and return the metrics; all ranks call it.
 
-        `eval_dataset`: in place of the Trainer's, or the name of one of its; of several by name the metrics begin with
-        eval_NAME. `ignore_keys` changes nothing: of a model's outputs only the logits are read. The metrics are logged.
-        A signal during training raises `signals.Interrupted` on all ranks.
+        They are eval_loss, perplexity, eval_samples, the speed, and the results of `compute_metrics`.
+
+        Args:
+            eval_dataset: instead of the Trainer's: a data set, several by name (the metrics then begin with
+                eval_NAME), or the name of one of the Trainer's.
+            ignore_keys: has no effect, as only the logits of a model's outputs are read.
+            metric_key_prefix: replaces `eval` in the names.
+
+        Raises:
+            signals.Interrupted: on all ranks: a signal asks for the end of training.
+            UserError: there is no data, or it cannot be used.
         """
         data: AnyDataset | Mapping[str, AnyDataset] | None = self.eval_dataset
         if isinstance(eval_dataset, str):
@@ -364,44 +382,46 @@ class Trainer(ScriptMethods):
         ignore_keys: Sequence[str] | None = None,  # noqa: ARG002
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """Return logits (or what is kept of them), label_ids and metrics, the same on every rank; all ranks call it.
+        """Return logits (or what preprocess_logits_for_metrics keeps), label_ids and metrics; all ranks call it.
 
-        `ignore_keys` changes nothing: of a model's outputs only the logits are read.
+        The result is the same on every rank. `ignore_keys` has no effect, as only the logits of outputs are read.
         """
         found = predict(self.run, test_dataset, metric_key_prefix)
         self._call("on_predict", metrics=found.metrics or {})
         return found
 
     def log(self, logs: Mapping[str, object], start_time: float | None = None) -> None:  # noqa: ARG002
-        """Keep `logs` in `state.log_history`, with step and epoch, and call `on_log`; all ranks call it.
+        """Add `logs`, with step and epoch, to `state.log_history`, and call `on_log`; all ranks call it.
 
-        `start_time` changes nothing: speeds are in what is logged.
+        `start_time` has no effect: speeds are among the values already.
         """
         logs = {**logs, "epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append(logs)
         self._call("on_log", logs=logs)
 
     def _call(self, moment: str, state: TrainerState | None = None, **kwargs: Unpack[MomentValues]) -> None:
-        """Call the method `moment` of every callback, in order; an evaluation that a signal interrupts ends that
-        call. `state`: in the place of the run's, for what is told later than it was."""
-        for callback in tuple(self.callbacks):  # one may remove itself
+        """Call the method `moment` of every callback in order.
+
+        `state` replaces the run's, for a moment that is reported later than it was (a background save).
+        """
+        for callback in tuple(self.callbacks):  # a copy, as a callback may remove itself
             with suppress(signals.Interrupted), inside(moment):
                 method = getattr(callback, moment)
                 method(self.args, state or self.state, self.control, **keywords(method, self), **kwargs)
 
     def add_callback(self, callback: AnyCallback) -> None:
-        """Call this one too, after the others."""
+        """Append a callback. UserError if it is none."""
         self.callbacks.append(own_early_stopping(instance(callback)))
 
     def pop_callback(self, callback: AnyCallback) -> TrainerCallback | None:
-        """Remove a callback, or the first of a class, and return it; None if there is none."""
+        """Remove and return a callback, or the first one of a class; None if there is none."""
         return take_out(self.callbacks, callback)
 
     remove_callback = pop_callback
 
     @property
     def compute_metrics(self) -> Callable[[EvalPrediction], Mapping[str, object]] | None:
-        """The program's own metrics."""
+        """The user's function for metrics."""
         return self.run.compute_metrics
 
     @inside("saving")
@@ -411,7 +431,10 @@ class Trainer(ScriptMethods):
 
     @inside("exporting")
     def save_model(self, output_dir: str | Path | None = None) -> Path:
-        """Write a HuggingFace directory, adapters as peft's, of a list of layers the tensors; all ranks call it."""
+        """Write the model as a HuggingFace directory (adapters as peft's, a list of layers as safetensors).
+
+        All ranks call it. Raises UserError if it cannot be written, or weights are not finite.
+        """
         directory = Path(output_dir or self.args.output_dir)
         if output_dir is None:
             self.checkpoints.require_own_directory()
@@ -422,18 +445,19 @@ class Trainer(ScriptMethods):
 
     @inside("gathering the model")
     def trained_model(self) -> PreTrainedModel | None:
-        """Return the whole model on the CPU of rank 0, None elsewhere; all ranks call it. One that was given in memory
-        is filled and returned. Raises UserError for adapters and for a list of layers.
+        """Return the whole model on the CPU of rank 0, None elsewhere; all ranks call it.
+
+        A model that was given in memory is filled and returned. Raises UserError for adapters and a list of layers.
         """
         return gather_model(self.run)
 
     @property
     def engine(self) -> Engine:
-        """The engine that trains now; a new one takes its place when layers move between stages."""
+        """The present engine; it is replaced when layers move between stages."""
         return self.run.engine
 
-    if not TYPE_CHECKING:  # a type checker knows the methods that there are
+    if not TYPE_CHECKING:  # hidden from type checkers, which would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Refuse in one line what HuggingFace's Trainer has and ours does not."""
+            """Raise AttributeError; for a member of HuggingFace's Trainer, it says what to use instead."""
             raise missing(self, name)

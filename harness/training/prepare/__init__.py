@@ -1,1 +1,1 @@
-"""From arguments to everything that a run needs, before the first step."""
+"""Prepare everything that a run needs before its first step, from the Trainer's arguments."""

@@ -1,4 +1,4 @@
-"""The first samples of a data set, looked at before a model is built: their shape, and whether it can learn them."""
+"""Check the first samples of a data set before the model is built: shape, length, labels, packing."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from harness.training.engine.context import EngineContext
 USUAL_LENGTH = 1024
 TOKENS, SHIFTED, OTHERS = "tokens", "shifted", "others"
 ENOUGH, MOST = 4, 0.75
-"""How many labels, and which part of them, are the next tokens where they are shifted: fewer may be so by chance.
+"""Labels count as shifted if at least ENOUGH of them, and a share of MOST, equal the next token. Fewer may by chance.
 
-The last label before padding often is an end of the text that the inputs lack.
+Not all need to: the last label before padding is often an end-of-text token that the inputs lack.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetCheck:
-    """What looks at data sets for one model; without a `source` it is a list of layers, which may take anything.
+    """Checks data sets for one model.
 
-    `own_loss`: whether the loss is the user's, which is given labels as they are.
+    Attributes:
+        source: the decoder; None for a list of layers, which may take any samples.
+        own_loss: whether the loss is the user's, which gets the labels unchanged.
     """
 
     source: ModelSource | None
@@ -41,8 +43,9 @@ class DatasetCheck:
     def first_batch(self, dataset: MapDataset | None, size: int) -> MicroBatch | None:
         """Return a micro-batch of the first samples, None without any; all ranks call it.
 
-        Raises UserError if a sample cannot be collated or is known to be longer than the model has positions, or if the
-        samples are packed documents and the model does not keep them apart, or if labels would be shifted twice.
+        Raises:
+            UserError: a sample cannot be collated, or is longer than the model's positions; samples are packed and the
+                model cannot keep documents apart; or labels are shifted already.
         """
         if dataset is None or not dataset_length(dataset):
             return None
@@ -68,8 +71,8 @@ class DatasetCheck:
 
 
 def meaning_of(batch: MicroBatch) -> str:
-    """Return what the valid labels of a decoder's micro-batch are: the tokens of their places, the next tokens
-    (SHIFTED), or OTHERS."""
+    """Classify the valid labels of a decoder's micro-batch: equal to the tokens (TOKENS), to the next tokens (SHIFTED),
+    or neither (OTHERS)."""
     ids, labels = Tokens.of(batch[0]).ids, batch[1]
     if not isinstance(labels, Tensor) or labels.shape != ids.shape:
         return OTHERS
@@ -81,7 +84,7 @@ def meaning_of(batch: MicroBatch) -> str:
 
 
 def sample_length(batch: MicroBatch | None) -> int:
-    """Tokens of a sample, as in this micro-batch of a decoder; without data what most models are trained on."""
+    """Return the tokens of a sample in this micro-batch of a decoder; 1,024 without data."""
     if batch is None:
         return USUAL_LENGTH
     return Tokens.of(batch[0]).ids.shape[1]

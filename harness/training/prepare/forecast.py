@@ -1,4 +1,4 @@
-"""What the planner expects of a run before its model is built, and the refusal of what cannot fit."""
+"""Predict memory and speed of a run before its model is built, and refuse runs that cannot fit into memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ if TYPE_CHECKING:
 
 
 def forecast(plan: RunPlan, length: int, device: torch.device, local_ranks: int) -> Prediction | None:
-    """Return what is expected of a run on samples of `length` tokens; None for a model that the planner cannot read.
+    """Predict memory and speed of a run on samples of `length` tokens; None if the planner cannot.
 
-    Parameters are counted on the model itself: what a config says of a family that the planner does not know is no
-    ground to refuse a run.
-    It counts AdamW, so a run with another optimizer, adapters or a model from memory, of which parts may be frozen, has
-    no forecast.
+    Parameters are counted on the model itself, as a config of an unknown family does not give their number. The planner
+    assumes AdamW and all parameters trained, so runs with another optimizer, with adapters, or with a model from
+    memory get no prediction.
     """
     source, kind = plan.source, str(lookup(plan.resolved.config, "/optimizer/type") or "adamw")
     if source is None or source.model is not None or plan.adaptation is not None or "adam" not in kind.lower():
@@ -40,14 +39,14 @@ def forecast(plan: RunPlan, length: int, device: torch.device, local_ranks: int)
         shape = with_counts(read, parameter_counts(source.skeleton()))
         hardware = None if name is None else _device(name, plan.layout.world_size)
         found = predict(plan.resolved, shape, length, hardware=hardware, on_cpu=on_cpu)
-    except (UserError, ArithmeticError, LookupError):  # a run is never refused for what the planner cannot read
+    except (UserError, ArithmeticError, LookupError):  # a config that the planner cannot read must not stop a run
         return None
-    limit = device_limit_bytes(device)  # of this device, of which others may use a part; its description says less
+    limit = device_limit_bytes(device)  # measured: other processes may use a part of the device
     return replace(found, limit_bytes=host_limit_bytes() / local_ranks if limit is None else limit)
 
 
 def require_masks(found: Prediction, *, packed: bool) -> None:
-    """Raise UserError where a mask of all pairs of tokens alone is more than the memory that there is."""
+    """Raise UserError if the attention mask [tokens, tokens] alone exceeds the memory."""
     workload, strategy = found.workload, found.strategy
     needed = max(mask_bytes(workload, strategy, stage, packed=packed) for stage in strategy_stages(workload, strategy))
     if found.limit_bytes is not None and needed > found.limit_bytes:
@@ -59,10 +58,10 @@ def require_masks(found: Prediction, *, packed: bool) -> None:
 
 
 def require_memory(found: Prediction, plan: RunPlan, ranks: Sequence[int], device: torch.device) -> str | None:
-    """Raise UserError if parameters, gradients and optimizer states alone are more than the memory that there is.
+    """Raise UserError if parameters, gradients and optimizer states alone exceed the memory.
 
-    Of a model whose parameters are a guess, return a warning instead.
-    Of a GPU each rank has one; the memory of a host is shared by its `ranks`, and by what they offload to it.
+    For a model whose number of parameters is a guess, return a warning instead. Each rank has its own GPU, while the
+    memory of a host is shared by its `ranks` and by what they offload to it.
     """
     if (
         found.limit_bytes is None
@@ -91,13 +90,13 @@ def require_memory(found: Prediction, plan: RunPlan, ranks: Sequence[int], devic
 
 
 def _device(name: str, world_size: int) -> Hardware:
-    """Return a packaged device, with the rate of float32 that torch is set to."""
+    """Return a packaged device description, with TF32's rate for float32 if torch is set to it."""
     hardware = load_hardware(name, world_size)
     return hardware.in_tf32 if torch.get_float32_matmul_precision() != "highest" else hardware
 
 
 def _described(device: torch.device) -> str | None:
-    """Return the packaged description of this GPU, by its name; None for a CPU, which would have to be measured."""
+    """Return the name of the packaged description of this GPU; None for a CPU, which would have to be measured."""
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()

@@ -1,8 +1,8 @@
-"""All ranks train parts of one model.
+"""Make sure that all ranks train parts of one model.
 
-What each process made for itself, a model in memory or layers that are modules, may have started from other random
-numbers on each: rank 0's weights are sent to all. Before the first step the weights that several ranks hold alike are
-compared by their checksums, whatever they were made from.
+A model in memory, or layers that are modules, were made in each process, perhaps from different random numbers: rank
+0's weights are sent to all. Before the first step, weights that several ranks hold alike are compared by checksums,
+wherever they came from.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from harness.topology.groups import Groups
 
 
 def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adaptation | None) -> dict[str, Tensor]:
-    """Return the tensors, by name, of what the user made in this process.
+    """Return the tensors, by name, of a model or layers that the user made in this process.
 
-    None for a model that the ranks read or initialise themselves.
+    {} for a model that the ranks read from files or initialise from the seed.
     """
     if source is not None:
         if not isinstance(source.weights, Mapping):
@@ -46,9 +46,9 @@ def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adapta
 
 
 def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, console: Console) -> None:
-    """Put rank 0's values into `tensors` on every rank where they are not the same; all ranks call it.
+    """If `tensors` differ between ranks, overwrite them with rank 0's values; all ranks call it.
 
-    UserError on all ranks if they are not even tensors of the same names, shapes and kinds.
+    Raises UserError, on all ranks, if names, shapes or dtypes differ.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1 or not tensors:
@@ -69,17 +69,18 @@ def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, consol
 
 
 def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> None:
-    """UserError, on all ranks, where ranks begin with other values of what they must hold alike; all ranks call it.
+    """Raise UserError, on all ranks, if weights differ that must be equal at the start; all ranks call it.
 
-    Those are weights that are not cut along tensor-parallel ranks, all weights along data-parallel ranks (under ZeRO-3
-    each has its own part), but for experts that not all of them hold, and tied weights along the stages that hold them.
+    Equal must be: unsharded weights on tensor-parallel ranks; all weights on data-parallel ranks, except under ZeRO-3
+    and for experts that are dealt; tied weights on the stages that hold them.
     """
     if groups.layout.world_size == 1:
         return
     own = _comparable(module, zero_stage)
     digests = {kind: {name: _digest(sums) for name, sums in found.items()} for kind, found in own.items()}
     whole = {kind: {"": _digest(sorted(named.items()))} if named else {} for kind, named in digests.items()}
-    rows = values_of_all({**whole, "pipeline": digests["pipeline"]})  # stages hold different ties: one by one
+    # One digest for all tensors of an axis is enough; tied weights one by one, as stages hold different ones.
+    rows = values_of_all({**whole, "pipeline": digests["pipeline"]})
     for axis in ("tensor", "data", "pipeline"):
         for ranks in groups.layout.groups(axis):
             if _differing([rows[rank][axis] for rank in ranks]) is not None:
@@ -87,7 +88,7 @@ def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> Non
 
 
 def _differing(named: Sequence[Mapping[str, str]]) -> tuple[int, str] | None:
-    """Return the index of the first rank whose digest of a tensor is not that of a rank before it, and the name."""
+    """Return (index, tensor name) of the first rank whose digest differs from an earlier rank's; None if all agree."""
     first: dict[str, str] = {}
     for index, digests in enumerate(named):
         for name, digest in digests.items():
@@ -97,7 +98,7 @@ def _differing(named: Sequence[Mapping[str, str]]) -> tuple[int, str] | None:
 
 
 def _refuse(own: dict[str, str], ranks: Sequence[int]) -> None:
-    """Name the tensor; every rank comes here with the same `ranks`."""
+    """Raise UserError with the name of the tensor; every rank calls it with the same `ranks`."""
     named = values_of_all(own)
     differing = _differing([named[rank] for rank in ranks])
     if differing is None:
@@ -111,7 +112,7 @@ def _refuse(own: dict[str, str], ranks: Sequence[int]) -> None:
 
 
 def _comparable(module: nn.Module, zero_stage: int) -> dict[str, dict[str, object]]:
-    """By axis the checksums of what must be alike along it."""
+    """Return, for each axis, the checksums of the tensors that must be equal along it."""
     held = dict(_held(module))
     sums: dict[str, object] = {name: checksum(tensor) for name, (tensor, _) in held.items()}
     ties = getattr(module, "__dict__", {}).get("tied_modules", {})
@@ -127,7 +128,7 @@ def _comparable(module: nn.Module, zero_stage: int) -> dict[str, dict[str, objec
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
-    """Name -> what this rank holds of a parameter or saved buffer, and whether tensor-parallel ranks hold the same."""
+    """Yield (name, (this rank's values, whether tensor-parallel ranks hold the same)) of parameters and buffers."""
     persistent = module.state_dict(keep_vars=True)
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
     for name, tensor in [*module.named_parameters(), *buffers]:
@@ -136,7 +137,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
+    """Return the CRC-32 of a tensor's bytes."""
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 

@@ -1,4 +1,4 @@
-"""What is known of a run before its ranks meet: model, data, config, layout, the checkpoint to resume."""
+"""Plan a run on this rank alone, before the ranks meet: model, data, config, layout, the checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RunInputs:
-    """What a program hands to the Trainer, by the Trainer's names; and the launch that this process is a part of.
+    """The Trainer's arguments under the Trainer's names, and the launch that this process belongs to.
 
     Attributes:
-        flags: of the script, besides `args`.
-        config: where it has been read already.
+        flags: flags of the script, besides `args`.
+        config: the checked config, if the program has read it already.
     """
 
     model: Model
@@ -70,24 +70,24 @@ class RunInputs:
 
     @property
     def output_dir(self) -> Path:
-        """Where the run writes."""
+        """The folder that the run writes to."""
         return Path(self.args.output_dir)
 
     @property
     def may_hold_a_run(self) -> bool:
-        """Whether `output_dir` may hold a run for now, as `train()` may be told to go on with it."""
+        """Whether `output_dir` may hold a run for now: `train(resume_from_checkpoint=...)` may continue it later."""
         return self.args.resume_from_checkpoint is None
 
 
 @dataclass(kw_only=True)
 class RunPlan(RunInputs):
-    """What a run will be, as far as this rank knows without the others.
+    """A run as this rank plans it without the others.
 
     Attributes:
-        source: what a decoder is made from; None for a list of layers.
-        adapters: fingerprint of the adapters, empty without any.
-        digest: of the training data, empty without any.
-        checkpoint: to resume; None for a run that begins at step 0.
+        source: the decoder's config and weights; None for a list of layers.
+        adapters: fingerprint of the adapters, "" without any.
+        digest: digest of the training data, "" without any.
+        checkpoint: the checkpoint to resume; None for a run that begins at step 0.
     """
 
     source: ModelSource | None
@@ -102,7 +102,7 @@ class RunPlan(RunInputs):
 
 
 def plan_run(inputs: RunInputs) -> RunPlan:
-    """Resolve model, data, config and layout; nothing is built yet. Raises UserError for what does not fit."""
+    """Resolve model, data, config and layout without building anything. UserError if they do not fit together."""
     args, env = inputs.args, inputs.env
     _require_types(inputs)
     source, adaptation = adapted(inputs.model, inputs.peft_config)
@@ -149,11 +149,11 @@ def plan_run(inputs: RunInputs) -> RunPlan:
 
 
 def checkpoint_to_resume(plan: RunPlan) -> Path | None:
-    """Return the checkpoint that `--resume_from_checkpoint` means, None for a run that begins at step 0.
+    """Return the checkpoint that `--resume_from_checkpoint` asks for, None for a run that begins at step 0.
 
-    Of `auto` rank 0 alone asks, once the ranks have met: what it finds, or raises, is told to the others.
+    For `auto` only rank 0 calls it, when the ranks have met, and sends the others its result or error.
 
-    Raises UserError for a checkpoint that this run cannot go on from.
+    Raises UserError for a checkpoint that this run cannot continue.
     """
     args = plan.args
     checkpoint = find_resume(plan.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
@@ -166,7 +166,7 @@ def checkpoint_to_resume(plan: RunPlan) -> Path | None:
 def resolve_for(
     source: ModelSource | None, config: RunConfig, samples: int | None, world_size: int
 ) -> tuple[Resolved, int, Layout]:
-    """Return the config as it runs with this model and so many samples, the number of steps, and the layout."""
+    """Return the config resolved for this model and number of samples, the number of steps, and the layout."""
     text_config = None if source is None else source.config.get_text_config(decoder=True)
     require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
     resolved, max_steps = config.for_data(samples, getattr(text_config, "hidden_size", None))
@@ -175,7 +175,7 @@ def resolve_for(
 
 
 def _require_for_layers(inputs: RunInputs) -> None:
-    """Raise UserError for what acts on HuggingFace models alone, where the model is a list of layers."""
+    """Raise UserError for arguments that act only on HuggingFace models, as the model is a list of layers."""
     problems = [
         f"--{item.name} needs a HuggingFace model, not a list of layers"
         for item in fields(inputs.args)
@@ -187,7 +187,7 @@ def _require_for_layers(inputs: RunInputs) -> None:
 
 
 def _require_config_for_layers(resolved: Resolved) -> None:
-    """Raise UserError for keys of the DeepSpeed JSON that act on HuggingFace models alone."""
+    """Raise UserError for keys of the DeepSpeed JSON that act only on HuggingFace models."""
     acting = {
         "expert_parallel.autoep_size": resolved.ep_size > 1,
         "tensor_parallel.sequence_parallel": resolved.sequence_parallel,
@@ -216,7 +216,7 @@ def _require_types(inputs: RunInputs) -> None:
 
 
 def _require_evaluation(args: TrainingArguments, data: Datasets) -> None:
-    """Raise UserError for evaluations without data, and for a rollback without what it needs."""
+    """Raise UserError for evaluations without data, and for rollbacks without complete checkpoints."""
     if args.evaluates and data.evaluation is None:
         flags = f"--eval_steps {args.eval_steps}" if args.eval_steps else f"--eval_strategy {args.eval_strategy}"
         raise UserError(f"{flags}: there is no eval_dataset: give one")
@@ -227,7 +227,7 @@ def _require_evaluation(args: TrainingArguments, data: Datasets) -> None:
 
 
 def require_metric_of_one(args: TrainingArguments, evaluation: EvaluationData) -> None:
-    """Raise UserError where several data sets are evaluated and no metric of one of them says which model is best."""
+    """Raise UserError if several data sets are evaluated and `metric_for_best_model` does not name one's metric."""
     if isinstance(evaluation, Mapping) and args.metric_for_best_model is None:
         name = next(iter(evaluation))
         raise UserError(
@@ -237,10 +237,13 @@ def require_metric_of_one(args: TrainingArguments, evaluation: EvaluationData) -
 
 
 def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:
-    """Return the checkpoint to resume once its content is known to be what was saved; all ranks call it.
+    """Verify the checkpoint to resume by its checksums, and return it; all ranks call it.
 
-    With `auto` it is an older one where it is not. Reports which are left out, and a run that begins at step 0.
-    `args`: the run's, or those that `train(resume_from_checkpoint=...)` has changed.
+    With `auto`, a damaged one is replaced by the newest intact older one, and a run without any begins at step 0; both
+    are reported. `args` are the run's arguments, or those that `train(resume_from_checkpoint=...)` has changed.
+
+    Raises:
+        UserError: on all ranks: without `auto`, the checkpoint is damaged.
     """
     auto, output_dir, console = args.resume_from_checkpoint == "auto", plan.output_dir, plan.console
     incomplete = damaged(output_dir, plan.checkpoint) if auto and plan.env.rank == 0 else []

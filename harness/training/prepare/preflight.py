@@ -1,4 +1,4 @@
-"""Everything about a run that can be refused before torch is imported or a process group exists."""
+"""Check everything that can be refused before torch is imported or a process group exists."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from harness.errors import UserError, reason
 from harness.hf.locate import model_directory
 from harness.topology.env import LaunchEnv
 
-TRIAL_STEPS = 200  # of a run that names neither data nor steps
+TRIAL_STEPS = 200  # for a run that names neither data nor steps
 
 
 def check_before_start(
     script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, lora: LoraArguments | None = None
 ) -> RunConfig:
-    """Return the checked config. UserError for a config, model, data or output directory that cannot be used.
+    """Check config, model, data and output directory in well under a second; return the config.
 
-    Takes well under a second.
+    Raises UserError for the first thing that cannot be used. Rank 0 also locks the output directory.
     """
     config = check_inputs(script, args, env, lora)
     output_dir = Path(args.output_dir)
-    args.overwrite_output_dir |= not script.trains  # an evaluation overwrites nothing
+    args.overwrite_output_dir |= not script.trains  # an evaluation alone overwrites nothing, so a run there is no error
     if env.rank == 0:
         lock_directory(output_dir)
     if env.rank == 0 or args.resume_from_checkpoint != "auto":
@@ -46,7 +46,7 @@ def check_before_start(
 def check_inputs(
     script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, lora: LoraArguments | None
 ) -> RunConfig:
-    """Return the checked config. UserError for a config, model or data that cannot be used."""
+    """Check config, model and data; return the config. UserError if one of them cannot be used."""
     if lora is not None and lora.use_peft:
         require_peft()
     model = model_directory(script.model)
@@ -61,7 +61,10 @@ def check_inputs(
 
 
 def _require_data(script: ScriptArguments, args: TrainingArguments) -> None:
-    """Raise UserError for data that cannot be read as the flags ask; training data is not read to evaluate others."""
+    """Raise UserError for data that cannot be read as the flags ask.
+
+    Training data is not checked if a run only evaluates a validation file.
+    """
     if script.validation_file is not None and not script.trains:
         validation_group(script.validation_file)
         return
@@ -80,7 +83,7 @@ def _require_data(script: ScriptArguments, args: TrainingArguments) -> None:
 
 
 def limit_trial(script: ScriptArguments, args: TrainingArguments) -> str | None:
-    """Cut a run that names neither data nor steps to TRIAL_STEPS; returns what to say of it, None for other runs."""
+    """Limit a run that names neither data nor steps to TRIAL_STEPS; return a line for the user, None for other runs."""
     if script.train_file != (PYTHON_STDLIB,) or args.max_steps > 0 or "num_train_epochs" in args.given:
         return None
     args.max_steps = TRIAL_STEPS
@@ -88,7 +91,7 @@ def limit_trial(script: ScriptArguments, args: TrainingArguments) -> str | None:
 
 
 def require_writable(directory: Path) -> None:
-    """Create `directory` and a file in it; UserError if that fails."""
+    """Create `directory`, and a file in it that is deleted again. UserError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=directory, prefix="writable-")

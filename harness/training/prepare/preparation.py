@@ -1,7 +1,7 @@
-"""From what a program hands to the Trainer to a run that is ready for its first step.
+"""Prepare a run for its first step, from the Trainer's arguments.
 
-What can be refused without other ranks is refused first (`plan.py`); then all ranks meet and compare what they are
-about to do; only then a model is built.
+First everything is refused that can be without other ranks (`plan.py`). Then all ranks meet and compare config, code
+and data. Only then a model is built.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ from harness.training.run import Run
 
 
 def prepare_run(inputs: RunInputs) -> Run:
-    """Prepare everything that training needs; all ranks call it. Raises UserError for what the user can correct."""
-    # 1. alone: what this rank knows without the others, so that a wrong flag costs no rendezvous
+    """Prepare everything that training needs; all ranks call it. UserError for anything that the user can correct."""
+    # 1. Alone: everything that needs no other rank, so that a wrong flag fails before the rendezvous.
     plan = plan_run(inputs)
     args, console = plan.args, plan.console
-    if console.log is None:  # nothing keeps DeepSpeed's words apart from the program's own
+    if console.log is None:  # without a log file for it, DeepSpeed would print between the program's own lines
         silence_prints()
 
-    # 2. together: process groups, one checkpoint to resume, one model to begin with
+    # 2. Together: process groups, one checkpoint to resume, one initial model.
     context, foreign_groups = _meet(plan)
     here, hosts = values_beside(host_id(), context.groups.rank), Hosts(tuple(values_on_first(host_id())))
     plan.resolved = context.resolved
@@ -108,7 +108,7 @@ def prepare_run(inputs: RunInputs) -> Run:
         console.warn(advice)  # tensor-parallel groups that cross hosts
     take_first_ranks(tensors_in_memory(plan.model, plan.source, plan.adaptation), context.device, console)
 
-    # 3. the data, by its first samples
+    # 3. The data, by its first samples.
     longest = None if plan.source is None else position_limit(plan.source.config)
     collator = plan.data_collator if plan.source is None else TokenCollator(plan.data_collator, None, longest)
     own_loss = plan.loss_fn is not None or plan.compute_loss_func is not None
@@ -118,10 +118,10 @@ def prepare_run(inputs: RunInputs) -> Run:
         console.say(
             "labels: neither the tokens nor the next tokens; the loss shifts them: position i learns label i + 1"
         )
-    for text in shown(plan.data.train, plan.data.tokenizer):  # a wrong mask is seen here
+    for text in shown(plan.data.train, plan.data.tokenizer):  # so that the user sees a wrong loss mask
         console.say(f"a sample, the tokens in the loss between {BEGIN} and {END}: {text}")
 
-    # 4. the model as a list of pipeline layers, which are not built yet: will it fit, can it be cut, what does it cost
+    # 4. The model as a list of pipeline layers that are not built yet: will it fit, can it be cut, what does it cost?
     expected = _expected(plan, context, sample, list(here.values))
     trainable = _trainable(plan, context, sample)
     if trainable.causal is not None:  # the vocabulary is known now, so ids are checked against it
@@ -135,7 +135,7 @@ def prepare_run(inputs: RunInputs) -> Run:
     boundaries = choose_boundaries(trainable, context, sample)
     expect_costs(stage_costs(trainable.costs, boundaries, plan.resolved.chunks))
 
-    # 5. the layers of this rank, and DeepSpeed's engine around them
+    # 5. The layers of this rank, and DeepSpeed's engine around them.
     if optimizer := all_or_none(lambda: compiled_optimizer(plan.resolved.config, context.device)):
         console.say(
             f"optimizer {optimizer} is DeepSpeed's own: the first use on a machine compiles it, which can take minutes"
@@ -160,8 +160,8 @@ def prepare_run(inputs: RunInputs) -> Run:
         samples=samples,
         expected=expected,
     )
-    malloc_trim()  # DeepSpeed has copied all parameters into flat tensors
-    if run.resolved.zero_stage != 2:  # which would need up to half as much again
+    malloc_trim()  # DeepSpeed has copied all parameters into flat tensors, and freed the originals
+    if run.resolved.zero_stage != 2:  # with ZeRO-2's buckets, kept memory would take up to half as much again
         keep_freed_memory(run.device)
     if args.saves:
         _warn_of_full_disk(run, run.engine_state.require_savable())
@@ -169,12 +169,16 @@ def prepare_run(inputs: RunInputs) -> Run:
 
 
 def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
-    """Meet the other ranks, and check that all are about to do the same. Also returns the groups open before."""
+    """Meet the other ranks and check that all hold the same config, code and data.
+
+    Returns:
+        The inputs for building the engine, and the process groups that were open before the run.
+    """
     args, console, env = plan.args, plan.console, plan.env
     THIS_RANK.doing = "waiting for the other ranks"
     with watching_for_stopped_ranks(args.hang_seconds, console):
         device = start(env)
-        all_or_none(lambda: require_precision(plan.resolved.precision))  # hosts may have devices of other generations
+        all_or_none(lambda: require_precision(plan.resolved.precision))  # hosts may have devices of different kinds
         all_or_none(lambda: require_device(plan.resolved.config, device))
         require_shared(plan.output_dir, env.rank, env.world_size)
         check_agreement(
@@ -193,7 +197,7 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
         THIS_RANK.rank, THIS_RANK.stage = groups.rank, groups.coordinate.stage
         watch_run(args, groups, console, on_accelerator=device.type != "cpu")
-    if device.type == "cpu":  # ranks of one host sum in shared memory, several times as fast as gloo
+    if device.type == "cpu":  # ranks of one host reduce in shared memory, several times as fast as by gloo
         share_memory([groups.tp_group, groups.dp_group, groups.cp_group, groups.ep_group])
         carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)
     if warning := version_warning():
@@ -210,7 +214,7 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
 
 
 def _warn_of_locks(plan: RunPlan, here: Beside[int], rank: int) -> None:
-    """Warn if a host gets the lock that rank 0 holds on another one; all ranks call it."""
+    """Warn if another host can take the lock that rank 0 holds; all ranks call it."""
     looks = min(here.values) == rank and here.number > 0
     if here.hosts > 1 and any_rank(looks and is_lent_twice(plan.output_dir)):
         plan.console.warn(
@@ -220,7 +224,7 @@ def _warn_of_locks(plan: RunPlan, here: Beside[int], rank: int) -> None:
 
 
 def _checkpoint_of_rank_0(plan: RunPlan) -> Path | None:
-    """Return the checkpoint that rank 0 resumes, once this host sees it; all ranks call it."""
+    """Return the checkpoint that rank 0 has chosen, once this host sees it; all ranks call it."""
     asks = plan.args.resume_from_checkpoint == "auto" and plan.env.rank == 0
     chosen = value_of_first(all_or_none(lambda: checkpoint_to_resume(plan) if asks else plan.checkpoint))
     if chosen is not None:
@@ -229,7 +233,7 @@ def _checkpoint_of_rank_0(plan: RunPlan) -> Path | None:
 
 
 def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:
-    """Return a micro-batch of the training data, after a look at both data sets."""
+    """Check the first samples of all data sets; return a micro-batch of the training data."""
     micro_batch = plan.resolved.micro_batch
     for evaluation in by_prefix(plan.data.evaluation).values():
         check.first_batch(evaluation, plan.args.per_device_eval_batch_size or micro_batch)
@@ -239,7 +243,7 @@ def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:
 def _expected(
     plan: RunPlan, context: EngineContext, sample: MicroBatch | None, ranks: Sequence[int]
 ) -> Prediction | None:
-    """Return what the planner expects of the run, and say so. UserError for what cannot fit. `ranks`: of this host."""
+    """Predict memory and speed, and report it. UserError if the run cannot fit. `ranks` are those of this host."""
     if plan.source is None or plan.data.train is None:
         return None
     found = forecast(plan, sample_length(sample), context.device, len(ranks))
@@ -255,7 +259,7 @@ def _expected(
 
 
 def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None) -> TrainableModel:
-    """Return the model as pipeline layers, verified on a tiny copy where that is asked for."""
+    """Return the model as pipeline layers; its sharding is verified on a tiny copy if the arguments ask for it."""
     if plan.source is None:
         trainable = trainable_layers(cast("Sequence[Layer]", plan.model), plan.loss_fn, sample)
     else:
@@ -275,7 +279,7 @@ def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None)
 
 
 def report_origin(console: Console, source: ModelSource, seed: int) -> None:
-    """Say that a model begins anew where its directory, which might have held weights, holds none."""
+    """Tell the user if a model's directory holds no weights, so that it is initialised from the seed."""
     if source.weights is None and source.name not in presets() and Path(source.name).is_dir():
         console.say(
             f"no weights found (safetensors or pytorch_model.bin) in {source.name}: initialising from seed {seed}"
@@ -283,25 +287,25 @@ def report_origin(console: Console, source: ModelSource, seed: int) -> None:
 
 
 def _base(plan: RunPlan) -> dict[str, str]:
-    """Return the checksums of what adapters stand on, on rank 0, which writes them; nothing elsewhere."""
+    """Return the checksums of the adapters' base model, on rank 0, which writes them; {} elsewhere."""
     if plan.source is None or plan.adaptation is None or plan.env.rank > 0:
         return {}
     return base_checksums(plan.source, plan.adaptation.config.modules_to_save or ())
 
 
 def _warn_of_full_disk(run: Run, states: Sequence[str]) -> None:
-    """Warn if a checkpoint does not fit on the disk. `states`: what the optimizer keeps for each trained weight."""
+    """Warn if a checkpoint does not fit on the disk. `states` are the optimizer's tensors for each trained weight."""
     stored = run.trainable.size(trained=run.adaptation is not None)
     kept = 0 if run.args.save_only_model else len(states) * run.trainable.size(trained=True)
     needed = (stored + kept) * torch.float32.itemsize
     with suppress(OSError):
         disk = shutil.disk_usage(run.output_dir)
-        if run.env.rank == 0 and disk.total and needed > disk.free:  # some file systems, as ramfs, know no size
+        if run.env.rank == 0 and disk.total and needed > disk.free:  # ramfs and others report a size of 0
             run.console.warn(f"a checkpoint takes about {needed:,} bytes, {room(run.output_dir)}: saves will fail")
 
 
 def training_stream(run: Run) -> BatchStream | None:
-    """Return the training samples of this rank's data-parallel coordinate, from the first one on; None without data."""
+    """Return the stream of this rank's training samples, from the first one on; None without training data."""
     if run.data.train is None:
         return None
     stream = BatchStream(
@@ -320,14 +324,14 @@ def training_stream(run: Run) -> BatchStream | None:
 
 
 def report_padding(console: Console, share: float, *, packed: bool) -> None:
-    """Point out packing where most of what the first batches compute is padding."""
+    """Suggest packing if most tokens of the first batches are padding."""
     if share > 0.5 and not packed:
         console.say(f"{share:.0%} of the tokens of a batch are padding: --packing joins short conversations instead")
 
 
 def release(run: Run) -> None:
-    """Let go of the engine's memory and of the process groups that were opened for the run; once is enough."""
-    if not vars(run.engine.deepspeed):  # let go of before: the groups that are open now are another run's
+    """Free the engine's memory, and close the run's process groups. A second call does nothing."""
+    if not vars(run.engine.deepspeed):  # released before: the groups that are open now belong to another run
         return
     ACTIVITY.stop_watching()
     run.engine.release()
@@ -336,11 +340,11 @@ def release(run: Run) -> None:
     unlock_directory(run.output_dir)
 
 
-PATIENCE_S = 3.0  # network file systems may show a new file late
+PATIENCE_S = 3.0  # network file systems may show a new file with a delay
 
 
 def require_shared(output_dir: Path, rank: int, world_size: int) -> None:
-    """Raise UserError on all ranks if one does not see what rank 0 writes to `output_dir`; all ranks call it."""
+    """Raise UserError, on all ranks, if one cannot see a file that rank 0 writes to `output_dir`; all ranks call it."""
     if world_size == 1:
         return
 
@@ -367,10 +371,10 @@ def require_shared(output_dir: Path, rank: int, world_size: int) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Whether a file is there, now or soon."""
+    """Whether a file exists, now or within PATIENCE_S."""
     until = time.monotonic() + PATIENCE_S
     while not path.exists() and time.monotonic() < until:
         with suppress(OSError):
-            sync_folder(path.parent)  # a host of NFS asks the server again
+            sync_folder(path.parent)  # makes an NFS client ask the server again
         time.sleep(0.1)
     return path.exists()

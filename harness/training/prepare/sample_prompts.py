@@ -1,4 +1,4 @@
-"""The prompts of `--sample_prompts`, as tokens: what the model continues at each evaluation."""
+"""Tokenise the prompts of `--sample_prompts`, which the model continues at each evaluation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from harness.wording import counted
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePrompts:
-    """What is continued.
+    """Prompts to continue.
 
     Attributes:
-        texts: as they are reported.
-        ids: tokens of each.
-        most: tokens of a continuation.
-        length: of the longest prompt with its continuation.
-        tokenizer: turns tokens into text.
+        texts: the prompts as they are reported.
+        ids: the token ids of each prompt.
+        most: largest number of tokens of a continuation.
+        length: tokens of the longest prompt with its continuation.
+        tokenizer: decodes the continuations.
     """
 
     texts: list[str]
@@ -42,7 +42,7 @@ class SamplePrompts:
 
 
 def sample_prompts(plan: RunPlan, trainable: TrainableModel) -> SamplePrompts | None:
-    """Return the prompts, None without any. UserError for prompts or a run of which no sample can be made."""
+    """Return the prompts, None without any. UserError for prompts that the model cannot take, or no evaluations."""
     args = plan.args
     if args.sample_prompts is None:
         return None

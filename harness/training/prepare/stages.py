@@ -39,14 +39,14 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class StageLine:
-    """One stage as the user sees it.
+    """One stage, as reported to the user and in `run.json`.
 
     Attributes:
-        ranks: global ranks that hold it.
-        first, last: indices of its pipeline layers.
+        ranks: global ranks of the stage.
+        first, last: indices of its first and last pipeline layer.
         parts: first and last index of each of its model chunks.
         kinds: class name -> number of layers.
-        parameters: of one rank of the stage, as it holds them.
+        parameters: number of parameters that one rank of the stage holds.
     """
 
     stage: int
@@ -65,8 +65,9 @@ class StageLine:
 
 
 def choose_boundaries(trainable: TrainableModel, context: EngineContext, sample: MicroBatch | None) -> list[int]:
-    """Return the boundaries of the model chunks by the config's `pipeline.partition`: of the stages, where each
-    has one chunk. All ranks call it and get the same.
+    """Return the boundaries of the model chunks (of the stages, if each has one) by `pipeline.partition`.
+
+    All ranks call it and get the same result: index of the first layer of each chunk, then the number of layers.
 
     Args:
         sample: inputs and labels of one micro-batch, for `measured`; None if there is no training data.
@@ -93,7 +94,7 @@ def choose_boundaries(trainable: TrainableModel, context: EngineContext, sample:
 
 
 def stage_costs(layers: Sequence[float], boundaries: Sequence[int], chunks: ModelChunks) -> list[float]:
-    """Return what the layers of each stage cost together."""
+    """Return the total cost of the layers of each stage."""
     cost = [sum(layers[start:stop]) for start, stop in pairwise(boundaries)]
     return [sum(cost[chunk] for chunk in chunks.of_stage(stage)) for stage in range(chunks.stages)]
 
@@ -112,7 +113,7 @@ def _boundaries(trainable: TrainableModel, context: EngineContext, sample: Micro
 def stage_lines(
     trainable: TrainableModel, boundaries: Sequence[int], module: nn.Module, context: EngineContext
 ) -> list[StageLine]:
-    """One line a stage; all ranks call it."""
+    """Return the lines on all stages; all ranks call it."""
     groups, chunks = context.groups, context.resolved.chunks
     held = sum(_size(parameter) for parameter in module.parameters())
     sizes = values_of_all((groups.coordinate.stage, held))
@@ -136,10 +137,10 @@ def stage_lines(
 
 
 def measured_costs(trainable: TrainableModel, context: EngineContext, inputs: Value, labels: Value) -> list[float]:
-    """Seconds of forward and backward of each layer on one micro-batch; the mean over all ranks.
+    """Measure the seconds of forward and backward of each layer on one micro-batch; return the mean over all ranks.
 
-    Layers are built one at a time and thrown away; of layers of one kind, size and input shape only the first is
-    timed. All ranks time the same layers in the same order, as tensor-parallel layers talk while they run.
+    Layers are built one at a time and discarded. Of layers with equal class, size and input shape only the first is
+    timed. All ranks time the same layers in the same order, because tensor-parallel layers run collectives.
     """
     known: dict[tuple[object, ...], float] = {}
     seconds = []
@@ -148,7 +149,7 @@ def measured_costs(trainable: TrainableModel, context: EngineContext, inputs: Va
         kind = (name, trainable.parameters[index], tuple(leaf.shape for leaf in tree_leaves(value)))
         layer = build_layers(trainable.layers, index, index + 1, context.args.seed).calls[0]
         if isinstance(trainable.layers[index], nn.Module):
-            layer = copy.deepcopy(layer)  # a user's own module stays as it is
+            layer = copy.deepcopy(layer)  # do not change the user's own module
         if isinstance(layer, nn.Module):
             layer = layer.to(context.device, context.dtype)
         loss = trainable.loss if index == len(trainable.layers) - 1 else None
@@ -163,7 +164,7 @@ def measured_costs(trainable: TrainableModel, context: EngineContext, inputs: Va
 
 
 def _time_layer(layer: LayerCall, value: Value, loss: Loss | None, labels: Value, context: EngineContext) -> float:
-    """Seconds of the fastest of some rounds; the first warms up."""
+    """Return the seconds of the fastest of some rounds; the first one is a warm-up."""
     times = []
     wanted = tree_map(lambda label: label.to(context.device), labels)
     for _ in range(ROUNDS):
@@ -190,14 +191,14 @@ def _wait(device: torch.device) -> None:
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """Elements that this rank holds: under ZeRO-3 its part."""
+    """Return the number of elements that this rank holds; under ZeRO-3, its part."""
     return held_tensor(parameter).numel()
 
 
 def batch_warning(
     stages: int, micro: int, accumulation: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None
 ) -> str | None:
-    """How much of a step a pipeline idles, and what to set; None up to a fifth."""
+    """Return a warning on the share of a step that a pipeline idles, with the remedy; None up to a fifth."""
     order = schedule, parts_per_stage
     wanted = micro_batches_wanted(stages, *order)
     if accumulation >= wanted:

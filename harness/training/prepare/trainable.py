@@ -1,4 +1,4 @@
-"""What is trained: a HuggingFace decoder or a user's own list of layers, in the one form that the engine takes."""
+"""Turn a HuggingFace decoder, or a user's own list of layers, into the one form that the engine takes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ UNSHAPING = frozenset(
         *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
     ]
 )
-"""What a config says besides the computation that a model is trained with."""
+"""Values of a config that do not change the computation in training."""
 
 Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
 
@@ -60,14 +60,14 @@ class TrainableModel:
     """A model as pipeline layers.
 
     Attributes:
-        layers: to be built stage by stage.
+        layers: the layers, not built yet; each stage builds its own.
         names: class name of each layer.
         parameters: number of parameters of each layer.
-        trained: of these, the number that is trained.
-        costs: what each layer costs to compute, in proportion.
-        loss: of a micro-batch.
-        causal: the decoder, if it is one.
-        example: inputs of a micro-batch, for layers of a user's own where there is training data.
+        trained: number of trained parameters of each layer.
+        costs: relative cost of each layer's computation.
+        loss: the loss of a micro-batch.
+        causal: the decoder; None for a list of layers.
+        example: inputs of a micro-batch, for a user's own layers, if there is training data.
     """
 
     layers: Sequence[Layer]
@@ -80,14 +80,14 @@ class TrainableModel:
     example: Value | None = None
 
     def size(self, *, trained: bool = False) -> int:
-        """Parameters of the model (with `trained`, those that are trained); a decoder's tied ones are counted once."""
+        """Return the number of (trained) parameters of the model; a decoder's tied parameters count once."""
         if self.causal is not None:
             return self.causal.size(trained=trained)
         return sum(self.trained if trained else self.parameters)
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether what goes in are token ids, so that a speed in tokens and a perplexity mean something."""
+        """Whether the inputs are token ids, so that tokens per second and perplexity make sense."""
         if self.causal is not None:
             return True
         ids = self.example
@@ -97,21 +97,21 @@ class TrainableModel:
 
     @property
     def speed_unit(self) -> str:
-        """What a speed counts."""
+        """The unit of speeds: tokens or samples."""
         return "tokens" if self.reads_tokens else "samples"
 
     @property
     def summary(self) -> str:
-        """Its kinds of layers and their size, by which a checkpoint of another model is recognised."""
+        """Kinds and sizes of its layers as text, to recognise a checkpoint of another model."""
         kinds = ", ".join(dict.fromkeys(self.names))
         return f"{len(self.names)} layers ({kinds}) and {sum(self.parameters):,} parameters"
 
     @property
     def traits(self) -> LayerTraits:
-        """What an engine must know of the layers; of a user's own it is not known whether they draw random numbers."""
+        """The traits of the layers; a user's own layers are assumed to draw random numbers."""
         if self.causal is None:
             return LayerTraits(example=self.example)
-        # each tensor-parallel rank has its own part of what a module or layer hands on to a later one, or its tokens
+        # With states passed between layers, or a split sequence, each tensor-parallel rank passes on its own part.
         local = bool(self.causal.outer.schema.states) or self.causal.shares_sequence
         return LayerTraits(local_states=local, draws=self.causal.outer.draws, tiles=self.causal.loss_tiles)
 
@@ -120,24 +120,24 @@ class TrainableModel:
         return first_names(self.layers)
 
     def stored_name(self, name: str) -> str:
-        """Return the name under which a checkpoint stores a parameter: of a tied one its first, in every layout."""
+        """Return a parameter's name in a checkpoint; for a tied one its first name, the same in every layout."""
         return self.saved_name(self._first_names.get(name, name))
 
     @property
     def shaping_config(self) -> JsonObject:
-        """What a decoder's config says of its computation, by which another model of equal sizes is recognised."""
+        """The values of a decoder's config that change the computation, to recognise another model of equal size."""
         if self.causal is None:
             return {}
         config = self.causal.source.config.to_dict()
         return {name: value for name, value in config.items() if name not in UNSHAPING}
 
     def saved_name(self, name: str) -> str:
-        """Return the name under which a parameter is exported: a decoder's loses the index of its pipeline layer."""
+        """Return a parameter's name in an exported model: for a decoder, without the index of its pipeline layer."""
         return name.partition(".")[2] if self.causal is not None else name
 
 
 def model_source(model: Model) -> ModelSource | None:
-    """Return what a decoder is made from; None for a list of layers. UserError for what is neither."""
+    """Return the config and weights of a decoder; None for a list of layers. UserError for anything else."""
     if isinstance(model, str):
         return read_source(model)
     if isinstance(model, PretrainedConfig):
@@ -165,15 +165,17 @@ def trainable_decoder(
     adaptation: Adaptation | None = None,
     own_loss: LogitsLoss | None = None,
 ) -> TrainableModel:
-    """Prepare the decoder that `source` names; UserError for one that cannot be cut as the layout asks.
+    """Prepare the decoder that `source` names. UserError if the layout cannot cut it.
 
-    `own_loss`: a user's loss of the whole logits, in the place of the cross entropy.
+    Args:
+        sequence_length: tokens of a sample, for the costs of layers.
+        own_loss: a user's loss of the whole logits, instead of the cross entropy.
     """
     args = context.args
     config = with_attention(source.config, args.attn_implementation)
     require_available(config, context.device, context.dtype)
     source = replace(source, config=_with_router_loss(config, args))
-    # a model in memory may have started from other random numbers on each rank: the first rank's are broadcast
+    # With `part`, each rank loads only its ZeRO-3 part. Not for a model in memory: rank 0's values are broadcast.
     part = zero3_partition(context) if source.weights is None or isinstance(source.weights, Path) else None
     causal = assemble(
         source,
@@ -209,18 +211,18 @@ def trainable_decoder(
 
 
 def _neighbours(context: EngineContext) -> Neighbours | None:
-    """Return the ranks among which whole experts are dealt; None where each expert is cut."""
+    """Return the ranks among which whole experts are dealt; None if each expert is cut like other layers."""
     if context.resolved.ep_size == 1:
         return None
     return Neighbours(place=TensorParallel.of(context.groups.ep_group), pieces=context.resolved.token_pieces)
 
 
 def tokens_apart(source: ModelSource, context: EngineContext, *, shared: bool, most: int = 2**62) -> TokensApart:
-    """Return how the run computes some tokens without the others.
+    """Return how the run splits the tokens of a sequence, over context ranks and into tiles.
 
     Args:
         shared: whether context ranks share the tokens.
-        most: tokens of a tile, whatever the config says.
+        most: upper limit for the tokens of a tile, whatever the config says.
     """
     resolved, group = context.resolved, context.groups.cp_group if shared else None
     if group is None and not (resolved.loss_tile or resolved.feed_forward_tile or resolved.attention_tile):
@@ -235,11 +237,11 @@ def tokens_apart(source: ModelSource, context: EngineContext, *, shared: bool, m
 
 
 def _finisher(source: ModelSource, context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
-    """Return what is done with each layer once it has its weights: it gets fused operations, and ZeRO-3 spreads it."""
+    """Return the function to call on each layer that has its weights: it fuses operations and partitions (ZeRO-3)."""
     spread, fused = layer_finisher(context, part), fuse
     if context.args.use_liger_kernel and source.has_values:
         fused = liger_kernels(source.config, context.device).put_into
-    elif context.resolved.compile_backend is not None:  # which fuses more
+    elif context.resolved.compile_backend is not None:  # torch.compile fuses more than we do
         return spread
 
     def finish(layer: nn.Module) -> None:
@@ -250,8 +252,11 @@ def _finisher(source: ModelSource, context: EngineContext, part: Zero3Partition 
 
 
 def adapted(model: Model, peft_config: LoraConfig | None) -> tuple[ModelSource | None, Adaptation | None]:
-    """Return what a decoder is made from (None for a list of layers), and its adapters: those of a model in memory
-    that has some, or new ones by `peft_config`."""
+    """Return the source of a decoder (None for a list of layers) and its adapters.
+
+    Adapters are those of a model in memory, or new ones by `peft_config`. Raises UserError if both are given, or for
+    adapters on a list of layers.
+    """
     found = adapted_model(model)
     if found is not None:
         if peft_config is not None:
@@ -268,20 +273,19 @@ def adapted(model: Model, peft_config: LoraConfig | None) -> tuple[ModelSource |
 
 
 def _require_gradients(causal: CausalModel, context: EngineContext) -> None:
-    """UserError where nothing is trained, or where what is trained would get no gradient."""
+    """Raise UserError if nothing is trained, or if trained parameters would get no gradient."""
     trained = causal.parameter_counts(trained=True)
     if not any(trained):
         raise UserError("nothing to train: every parameter of the model has requires_grad=False")
     if context.resolved.config.get("pipeline", {}).get("use_reentrant") and not trained[0]:
         raise UserError(
-            "pipeline.use_reentrant: true gives what is trained in the first layer no gradient, as what goes in needs "
-            "none; set it to false"
+            "pipeline.use_reentrant: true: trained parameters of the first layer would get no gradient, because its "
+            "input does not require one; set it to false"
         )
 
 
 def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> PretrainedConfig:
-    """Return the config with what the arguments say of the router loss. UserError for a factor of a loss that is
-    off."""
+    """Return the config with the arguments' settings of the router loss. UserError for a factor of a disabled loss."""
     if args.output_router_logits is not None:
         config = copy.deepcopy(config)
         config.output_router_logits = args.output_router_logits
@@ -294,7 +298,10 @@ def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> Pret
 
 
 def _require_kept(names: Set[str], context: EngineContext) -> None:
-    """Refuse a bf16 run that cannot keep what transformers keeps in float32, unless the config wants nothing kept."""
+    """Raise UserError if a bf16 run cannot keep parameters in float32 that transformers keeps so.
+
+    Unless the config says that none shall be kept: then, and in fp16, warn.
+    """
     resolved = context.resolved
     if not names or can_keep_fp32(resolved):
         return
@@ -325,7 +332,10 @@ def _decoder_loss(causal: CausalModel, context: EngineContext, own_loss: LogitsL
 def trainable_layers(
     layers: Sequence[Layer], loss_fn: LossFunction | None, sample: MicroBatch | None
 ) -> TrainableModel:
-    """Prepare a user's own layers; they are counted on the meta device, and built only where they run."""
+    """Prepare a user's own layers: LayerSpecs are built on the meta device to count parameters.
+
+    Raises UserError without a loss, or for objects that are no layers.
+    """
     if loss_fn is None:
         raise UserError("a list of layers needs loss_fn(outputs, labels), the mean loss over the samples it is given")
     wrong = next((layer for layer in layers if not callable(layer) and not isinstance(layer, LayerSpec)), layers)
@@ -348,7 +358,7 @@ def trainable_layers(
 
 
 def require_compilable(trainable: TrainableModel, backend: str) -> None:
-    """Raise UserError for a backend that torch does not have, and for layers that cannot be compiled."""
+    """Raise UserError for a backend that torch does not have, and for models that cannot be compiled."""
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise UserError(f"compile.backend: torch has no backend {backend!r}; it has {one_of(known)}")
@@ -365,7 +375,7 @@ def require_compilable(trainable: TrainableModel, backend: str) -> None:
 
 
 def module_name(layer: object) -> str:
-    """Return the name of a layer's class, or of the function that it is."""
+    """Return the name of a layer's class, or of a function."""
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 

@@ -1,8 +1,9 @@
-"""`--verify_plan`: before a model is built, its cut is tried on a tiny copy, and a wrong one refused on all ranks.
+"""`--verify_plan`: compare the sharded model with the whole one on a tiny copy, before the real model is built.
 
-`auto` tries what the matrix of tested families (`models/matrix.json`) does not hold as right in this layout, by the
-installed transformers, all shares that are not equal, and sequence parallelism; `on` tries always, and refuses what
-cannot be tried; `off` never tries.
+A sharding that does not match is refused on all ranks. `auto` tests unless the matrix of tested families
+(`models/matrix.json`) lists this family as right in this layout with the installed transformers; unequal shares,
+sequence parallelism, context parallelism and tiles are always tested. `on` always tests, and refuses a model that
+cannot be tested; `off` never tests.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from harness.training.engine.context import EngineContext
 from harness.training.prepare.trainable import tokens_apart
 
 TINY_TILE = 5
-"""Tokens of a tile of the tiny copy, whose sequences are short."""
+"""Tokens of a tile in the tiny copy, whose sequences are short."""
 
 
 def verify_plan(causal: CausalModel, context: EngineContext, console: Console) -> None:
-    """Try the cut of `causal` as the arguments ask; UserError, on every rank, if it is not the model.
+    """Test the sharding of `causal` as the arguments ask. UserError, on every rank, if it does not match the model.
 
-    All ranks call it, once they know that the model can be cut at all.
+    All ranks call it, after the model has been cut without an error.
     """
     source, requested, tensor = causal.source, context.args.verify_plan, context.groups.layout.tp_size
     known = not (causal.unequal or causal.shares_sequence or causal.apart.is_any) and is_tested(
@@ -42,7 +43,7 @@ def verify_plan(causal: CausalModel, context: EngineContext, console: Console) -
     if requested == "off" or (requested == "auto" and known):
         return
     start_time = time.perf_counter()
-    found: tuple[float, str | None, str | None] = (0.0, None, None)  # how far off, refusal, why it was not tried
+    found: tuple[float, str | None, str | None] = (0.0, None, None)  # difference, refusal, why it was not tested
     try:
         found = _refusal(causal, context)
     except UserError as error:
@@ -97,9 +98,12 @@ def _cut(
     shared: bool = False,
     neighbours: TensorParallel = ALONE,
 ) -> CausalModel:
-    """Return the cut model; `unequal` gets the names of parameters of which ranks hold unequal shares.
+    """Return the sharded model.
 
-    `shared`: whether context ranks share the tokens. `neighbours`: among which experts are dealt.
+    Args:
+        unequal: the names of parameters with unequal shares are added to it.
+        shared: whether context ranks share the tokens.
+        neighbours: the ranks among which experts are dealt.
     """
     cut = assemble(
         source,
@@ -117,7 +121,7 @@ def _cut(
 
 
 def _told(source: ModelSource, context: EngineContext, difference: Difference, *, dealt: bool) -> str:
-    """Return the refusal; `dealt`: whether ranks had different experts where the model differs."""
+    """Return the text of the refusal; `dealt` is whether ranks held different experts in the comparison that failed."""
     name = source.config.model_type
     if difference.context:
         return (
@@ -153,7 +157,7 @@ def _told(source: ModelSource, context: EngineContext, difference: Difference, *
 
 
 def _worst(own: tuple[float, str | None, str | None]) -> tuple[str | None, str | None]:
-    """Return the same answer for all ranks: the refusal that is furthest off, and why any rank has not tried."""
+    """Return the same answer on all ranks: the refusal with the largest difference, and why any rank did not test."""
     all_found = values_of_all(own) if dist.is_initialized() and dist.get_world_size() > 1 else [own]
     _, refusal, _ = max(all_found, key=lambda found: (found[1] is not None, found[0]))
     return refusal, next((found[2] for found in all_found if found[2] is not None), None)

@@ -1,1 +1,1 @@
-"""What a run writes and shows: progress, metrics, run.json."""
+"""Write and show what happens in a run: progress, metrics, run.json, profiles, monitors."""

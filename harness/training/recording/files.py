@@ -1,4 +1,4 @@
-"""`run.json`: what a run was started with, when, from what code and where, and with which versions."""
+"""Write `run.json` (command, date, code, hosts, data, versions) and append to `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_FILES = 1000
 
 
 def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
-    """Return what a run was started with, when, from what code and where; `hosts`: of each rank."""
+    """Return the origin of a run for `run.json`: command, date, git state, data, tokenizer; `hosts` has one a rank."""
     tokenizer = run.data.tokenizer
     return {
         "command": masked_by_name(shlex.join([sys.executable, *sys.argv])),
@@ -55,7 +55,7 @@ def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
 
 
 def data_files(flags: Mapping[str, object]) -> JsonObject:
-    """Return the files behind the script's flags, with their sizes in bytes; the first ones where there are many."""
+    """Return the files that the script's flags name, with sizes in bytes; only the first 1,000 are listed."""
     found: JsonObject = {}
     for name in DATA_FLAGS:
         given = flags.get(name)
@@ -67,7 +67,7 @@ def data_files(flags: Mapping[str, object]) -> JsonObject:
             paths = [(group.kind, path) for group in groups for path in group.paths]
             files = [file for kind, path in paths for file in (find_tokens if kind == TOKENS else find_files)(path)]
             sizes = {str(file): file.stat().st_size for file in files}
-        except (OSError, UserError) as error:  # removed since they were read
+        except (OSError, UserError) as error:  # deleted since they were read
             found[name] = {"unreadable": str(error)}
             continue
         listed = {} if PYTHON_STDLIB in dict(paths).values() else dict(list(sizes.items())[:MOST_FILES])
@@ -76,7 +76,7 @@ def data_files(flags: Mapping[str, object]) -> JsonObject:
 
 
 def git_state(folder: Path) -> JsonObject | None:
-    """Return commit, branch and whether tracked files are changed; None outside of a git checkout."""
+    """Return commit, branch and whether tracked files have changes; None outside of a git checkout."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5, check=True)
@@ -96,7 +96,7 @@ PACKAGES = ("ds-harness", "deepspeed", "torch", "transformers", "datasets")
 
 
 class MetricsFile:
-    """Appends objects to a file, one a line; a resumed run drops those of the steps after its checkpoint first."""
+    """Appends JSON objects to a file, one a line. A resumed run first drops the lines after its checkpoint's step."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         self._path = path
@@ -105,19 +105,19 @@ class MetricsFile:
         self._file = self._cut(first_step)
 
     def write(self, record: StepRecord | JsonObject) -> None:
-        """Append one object and hand it to the operating system, so that a killed run keeps it."""
+        """Append one object, unbuffered, so that a killed run keeps it. If that fails, warn, and try again later."""
         content = record.as_dict() if isinstance(record, StepRecord) else record
         self._waiting += (json.dumps(_finite(self._secrets.without(content)), default=str) + "\n").encode()
         self._attempt(self._reopen)
         self._attempt(self._flush)
 
     def rewind(self, step: int) -> None:
-        """Drop the steps after `step`."""
+        """Drop the lines of steps after `step`."""
         self.close()
         self._attempt(lambda: setattr(self, "_file", self._cut(step + 1)))
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Write waiting lines, and close the file."""
         self._attempt(self._flush)
         self._file.close()
 
@@ -126,11 +126,12 @@ class MetricsFile:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def _cut(self, first_step: int) -> FileIO:
-        """Open the file without the lines of `first_step` and later ones, and without what is no line of ours.
+        """Open the file, without lines of `first_step` and later steps, and without lines that are not ours.
 
-        The file is cut where the first of them begins, which a full disk allows; what is to stay after it waits.
+        The file is truncated at the first of them, which works on a full disk too; later lines that must stay are
+        written again with the next write.
         """
-        if self._path.exists() and not self._path.is_file():  # a pipe would be waited for
+        if self._path.exists() and not self._path.is_file():  # opening a pipe would block
             raise UserError(f"{self._path}: it is not a file: move it elsewhere")
         there = self._path.read_bytes() if self._path.is_file() else b""
         lines = (there + self._waiting).splitlines(keepends=True)
@@ -142,7 +143,7 @@ class MetricsFile:
         return file
 
     def _reopen(self) -> None:
-        """Go on in a new file if somebody has removed this one, or its folder."""
+        """Continue in a new file if somebody has deleted this one, or its folder."""
         with suppress(FileNotFoundError):
             if not self._file.closed and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
                 return
@@ -152,7 +153,7 @@ class MetricsFile:
         warnings.warn(f"{self._path}: it was removed; metrics go on in a new file", stacklevel=4)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Warn if an action fails, as on a full disk: training is worth more than its metrics, which wait in memory."""
+        """Warn if an action fails, as on a full disk: training continues, and lines wait in memory."""
         try:
             action()
         except OSError as error:
@@ -160,15 +161,15 @@ class MetricsFile:
 
 
 def write_run(output_dir: Path, content: JsonObject) -> None:
-    """Write `run.json`: what is given but for secrets, and the versions it ran with."""
+    """Write `run.json`: `content` without secrets, and package versions. OSError if that fails."""
     content = {**Secrets.known(content).without(content), "versions": versions()}
     replace_text(output_dir / RUN, json.dumps(content, indent=2, default=str) + "\n")
 
 
 def note_wall_clock(output_dir: Path, first_step: float | None = None) -> None:
-    """Write into `run.json` where this process' time has gone so far; `first_step`: seconds, kept if not given."""
+    """Add to `run.json` how this process has spent its time so far, in seconds; `first_step` is kept if not given."""
     path = output_dir / RUN
-    # a full disk, or somebody's own file: the run has its numbers all the same
+    # A full disk, or a file that somebody has replaced: not worth an error.
     with suppress(OSError, ValueError, AttributeError, TypeError):
         content = read_json(path)
         first_step = first_step or content.get("wall_clock", {}).get("first_step")
@@ -178,7 +179,7 @@ def note_wall_clock(output_dir: Path, first_step: float | None = None) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide about a run."""
+    """Return the versions of Python and of the main packages."""
     return {"python": platform.python_version(), **{name: _installed(name) for name in PACKAGES}}
 
 
@@ -191,7 +192,7 @@ def _installed(package: str) -> str:
 
 
 def _is_before(line: bytes, first_step: int) -> bool:
-    """Whether this is a whole line of a step before `first_step`."""
+    """Whether this is a complete line of a step before `first_step`."""
     try:
         return line.endswith(b"\n") and bool(parse_json(line)["step"] < first_step)
     except (ValueError, KeyError, TypeError):
@@ -199,7 +200,7 @@ def _is_before(line: bytes, first_step: int) -> bool:
 
 
 def _finite(content: JsonObject) -> JsonObject:
-    """JSON has no NaN and no infinity: null stands for them."""
+    """Replace NaN and infinity by null, as JSON has neither."""
     return {key: _or_null(value) for key, value in content.items()}
 
 

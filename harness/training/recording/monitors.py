@@ -1,7 +1,7 @@
-"""TensorBoard, W&B, Comet and CSV files: each value once, under one name and at one step, written by rank 0.
+"""Write to TensorBoard, W&B, Comet and CSV files: each value once, under one name and step, by rank 0.
 
-DeepSpeed's engine gets none of them, as it would write the loss and the learning rate under names of its own. A run
-that goes back to an earlier step drops what was written of the steps after it.
+DeepSpeed's engine gets no monitors: it would write loss and learning rate again under its own names. A run that goes
+back to an earlier step drops what was written for later steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Monitors:
-    """Those of a run that are enabled; none on ranks other than 0."""
+    """The enabled monitors of a run, by section of the DeepSpeed JSON."""
 
     def __init__(self, sections: Mapping[str, JsonObject], run_id: str, first_step: int) -> None:
         self._sections, self._run_id = sections, run_id
@@ -53,7 +53,7 @@ class Monitors:
             self._comet = _comet(sections["comet"])
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write numbers by name, such as `train/loss`; warn where that fails, as on a full disk."""
+        """Write numbers by name, such as `train/loss`; warn if that fails, as on a full disk."""
         with _warning("TensorBoard's events"):
             for name, value in values.items():
                 if self._tensorboard is not None:
@@ -67,19 +67,19 @@ class Monitors:
                 self._tables.append(values, step)
 
     def write_text(self, name: str, text: str, step: int) -> None:
-        """Write a text, where one can be shown."""
+        """Write a text to TensorBoard, the only monitor that shows texts."""
         with _warning("TensorBoard's events"):
             if self._tensorboard is not None:
                 self._tensorboard.add_text(name, text, step)
 
     def rewind(self, step: int) -> None:
-        """Drop the steps after `step`."""
+        """Drop the values of steps after `step`, where the monitor can."""
         self._close_tensorboard()
         with _warning("TensorBoard's events and the CSV tables"):
             self._open(step + 1)
 
     def close(self) -> None:
-        """Write what is waiting."""
+        """Flush and close the monitors."""
         self._close_tensorboard()
         if self._wandb is not None:
             self._wandb.finish()
@@ -92,7 +92,7 @@ class Monitors:
 
 @contextmanager
 def _warning(what: str) -> Iterator[None]:
-    """Warn if something cannot be written: training is worth more than what shows it."""
+    """Turn an OSError into a warning: training continues without a monitor."""
     try:
         yield
     except OSError as error:
@@ -119,10 +119,10 @@ def _comet(section: JsonObject) -> CometMonitor:
 
 
 class Tables:
-    """CSV files in one folder, one for each value; other files there are left alone, whatever their names.
+    """CSV files in one folder, one for each value; other files there are not touched.
 
-    A file is looked at when its value is first written: of one that this run has written the rows of later steps are
-    dropped, any other is kept under another name.
+    When a value is first written, an existing file of its name is checked: if this run has written it, the rows of
+    later steps are dropped; any other file is renamed.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -147,7 +147,7 @@ class Tables:
             self._cut(path)
 
     def _take(self, path: Path, header: list[str]) -> None:
-        """Make a table this run's own."""
+        """Drop the later rows of this run's table, or rename a file of another run."""
         if path.exists() and (self._is_fresh or self._rows(path)[:1] != [header]):
             set_aside(path)
         elif path.exists():

@@ -1,4 +1,4 @@
-"""Profile some steps of a run (`--profile N`): a callback, which is there in these runs alone."""
+"""Profile some steps of a run (`--profile N`), by a callback that only such runs have."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from harness.training.callbacks import MomentValues, TrainerCallback, TrainerCon
 from harness.training.run import Run
 from harness.wording import counted
 
-WARM_STEPS = 2  # the first ones take longer; the last of them, the memory of which is measured, too
+WARM_STEPS = 2  # not timed: the first step takes longer, and so does the second, whose memory is measured
 
 
 class ProfileCallback(TrainerCallback):
-    """Measures `steps` steps, after the first ones, on all ranks; rank 0 writes what they have found."""
+    """Profiles `steps` steps after the first two on all ranks; rank 0 writes the results."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self._first = 0
         self._measuring: _Measurement | None = None
         self._memory: dict[str, int] = {}
-        self._boundaries: Sequence[int] = ()  # of the stages whose memory it is
+        self._boundaries: Sequence[int] = ()  # stage boundaries when the memory was measured
         self._offset = Offset()
         self._profiles: list[StepProfile] = []  # on rank 0
-        self._count = 0  # of the steps profiled
-        self._is_open = True  # whether there are steps to come
+        self._count = 0  # steps profiled so far
+        self._is_open = True  # whether more steps will be profiled
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Choose the steps; what an earlier run has left gets another name."""
+        """Choose the steps to profile; rename the profile of an earlier run."""
         done = state.global_step
         self._first = done + 1 + min(WARM_STEPS, max(0, state.max_steps - done - self.steps))
         self._profiles, self._count, self._is_open = [], 0, True
@@ -59,8 +59,8 @@ class ProfileCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Begin to measure, if this step is one to profile."""
-        self._stop()  # a step that failed has not ended
+        """Start measuring if this step is to be profiled."""
+        self._stop()  # the step before may have failed without on_step_end
         step, run = state.global_step + 1, kwargs["trainer"].run
         if self._boundaries != run.boundaries:
             self._memory, self._boundaries = {}, run.boundaries  # layers have moved
@@ -74,7 +74,7 @@ class ProfileCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Take what was measured, of all ranks on rank 0."""
+        """Collect the measurements of all ranks on rank 0."""
         measured = self._measuring
         self._stop()
         if measured is None:
@@ -89,16 +89,16 @@ class ProfileCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Finish, and say so, if there were fewer steps than were asked for."""
+        """Write the profile, with a warning, if the run ended before all steps were profiled."""
         if self._is_open:
             run = kwargs["trainer"].run
             self._write(run, [], is_last=True)
             run.console.warn(f"--profile {self.steps}: the run ended after {counted(self._count, 'profiled step')}")
 
     def _keep(self, run: Run, step: int, ranks: list[RankProfile]) -> None:
-        """Write the step, and from time to time what all of them say together: a run may be killed at any time.
+        """Write a profiled step, and from time to time the summary of all: a run may be killed at any time.
 
-        `ranks`: on rank 0 the profiles of all ranks, elsewhere nothing.
+        `ranks` are the profiles of all ranks on rank 0, and empty elsewhere.
         """
         self._count += 1
         self._is_open = step < self._first + self.steps - 1
@@ -111,7 +111,7 @@ class ProfileCallback(TrainerCallback):
         self._write(run, [profile], is_last=not self._is_open)
 
     def _write(self, run: Run, new: Sequence[StepProfile], *, is_last: bool) -> None:
-        """Write steps, and after the first, the second, the fourth, ... and the last one what all say together."""
+        """Write steps; after the 1st, 2nd, 4th, 8th, ... and the last one, also the summary and the trace of all."""
         folder, count = run.output_dir / FOLDER, len(self._profiles)
         if not count:
             return
@@ -135,10 +135,10 @@ class ProfileCallback(TrainerCallback):
 
 
 class _Measurement:
-    """One step that is measured, from its begin on.
+    """The measurement of one step, begun when it is constructed.
 
     Attributes:
-        memory: None where memory is not measured, as that makes a step slower.
+        memory: the memory of the step; None if only times are measured, as measuring memory slows a step down.
     """
 
     def __init__(self, run: Run, is_timed: bool, takes_memory: bool) -> None:
@@ -162,7 +162,10 @@ class _Measurement:
         self._instructions.end_all()
 
     def profile(self, run: Run, ahead: float) -> RankProfile:
-        """Return this rank's part, in seconds of rank 0's clock. Waits for the device."""
+        """Return this rank's profile in seconds of rank 0's clock; this rank's clock is `ahead` by so many seconds.
+
+        Waits for the device.
+        """
         coordinate = run.groups.coordinate
         instructions = self._instructions.spans(ahead)
         start = self._start - ahead
@@ -180,7 +183,7 @@ class _Measurement:
 
 
 def step_profile(run: Run, step: int, ranks: list[RankProfile]) -> StepProfile:
-    """Return the profile of a step: times count from the moment in which the first rank began it."""
+    """Return the profile of a step, with times counted from the begin on the first rank that began it."""
     first = min(rank.start for rank in ranks)
     return StepProfile(
         step=step,

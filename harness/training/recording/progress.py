@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a bar on a terminal, a line now and then elsewhere."""
+"""Show the progress of a run: a bar on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from harness.console import Console
 from harness.training.callbacks import MomentValues, StepRecord, TrainerCallback, TrainerControl, TrainerState
 
 SECONDS_BETWEEN_LINES = 5.0
-_MOST_SOURCES = 4  # whose losses stand in a line
-NEWEST = 0.2  # weight of the last step in the time left
+_MOST_SOURCES = 4  # sources whose losses are shown in a line
+NEWEST = 0.2  # weight of the last step in the moving average for the time left
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class ProgressCallback(TrainerCallback):
-    """Figures of the step and the time left, on rank 0."""
+    """Shows the step's numbers and the time left, on rank 0."""
 
     def __init__(self, console: Console, unit: str = "tokens") -> None:
         self.console = console
-        self.unit = unit  # of the speed
+        self.unit = unit  # tokens or samples a second
         self.bar: tqdm[NoReturn] | None = None
         self._last_line = 0.0
         self._last_step = time.monotonic()
-        self._seconds: float | None = None  # of a step with all that follows it, smoothed
+        self._seconds: float | None = None  # moving average of a step, with its logging and saving
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -51,7 +51,7 @@ class ProgressCallback(TrainerCallback):
         self._last_step = now
         left = f"{clock((state.max_steps - record.step) * self._seconds)} left"
         if self.bar is not None:
-            # a narrow terminal shows the beginning alone
+            # the time left comes first: a narrow terminal cuts the rest off
             self.bar.set_postfix_str(", ".join([left, *_figures(record, self.unit)]), refresh=False)
             self.bar.update()
         elif self._line_is_due(args, state, now):
@@ -59,7 +59,7 @@ class ProgressCallback(TrainerCallback):
             self.console.say("  ".join([f"step {record.step}/{state.max_steps}", *_figures(record, self.unit), left]))
 
     def _line_is_due(self, args: TrainingArguments, state: TrainerState, now: float) -> bool:
-        """Whether to print a line: when the user asks for it, and at the first and the last step; else now and then."""
+        """Whether to print a line: at the first and last step, every `logging_steps` if given, else every 5 s."""
         if state.global_step in (1, state.max_steps):
             return True
         if "logging_steps" in args.given:
@@ -78,7 +78,7 @@ class ProgressCallback(TrainerCallback):
             if key == "eval_loss" and name != key and name.endswith("_loss") and isinstance(value, float)
         }
         self._above_the_bar(f"step {state.global_step}: {what} loss {metrics[key]:.4f}{_of_sources(others)}")
-        self._last_step = time.monotonic()  # else the next step would seem to take as long as an evaluation
+        self._last_step = time.monotonic()  # do not count the evaluation as time of the next step
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -100,18 +100,18 @@ class ProgressCallback(TrainerCallback):
 
 
 def smoothed(before: float | None, seconds: float) -> float:
-    """Return the mean of the seconds of steps, in which a step counts less the longer ago it was."""
+    """Return the exponential moving average of the seconds of steps."""
     return seconds if before is None else (1 - NEWEST) * before + NEWEST * seconds
 
 
 def clock(seconds: float) -> str:
-    """Return a time as h:mm:ss."""
+    """Return seconds as h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _of_sources(losses: Mapping[str, float]) -> str:
-    """Return the losses of a few sources in brackets; many would hide the other figures."""
+    """Return the losses of up to 4 sources in brackets; "" for more, which would hide the other numbers."""
     shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
     return f" ({shown})" if 0 < len(losses) <= _MOST_SOURCES else ""
 

@@ -1,4 +1,4 @@
-"""Writes what a run leaves behind, on rank 0: metrics, evaluations, `run.json`, and what monitors show."""
+"""Record a run on rank 0: metrics, evaluations, samples, `run.json` and monitors."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ SHOWN = (
     *("loss", "aux_loss", "grad_norm", "learning_rate", "epoch"),
     *("tokens_per_second", "device_memory_gib", "host_memory_gib"),
 )
-"""What monitors show of a step."""
+"""Values of a step that are sent to monitors."""
 
 
 class Recorder:
-    """Open while a run goes on; on ranks other than 0 it does nothing."""
+    """Context for the training loop that records a run; on ranks other than 0 it writes nothing."""
 
     def __init__(self, run: Run, state: TrainerState) -> None:
         self.run = run
@@ -49,9 +49,9 @@ class Recorder:
         self._samples: MetricsFile | None = None
         self._monitors: Monitors | None = None
         self._origin: JsonObject = {}
-        self._first_step = 0.0  # seconds
+        self._first_step = 0.0  # seconds of the first step
         self._begun_at = state.global_step
-        self._losses = array("d")  # of each step since then; NaN of one that was skipped
+        self._losses = array("d")  # loss of each step since `_begun_at`; NaN for a skipped one
         self._unlogged: list[StepRecord] = []
 
     def __enter__(self) -> Recorder:
@@ -60,7 +60,7 @@ class Recorder:
         return self
 
     def _begin(self, hosts: list[str]) -> None:
-        """Write what is known before the first step, and open the files; UserError if the disk does not allow it."""
+        """Write `run.json` before the first step, and open the files. UserError if that fails."""
         run, directory = self.run, self.run.output_dir
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class Recorder:
             note_wall_clock(self.run.output_dir, self._first_step)
 
     def rewind(self, step: int) -> None:
-        """Drop what was written of the steps after `step`, which are made once more."""
+        """Drop everything recorded for steps after `step`, which will be repeated."""
         self.state.log_history[:] = [logs for logs in self.state.log_history if logs["step"] <= step]
         del self._losses[max(0, step - self._begun_at) :]
         self._unlogged = [record for record in self._unlogged if record.step <= step]
@@ -97,8 +97,7 @@ class Recorder:
                 file.rewind(step)
 
     def _open(self, path: Path) -> MetricsFile:
-        """Return the file as far as this run has come; a run that begins keeps what an earlier one left under another
-        name."""
+        """Open a file of metrics for appending; a fresh run renames the file of an earlier run first."""
         first_step = self.state.global_step + 1
         kept = set_aside(path) if first_step == 1 else None
         if kept is not None:
@@ -106,13 +105,13 @@ class Recorder:
         return MetricsFile(path, first_step)
 
     def describe(self) -> None:
-        """Write `run.json` once more, for a run whose layers have moved."""
+        """Write `run.json` again, after layers have moved."""
         if self.writes:
             write_run(self.run.output_dir, {**self._origin, **describe(self.run)})
 
     @inside("logging")
     def step(self, record: StepRecord) -> None:
-        """One line in metrics.jsonl."""
+        """Write one line to metrics.jsonl, and remember the step for the next log."""
         if self._metrics is not None:
             self._metrics.write(record)
         self._unlogged.append(record)
@@ -121,16 +120,15 @@ class Recorder:
 
     @property
     def mean_loss(self) -> float:
-        """The mean of the losses of all steps but those that were skipped; 0 without any, as in HuggingFace."""
+        """The mean loss of all steps that were not skipped; 0 without any, as in HuggingFace."""
         counted = [loss for loss in self._losses if isfinite(loss)]
         return mean(counted) if counted else 0.0
 
     @inside("logging")
     def log(self, record: StepRecord) -> JsonObject:
-        """Hand the step's figures to the monitors, keep them in the trainer's history, and return them.
+        """Send a step's values to the monitors, add them to `state.log_history`, and return them.
 
-        As in HuggingFace, losses are the mean since the last log, without steps that were skipped; all else is the
-        step's.
+        As in HuggingFace, losses are the mean since the last log, without skipped steps; other values are the step's.
         """
         logs = record.as_dict()
         counted = [each for each in self._unlogged if not each.skipped]
@@ -154,7 +152,7 @@ class Recorder:
 
     @inside("evaluating")
     def evaluation(self, evaluate: Callable[[], JsonObject]) -> JsonObject | None:
-        """Evaluate, write one line in evaluations.jsonl and return it; nothing, None, if a signal interrupts it."""
+        """Evaluate, write one line to evaluations.jsonl, and return the metrics; None if a signal interrupts it."""
         try:
             metrics = evaluate()
         except signals.Interrupted:
@@ -169,7 +167,7 @@ class Recorder:
         return metrics
 
     def _sample(self, prompts: SamplePrompts, step: int) -> None:
-        """Write what the model makes of each prompt; all ranks call it."""
+        """Write the model's continuation of each prompt; all ranks call it."""
         ends = prompts.tokenizer.eos_token_id
         made = continued(self.run.engine, prompts.ids, prompts.most, prompts.length, ends)
         for number, (prompt, ids) in enumerate(zip(prompts.texts, made, strict=True), 1):
@@ -182,21 +180,21 @@ class Recorder:
 
 
 def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
-    """Return the numbers of an evaluation that monitors show, by their names there; perplexity is the loss again."""
+    """Return the numbers of an evaluation for monitors, by their names there; no perplexity, a function of the loss."""
     left_out = ("eval_samples", "eval_seconds", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     named = {name: value for name, value in metrics.items() if name.startswith("eval_") and name not in left_out}
     return {f"eval/{n.removeprefix('eval_')}": v for n, v in named.items() if isinstance(v, int | float)}
 
 
 def certificate_of(run: Run) -> JsonObject | None:
-    """Return what `ds-harness verify` has certified of this config and model with this code; None if nothing."""
+    """Return the certificate of `ds-harness verify` for this config, model and code; None without one."""
     layout = certificate.layout_of(run.resolved)
     subject = certificate.subject(run.config.document.data if run.config else {}, layout, run.trainable.shaping_config)
     return certificate.find(subject, versions())
 
 
 def describe(run: Run) -> JsonObject:
-    """Return what `run.json` holds: resolved config, layout, arguments, model shape, stage boundaries."""
+    """Return the content of `run.json`: resolved config, layout, arguments, model shape, stage boundaries."""
     causal = run.trainable.causal
     return {
         "run_id": run.run_id,

@@ -1,1 +1,1 @@
-"""What a run keeps and goes back to: checkpoints beside training, resuming, rolling back, the trained model."""
+"""Save checkpoints during training, resume and roll back, and export the trained model."""

@@ -1,7 +1,6 @@
-"""The checkpoints of a run: one at a time is written beside its steps.
+"""Save the checkpoints of a run, one at a time, in the background of its steps.
 
-A save that falls due while another one is being written waits for it. What is due by the clock (`--save_seconds`) is
-put off until then.
+A save that falls due while another is being written waits for it; one by the clock (`--save_seconds`) is postponed.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from harness.training.run import Run
 from harness.training.saving.model import write_configs
 from harness.training.saving.resume import hyperparameters
 
-MOMENT_S = 1.0  # for the disk, in the step after a save
-PATIENCE_S = 5.0  # for the other ranks, where this one does not know whether they come
+MOMENT_S = 1.0  # how long the step after a save waits for the disk
+PATIENCE_S = 5.0  # how long to wait for other ranks that may never come
 
 
 class Checkpoints:
-    """Saves a run; all ranks call each method alike.
+    """Saves a run; all ranks call its methods in the same order.
 
     Attributes:
-        newest: step of the newest whole checkpoint that this run has saved or gone on from; None without one.
+        newest: step of the newest complete checkpoint that this run has saved or resumed; None without one.
     """
 
     def __init__(
@@ -51,15 +50,15 @@ class Checkpoints:
         on_save: Callable[..., None],
         overridden: Callable[[], Path] | None = None,
     ) -> None:
-        """Save nothing yet; `overridden` is a subclass's own `save_checkpoint`, which then saves in our place."""
+        """Save nothing yet. `overridden` is `save_checkpoint` of a subclass of the Trainer, called instead of ours."""
         self.run, self._state, self._nonfinite, self._on_save = run, state, nonfinite, on_save
         self._overridden = overridden
         self._writer = Writer()
         self._pending: BackgroundSave | None = None
-        self._best: float | None = None  # metric of the step that is being saved, if it is the best one
-        self._begun = time.monotonic()
-        self._saved = state  # as it was when the newest checkpoint began
-        self._state_of: tuple[int, int] | None = None  # step and samples that are saved, or being saved
+        self._best: float | None = None  # metric of the step that is being saved, if it is the best so far
+        self._begun = time.monotonic()  # time of the last save's begin
+        self._saved = state  # the state when the newest save began
+        self._state_of: tuple[int, int] | None = None  # (step, consumed samples) of the newest save
         self._owns_directory = not (run.may_hold_a_run or run.args.overwrite_output_dir)
         self.newest: int | None = None
 
@@ -69,23 +68,21 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, UserError):  # most likely on all ranks alike, so that a whole checkpoint can be had
+        if isinstance(error, UserError):  # usually raised on all ranks, so the pending checkpoint can be completed
             self.settle()
 
     def resumed(self, checkpoint: Path | None) -> None:
-        """Note that the run has gone on from a checkpoint; one of a run elsewhere is not its own."""
+        """Record that the run has resumed a checkpoint, unless that lies in another output directory."""
         if checkpoint is not None and checkpoint.resolve().parent == self.run.output_dir.resolve():
             self.newest = self._state.global_step
             self._owns_directory = True
 
     def require_own_directory(self) -> None:
-        """Raise UserError, on all ranks, if `output_dir` holds another run, which this one may not overwrite."""
+        """Raise UserError, on all ranks, if `output_dir` holds another run that this one may not overwrite."""
         if not self._owns_directory:
-            all_or_none(self._set_aside if self.run.args.overwrite_output_dir else self._require_unused)
+            overwrites = self.run.args.overwrite_output_dir
+            all_or_none(self._set_aside if overwrites else partial(require_unused, self.run.output_dir))
             self._owns_directory = True
-
-    def _require_unused(self) -> None:
-        require_unused(self.run.output_dir)
 
     def _set_aside(self) -> None:
         """Rename the checkpoints of an earlier run, so that none of them counts as this run's."""
@@ -95,12 +92,12 @@ class Checkpoints:
 
     @property
     def is_ready(self) -> bool:
-        """Whether this rank has done its part of a phase of a checkpoint."""
+        """Whether this rank has finished its phase of a pending checkpoint."""
         return self._pending is not None and not self._pending.is_busy
 
     @property
     def is_due(self) -> bool:
-        """Whether rank 0's clock asks for a checkpoint."""
+        """Whether a checkpoint is due by rank 0's clock (`--save_seconds`)."""
         seconds = self.run.args.save_seconds if self.run.args.saves else None
         if seconds is None or self._pending is not None or not self._state.is_world_process_zero:
             return False
@@ -108,9 +105,9 @@ class Checkpoints:
 
     @inside("saving")
     def begin(self, *, last: bool = False) -> None:
-        """Begin to save the state after the last step, unless that is being saved or is saved; warn if that fails.
+        """Begin to save the present state, unless that was begun already; warn if it fails.
 
-        The `last` one of a run waits until it is whole, and needs no copy in memory.
+        The `last` save of a run waits until it is complete, and needs no copy in memory.
         """
         if self._state_of != (self._state.global_step, self._state.consumed_samples):
             self.finish()
@@ -120,13 +117,13 @@ class Checkpoints:
 
     @inside("saving")
     def advance(self) -> bool:
-        """Go on where all ranks are ready; returns whether a checkpoint is whole now. Warn if that fails."""
+        """Start the next phase; all ranks call it when all are ready. Return whether a checkpoint is complete now."""
         return bool(self._attempt(self._advance))
 
     def wait_a_moment(self) -> None:
-        """After the step that follows a save, give the checkpoint a moment to become whole: all ranks call it.
+        """After the step that follows a save, wait up to a second for the checkpoint; all ranks call it.
 
-        So a run of short steps repeats no more than those between two saves when it is killed.
+        A killed run with short steps then repeats at most the steps between two saves.
         """
         until = time.monotonic() + MOMENT_S
         while self._pending is not None and self._pending.step == self._state.global_step - 1:
@@ -137,13 +134,13 @@ class Checkpoints:
 
     @inside("saving")
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, and for the removal of older ones; warn if that fails."""
+        """Wait for the pending checkpoint, and for the deletion of older ones; warn if it fails."""
         while self._pending is not None:
             self.advance()
         self._writer.wait()
 
     def save(self) -> Path:
-        """Save the state after the last step; returns when the checkpoint is whole. Raises NotSaved if that fails."""
+        """Save the present state; return when the checkpoint is complete. Raises NotSaved if it fails."""
         self.finish()
         pending = self._begin(copy=False)
         try:
@@ -155,12 +152,12 @@ class Checkpoints:
         return pending.path
 
     def settle(self) -> None:
-        """As `finish`, where other ranks may never call it."""
+        """Like `finish`, but give up after PATIENCE_S if some ranks do not call it."""
         if self._pending is not None and all_arrive(f"save {self._pending.number}", PATIENCE_S):
             self.finish()
 
     def stopped(self, number: int) -> signals.Stopped:
-        """Say that the signal `number` ended the run, and where it can go on; return what ends the process."""
+        """Report that signal `number` ended the run, and where it can be resumed; return the exception to raise."""
         step, saved, console = self._state.global_step, self.newest, self.run.console
         name, resumes = signal.Signals(number).name, 'resume_from_checkpoint "auto" resumes'
         if self.run.args.save_only_model:
@@ -207,16 +204,17 @@ class Checkpoints:
             return None
 
     def _lost(self, step: int) -> None:
-        """Note that a step could not be saved, so that what is due for it is tried again, and it is not the best."""
+        """Record that a step could not be saved: it may be tried again, and does not count as the best."""
         self._state_of = None
         if step == self._state.best_global_step:
             forget_unsaved(self.run.args, self._state)
 
 
 def begin_checkpoint(run: Run, state: TrainerState, writer: Writer, *, copy: bool) -> BackgroundSave:
-    """Begin to write the state of a run, or a copy of it, to `output_dir/checkpoint-STEP`; all ranks call it.
+    """Begin to write the state of a run to `output_dir/checkpoint-STEP`; all ranks call it.
 
-    HuggingFace's `from_pretrained` reads its weights, and peft's its adapters.
+    With `copy`, a copy in memory is written, so that training may continue. HuggingFace's `from_pretrained` can read
+    the weights, and peft's the adapters. Raises NotSaved if it fails.
     """
     target = Target(
         output_dir=run.output_dir,
@@ -229,14 +227,14 @@ def begin_checkpoint(run: Run, state: TrainerState, writer: Writer, *, copy: boo
 
 
 def _best(run: Run, state: TrainerState) -> Path | None:
-    """Return the checkpoint of the best evaluation: the one that is now written, or the last that was."""
+    """Return the checkpoint of the best evaluation: the one being written now, or the last that was."""
     if state.best_global_step == state.global_step:
         return run.output_dir / finished_name(state.global_step)
     return None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
 
 
 def progress_of(run: Run, state: TrainerState) -> TrainingProgress:
-    """Return where a run stands, but for what its engine counts."""
+    """Return the content of `state.json`, except the engine's counters."""
     return TrainingProgress(
         step=state.global_step,
         consumed_samples=state.consumed_samples,
@@ -259,6 +257,6 @@ def progress_of(run: Run, state: TrainerState) -> TrainingProgress:
 
 
 def stream_position(run: Run, consumed: int) -> JsonObject:
-    """Return where streamed training data stands; rank 0, which reads it and writes the state, knows it."""
+    """Return the position in streamed training data, on rank 0, which writes `state.json`; {} elsewhere."""
     data = run.data.train
     return data.position(consumed) if isinstance(data, Streamed) and run.groups.rank == 0 else {}

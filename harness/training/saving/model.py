@@ -1,7 +1,7 @@
-"""The trained model: as files (HuggingFace's, or peft's adapters), and as one model in memory, gathered from all ranks.
+"""Export the trained model as files (HuggingFace's, or peft's adapters), or gather it into one model in memory.
 
-Adapters name the model that they stand on. One that lies in a directory is named by its path; one that began from the
-seed, or in memory, is written beside them, so that peft and `from_pretrained` find it.
+Adapters name their base model: by its path if it came from a directory; a base model that was initialised from the
+seed, or given in memory, is written beside them, so that peft and `from_pretrained` find it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BASE = "base_model"
 
 
 def write_configs(run: Run, folder: Path) -> None:
-    """Write what HuggingFace needs beside the weights of a checkpoint; called by one rank."""
+    """Write the files that HuggingFace needs besides the weights of a checkpoint; one rank calls it."""
     causal, adaptation = run.trainable.causal, run.adaptation
     if causal is None:
         return
@@ -51,7 +51,7 @@ def write_configs(run: Run, folder: Path) -> None:
 def write_model(run: Run, directory: Path) -> None:
     """Write the trained model, or its adapters, into `directory`; all ranks call it.
 
-    Raises UserError on all ranks if that fails on one, as on a full disk.
+    Raises UserError, on all ranks, if a file cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -85,14 +85,13 @@ def _write_weights(run: Run, directory: Path) -> None:
 
 
 def _on_first_rank(run: Run, write: Callable[[], object]) -> None:
-    """Let rank 0 write; all ranks call it and get a UserError if that fails."""
+    """Call `write` on rank 0; all ranks call this, and raise UserError if it fails."""
     all_or_none(lambda: write() if run.groups.rank == 0 else None)
 
 
 @torch.no_grad()
 def gather_model(run: Run) -> PreTrainedModel | None:
-    """Return the whole model on the CPU of rank 0, None on the others; all ranks call it. See
-    `Trainer.trained_model`."""
+    """Return the whole model on the CPU of rank 0, None on others; all ranks call it (`Trainer.trained_model`)."""
     causal, engine, groups = run.trainable.causal, run.engine, run.groups
     if causal is None:
         raise UserError(
@@ -112,7 +111,7 @@ def gather_model(run: Run) -> PreTrainedModel | None:
 
 
 def _target(causal: CausalModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Return what the weights are put into: the user's own model, or one made from the config."""
+    """Return the model to fill with the weights: the user's own, or a new one from the config."""
     source = causal.source
     if source.model is not None:
         return source.model
@@ -125,7 +124,7 @@ def _target(causal: CausalModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _whole_tensors(module: nn.Module, groups: Groups) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole tensor of what a stage holds; all of its ranks iterate together, its first one gets them whole."""
+    """Yield (name, tensor) of a stage's tensors, whole on its first rank; all ranks of the stage iterate together."""
     for name, tensor in saved_tensors(module, each_name=True):
         with gather_zero3([tensor]):
             yield name, gather_tp(tensor, groups)
@@ -134,7 +133,10 @@ def _whole_tensors(module: nn.Module, groups: Groups) -> Iterator[tuple[str, Ten
 def _to_first_rank(
     tensors: Iterator[tuple[str, Tensor]], leader: int, groups: Groups, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Send what `leader` iterates over to rank 0, one tensor at a time, which gets it; other ranks get nothing."""
+    """Send the tensors of rank `leader` to rank 0, one at a time; they are yielded on rank 0 only.
+
+    All ranks of the stage must iterate, as gathering their tensors is collective.
+    """
     if groups.rank == 0 and leader != 0:
         while (message := _receive_object(leader)) is not None:
             name, shape, dtype = message

@@ -1,7 +1,7 @@
-"""Resume a checkpoint in any layout with the values of this run, or go back to one (`--nonfinite rollback`).
+"""Resume a checkpoint in any layout, or roll back to one (`--nonfinite rollback`).
 
-A checkpoint brings back the weights and what the optimizer has gathered. Learning rate, decay, betas, the norm to clip
-to and the schedule are those of the arguments and the JSON of the run that resumes, at the step that was reached.
+A checkpoint restores the weights and the optimizer's states. Learning rate, decay, betas, clipping and schedule come
+from the arguments and the JSON of the resuming run, at the step that was reached.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from harness.wording import counted
 
 
 def load(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> TrainingProgress:
-    """Bring engine, schedule, counters and the stream of samples to where a checkpoint was saved; all ranks call it."""
+    """Set engine, schedule, counters and the stream of samples to a checkpoint's state; all ranks call it."""
     progress = run.engine_state.load(checkpoint)
     listed = all_or_none(lambda: read_manifest(checkpoint).files)
     if not load_residue(run.engine.compression, checkpoint, str(run.layout), listed):
@@ -62,7 +62,7 @@ def load(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | 
 
 
 def begin_or_resume(run: Run, state: TrainerState, stream: BatchStream | None) -> None:
-    """Go on from the checkpoint that the run is to resume; without one require that all ranks hold the same model."""
+    """Resume the run's checkpoint; without one, check that all ranks hold the same model. All ranks call it."""
     if run.checkpoint is not None:
         resume(run, run.checkpoint, state, stream)
     else:
@@ -72,7 +72,7 @@ def begin_or_resume(run: Run, state: TrainerState, stream: BatchStream | None) -
 def resume_named(run: Run, name: str | Path | bool, state: TrainerState, stream: BatchStream | None) -> None:
     """Resume the checkpoint of this path, or for True the newest whole one; all ranks call it.
 
-    Sets the run's checkpoint and id. UserError, on all ranks alike, if there is none or it does not fit the run.
+    Sets the run's checkpoint and id. Raises UserError, on all ranks, if there is none, or if it does not fit the run.
     """
     args = copy.copy(run.args)
     args.resume_from_checkpoint = "auto" if name is True or name == "auto" else str(Path(str(name)).absolute())
@@ -94,9 +94,9 @@ def resume_named(run: Run, name: str | Path | bool, state: TrainerState, stream:
 
 
 def resume(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> None:
-    """Go on from a checkpoint; all ranks call it.
+    """Resume a checkpoint; all ranks call it.
 
-    What this run sets to other values than the one that saved is reported, a line each.
+    Settings that differ from those of the run that saved are reported, one line each.
     """
     console = run.console
     progress = load(run, checkpoint, state, stream)
@@ -120,7 +120,7 @@ def resume(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream 
 
 
 OF_ADAMW = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-NAMES = {  # of values in the JSON that are arguments otherwise
+NAMES = {  # path in the JSON -> the argument that stands for the same value
     "optimizer.params.lr": "learning_rate",
     "optimizer.params.weight_decay": "weight_decay",
     "optimizer.params.betas.0": "adam_beta1",
@@ -132,10 +132,10 @@ SECTIONS = ("optimizer", "scheduler", "fp16", "gradient_clipping", "train_batch_
 
 
 def hyperparameters(args: TrainingArguments, resolved: Resolved, max_steps: int) -> JsonObject:
-    """Return what decides about the steps that are still to come, under the names that a user knows."""
+    """Return the settings that affect the remaining steps, under the names that a user knows."""
     config = resolved.config
     values = {} if "optimizer" in config else {name: getattr(args, name) for name in OF_ADAMW}
-    values["learning_rate"] = args.learning_rate  # where the JSON has an optimizer without one, too
+    values["learning_rate"] = args.learning_rate  # also used if the JSON's optimizer has no learning rate
     if "scheduler" not in config:
         values.update(lr_scheduler_type=args.lr_scheduler_type, warmup_steps=args.warmup(max_steps))
         values.update(max_steps=max_steps)
@@ -147,11 +147,11 @@ def hyperparameters(args: TrainingArguments, resolved: Resolved, max_steps: int)
 
 
 def changes(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """One line for each value that a checkpoint was saved with and this run has otherwise."""
+    """Return one line for each value that differs between a checkpoint and this run."""
     lines = []
     for name in (*saved, *(name for name in now if name not in saved)):
         before, after = (_spelled(values, name) for values in (saved, now))
-        if before != after and saved.get(name, before) != now.get(name, after):  # 1 is 1.0
+        if before != after and saved.get(name, before) != now.get(name, after):  # 1 and 1.0 are the same value
             uses = f", which uses {after}" if name in now else ""
             lines.append(f"{name}: {before} in the checkpoint, {after} in this run{uses}")
     return lines if saved else []
@@ -162,7 +162,7 @@ def _spelled(values: Mapping[str, object], name: str) -> str:
 
 
 def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Return the single values below a section, each under its path."""
+    """Yield (path, value) for each single value in a section."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flat(f"{name}.{key}", inner)
@@ -174,11 +174,11 @@ def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 AT_MOST = 3
-"""Rollbacks in a row after which the run is not a step further."""
+"""Rollbacks in a row without a step of progress, after which the run stops."""
 
 
 class Rollback:
-    """Takes a run back."""
+    """Rolls a run back to its newest checkpoint after a non-finite step, and leaves out that step's samples."""
 
     def __init__(self, run: Run, state: TrainerState, stream: BatchStream | None) -> None:
         self.run, self.state, self.stream = run, state, stream
@@ -187,15 +187,15 @@ class Rollback:
             stream.skipped = state.skipped_samples
 
     def begin(self, save: Callable[[], object]) -> None:
-        """Save what the training begins with, if that is what there would be to go back to; all ranks call it."""
+        """With `--nonfinite rollback`, save the initial state if there is no checkpoint yet; all ranks call it."""
         if self.run.args.nonfinite == "rollback" and self._newest() is None:
             save()
 
     @contextmanager
     def guarding(self, recorder: Recorder, settle: Callable[[], None]) -> Iterator[None]:
-        """Go back if the block finds what is not finite; all ranks do.
+        """Roll back if the block raises NonFiniteStep, which it does on all ranks.
 
-        `settle` ends a save that goes on beside the training.
+        `settle` completes a save that is being written.
         """
         try:
             yield
@@ -228,7 +228,7 @@ class Rollback:
         )
 
     def _checkpoint(self, reason: str) -> Path:
-        """Return the newest checkpoint whose files are what was saved; all ranks call it."""
+        """Return the newest checkpoint with unchanged files; all ranks call it. UserError if there is none."""
         newest = self._newest() or self.run.checkpoint
         found, changed = training_state.first_unchanged(newest, self.run.output_dir, auto=True)
         for line in changed:
@@ -238,5 +238,5 @@ class Rollback:
         return found
 
     def _newest(self) -> Path | None:
-        """Return the newest checkpoint as rank 0 sees it, as a shared folder may look different from each host."""
+        """Return the newest checkpoint that rank 0 sees: hosts may see a shared folder differently (NFS)."""
         return value_of_first(newest_whole(self.run.output_dir) if dist.get_rank() == 0 else None)
