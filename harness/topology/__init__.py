@@ -1,4 +1,4 @@
-"""Who talks to whom: layout arithmetic, process groups, host placement, what the launcher said.
+"""The topology of a run: layout arithmetic, process groups, placement on hosts, launchers.
 
 `layout`, `placement` and `env` need no torch, so nothing is imported here.
 """

@@ -1,9 +1,9 @@
-"""Do all ranks run the same thing? One small collective at start, before anything is built.
+"""Check that all ranks hold the same config, layout and code; and small collectives of Python values.
 
-Hosts drift: an edited config, a stale checkout. Ranks that differ train something that nobody asked for, or
-hang in a collective that the others never enter. So each rank hashes its resolved config, its layout and its
-code, all ranks exchange the digests (96 bytes each) and every one of them raises the same error, which names
-who differs and in what. Call it on the whole world, before process groups are made from the layout.
+Hosts may differ: an edited config, a stale checkout. Ranks that differ train something that nobody asked for, or hang
+in a collective that the others never enter. So before anything is built, each rank hashes its resolved config, layout
+and code, all ranks compare the digests, and each raises the same error, which names the ranks that differ and in what.
+Call it on the whole world, before process groups are made from the layout.
 """
 
 import hashlib
@@ -39,9 +39,12 @@ def check_agreement(
 ) -> None:
     """Raise UserError on every rank unless all ranks hold the same config, layout and code.
 
-    `config` must be JSON; what is meant to differ between ranks (paths of logs, ...) does not belong into
-    it. `code` is this package's digest unless given. `others` are further subjects, by the name that an error calls
-    them. Without a process group there is nobody to disagree with.
+    Does nothing without a process group.
+
+    Args:
+        config: JSON, without values that may differ between ranks, such as paths of logs.
+        code: the digest to compare; by default this package's.
+        others: further values to compare, by their names in the error.
     """
     if not dist.is_initialized():
         return
@@ -50,10 +53,10 @@ def check_agreement(
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return the group in which the hosts of all ranks agree; None for the default group if that takes host tensors.
+    """Return a gloo group of all ranks for values in host memory; None if the default group takes host tensors itself.
 
-    What is said in it is on the host already: on a GPU nobody has to wait for what the device still computes. All ranks
-    call this together the first time.
+    With NCCL such values would have to be copied to the GPU, behind all computation that is still queued there. The
+    first call creates the group, so all ranks must make it together.
     """
     assert dist.group.WORLD is not None
     return _beside(dist.group.WORLD)
@@ -68,7 +71,7 @@ def _beside(world: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
 
 def largest(values: Sequence[int]) -> list[int]:
-    """Return each value's maximum over all ranks; all of them call it, with equally many values."""
+    """Return the maximum of each value over all ranks; all ranks call it, with equally many values."""
     if dist.get_world_size() == 1:
         return list(values)
     found = torch.tensor(values)
@@ -77,20 +80,22 @@ def largest(values: Sequence[int]) -> list[int]:
 
 
 def any_rank(requested: bool) -> bool:
-    """Whether `requested` is true on any rank; all of them call it."""
+    """Whether `requested` is true on any rank; all ranks call it."""
     return bool(largest([int(requested)])[0])
 
 
 def require_alike(subjects: Mapping[str, object]) -> None:
-    """Raise UserError on every rank unless all ranks hold the same `subjects`: JSON by the name that an error uses.
+    """Raise UserError on every rank unless all ranks hold the same `subjects`: JSON values by their names in the error.
 
     All ranks call it, with the same names.
     """
     digests = b"".join(map(digest, subjects.values()))
     words = struct.unpack(f">{len(digests) // 4}I", digests)
-    most = largest([*words, *(-word for word in words)])  # the least of each word, too: equal where all are alike
+    # One all-reduce gives maximum and minimum of each word. If they are equal all ranks agree, and a thousand ranks
+    # need not gather a thousand digests each.
+    most = largest([*words, *(-word for word in words)])
     if most[: len(words)] == [-word for word in most[len(words) :]]:
-        return  # a thousand ranks need not tell each other that they agree
+        return
     mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine, group=host_group())
@@ -103,16 +108,16 @@ def require_alike(subjects: Mapping[str, object]) -> None:
 
 
 def values_of_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the value of each rank, in rank order; all ranks of the group, or of the world, call it."""
+    """Return the value of each rank in rank order; all ranks of the group (by default the world) call it."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group or host_group())
     return values
 
 
 def values_on_first(value: T) -> list[T]:
-    """Return the value of each rank, in rank order, on rank 0; elsewhere nothing. All ranks of the world call it.
+    """Return the value of each rank in rank order on rank 0, [] elsewhere; all ranks of the world call it.
 
-    For what is large: of `values_of_all` every rank would hold as much as rank 0 does.
+    For large values: with `values_of_all` every rank would hold all of them.
     """
     is_first = dist.get_rank() == 0
     values = [value] * dist.get_world_size() if is_first else []
@@ -129,12 +134,12 @@ def value_of_first(value: T) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Beside(Generic[T]):
-    """What a rank knows of its host.
+    """A rank's knowledge of its host.
 
     Attributes:
-        values: of the ranks of this host, in ascending order of the ranks.
-        number: of this host, in the order of the hosts' first ranks.
-        hosts: how many there are.
+        values: rank -> value, for the ranks of this host in ascending order.
+        number: this host's number, in the order of the hosts' first ranks.
+        hosts: number of hosts.
     """
 
     values: dict[int, T]
@@ -143,9 +148,9 @@ class Beside(Generic[T]):
 
 
 def values_beside(host: str, value: T) -> Beside[T]:
-    """Return the values of the ranks that call their `host` alike; all ranks of the world call it.
+    """Return the values of the ranks with the same `host`; all ranks of the world call it.
 
-    Rank 0 deals them out, so that no other rank holds what all have said.
+    Rank 0 gathers and scatters them, so that only rank 0 holds the values of all ranks.
     """
     parts = dealt_beside(values_on_first((host, value)))
     found: list[Beside[T] | None] = [None]
@@ -155,7 +160,7 @@ def values_beside(host: str, value: T) -> Beside[T]:
 
 
 def dealt_beside(of_all: Sequence[tuple[str, T]]) -> list[Beside[T]]:
-    """Return what each rank is told of its host, from the host and the value of each."""
+    """Return the `Beside` of each rank, from the (host, value) of each."""
     rows: dict[str, dict[int, T]] = {}
     for rank, (name, each) in enumerate(of_all):
         rows.setdefault(name, {})[rank] = each
@@ -164,10 +169,10 @@ def dealt_beside(of_all: Sequence[tuple[str, T]]) -> list[Beside[T]]:
 
 
 def all_or_none(action: Callable[[], T]) -> T:
-    """Return what `action` returns, once it has succeeded on all ranks; all of them call this.
+    """Run `action` on every rank, and return its result when it has succeeded on all; all ranks call this.
 
-    Raises UserError on every rank, with the first one's words, if it raises UserError or OSError on any. It must not
-    wait for other ranks itself.
+    If it raises UserError or OSError on any rank, every rank raises UserError with the text of the first such rank.
+    `action` must not run collectives itself: a rank that fails before one would leave the others waiting in it.
     """
     problem: str | None = None
     try:
@@ -183,12 +188,11 @@ def all_or_none(action: Callable[[], T]) -> T:
 
 
 def disagreement(subject: str, values: Sequence[object]) -> str | None:
-    """Name the ranks (indices of `values`) that differ from the rest; None if all are equal.
+    """Return a text that names the ranks (indices of `values`) that differ from the rest; None if all are equal.
 
-    The value that most ranks hold is right; among values held by equally many, the one met first from rank 0
-    on.
+    The most frequent value counts as right; in a tie, the value of the lowest rank.
     """
-    right, count = Counter(values).most_common(1)[0]  # in a tie, Counter keeps the order of first meeting
+    right, count = Counter(values).most_common(1)[0]  # in a tie, Counter keeps the order of first occurrence
     wrong = [rank for rank, value in enumerate(values) if value != right]
     if not wrong:
         return None
@@ -199,16 +203,16 @@ def disagreement(subject: str, values: Sequence[object]) -> str | None:
 
 
 def digest(value: object) -> bytes:
-    """SHA-256 of the value's canonical JSON (keys sorted, no blanks). TypeError for what is not JSON."""
+    """Return the SHA-256 of a value's canonical JSON (keys sorted, no blanks). TypeError unless it is JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).digest()
 
 
 @cache
 def code_version() -> str:
-    """Return the installed version of the harness and a digest of its code and plans, as they lie on this host.
+    """Return the installed version of the harness, and a digest of its code and plans on this host.
 
-    A process reads them once: it goes on with the code that it has imported.
+    Cached: a later change of the files does not change the code that this process has imported.
     """
     try:
         installed = version("ds-harness")
@@ -218,7 +222,7 @@ def code_version() -> str:
 
 
 def tree_digest(root: Path) -> str:
-    """SHA-256, in hex, over the names and contents of the code under `root`: Python files and plans."""
+    """Return the SHA-256, in hex, of names and contents of the code under `root`: Python files and plans."""
     total = hashlib.sha256()
     for folder, folders, files in os.walk(root, followlinks=True):  # models/ is a link in a checkout
         folders.sort()
@@ -231,7 +235,7 @@ def tree_digest(root: Path) -> str:
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks in short: "rank 6", "ranks 0-3, 6"."""
+    """Return ascending ranks in short form: "rank 6", "ranks 0-3, 6"."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:

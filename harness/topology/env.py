@@ -1,7 +1,7 @@
-"""What the launcher told this process: the one place that reads the launchers' environment variables.
+"""Read this process's place in the launch from the launchers' environment variables; no other module does.
 
-`launchers` has their names. What RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say goes before what a
-launcher's own variables say. A process without any of them runs alone: it is rank 0 of 1.
+Their names are in `launchers`. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT override a launcher's own
+variables. A process without any of them runs alone: it is rank 0 of 1.
 """
 
 import os
@@ -30,28 +30,28 @@ from harness.topology.slurm import first_host, in_step, tasks_on_node
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_MINUTES = 30
-DEEPSPEED_PORT = 29500  # what its launcher takes where no --master_port is given
-RECORDS = "DS_HARNESS_RECORDS"  # the folder in which the ranks of one attempt leave records for their supervisor
-PORTS = range(15000, 31000)  # of runs that are given none; below those that the system hands out itself
+DEEPSPEED_PORT = 29500  # the default of its launcher's --master_port
+RECORDS = "DS_HARNESS_RECORDS"  # folder in which the ranks of one attempt leave records for their supervisor
+PORTS = range(15000, 31000)  # for runs without a given port; below the ports that Linux assigns to clients
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnv:
-    """One process's place in the launch; the defaults are a process that runs alone."""
+    """A process's place in the launch; the defaults describe a process that runs alone."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0  # among the ranks of this host: the number of its device
-    local_world_size: int = 1  # ranks on this host
+    local_rank: int = 0  # index among the ranks of this host, and of its device
+    local_world_size: int = 1  # number of ranks on this host
     master_addr: str = LOOPBACK
-    master_port: int = 0  # 0: none given, `export` takes a free one
+    master_port: int = 0  # 0: not given, `export` takes a free one
     launched: bool = False  # whether a launcher started this process
-    has_store: bool = False  # whether the launcher itself serves the store that ranks meet in
+    has_store: bool = False  # whether the launcher itself serves the rendezvous store
     parent: str = ""  # the launcher whose process is this one's parent: ds-harness, torchrun, mpi or slurm
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "LaunchEnv":
-        """Read the launcher's variables; UserError names one that is missing, no number or out of range."""
+        """Read the launcher's variables. UserError, with its name, if one is missing, no number or too large."""
         host = HostPlace.from_environ(environ)
         names = launcher_of_ranks(environ)
         if host is not None and (names is None or (names is PLAIN and "LOCAL_RANK" not in environ)):
@@ -68,7 +68,7 @@ class LaunchEnv:
         if names is SLURM and local_size is None:
             local_size = _slurm_tasks_here(environ)
         if local_size is None:
-            local_size = world_size  # unknown: taken for one host
+            local_size = world_size  # unknown: assume one host
         address, port = _master(environ, names, one_host=local_size == world_size)
         given = {
             "RANK": rank,
@@ -85,7 +85,7 @@ class LaunchEnv:
                 if names is PLAIN
                 else f"{names.rank} is set, but not all that belongs to it: set {' and '.join(missing)} for all ranks"
             )
-        assert local_size is not None  # world_size else
+        assert local_size is not None  # world_size is not None here
         for what, index, size in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, local_size)):
             if not 0 <= index < size:
                 raise UserError(f"{what} is {index}, outside the {size} ranks of the launcher")
@@ -103,7 +103,7 @@ class LaunchEnv:
 
     @classmethod
     def _only_rank_of(cls, host: HostPlace) -> "LaunchEnv":
-        """Return the place of a process that is the only rank of its host. UserError if its host is to have more."""
+        """Return the place of a process that is the only rank of its host. UserError if the host has several ranks."""
         address, _, port = host.endpoint.rpartition(":")
         if host.rank is None or not host.nodes.isdigit() or (host.ranks or 1) > 1:
             raise UserError(
@@ -118,9 +118,9 @@ class LaunchEnv:
         )
 
     def export(self, environ: MutableMapping[str, str]) -> None:
-        """Set the variables that torch.distributed and DeepSpeed read; a process alone gets a free port.
+        """Set the variables that torch.distributed and DeepSpeed read; a process that runs alone gets a free port.
 
-        Raises UserError if one of them names a network interface that is not there.
+        Raises UserError if a variable names a network interface that does not exist.
         """
         require_interfaces(environ)
         environ.update(
@@ -134,16 +134,17 @@ class LaunchEnv:
         one_host = (
             self.world_size == 1 or self.master_addr in ("localhost", "::1") or self.master_addr.startswith("127.")
         )
-        # each rank listens, even a process alone; gloo would take the interface that this host's name stands for
+        # Each rank listens, even a single process. By default gloo takes the interface of the host's own name, which is
+        # often not the one that leads to the other hosts.
         name = interface_to(LOOPBACK if one_host else self.master_addr, self.master_port)
         if name is not None:
             environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def run_timeout() -> timedelta:
-    """How long ranks wait for each other in a collective: DEEPSPEED_TIMEOUT minutes, else 30.
+    """Return the timeout of collectives: DEEPSPEED_TIMEOUT minutes, by default 30.
 
-    Raises UserError if that is no whole number from 1.
+    Raises UserError unless it is a whole number of at least 1.
     """
     minutes = _number(os.environ, "DEEPSPEED_TIMEOUT")
     if minutes is not None and minutes < 1:
@@ -152,25 +153,25 @@ def run_timeout() -> timedelta:
 
 
 def records_folder() -> Path | None:
-    """Return the folder for this rank's records; None where no supervisor has started it."""
+    """Return the folder for this rank's records; None if no supervisor has started it."""
     folder = os.environ.get(RECORDS)
     return Path(folder) if folder else None
 
 
 def inherited(*prefixes: str) -> dict[str, str]:
-    """Return this process's environment, or what of it begins with one of `prefixes`, for another process."""
+    """Return this process's environment for another process; with `prefixes`, only variables that begin so."""
     return {name: value for name, value in os.environ.items() if not prefixes or name.startswith(prefixes)}
 
 
 def replace_environment(environment: Mapping[str, str]) -> None:
-    """Give this process the environment of another."""
+    """Replace this process's environment."""
     os.environ.clear()
     os.environ.update(environment)
 
 
 @contextmanager
 def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have these variables in this process's environment while this lasts, for a process that is started meanwhile."""
+    """Set variables in this process's environment inside the context, for processes that are started in it."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -180,12 +181,12 @@ def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Return where a user's programs keep what they can make again: XDG_CACHE_HOME, else ~/.cache."""
+    """Return the folder for cached files: ds-harness in XDG_CACHE_HOME, by default ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds-harness"
 
 
 def _world_size(environ: Mapping[str, str], names: Names) -> int | None:
-    """Return the number of ranks; UserError where WORLD_SIZE contradicts the launcher that gave the rank."""
+    """Return the number of ranks. UserError if WORLD_SIZE contradicts the launcher's own variable."""
     stated, announced = _number(environ, "WORLD_SIZE"), _number(environ, *names.world_size)
     if stated is not None and announced is not None and stated != announced:
         raise UserError(
@@ -200,11 +201,11 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _master(environ: Mapping[str, str], names: Names, *, one_host: bool) -> tuple[str | None, int | None]:
-    """Where rank 0 listens, as given or as every rank can tell by itself; None for what is not known."""
+    """Return address and port of rank 0, as given or as every rank can derive them; None for what is unknown."""
     address, port = environ.get("MASTER_ADDR"), _number(environ, "MASTER_PORT")
     if names is PLAIN:
         if one_host and port == DEEPSPEED_PORT and (launch := ancestor(DEEPSPEED_LAUNCH)):
-            port = _port_of(f"deepspeed {launch}")  # so that two runs on a host do not get in each other's way
+            port = _port_of(f"deepspeed {launch}")  # two runs on a host with the default port would collide
         return address, port
     if address is None and one_host:
         address = LOOPBACK
@@ -220,12 +221,12 @@ def _master(environ: Mapping[str, str], names: Names, *, one_host: bool) -> tupl
 
 
 def _port_of(launch: str) -> int:
-    """Return a port for a launch, which all its ranks find alike from what identifies it."""
+    """Return a port for a launch as a hash of its identifier, so that all its ranks get the same one."""
     return PORTS[zlib.crc32(launch.encode()) % len(PORTS)]
 
 
 def free_port(address: str = LOOPBACK) -> int:
-    """Return a TCP port that nobody listens on now; it is not reserved."""
+    """Return a TCP port that is free now; it is not reserved."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]
@@ -233,7 +234,7 @@ def free_port(address: str = LOOPBACK) -> int:
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:
-    """Return the value of the first of `names` that is set."""
+    """Return the value of the first of `names` that is set; None if none is. UserError unless it is a whole number."""
     for name in names:
         if name in environ:
             try:
@@ -244,5 +245,5 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def use_one_core_for_tokenizers() -> None:
-    """Keep the tokenizers library from starting threads in this process, which is one of many."""
+    """Keep the tokenizers library from starting threads in this process: there is a process for each core already."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,8 +1,7 @@
-"""The live process groups of one rank, built once from a `Layout` and passed on as an argument.
+"""The process groups of one rank, built once from a `Layout` and passed on as an argument.
 
-A group of one rank is `None`: nothing is created for it, and code that gets `None` does not communicate. A
-layout of one rank therefore needs no torch.distributed at all. Otherwise torch.distributed must be
-initialised, and its world must be the layout's.
+A group of one rank is None: nothing is created for it, and code that gets None does not communicate. So a layout of one
+rank needs no torch.distributed. Otherwise torch.distributed must be initialised, with as many ranks as the layout.
 """
 
 from dataclasses import dataclass
@@ -18,19 +17,19 @@ from harness.wording import counted
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """What one rank needs to know to talk to the others; a group in which it would be alone is None."""
+    """One rank's coordinate and process groups; a group in which it would be alone is None."""
 
     layout: Layout
     rank: int
     coordinate: Coordinate
     world_group: ProcessGroup | None
     pp_group: ProcessGroup | None  # the stages of one replica, in order
-    dp_group: ProcessGroup | None  # the replicas of this rank's shard
-    cp_group: ProcessGroup | None  # those of them that read the same samples, in order of their stretches
-    tp_group: ProcessGroup | None  # the shards of this rank's layers
-    ep_group: ProcessGroup | None = None  # the neighbours on the data axis that share out whole experts
+    dp_group: ProcessGroup | None  # the ranks with the same shard of the same layers
+    cp_group: ProcessGroup | None  # the data ranks that read the same samples, in order of their stretches
+    tp_group: ProcessGroup | None  # the ranks with the other shards of the same layers
+    ep_group: ProcessGroup | None = None  # neighbours on the data axis among which whole experts are dealt
     ep_copies: ProcessGroup | None = None  # with `ep_group`: the ranks with the same experts
-    loss_stage: int  # it has the last layers
+    loss_stage: int  # the stage that has the last layers; with a schedule shaped like a V this is stage 0
 
     def along(self, axis: Axis) -> ProcessGroup | None:
         """Return this rank's group along `axis`."""
@@ -39,7 +38,7 @@ class Groups:
 
     @property
     def first_of_copies(self) -> bool:
-        """Whether no earlier data-parallel rank holds the experts of this one."""
+        """Whether this is the first data-parallel rank with its experts."""
         return self.coordinate.dp_rank < self.layout.ep_data_size
 
     @property
@@ -56,9 +55,11 @@ class Groups:
 def build_groups(layout: Layout, loss_stage: int | None = None) -> Groups:
     """Create the process groups of `layout`; every rank of the world calls this, at the same point.
 
-    The loss is computed on `loss_stage`, the last one unless it says otherwise.
+    Args:
+        loss_stage: the stage that computes the loss, by default the last.
 
-    Raises UserError if the running world has another number of ranks than the layout.
+    Raises:
+        UserError: the number of running ranks differs from the layout's.
     """
     running = dist.get_world_size() if dist.is_initialized() else 1
     if running != layout.world_size:
@@ -69,12 +70,12 @@ def build_groups(layout: Layout, loss_stage: int | None = None) -> Groups:
         )
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups: dict[Axis, ProcessGroup | None] = {}
-    for axis in AXES:  # all ranks in the same order
+    for axis in AXES:  # new_group is collective: all ranks must create the same groups in the same order
         is_data = axis == "context" and layout.readers == 1
         groups[axis] = groups["data"] if is_data else _build_axis(layout.groups(axis), layout, rank)
     ep_group = _build_axis(layout.expert_groups(), layout, rank)
     ep_copies = None if ep_group is None else _build_axis(layout.expert_copies(), layout, rank)
-    if ep_group is not None and ep_copies is None:
+    if ep_group is not None and ep_copies is None:  # DeepSpeed needs a group to reduce experts over, also of one rank
         ep_copies = dist.new_group([rank], timeout=run_timeout(), use_local_synchronization=True)
     return Groups(
         layout=layout,
@@ -92,7 +93,7 @@ def build_groups(layout: Layout, loss_stage: int | None = None) -> Groups:
 
 
 def _build_axis(all_ranks: list[list[int]], layout: Layout, rank: int) -> ProcessGroup | None:
-    """Return this rank's one of the groups. All ranks create all of them, in one order, as new_group demands."""
+    """Create all groups of an axis and return this rank's; None for groups of one rank. All ranks call it."""
     mine = None
     for ranks in all_ranks:
         if len(ranks) == 1:

@@ -1,4 +1,4 @@
-"""Which network interface leads to the host where rank 0 listens; gloo does not find out by itself."""
+"""Find the network interface that leads to rank 0's host, which gloo does not find by itself."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from harness.errors import UserError
 
-SIOCGIFADDR = 0x8915  # of Linux: an interface's IPv4 address
+SIOCGIFADDR = 0x8915  # Linux's ioctl for an interface's IPv4 address
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def interface_to(host: str, port: int) -> str | None:
-    """Return the interface by which packets to a host would leave; None if that cannot be told. None are sent."""
+    """Return the interface by which packets to a host would leave; None if unknown. No packet is sent."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)
+            probe.connect(address)  # on a UDP socket this only chooses the route
             ours = probe.getsockname()[0].partition("%")[0]
     except OSError:
         return None
@@ -42,7 +42,7 @@ def require_interfaces(environ: Mapping[str, str]) -> None:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """Return the interfaces of this host with their addresses."""
+    """Return (name, address) of the interfaces of this host."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -1,8 +1,8 @@
-"""What starts processes, and how each calls their places: one table for ranks, one for hosts.
+"""The environment variables of launchers: one table for launchers of ranks, one for launchers of hosts.
 
-A launcher of ranks (torchrun, deepspeed, mpiexec, srun) tells each process its rank. A launcher of hosts (Kubernetes,
-Slurm with one task a host, a cloud's launcher) starts one process on each host and tells it which host it is; that
-process is `ds-harness launch`, or a rank itself where each host has one.
+A launcher of ranks (torchrun, deepspeed, mpiexec, srun) starts every rank and tells it its number. A launcher of hosts
+(Kubernetes, Slurm with one task a host, a cloud's launcher) starts one process on each host and tells it the host's
+number; that process is `ds-harness launch`, or a rank itself if each host has one.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from harness.errors import UserError
 from harness.topology.slurm import first_host, in_step, tasks_on_node
 
 IN_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets it in every container
-PORT = 29500  # where hosts meet whose launcher names no port
+PORT = 29500  # where hosts meet if their launcher gives no port
 
 
 @dataclass(frozen=True)
 class Names:
-    """How a launcher of ranks calls a process's place; of several names the first that is set counts."""
+    """The variables of a launcher of ranks; of several names the first one that is set is used."""
 
     rank: str
     world_size: tuple[str, ...]
     local_rank: tuple[str, ...]
     local_world_size: tuple[str, ...]
-    launch: tuple[str, ...] = ()  # what the ranks of one launch, and no others, have in common
+    launch: tuple[str, ...] = ()  # together they identify a launch
 
 
 PLAIN = Names("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
@@ -54,9 +54,9 @@ SLURM = Names(
 
 
 def launcher_of_ranks(environ: Mapping[str, str]) -> Names | None:
-    """Return the names that this process's rank is to be read by; None if no launcher of ranks has started it.
+    """Return the variables of the launcher that started this process; None if no launcher of ranks did.
 
-    Raises UserError for PMIx alone, which does not say how many ranks there are.
+    Raises UserError for PMIx alone, which does not give the number of ranks.
     """
     if "RANK" in environ:
         return PLAIN
@@ -65,7 +65,7 @@ def launcher_of_ranks(environ: Mapping[str, str]) -> Names | None:
             return names
     by_srun = [environ.get(name) for name in (SLURM.rank, SLURM.world_size[0])]
     if PMI.rank in environ and by_srun != [environ.get(name) for name in (PMI.rank, *PMI.world_size)]:
-        return PMI  # not of `srun --mpi=pmi2`, whose own variables say more
+        return PMI  # unless they come from `srun --mpi=pmi2`: Slurm's own variables say more
     if in_step(environ):
         return SLURM
     if "PMIX_RANK" in environ:
@@ -75,14 +75,16 @@ def launcher_of_ranks(environ: Mapping[str, str]) -> Names | None:
 
 @dataclass(frozen=True, kw_only=True)
 class HostNames:
-    """How a launcher of hosts calls a host's place.
+    """The variables of a launcher of hosts.
 
     Attributes:
-        count: number of hosts, or the least and the largest as `2:4`.
+        rank: the number of this host.
+        count: number of hosts, or least and largest number as `2:4`.
         ranks: number of ranks on each host; "auto" and the like leave it open.
-        address: of the first host, or of all hosts, one a line; Slurm's list of hosts.
-        endpoint: address and port where the hosts meet, in one.
-        needs: a variable without which this launcher is not meant.
+        address: address of the first host, or of all hosts, one a line; or Slurm's list of hosts.
+        port: port where the hosts meet.
+        endpoint: address and port where the hosts meet, in one variable.
+        needs: a variable that must also be set for this launcher.
     """
 
     launcher: str
@@ -147,12 +149,13 @@ HOST_LAUNCHERS = (TORCHRUN, PYTORCH_JOB, JOB_SET, SKYPILOT, DSTACK, SLURM_HOSTS)
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlace:
-    """What a launcher of hosts has said of this one.
+    """The place of this host, from a launcher of hosts.
 
     Attributes:
-        rank: number of this host; None if the hosts find an order themselves.
-        ranks: number of ranks on it; None if not said.
-        endpoint: HOST:PORT where they meet.
+        rank: number of this host; None if the hosts agree on an order themselves.
+        nodes: number of hosts, or a range such as `2:4`.
+        ranks: number of ranks on this host; None if not given.
+        endpoint: HOST:PORT where the hosts meet.
     """
 
     launcher: str
@@ -163,7 +166,7 @@ class HostPlace:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> HostPlace | None:
-        """Return the place of this host among several; None if no launcher of hosts has started this process."""
+        """Return the place of this host among several; None if no launcher of hosts started this process."""
         for names in HOST_LAUNCHERS:
             if names.needs and names.needs not in environ:
                 continue
@@ -176,7 +179,7 @@ class HostPlace:
             if names is SLURM_HOSTS and _tasks_here(environ) != 1:
                 continue  # srun has started the ranks themselves
             if names is PYTORCH_JOB and "LOCAL_RANK" in environ:
-                continue  # RANK counts ranks
+                continue  # started by torchrun inside the pod: RANK is a rank, not a pod
             ranks = environ.get(names.ranks, "")
             return cls(
                 launcher=names.launcher,
@@ -189,7 +192,7 @@ class HostPlace:
 
 
 def _first(names: HostNames, addresses: str) -> str:
-    """Return the first of some addresses."""
+    """Return the first address of a list."""
     if names is SLURM_HOSTS:
         return first_host(addresses) if addresses else ""
     return addresses.split()[0] if addresses.split() else ""

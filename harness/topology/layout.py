@@ -1,10 +1,13 @@
-"""Who sits where: the arithmetic between a global rank and its place in the axes of parallelism.
+"""Convert between global ranks and coordinates on the axes of parallelism.
 
-A `Layout` is the sizes of three axes, and of what divides two of them: `cp_size` neighbouring data ranks are the
-context ranks of one data reader; experts may be shared out over the tensor axis. Ranks are numbered with the tensor
-axis innermost and the pipeline axis outermost, rank = (stage * dp_size + dp_rank) * tp_size + tp_rank, the numbering of
-DeepSpeed's PipeModelDataParallelTopology (axes pipe, data, model), so that neighbouring ranks, which usually share a
-host, share a tensor-parallel group. Nothing here needs torch or a running process group.
+A `Layout` is the sizes of three axes (pipeline, data, tensor) and of two subdivisions: `cp_size` neighbouring data
+ranks form the context ranks of one reader of data, and experts may be dealt over tensor and neighbouring data ranks.
+The tensor axis is innermost and the pipeline axis outermost,
+
+    rank = (stage * dp_size + dp_rank) * tp_size + tp_rank,
+
+as in DeepSpeed's PipeModelDataParallelTopology (axes pipe, data, model). So consecutive ranks, which usually share a
+host, form a tensor-parallel group. Nothing here needs torch or a process group.
 """
 
 from dataclasses import dataclass
@@ -22,9 +25,9 @@ AXIS_SIZES = {"pipeline": "pp_size", "data": "dp_size", "context": "cp_size", "t
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinate:
-    """One rank's place in the layout, counted from 0: pipeline stage, data rank, tensor rank.
+    """A rank's coordinates, each from 0: pipeline stage, data rank, tensor rank.
 
-    `reader` and `cp_rank` are the data rank once more: which samples it reads, and which stretch of them it keeps.
+    `reader` and `cp_rank` split the data rank in two: which samples it reads, and which stretch of them it keeps.
     """
 
     stage: int
@@ -34,7 +37,7 @@ class Coordinate:
     cp_rank: int
 
     def along(self, axis: Axis) -> int:
-        """Return the place along one axis."""
+        """Return the coordinate along one axis."""
         return {"pipeline": self.stage, "data": self.dp_rank, "context": self.cp_rank, "tensor": self.tp_rank}[axis]
 
     def __str__(self) -> str:
@@ -44,14 +47,16 @@ class Coordinate:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The sizes of the three axes; their product is the number of ranks. UserError for a size below 1.
+    """The sizes of the three axes, whose product is the number of ranks, and of two subdivisions.
 
-    `ep_size` is no axis of its own: the ranks of a stage among which whole experts are dealt, 1 where each expert is
-    cut like any other layer. They are those of a tensor-parallel group, or of several neighbours along the data axis.
-    UserError where they are not.
+    Attributes:
+        ep_size: number of ranks of a stage among which whole experts are dealt; 1 if each expert is cut like any other
+            layer. They are a tensor-parallel group, or those of several neighbours along the data axis.
+        cp_size: number of neighbours on the data axis that read the same samples and keep a stretch of the tokens
+            each; it divides dp_size. For weights, gradients and checkpoints they are data ranks like all others.
 
-    Neither is `cp_size`, which divides `dp_size`: so many neighbours on the data axis read the same samples and keep a
-    stretch of the tokens each. For weights, gradients and checkpoints they are data ranks as all others.
+    Raises:
+        UserError: a size is below 1, or ep_size or cp_size do not fit the axes.
     """
 
     pp_size: int = 1
@@ -75,9 +80,9 @@ class Layout:
     def from_world(
         cls, world_size: int, *, pp_size: int = 1, tp_size: int = 1, ep_size: int = 1, cp_size: int = 1
     ) -> "Layout":
-        """Give to the data axis what pipeline and tensor leave of `world_size` ranks.
+        """Return the layout of `world_size` ranks with these sizes; dp_size is the quotient.
 
-        Raises UserError if pipeline x context x tensor does not divide the world.
+        Raises UserError if pipeline x context x tensor does not divide `world_size`.
         """
         model = cls(pp_size=pp_size, tp_size=tp_size, dp_size=cp_size, cp_size=cp_size)
         dp_size, left_over = divmod(world_size, model.world_size)
@@ -87,21 +92,21 @@ class Layout:
 
     @property
     def readers(self) -> int:
-        """How many data ranks read different samples: the others keep another stretch of the same ones."""
+        """Number of data ranks that read different samples; dp_size without context parallelism."""
         return self.dp_size // self.cp_size
 
     @property
     def ep_data_size(self) -> int:
-        """The number of neighbours along the data axis among which experts are dealt; their tokens travel."""
+        """Number of neighbours along the data axis among which experts are dealt; tokens are sent between them."""
         return max(self.ep_size // self.tp_size, 1)
 
     def expert_groups(self) -> list[list[int]]:
-        """All groups of data-parallel neighbours among which experts are dealt."""
+        """Return all groups of data-parallel neighbours among which experts are dealt."""
         size = self.ep_data_size
         return [ranks[at : at + size] for ranks in self.groups("data") for at in range(0, len(ranks), size)]
 
     def expert_copies(self) -> list[list[int]]:
-        """All groups of ranks that hold the same experts."""
+        """Return all groups of ranks that hold the same experts."""
         size = self.ep_data_size
         return [ranks[at::size] for ranks in self.groups("data") for at in range(size)]
 
@@ -111,11 +116,11 @@ class Layout:
         return self.pp_size * self.dp_size * self.tp_size
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes by the names of their axes, as `run.json` holds them."""
+        """Return axis name -> size, as in `run.json`."""
         return {axis: getattr(self, name) for axis, name in AXIS_SIZES.items()}
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Return the place of a global rank. Raises IndexError for a rank outside the world."""
+        """Return the coordinates of a global rank. IndexError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is outside the {self.world_size} ranks of {self}")
         rest, tp_rank = divmod(rank, self.tp_size)
@@ -124,7 +129,7 @@ class Layout:
         return Coordinate(stage=stage, dp_rank=dp_rank, tp_rank=tp_rank, reader=reader, cp_rank=cp_rank)
 
     def rank(self, *, stage: int, dp_rank: int, tp_rank: int) -> int:
-        """Return the global rank at a place. Raises IndexError for a place outside the layout."""
+        """Return the global rank at these coordinates. IndexError if they are outside the layout."""
         for axis, index in {"pipeline": stage, "data": dp_rank, "tensor": tp_rank}.items():
             size = self.sizes()[axis]
             if not 0 <= index < size:
@@ -132,7 +137,7 @@ class Layout:
         return (stage * self.dp_size + dp_rank) * self.tp_size + tp_rank
 
     def ranks_along(self, axis: Axis, rank: int) -> list[int]:
-        """Return the ranks that differ from `rank` along `axis` alone, with `rank` itself, in order of that axis."""
+        """Return `rank` and the ranks that differ from it only along `axis`, in order. IndexError outside the world."""
         stride = self._stride(axis)
         size = self.sizes()[axis]
         first = rank - (rank // stride % size) * stride
@@ -141,17 +146,17 @@ class Layout:
         return list(range(first, first + size * stride, stride))
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """All groups of ranks along `axis`; together they hold every rank once. Ordered by first rank."""
+        """Return all groups of ranks along `axis`, sorted by first rank; together they contain every rank once."""
         stride, size = self._stride(axis), self.sizes()[axis]
         return [self.ranks_along(axis, rank) for rank in range(self.world_size) if rank // stride % size == 0]
 
     def stage_ranks(self, stage: int) -> list[int]:
-        """Return the ranks of one pipeline stage, in order. Raises IndexError for a stage outside the layout."""
+        """Return the ranks of a pipeline stage in order. IndexError for a stage outside the layout."""
         first = self.rank(stage=stage, dp_rank=0, tp_rank=0)
         return list(range(first, first + self.dp_size * self.tp_size))
 
     def _stride(self, axis: Axis) -> int:
-        """Return the distance in global rank between two neighbours along `axis`."""
+        """Return the difference in global rank between two neighbours along `axis`."""
         strides = {
             "tensor": 1,
             "context": self.tp_size,
@@ -167,7 +172,7 @@ class Layout:
 
 
 def _does_not_fit(world_size: int, model: Layout) -> str:
-    """Say which pipeline and tensor sizes near the wanted ones would fit the world."""
+    """Return the error text for sizes that do not divide the world, with sizes that would."""
     product = model.world_size
     context = f" x context {model.cp_size}" if model.cp_size > 1 else ""
     wanted = f"pipeline {model.pp_size}{context} x tensor {model.tp_size} = {counted(product, 'rank')}"
@@ -185,6 +190,6 @@ def _does_not_fit(world_size: int, model: Layout) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, ascending."""
+    """Return the divisors of a number in ascending order."""
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return [*small, *(number // divisor for divisor in reversed(small) if divisor * divisor < number)]

@@ -1,9 +1,9 @@
-"""Which ranks share a host, and which tensor-parallel groups and pipeline neighbours do not.
+"""Find which ranks share a host, and which tensor-parallel groups and pipeline neighbours cross hosts.
 
-Tensor parallelism communicates several times a layer and belongs on the links inside a host; a pipeline
-sends one activation a micro-batch and may cross. The tensor axis is innermost, so where ranks fill the hosts in
-order, as the deepspeed launcher places them, a tensor group is torn apart only where a host's slots are no multiple of
-its size. The remedy is then to leave slots unused. Other launchers may deal ranks out in turn. No torch here.
+Tensor parallelism communicates several times a layer and should stay on the links inside a host; a pipeline sends one
+activation a micro-batch and may cross hosts. The tensor axis is innermost. So if ranks fill the hosts in order, as the
+deepspeed launcher places them, a tensor group crosses hosts only if a host's slots are no multiple of its size; the
+remedy is to leave slots unused. Other launchers may place ranks round-robin. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HOST_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One machine and how many ranks it takes."""
+    """A machine, and the number of ranks it takes."""
 
     name: str
     slots: int
@@ -35,9 +35,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """Ranks that talk along an axis and do not share a host: a whole tensor group, or two pipeline
-    neighbours.
-    """
+    """A tensor-parallel group, or two pipeline neighbours, that are not on one host."""
 
     axis: Literal["tensor", "pipeline"]
     ranks: tuple[int, ...]
@@ -45,9 +43,9 @@ class Crossing:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Read `host slots=N` lines; blank lines and lines that start with # are skipped, as DeepSpeed does.
+    """Read a hostfile of lines `host slots=N`; blank lines and lines that start with # are skipped, as in DeepSpeed.
 
-    Raises UserError, with the line, for what is not such a line, a host named twice, or no host at all.
+    Raises UserError, with the line number, for any other line or a host that appears twice; and if there is no host.
     """
     try:
         lines = regular_bytes(Path(path)).decode().splitlines()
@@ -75,9 +73,7 @@ def hosts_of_launch(run: Hosts) -> tuple[Host, ...]:
 
 
 def host_of_ranks(world_size: int, hosts: Sequence[Host]) -> list[int]:
-    """Return the index of each rank's host, filling the hosts in order. Raises UserError if the slots do not
-    suffice.
-    """
+    """Return the index of each rank's host, filling the hosts in order. UserError if there are too few slots."""
     places = [index for index, host in enumerate(hosts) for _ in range(host.slots)]
     if len(places) < world_size:
         raise UserError(
@@ -88,9 +84,9 @@ def host_of_ranks(world_size: int, hosts: Sequence[Host]) -> list[int]:
 
 
 def crossings(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None = None) -> list[Crossing]:
-    """All tensor groups, then all pairs of neighbouring stages, whose ranks are not on one host.
+    """Return all tensor groups, then all pairs of neighbouring stages, whose ranks are not on one host.
 
-    `where`: the index of each rank's host; by default ranks fill the hosts in order.
+    `where` is the index of each rank's host; by default ranks fill the hosts in order.
     """
     host = host_of_ranks(layout.world_size, hosts) if where is None else where
     pairs = [pair for ranks in layout.groups("pipeline") for pair in pairwise(ranks)]
@@ -106,9 +102,9 @@ def crossings(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None
 
 
 def place(layout: Layout, hosts: Sequence[Host]) -> tuple[Host, ...] | None:
-    """Return the slots to use of each host so that every tensor group lies inside one; None if there is no such way.
+    """Return the slots to use of each host so that no tensor group crosses hosts; None if that is impossible.
 
-    Uses of each host, in order, as many whole tensor groups as it can hold, until all ranks have a place.
+    Fills each host, in order, with as many whole tensor groups as fit, until all ranks are placed.
     """
     used = []
     left = layout.world_size
@@ -121,9 +117,9 @@ def place(layout: Layout, hosts: Sequence[Host]) -> tuple[Host, ...] | None:
 
 
 def advise(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None = None) -> str | None:
-    """One sentence for the user if tensor groups cross hosts, with the remedy; None if none does.
+    """Return a sentence for the user if tensor groups cross hosts, with the remedy; None if none does.
 
-    `where`: the index of each rank's host; by default ranks fill the hosts in order.
+    `where` is the index of each rank's host; by default ranks fill the hosts in order.
     """
     torn = _torn(layout, hosts, where)
     if not torn:
@@ -150,7 +146,7 @@ def _remedy(layout: Layout, hosts: Sequence[Host], where: Sequence[int] | None) 
         for tensor in range(layout.tp_size - 1, 0, -1)
         if layout.world_size % (layout.pp_size * tensor) == 0
     )
-    fits = next(other for other in smaller if not _torn(other, hosts))  # groups of one always do
+    fits = next(other for other in smaller if not _torn(other, hosts))  # groups of one rank never cross
     return f"set the tensor parallel size to {fits.tp_size} ({fits})"
 
 
@@ -162,9 +158,9 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_id() -> str:
-    """Return what processes of one host have in common, and no others: its name, and the running kernel's own.
+    """Return an identifier of this host: its name and the kernel's boot id.
 
-    Containers with names of their own are hosts of their own.
+    Containers with different names count as different hosts.
     """
     with suppress(OSError):
         return f"{socket.gethostname()} {BOOT_ID.read_text(encoding='ascii').strip()}"
@@ -173,7 +169,7 @@ def host_id() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a run; `ids`: that of each rank."""
+    """The hosts of a run; `ids` has the host's identifier for each rank."""
 
     ids: tuple[str, ...]
 

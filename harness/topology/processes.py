@@ -1,4 +1,4 @@
-"""The processes above this one, as far as the system shows them (in /proc)."""
+"""Read the state of processes from /proc: this one's ancestors, memory, environment."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEEPSPEED_LAUNCH = "deepspeed.launcher.launch"  # DeepSpeed's process on each host, the parent of the ranks there
-LEVELS = 8  # how far up a launcher is looked for; a wrapper or two may stand between
+LEVELS = 8  # number of ancestors among which a launcher is searched; wrappers may be between
 
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """How a process is.
+    """The state of a process.
 
     Attributes:
-        state: the system's letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
-        started: when it was started, in the system's clock ticks; tells it from a later one of the same number.
-        ending: of one that has ended, how; empty where that is not known.
+        state: Linux's letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
+        started: start time in clock ticks; distinguishes it from a later process with the same id.
+        ending: how a process has ended; "" if that is unknown.
     """
 
     state: str
@@ -33,8 +33,9 @@ class ProcessStatus:
 
 
 def status_of(process: int) -> ProcessStatus | None:
-    """Return how a process is; None if it is gone. Raises OSError if that cannot be known."""
+    """Return the state of a process; None if it is gone. OSError if it cannot be read."""
     try:
+        # The command's name, in brackets, may itself contain brackets and spaces: split behind the last bracket.
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -46,7 +47,7 @@ def status_of(process: int) -> ProcessStatus | None:
 
 
 def parent_of(process: int) -> int:
-    """Return a process's parent; 0 if the process is gone. Raises OSError if that cannot be known."""
+    """Return a process's parent; 0 if the process is gone. OSError if it cannot be read."""
     if process == os.getpid():
         return os.getppid()
     try:
@@ -56,7 +57,7 @@ def parent_of(process: int) -> int:
 
 
 def children_of(process: int) -> list[int]:
-    """Return the processes that a process's main thread has started; empty if they cannot be seen."""
+    """Return the child processes of a process's main thread; [] if they cannot be read."""
     try:
         return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
     except OSError:
@@ -64,7 +65,7 @@ def children_of(process: int) -> list[int]:
 
 
 def wakes_of(process: int) -> int:
-    """How often a process has waited and gone on; 0 if that cannot be seen."""
+    """Return how often a process has waited and continued (voluntary context switches); 0 if it cannot be read."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -73,7 +74,7 @@ def wakes_of(process: int) -> int:
 
 
 def command_of(process: int) -> tuple[str, ...]:
-    """Return a process's command line; empty if it cannot be seen."""
+    """Return a process's command line; () if it cannot be read."""
     try:
         text = Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
@@ -82,10 +83,10 @@ def command_of(process: int) -> tuple[str, ...]:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory that this process has held since it began, or since its peak was last reset.
+    """Return this process's peak resident memory in bytes since its start, or since the peak was last reset.
 
-    getrusage says more where a larger process has started this one, as a launcher or a standby process may be: its
-    `ru_maxrss` is handed on from the process that was forked to the program that it then becomes.
+    Not getrusage: its `ru_maxrss` survives exec, so it may be the peak of a larger launcher or standby process that
+    started this one.
     """
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -95,10 +96,10 @@ def peak_resident_bytes() -> int:
 
 
 def present_as(words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-    """Let the system show another command line, and another environment, for this process.
+    """Change the command line, and the environment, that the system shows for this process (in ps and /proc).
 
-    Each is cut to the room that the one it was started with has taken. The environment itself stays as it is: nothing
-    may point to the old one any more.
+    Each is cut to the size of the original. The real environment is unchanged; the caller must make sure that nothing
+    uses the original memory of it any more.
     """
     with suppress(OSError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -114,7 +115,7 @@ def _overwrite(begin: int, end: int, strings: Sequence[str]) -> None:
 
 
 def started_with(process: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty if it cannot be seen."""
+    """Return the environment that a process was started with; {} if it cannot be read."""
     try:
         words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -124,7 +125,7 @@ def started_with(process: int) -> dict[str, str]:
 
 
 def above() -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Return the nearest processes above this one, with their command lines, from the parent upwards."""
+    """Yield (process, command line) of this process's ancestors, from the parent upwards."""
     process = os.getpid()
     for _ in range(LEVELS):
         process = parent_of(process)
@@ -134,15 +135,14 @@ def above() -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def ancestor(word: str) -> int:
-    """Return the nearest process above this one with `word` on its command line, or a path to it; 0 if there is
-    none."""
+    """Return the nearest ancestor with `word`, or a path that ends with it, on its command line; 0 if none."""
     return next((process for process, words in above() if any(word in (w, Path(w).name) for w in words)), 0)
 
 
 def wait_readable(descriptors: Iterable[int], seconds: float) -> list[int]:
-    """Return which of these file descriptors can be read, or have been closed, within some seconds.
+    """Return the file descriptors that become readable, or are closed by the other side, within some seconds.
 
-    No descriptor is needed for that, so it works where the process may open no more of them.
+    poll needs no descriptor of its own (epoll does), so it works even if the process cannot open any more.
     """
     with selectors.PollSelector() as waiting:
         for descriptor in dict.fromkeys(descriptors):

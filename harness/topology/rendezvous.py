@@ -1,7 +1,7 @@
-"""Where the ranks of a run first meet: a key-value store that nobody outside of the run needs to reach.
+"""Open the key-value store in which the ranks of a run first meet.
 
-torch's own TCP store listens on every address of rank 0's host. Here a process alone opens no port at all, and rank 0
-of several listens on the master's address only. torchrun's agent brings a store of its own, which is left as it is.
+By default torch's TCP store listens on every address of rank 0's host. Here rank 0 listens only on the master's
+address, and a single process opens no port at all. torchrun's agent has a store already, which is used as it is.
 """
 
 import errno
@@ -18,9 +18,9 @@ from harness.topology.slurm import address_of
 
 
 def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store | None:
-    """Return the store that all ranks of the run share; None where the launcher's own is used.
+    """Return the store that all ranks of the run share; None if the launcher's own is used.
 
-    Raises UserError if the master's port is taken.
+    Raises UserError if the master's address is unknown or its port is taken.
     """
     if env.world_size == 1:
         return dist.HashStore()
@@ -40,7 +40,7 @@ def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store | None:
 
 
 def _reachable(host: str) -> str:
-    """Return the host's name, or, where the network does not know it, the address that Slurm has for it."""
+    """Return the host's name, or its address by Slurm if name resolution fails. UserError if neither is known."""
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
@@ -51,7 +51,7 @@ def _reachable(host: str) -> str:
 
 
 def _listen(env: LaunchEnv) -> socket.socket | None:
-    """Listen on the master's address; None if it is not one of this host, as behind a load balancer."""
+    """Listen on the master's address; None if it is not an address of this host, as behind a load balancer."""
     place = f"{env.master_addr}:{env.master_port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(env.master_addr, env.master_port, type=socket.SOCK_STREAM)[0]

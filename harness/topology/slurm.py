@@ -1,4 +1,4 @@
-"""What Slurm says of a job step: its tasks on each host, and the host of the first."""
+"""Read Slurm's description of a job step: tasks on each host, lists of hosts, allocations."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 from harness.errors import UserError
 
-ANSWER_S = 30  # Slurm's controller may be busy
+ANSWER_S = 30  # timeout of a command; Slurm's controller may be busy
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Whether `srun` started this process as one of its tasks; the shell of a batch job or of salloc is none."""
+    """Whether `srun` started this process as a task; the shell of a batch job or of salloc is not one."""
     return "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ
 
 
 def first_host(hosts: str) -> str:
-    """Return the first name of a Slurm list of hosts: `n07` of `n[07-09,12],gpu1`."""
+    """Return the first name in a Slurm list of hosts: `n07` for `n[07-09,12],gpu1`."""
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group() if match else hosts)
 
 
 def tasks_on_node(counts: str, node: int) -> int | None:
-    """Tasks on the node of that index, of a list as `2(x3),1`; None if it has no such node."""
+    """Return the number of tasks on a node from a list such as `2(x3),1`; None if it has no such node."""
     expanded: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         expanded += [int(count)] * int(times or 1)
@@ -33,8 +33,7 @@ def tasks_on_node(counts: str, node: int) -> int | None:
 
 
 def address_of(node: str) -> str | None:
-    """Return the address that Slurm has for a node, whose name need not be one of the network; None if it does not
-    tell."""
+    """Return the network address of a Slurm node, whose name need not be a host name; None if Slurm has none."""
     if shutil.which("scontrol") is None:
         return None
     match = re.search(r"NodeAddr=(\S+)", ask("scontrol", "show", "node", node))
@@ -42,7 +41,7 @@ def address_of(node: str) -> str | None:
 
 
 def ask(*command: str) -> str:
-    """Return what a command of Slurm prints. UserError if it cannot be started, or does not answer."""
+    """Return the output of a Slurm command. UserError if it cannot be started, or does not answer."""
     try:
         done = subprocess.run(
             command,
@@ -69,7 +68,7 @@ class Allocation:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Allocation | None:
-        """Return the allocation that this shell stands in; None outside of one, or inside of a job step."""
+        """Return the allocation of this shell; None outside of one, or inside a job step. UserError if unreadable."""
         nodes = environ.get("SLURM_JOB_NODELIST")
         if nodes is None or in_step(environ) or shutil.which("scontrol") is None:
             return None
