@@ -44,8 +44,9 @@ class LossTiles:
         loss = self.loss
         assert loss is not None
         total = torch.zeros((), device=hidden.device)
-        for start, stop in tiles(hidden.shape[1], self.tokens):
-            total = total + computed_again(partial(_loss_of, loss, logits_of, start, stop), hidden[:, start:stop])
+        # a split joins the gradients of tiles once; each slice would make one for all tokens
+        for (start, stop), tile in zip(tiles(hidden.shape[1], self.tokens), hidden.split(self.tokens, 1), strict=True):
+            total = total + computed_again(partial(_loss_of, loss, logits_of, start, stop), tile)
         return total
 
 
@@ -66,23 +67,20 @@ def tile_block(block: nn.Module, tokens: int) -> None:
         batch, length = hidden.shape[:2]
         if hidden.dim() < 3 or length <= tokens:
             return whole(*args, **kwargs)
+        cut = [isinstance(x, Tensor) and x.dim() > 2 and tuple(x.shape[:2]) == (batch, length) for x in given]
+        count = -(-length // tokens)
+        columns = (x.split(tokens, 1) if rows else [x] * count for x, rows in zip(given, cut, strict=True))
         # tensors are handed on as arguments: what a function holds besides would stay until the backward
-        of_tile = partial(_of_tile, whole, spec, (batch, length))
-        return _joined([computed_again(of_tile, start, stop, *given) for start, stop in tiles(length, tokens)], batch)
+        of_tile = partial(_of_tile, whole, spec, cut)
+        return _joined([computed_again(of_tile, *tile) for tile in zip(*columns, strict=True)], batch)
 
     block.forward = forward
 
 
-def _of_tile(
-    whole: Callable[..., Argument], spec: TreeSpec, rows: tuple[int, int], start: int, stop: int, *given: Argument
-) -> Argument:
-    """Call `whole` with the arguments of which those with `rows` [batch, tokens, ...] are cut."""
-
-    def cut(value: Argument) -> Argument:
-        has_rows = isinstance(value, Tensor) and value.dim() > 2 and tuple(value.shape[:2]) == rows
-        return value[:, start:stop].contiguous() if has_rows else value
-
-    args, kwargs = tree_unflatten([cut(value) for value in given], spec)
+def _of_tile(whole: Callable[..., Argument], spec: TreeSpec, cut: list[bool], *given: Argument) -> Argument:
+    """Call `whole` with the arguments of a tile, of which some are `cut`."""
+    tile = [value.contiguous() if rows else value for value, rows in zip(given, cut, strict=True)]
+    args, kwargs = tree_unflatten(tile, spec)
     return whole(*args, **kwargs)
 
 

@@ -52,8 +52,12 @@ def vocab_parallel_cross_entropy(
 def is_needed(logits: Tensor) -> bool:
     """Whether the logits are needed after the loss: by the caller, or by the backward of the operation that made them.
 
-    Walk the graph upwards as long as nodes share the memory of the logits, and look whether any has saved it.
+    Walk the graph upwards as long as nodes share the memory of the logits, and look whether any has saved it. In a part
+    that is computed again for the backward, return True; the second computation asks once more.
     """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001  # no public name
+    if hooks is not None and torch._C._current_graph_task_id() == -1:  # noqa: SLF001  # no public name; -1: no backward runs
+        return True  # to look at a packed tensor would compute the part at once, and keep it until the backward
     base = logits._base  # noqa: SLF001  # what a view is a view of: torch has no public name for it
     memory, node = _memory(logits), (logits if base is None else base).grad_fn
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
@@ -101,17 +105,17 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         label_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float() - largest
         exp_sum, label_logit = sum_over_group(torch.stack([exp_sum, label_logit.masked_fill(~here, 0.0)]), group)
 
-        ctx.keeps = keeps
-        ctx.save_for_backward(logits, largest + exp_sum.log(), column, here, ignored)
+        # what is computed again for the backward takes the place of what is saved here: so does its answer
+        ctx.save_for_backward(logits, largest + exp_sum.log(), column, here, ignored, torch.tensor(keeps, device="cpu"))
         losses: Tensor = (exp_sum.log() - label_logit).masked_fill(ignored, 0.0)
         return losses
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_sum, column, here, ignored = ctx.saved_tensors
+        logits, log_sum, column, here, ignored, keeps = ctx.saved_tensors
         scale = grad.float().masked_fill(ignored, 0.0)
         # `detach` shares memory and version counter, so if anything else needs the logits after all, torch raises
-        written = torch.empty_like(logits) if ctx.keeps else logits.detach()
+        written = torch.empty_like(logits) if keeps else logits.detach()
         for rows, top, label, is_here, factor, place in _in_chunks(logits, log_sum, column, here, scale, written):
             gradient = (rows.float() - top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
             gradient.scatter_add_(-1, label.unsqueeze(-1), -(factor * is_here).unsqueeze(-1))

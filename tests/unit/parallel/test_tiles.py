@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
 
 from harness.dry_run.ledger import Ledger
+from harness.hf.causal import assemble
+from harness.hf.context.plan import TokensApart
+from harness.hf.skeleton import ModelSource
+from harness.hf.verify.stretches import context_plan
+from harness.parallel.comm import TensorParallel
+from harness.parallel.pipeline.staged_module import build_layers
+from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.tiles import LossTiles, tile_block, tiles
 from harness.topology.layout import Layout
 
@@ -92,3 +100,78 @@ def test_logits_are_there_for_a_tile_alone() -> None:
     short, long = (loss_peak(length, TILE) for length in (32 * TILE, 64 * TILE))
     whole = loss_peak(64 * TILE, 2**20) - loss_peak(32 * TILE, 2**20)
     assert long - short < whole / 8, "it grows by hidden states alone"
+
+
+def test_logits_are_computed_twice_and_let_go() -> None:
+    """Once for the loss, once for its gradient: what the graph has saved is not looked at before."""
+    calls, norm, head = [], nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    labels = torch.arange(4 * TILE)[None]
+
+    def logits_of(hidden: Tensor) -> Tensor:
+        calls.append(hidden.shape[1])
+        return head(norm(hidden))
+
+    def loss_of(logits: Tensor, start: int, stop: int) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, labels[:, start:stop], None, VOCABULARY).sum()
+
+    hidden = torch.randn(1, 4 * TILE, WIDTH, requires_grad=True)
+    LossTiles(TILE, loss_of).sum(hidden, logits_of).backward()
+    assert calls == [TILE] * 8
+    found, hidden.grad = hidden.grad, None
+    torch.nn.functional.cross_entropy(head(norm(hidden))[0], labels[0], reduction="sum").backward()
+    torch.testing.assert_close(found, hidden.grad)
+
+
+SMALL = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=224,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    vocab_size=2048,
+)
+RUNGS = {  # hidden states of all tokens in bf16 that a step of `SMALL` adds to the peak, as counted
+    "nothing": 136,
+    "recomputed": 54,
+    "loss": 35,
+    "blocks": 10,
+}
+
+
+def step_peak(length: int, rung: str) -> int:
+    """The peak of a forward and backward of `SMALL` in bf16, up to a rung of the ladder."""
+    depth, tile = list(RUNGS).index(rung), 32
+    apart = TokensApart(plan=context_plan(SMALL), loss_tile=tile * (depth > 1), block_tile=tile * (depth > 2))
+    causal = assemble(
+        ModelSource(config=SMALL, weights=None, name="small"),
+        tensor=TensorParallel(),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        seed=0,
+        finish=lambda _: None,
+        apart=apart,
+    )
+    ids = torch.zeros(1, length, dtype=torch.long)
+
+    def loss_of(logits: Tensor, start: int, stop: int) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, ids[:, start:stop], None, SMALL.vocab_size).sum()
+
+    if causal.loss_tiles is not None:
+        causal.loss_tiles.loss = loss_of
+    calls = build_layers(causal.layers, 0, len(causal.layers), 0).calls
+
+    def run() -> None:
+        value = ids
+        for layer in calls:
+            recomputed = depth > 0 and getattr(layer, "recompute", False)
+            value = checkpoint(layer, value, use_reentrant=False) if recomputed else layer(value)
+        (value if value.dim() == 0 else loss_of(value, 0, length)).backward()
+
+    return peak_of(run)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_each_step_of_the_ladder_has_its_peak(rung: str) -> None:
+    length = 512
+    added = (step_peak(2 * length, rung) - step_peak(length, rung)) / (length * SMALL.hidden_size * 2)
+    assert added == pytest.approx(RUNGS[rung], rel=0.05)
