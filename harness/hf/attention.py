@@ -1,7 +1,8 @@
 """Which implementation of attention a model runs with: `--attn_implementation`, by transformers' names.
 
 Without a setting the config.json's own is taken, and without that transformers' default: sdpa where the model has it,
-else eager. Flash-attention is taken from its installed package alone, on a GPU, in half precision.
+else eager. Flash-attention is taken from its installed package alone, on a GPU, in half precision. torch's flex
+attention computes the model's own function of masks in blocks, on a GPU too: torch has no backward of it on a CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from harness.errors import UserError
 
 FLASH, FLEX = "flash", "flex_attention"
+FLEX_DEVICES = ("cuda", "xpu")
 
 
 def with_attention(config: PretrainedConfig, wanted: str | None) -> PretrainedConfig:
@@ -46,11 +48,17 @@ def is_flash(config: PretrainedConfig) -> bool:
     return FLASH in str(attention_of(config))
 
 
+def usual_attention(config: PretrainedConfig) -> str | None:
+    """Return the implementation with which a tiny copy is tried on a CPU: None, the default, for one of a GPU."""
+    name = attention_of(config)
+    return None if is_flash(config) or name == FLEX else name
+
+
 @contextmanager
 def on_any_device(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model that runs with flash-attention be tried on the CPU, on the meta device and in fp32."""
+    """Let a model that runs with an attention of GPUs be tried on the CPU, on the meta device and in fp32."""
     wanted = attention_of(model.config)
-    if is_flash(model.config):
+    if wanted is not None and usual_attention(model.config) is None:
         has_sdpa = model._supports_sdpa  # noqa: SLF001  # what a class of transformers says of itself
         choose_attention(model.config, "sdpa" if has_sdpa else "eager")
     try:
@@ -61,10 +69,15 @@ def on_any_device(model: PreTrainedModel) -> Iterator[None]:
 
 
 def require_available(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """UserError for flash-attention where its package or a GPU is missing, or in fp32; and for flex_attention."""
+    """UserError for flash-attention where its package or a GPU is missing, or in fp32; for flex attention where a GPU
+    is, or with dropout, which it has not."""
     name = str(attention_of(config))
     if name == FLEX:
-        raise UserError(f"attention implementation {name}: not supported: give --attn_implementation sdpa")
+        if device.type not in FLEX_DEVICES:
+            raise UserError(f"attention implementation {name}: trains on a GPU alone; tiling.attention serves a CPU")
+        rates = vars(config.get_text_config(decoder=True)).items()
+        if any("drop" in key and "att" in key and isinstance(rate, float) and rate > 0 for key, rate in rates):
+            raise UserError(f"attention implementation {name}: has no dropout: set the model's to 0")
     if not is_flash(config):
         return
     available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}

@@ -16,6 +16,7 @@ from harness.planner.calibrate import calibrate
 from harness.planner.estimate import Estimate, predict
 from harness.planner.hardware import GIB, HEADROOM, Hardware, load_hardware, names
 from harness.planner.layer_time import PRODUCT_BYTES
+from harness.planner.memory import mask_bytes
 from harness.planner.model_config import counted_decoder
 from harness.planner.page.write import write_page
 from harness.planner.preset import write_preset
@@ -32,6 +33,7 @@ from harness.planner.search import (
     task_of,
 )
 from harness.planner.shape import DecoderShape
+from harness.planner.step import strategy_stages
 from harness.planner.workload import ELEMENT_BYTES, HABITS, Strategy
 from harness.verb_parser import VerbParser, positive, run_arguments
 from harness.wording import counted
@@ -159,6 +161,9 @@ def estimate_lines(one: Estimate) -> Iterator[str]:
         )
     if not one.fits:
         host_limit = one.hardware.host_memory_bytes / GIB
+        mask = max(mask_bytes(one.workload, strategy, each) for each in strategy_stages(one.workload, strategy))
+        if mask > one.peak_bytes / 10:
+            yield f"a mask of all pairs of tokens takes {mask / GIB:.1f} GiB of it: set tiling.attention to 1024"
         yield (
             f"does not fit: a rank needs {one.peak_bytes / GIB:.1f} GiB of {limit:.1f}, "
             f"and {one.host_bytes / GIB:.1f} of {host_limit:.1f} on its host"

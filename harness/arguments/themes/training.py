@@ -96,7 +96,7 @@ class OptimizerArguments(Flags):
             raise UserError(f"--optim {self.optim}: give {known}, or name another as optimizer.type in the JSON")
 
 
-ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 @dataclass(kw_only=True)
@@ -112,7 +112,7 @@ class ModelArguments(Flags):
     )
     attn_implementation: str | None = flag(
         None,
-        "eager, sdpa, flash_attention_2 or flash_attention_3; default: the config.json's, else sdpa or eager",
+        "eager, sdpa, flash_attention_2, flash_attention_3 or flex_attention; default: the model's, else sdpa or eager",
         choices=ATTENTION,
         hf_only=True,
     )

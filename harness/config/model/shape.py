@@ -57,6 +57,7 @@ class ModelShape:
     plan_refusal: str | None = None
     expert_plan_refusal: str | None = None
     layerdrop: float = 0.0  # probability of a layer to be skipped in training
+    window: int | None = None  # tokens that some layers see at most, fewer than the model has positions
 
 
 def read_model_config(source: str) -> JsonObject:
@@ -120,8 +121,16 @@ def read_shape(source: str) -> ModelShape:
         experts=_first(config, _EXPERTS),
         vocabulary=_first(config, ("vocab_size",)),
         layerdrop=layer_drop(config),
+        window=_window(config),
         **refusals,
     )
+
+
+def _window(config: JsonObject) -> int | None:
+    window, positions = whole(config.get("sliding_window")), whole(config.get("max_position_embeddings"))
+    if window is None or config.get("use_sliding_window") is False or (positions is not None and positions <= window):
+        return None
+    return window
 
 
 def experts_of(config: Mapping[str, object]) -> tuple[int, int]:

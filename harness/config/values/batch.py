@@ -161,15 +161,22 @@ def micro_batches_wanted(stages: int, schedule: str = DEEPSPEED_1F1B, parts_per_
     return enough
 
 
-def batch_size_conflict(sizes: StatedSizes, dp_size: int, *, ranks_are_known: bool = True) -> tuple[str, str]:
-    """Return what is wrong with three sizes that do not multiply, and the sizes that would."""
+def batch_size_conflict(
+    sizes: StatedSizes, readers: int, *, cp_size: int = 1, ranks_are_known: bool = True
+) -> tuple[str, str]:
+    """Return what is wrong with three sizes that do not multiply, and the sizes that would.
+
+    `readers`: data-parallel ranks that read other samples; `cp_size` of them share each.
+    """
     name, train, micro, accumulation = sizes.train_name, sizes.train, sizes.micro, sizes.accumulation
     factors = {"micro-batch": micro, "accumulation": accumulation}
     known = [f"{words} {size}" for words, size in factors.items() if size is not None]
-    ranks = [counted(dp_size, "data-parallel rank")] if ranks_are_known or not known else []
+    rank = "data-parallel rank" if cp_size == 1 else f"data-parallel / {cp_size} context rank"
+    count = readers if cp_size == 1 else readers * cp_size
+    ranks = [counted(count, rank)] if ranks_are_known or not known else []
     is_product = len(known) == 2 and bool(ranks)
     message = f"{name} {train} is not {'' if is_product else 'a multiple of '}{' x '.join([*known, *ranks])}"
-    others = (dp_size if ranks_are_known else 1) * (accumulation or 1)
+    others = (readers if ranks_are_known else 1) * (accumulation or 1)
     unit = others * (micro or 1)
     if train is None or unit < 1 or train < 1:
         return message, "use sizes of at least 1"

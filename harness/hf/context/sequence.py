@@ -15,6 +15,18 @@ from harness.parallel.tensor.sequence import join_sequence, split_sequence
 from harness.wording import counted
 
 
+def require_enough(tokens: Tokens, contexts: int, tensors: int) -> None:
+    """Raise UserError for sequences of which one of so many context ranks, or of the tensor-parallel ranks that share
+    each stretch, would have no token."""
+    length = tokens.ids.shape[1]
+    if length < contexts * tensors:
+        key = "context_parallel.size" if contexts > 1 else "tensor_parallel.sequence_parallel"
+        raise UserError(
+            f"{key}: a sequence of {counted(length, 'token')} cannot be split over {contexts * tensors} ranks: use "
+            "longer samples, or remove it"
+        )
+
+
 @dataclass(frozen=True)
 class SharedSequence:
     """Split and join the hidden state between layers, of which each rank holds a share of the tokens.
@@ -36,13 +48,7 @@ class SharedSequence:
 
     def require_enough(self, tokens: Tokens) -> None:
         """Raise UserError for sequences of which some rank would have no token."""
-        length = tokens.ids.shape[1]
-        if length < self.size:
-            key = "context_parallel.size" if self.context.size > 1 else "tensor_parallel.sequence_parallel"
-            raise UserError(
-                f"{key}: a sequence of {counted(length, 'token')} cannot be split "
-                f"over {self.size} ranks: use longer samples, or remove it"
-            )
+        require_enough(tokens, self.context.size, group_size(self.group))
 
     def split(self, payload: StagePayload, tokens: Tokens) -> StagePayload:
         """Return what is passed on with this rank's share of the hidden state, which was made of `tokens`; it may be of

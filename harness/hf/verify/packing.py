@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.attention import attention_of, choose_attention, is_flash
+from harness.hf.attention import attention_of, choose_attention, is_flash, usual_attention
 from harness.hf.layers.call import CANNOT_RUN
 from harness.hf.verify.comparison import on_device
 from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
@@ -26,12 +26,11 @@ TOLERANCE_OF_HALF = 5e-2  # in half precision only gross faults can be seen: the
 
 
 def require_documents_apart(config: PretrainedConfig) -> None:
-    """Try a tiny copy of the model of `config` on packed documents, without flash-attention; a fraction of a second.
+    """Try a tiny copy of the model of `config` on packed documents, on a CPU; a fraction of a second.
 
     Raises UserError if its documents see each other, it does not take position ids, or it cannot be tried.
     """
-    attention = None if is_flash(config) else attention_of(config)
-    worst = _try(config, attention, torch.device("cpu"), torch.float32)
+    worst = _try(config, usual_attention(config), torch.device("cpu"), torch.float32)
     if not worst <= TOLERANCE:
         raise _seen(config, worst)
 

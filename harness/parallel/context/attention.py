@@ -25,7 +25,7 @@ from harness.config.model.shares import Heads, Stretch
 from harness.parallel.context.masks import MaskRows
 from harness.parallel.context.stretches import ContextParallel, exchange_heads, exchange_tokens
 from harness.parallel.draws import expect_heads
-from harness.parallel.tiles import computed_again, tiles
+from harness.parallel.tiles import computed_again
 from harness.parallel.values import Argument, Keyword, Positional
 
 _active: ContextVar[SharedAttention | None] = ContextVar("attention over stretches", default=None)
@@ -134,23 +134,23 @@ def _attention(
     if not isinstance(mask, MaskRows):
         whole: Tensor = function(module, *projected, mask, *args, **kwargs)[0]
         return whole
-    parts = []
-    for start, stop in tiles(projected[0].shape[2], mask.queries):
-        of_queries = partial(_of_queries, function, module, mask, tuple(kwargs), start, stop)
-        parts.append(computed_again(of_queries, *projected, *args, *kwargs.values()))
+    parts, start = [], 0
+    query, *key_value = projected
+    for own, keys in zip(query.split(mask.queries, 2), mask.keys, strict=True):
+        of_queries = partial(_of_queries, function, module, mask, tuple(kwargs), start, keys)
+        parts.append(computed_again(of_queries, own, *key_value, *args, *kwargs.values()))
+        start += own.shape[2]
     return torch.cat(parts, dim=1)
 
 
 def _of_queries(
-    function: Attend, module: object, mask: MaskRows, names: tuple[str, ...], start: int, stop: int, *given: Argument
+    function: Attend, module: object, mask: MaskRows, names: tuple[str, ...], start: int, keys: slice, *given: Argument
 ) -> Argument:
     query, key, value, *rest = given
-    rows, keys = mask.seen(start, stop)
+    rows = mask.rows(start, start + query.shape[2])[..., keys]
     count = len(rest) - len(names)
     named = dict(zip(names, rest[count:], strict=True))
-    return function(module, query[:, :, start:stop], key[:, :, keys], value[:, :, keys], rows, *rest[:count], **named)[
-        0
-    ]
+    return function(module, query, key[:, :, keys], value[:, :, keys], rows, *rest[:count], **named)[0]
 
 
 class HeadsOf:

@@ -7,16 +7,17 @@ computes these, and again in the backward. Rows are cut to the keys that some of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface
 
+from harness.parallel.tiles import tiles
 from harness.parallel.values import Argument, Keyword
 
 _queries: ContextVar[int] = ContextVar("queries of a mask that is made at a time", default=0)
@@ -45,12 +46,18 @@ class MaskRows:
         """Return the mask of all queries."""
         return self.rows(0, self.given["q_length"])
 
-    def seen(self, start: int, stop: int) -> tuple[Tensor, slice]:
-        """Return the rows of these queries, cut to the keys from the first to the last that one of them sees."""
-        rows = self.rows(start, stop)
-        sees = (rows if rows.dtype == torch.bool else rows == 0).flatten(0, -2).any(0).nonzero()
-        keys = slice(int(sees[0]), int(sees[-1]) + 1) if len(sees) else slice(0, 1)
-        return rows[..., keys], keys
+    @cached_property
+    def keys(self) -> Sequence[slice]:
+        """For each tile of queries the keys from the first to the last that one of them sees.
+
+        Waits for the device, once for all layers that share the mask.
+        """
+        ends = []
+        for start, stop in tiles(self.given["q_length"], self.queries):
+            rows = self.rows(start, stop)
+            sees = (rows if rows.dtype == torch.bool else rows == 0).flatten(0, -2).any(0).byte()
+            ends.append(torch.stack([sees.argmax(), len(sees) - sees.flip(0).argmax()]))
+        return [slice(*pair) for pair in torch.stack(ends).tolist()]
 
 
 def _function(self: AttentionMaskInterface, key: str) -> Callable[..., Argument]:

@@ -12,6 +12,7 @@ from harness.data.batches.stream import dataset_length, read_micro_batch
 from harness.data.inputs.given import require_short
 from harness.errors import UserError
 from harness.hf.attention import require_available, with_attention
+from harness.hf.context.sequence import require_enough
 from harness.hf.forward.payload import Tokens
 from harness.hf.skeleton import ModelSource, position_limit
 from harness.hf.verify.packing import require_documents_apart, require_flash_apart
@@ -44,8 +45,8 @@ class DatasetCheck:
         """Return a micro-batch of the first samples, None without any; all ranks call it.
 
         Raises:
-            UserError: a sample cannot be collated, or is longer than the model's positions; samples are packed and the
-                model cannot keep documents apart; or labels are shifted already.
+            UserError: a sample cannot be collated, has fewer tokens than ranks share it, or is longer than the model's
+                positions; samples are packed and the model cannot keep documents apart; or labels are shifted already.
         """
         if dataset is None or not dataset_length(dataset):
             return None
@@ -58,7 +59,9 @@ class DatasetCheck:
                     "the labels of a data set are shifted already: label i is token i + 1. The loss shifts them: "
                     "give the tokens as labels, with -100 for those that are not in the loss, or no labels"
                 )
-            if (tokens := Tokens.of(batch[0])).positions is not None:
+            tokens, resolved, layout = Tokens.of(batch[0]), self.context.resolved, self.context.groups.layout
+            require_enough(tokens, layout.cp_size, layout.tp_size if resolved.sequence_parallel else 1)
+            if tokens.positions is not None:
                 self._require_apart(self.source, tokens.ids)
         return batch
 

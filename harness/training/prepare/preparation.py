@@ -251,7 +251,8 @@ def _expected(
         return None
     plan.console.say(str(found))
     if not plan.args.skip_memory_check:
-        all_or_none(lambda: require_masks(found, packed=plan.args.packing))
+        if plan.args.attn_implementation in (None, "sdpa", "eager"):  # others make no mask of all pairs
+            all_or_none(lambda: require_masks(found, packed=plan.args.packing))
         warning = all_or_none(lambda: require_memory(found, plan, ranks, context.device))
         if warning is not None:
             plan.console.warn(warning)

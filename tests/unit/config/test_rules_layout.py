@@ -123,6 +123,14 @@ def test_context_ranks_have_heads(size: int, tensor: int, heads: int) -> None:
     assert not heads or f"{size} context ranks, but only {heads} attention heads" in found[0]
 
 
+def test_a_window_takes_a_mask_of_all_pairs_unless_it_is_made_by_rows() -> None:
+    long = {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}
+    (found,) = said(long, "DS325", model="tiny-mistral")
+    assert "/context_parallel/size" in found and "the model has a window of 64 tokens" in found
+    assert said({**long, "tiling": {"attention": 1024}}, "DS325", model="tiny-mistral") == []
+    assert said(long, "DS325", model="tiny-llama") == said({**long, "context_parallel": {}}, "DS325") == []
+
+
 def test_context_ranks_are_part_of_a_copy() -> None:
     config = {**cut(2), "context_parallel": {"size": 2}}
     words = "6 ranks cannot be divided into copies of 2 pipeline stages x 2 context ranks x 1 tensor-parallel rank; "

@@ -35,8 +35,13 @@ def test_what_cannot_be_had_is_one_line() -> None:
     require_available(LlamaConfig(**SIZES), CPU, torch.float32)
     with pytest.raises(UserError, match="flash_attention_2: needs a GPU and its Python package"):
         require_available(with_attention(LlamaConfig(**SIZES), "flash_attention_2"), CPU, torch.bfloat16)
-    with pytest.raises(UserError, match="flex_attention: not supported: give --attn_implementation sdpa"):
-        require_available(LlamaConfig(**SIZES, attn_implementation="flex_attention"), CPU, torch.float32)
+    flex = with_attention(LlamaConfig(**SIZES, attention_dropout=0.1), "flex_attention")
+    with pytest.raises(UserError, match="flex_attention: trains on a GPU alone"):
+        require_available(flex, CPU, torch.bfloat16)
+    with pytest.raises(UserError, match="flex_attention: has no dropout: set the model's to 0"):
+        require_available(flex, torch.device("cuda"), torch.bfloat16)
+    flex.attention_dropout = 0.0
+    require_available(flex, torch.device("cuda"), torch.float32)
     with pytest.raises(
         UserError, match=r"does not support an attention .*: use another --attn_implementation than sdpa"
     ):
@@ -45,9 +50,10 @@ def test_what_cannot_be_had_is_one_line() -> None:
         TrainingArguments(attn_implementation="paged")
 
 
-def test_a_model_with_flash_attention_is_tried_without_it() -> None:
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+def test_a_model_with_an_attention_of_gpus_is_tried_without_it(name: str) -> None:
     model = build_skeleton(LlamaConfig(**SIZES))
-    model.config._attn_implementation = "flash_attention_2"
+    model.config._attn_implementation = name
     with on_any_device(model):
         assert model.model.layers[0].self_attn.config._attn_implementation == "sdpa"
-    assert model.model.layers[0].self_attn.config._attn_implementation == "flash_attention_2"
+    assert model.model.layers[0].self_attn.config._attn_implementation == name

@@ -56,7 +56,8 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
 
     train_batch_size must be the micro-batch times the accumulation steps times the number of data-parallel
     ranks. Without `--world_size` this is reported where no number of ranks at all would fit. With the
-    harness only the data-parallel ranks count: ranks / (pipeline stages x tensor-parallel ranks).
+    harness only the ranks that read other samples count: ranks / (pipeline stages x tensor-parallel ranks
+    x context ranks).
     """
     in_file = [view.in_file(pointer) for pointer in ARGUMENTS]
     if any(size not in (None, AUTO) and (whole(size) or 0) < 1 for size in in_file):
@@ -68,7 +69,8 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
     batch = complete(sizes.train, sizes.micro, sizes.accumulation, ranks)
     if batch is None or batch.fits(ranks):
         return
-    message, hint = batch_size_conflict(sizes, ranks, ranks_are_known=view.readers is not None)
+    known = view.readers is not None
+    message, hint = batch_size_conflict(sizes, ranks, cp_size=view.cp_size, ranks_are_known=known)
     yield Finding(pointer=TRAIN, message=message, hint=hint, deepspeed="raises AssertionError", on_value=True)
 
 

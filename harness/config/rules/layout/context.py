@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
-from harness.config.values.layout_keys import CONTEXT, DEEPSPEED_CONTEXT
+from harness.config.values.layout_keys import ATTENTION_TILE, CONTEXT, DEEPSPEED_CONTEXT, LOSS_TILE
 from harness.config.view import RunView
 from harness.wording import counted
 
@@ -116,5 +116,34 @@ def context_without_effect(view: RunView) -> Iterator[Finding]:
             pointer=CONTEXT,
             message="context_parallel has no effect: only the harness knows it",
             hint="remove it, or train with the harness",
+            deepspeed="ignores the section",
+        )
+
+
+@rule(
+    "DS325",
+    "mask-of-all-pairs",
+    Severity.WARNING,
+    claim="runs",
+    wrong='{"train_micro_batch_size_per_gpu": 1, "tiling": {"loss": 4096}}',
+    right='{"train_micro_batch_size_per_gpu": 1, "tiling": {"loss": 4096, "attention": 1024}}',
+    model="tiny-mistral",
+)
+def mask_of_all_pairs(view: RunView) -> Iterator[Finding]:
+    """A config for long sequences lets a model with a window make masks of all pairs of tokens.
+
+    For a window that is shorter than the sequence torch's attention takes a mask of tokens x tokens, a byte each:
+    1 GiB at 32,768 tokens, 16 GiB at 131,072, on every rank, however many share the sequence. `tiling.attention`
+    makes it for some queries at a time; on a GPU `--attn_implementation flex_attention` makes it in blocks.
+    A run whose mask alone exceeds the memory is refused before it starts.
+    """
+    window = view.model.window if view.model is not None else None
+    is_long = view.cp_size > 1 or (view.size(LOSS_TILE) or 0) > 0
+    if view.target == "harness" and window is not None and is_long and not view.size(ATTENTION_TILE):
+        yield Finding(
+            pointer=LOSS_TILE if view.size(LOSS_TILE) else context_pointer(view),
+            message=f"the model has a window of {counted(window, 'token')}: a longer sequence takes a mask of tokens x "
+            "tokens bytes, 16 GiB at 131,072",
+            hint="set tiling.attention to 1024",
             deepspeed="ignores the section",
         )
