@@ -350,14 +350,12 @@ def _computing_apart(
     outer, shares = blueprint.outer, apart.context is not None or apart.attention_tile > 0
     if not apart.plan.whole:  # where all is computed whole, masks are too
         outer.mask_queries = apart.attention_tile
-    with on_any_device(outer.model):
-        split = SplitArguments.of(outer) if shares and not apart.plan.whole else None
     return replace(
         blueprint,
         sequence=_shared_sequence(outer, tensor, apart),
         context=apart.context,
         plan=apart.plan if shares or apart.block_tile else None,
-        split=split,
+        split=SplitArguments.of(outer) if shares and not apart.plan.whole else None,
         loss_tiles=_loss_tiles(outer, apart, whole_logits=whole_logits),
         block_tile=apart.block_tile,
     )

@@ -1,19 +1,20 @@
 """Ranks that share a sequence: DeepSpeed's Ulysses and this harness beside one process, family by family.
 
-    python scripts/bench/context_parity.py [--ranks 2] [--families llama,mistral,...] [--packed]
+    python scripts/bench/context_parity.py [--ranks 2] [--families llama,mistral,...]
 
 Each family has a tiny random model in float32 with a window shorter than the sequence where it takes one. The gradients
 of the mean loss, summed over the ranks, are compared with those of transformers in one process: the Euclidean norm of
-the difference over that of the gradient. A family that is refused is reported with the reason.
+the difference over that of the gradient. A family that is refused is reported with the reason. Each is run with plain
+rows and with two documents in a row. Without --families it writes results/context_parity.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from report import RESULTS, write_report
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, logging
 
@@ -159,20 +161,25 @@ def row(family: str, packed: bool, size: int, program: str) -> str:
     return next(filter(None, refusals), None) or f"{off(outcome[1], whole):.1e}"
 
 
-def work(rank: int, size: int, meeting: str, families: list[str], packed: bool, program: str) -> None:
-    """Be one rank of one program."""
+def work(rank: int, size: int, folder: str, families: list[str], program: str) -> None:
+    """Be one rank of one program; rank 0 writes what it found to a file."""
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{program}", rank=rank, world_size=size)
     if program == "deepspeed":
         import deepspeed
 
         deepspeed.init_distributed("gloo", verbose=False, dist_init_required=False)
+    found = {}
     for family in families:
-        said = row(family, packed, size, program)
+        found[family] = {rows: row(family, rows == "packed", size, program) for rows in ("plain", "packed")}
         if rank == 0:
-            print(f"{program:<10} {family:<16} {said}", flush=True)
+            print(
+                f"{program:<10} {family:<16} {found[family]['plain']:<12} packed {found[family]['packed']}", flush=True
+            )
+    if rank == 0:
+        Path(folder, f"{program}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -180,14 +187,16 @@ def main() -> int:
     """Print a line a family and program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="that share a sequence (default: 2)")
-    parser.add_argument("--families", default=",".join(FAMILIES), help="model types, with commas")
-    parser.add_argument("--packed", action="store_true", help="two documents in a row")
-    parser.add_argument("--programs", default="deepspeed,harness", help="which of the two")
+    parser.add_argument("--families", help="model types, with commas (default: those of docs/long-context.md)")
     args = parser.parse_args()
-    for program in args.programs.split(","):
+    families = args.families.split(",") if args.families else [*FAMILIES]
+    found = {}
+    for program in ("deepspeed", "harness"):
         with tempfile.TemporaryDirectory() as folder:
-            start = partial(mp.spawn, nprocs=args.ranks)
-            start(work, (args.ranks, str(Path(folder) / "meet"), args.families.split(","), args.packed, program))
+            mp.spawn(work, (args.ranks, folder, families, program), nprocs=args.ranks)
+            found[program] = json.loads(Path(folder, f"{program}.json").read_text())
+    if not args.families:
+        write_report(RESULTS / "context_parity.json", {"ranks": args.ranks, **found}, what=str(__doc__))
     return 0
 
 

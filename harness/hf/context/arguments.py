@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from harness.hf.attention import on_any_device
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
 from harness.hf.layers.call import LayerInputs
@@ -36,7 +37,8 @@ class SplitArguments:
         runs = []
         for length in LENGTHS:
             ids = torch.zeros((BATCH, length), dtype=torch.long, device=outer.device)
-            runs.append([dict(_leaves(inputs)) for inputs in outer.make_inputs(Tokens(ids), torch.float32)])
+            with on_any_device(outer.model):
+                runs.append([dict(_leaves(inputs)) for inputs in outer.make_inputs(Tokens(ids), torch.float32)])
         return cls(tuple(_token_dims(*pair) for pair in zip(*runs, strict=True)))
 
     def split(
