@@ -14,15 +14,15 @@ from harness.arguments.themes.script import ScriptArguments
 
 HEAD = """# Every flag
 
-The flags of `scripts/train.py`. All but those of "Model and data" and "LoRA" are also the fields of
+These are the flags of `scripts/train.py`. Except for "Model and data" and "LoRA" they are also the fields of
 `harness.TrainingArguments`. A flag that contradicts the DeepSpeed JSON is an error that names both. Written by
 `python scripts/write_flags.py`.
 
-`--config FILE` takes flags from a YAML or JSON file, as `max_steps: 100`; flags of the command line win over it. The
-`run.json` of a run is such a file: `--config runs/mine/run.json --output_dir runs/again` repeats the run.
+`--config FILE` reads flags, such as `max_steps: 100`, from a YAML or JSON file; the command line overrides it.
+The `run.json` of a run is such a file: `--config runs/mine/run.json --output_dir runs/again` repeats the run.
 
-Dashes stand for underscores, and `--no_NAME` for `--NAME false`. Flags of HuggingFace's `TrainingArguments` and
-`run_clm.py` that are not listed are refused with the reason, or accepted where they ask for what is done anyway.
+Dashes equal underscores, and `--no_NAME` means `--NAME false`. Flags of HuggingFace's `TrainingArguments` and
+`run_clm.py` that are not listed are refused with the reason; they are accepted with values that would change nothing.
 """
 TABLES = (*groups(ScriptArguments), *groups(TrainingArguments), *groups(LoraArguments))
 

@@ -18,7 +18,7 @@ class CheckpointArguments(Flags):
     eval_strategy: str | None = flag(
         None,
         "evaluate every eval_steps steps, at the end of each epoch, or not at all (default: steps with eval_steps, "
-        "else at the end of the run alone)",
+        "else only at the end of the run)",
         choices=STRATEGIES,
     )
     eval_steps: int | None = flag(None, "steps between evaluations (default: logging_steps)", least=1)
@@ -30,18 +30,18 @@ class CheckpointArguments(Flags):
     save_steps: int = flag(500, "steps between checkpoints; the last step also saves one; 0: no checkpoints", least=0)
     save_seconds: float | None = flag(None, "also save when so many seconds have passed since the last checkpoint")
     save_total_limit: int | None = flag(
-        None, "number of newest checkpoints to keep, the best one counted and always kept (default: all)", least=1
+        None, "number of newest checkpoints to keep, the best one included and always kept (default: all)", least=1
     )
-    save_only_model: bool = flag(False, "save the model alone: smaller, but no run can go on from such a checkpoint")
+    save_only_model: bool = flag(False, "save only the model: smaller, but no run can resume such a checkpoint")
     load_best_model_at_end: bool = flag(False, "save each best evaluation, and end with the weights of the best one")
     metric_for_best_model: str | None = flag(
-        None, "metric of the evaluation that says which model is the best (default: loss)"
+        None, "evaluation metric that decides which model is the best (default: loss)"
     )
     greater_is_better: bool | None = flag(
         None, "whether a higher metric is better (default: unless its name is perplexity or ends with loss)"
     )
     early_stopping_patience: int | None = flag(
-        None, "stop after so many evaluations in a row that are not the best so far", least=1
+        None, "stop after so many evaluations in a row without a new best", least=1
     )
 
     @property

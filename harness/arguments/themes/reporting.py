@@ -29,24 +29,27 @@ class ReportingArguments(Flags):
         choices=("no", "steps", "epoch"),
     )
     logging_steps: int = flag(
-        10, "steps between log events; where it is given, output that is no terminal has a line for each", least=1
+        10, "steps between log events; if given, output other than a terminal gets a line for each", least=1
     )
     report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, comet, csv")
     run_name: str | None = flag(None, "name of the run in TensorBoard and W&B (default: run; the output_dir's name)")
 
     profile: int = flag(
         0,
-        "measure so many steps, after the first two: what each rank does when, layers, memory; in output_dir/profile, "
-        "for ds-harness report and ui.perfetto.dev",
+        "number of steps to profile, after the first two: timeline of each rank, layers, memory; written to "
+        "output_dir/profile for ds-harness report and ui.perfetto.dev",
         least=0,
     )
     sample_prompts: str | None = flag(
         None,
-        "continue the prompts of this file at each evaluation: a line each, or .jsonl with prompt or messages",
+        "file of prompts to continue at each evaluation: one a line, or .jsonl with prompt or messages",
         hf_only=True,
     )
     sample_tokens: int = flag(
-        64, "most tokens of a continuation; each costs a forward of all prompts", least=1, hf_only=True
+        64,
+        "largest number of tokens of a continuation; each costs a forward pass of all prompts",
+        least=1,
+        hf_only=True,
     )
 
     def reporters(self) -> list[str]:

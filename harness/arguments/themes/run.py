@@ -24,7 +24,7 @@ class RunArguments(Flags):
         None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path"
     )
     overwrite_output_dir: bool = flag(
-        False, "begin afresh in an output_dir that holds a run; its checkpoints get other names"
+        False, "start a new run in an output_dir that holds a run, whose checkpoints are renamed"
     )
     seed: int = flag(42, "seed of initial weights, sample order and dropout", least=0)
     nonfinite: str = flag(
@@ -35,7 +35,7 @@ class RunArguments(Flags):
     )
     hang_seconds: float = flag(
         30.0,
-        "end a run of several ranks if none makes progress in a step for so long, or for 5 steps; 0: wait for ever",
+        "end a run of several ranks if none makes progress in a step for so long, or for 5 steps; 0: never",
         least=0,
     )
     allow_ignored_keys: bool = flag(False, "run even if a key of the JSON looks like a misspelling of a known one")
@@ -47,7 +47,7 @@ class RunArguments(Flags):
     )
 
     skip_memory_check: bool = flag(
-        False, "start even if the model's states are expected not to fit into memory", hf_only=True
+        False, "start even if parameters, gradients and optimizer states may not fit into memory", hf_only=True
     )
 
     def check(self) -> None:

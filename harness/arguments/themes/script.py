@@ -34,19 +34,19 @@ class ScriptArguments(Flags):
         paths=True,
     )
     validation_file: tuple[str, ...] | None = flag(
-        None, "the same, for evaluation (default: with eval_steps a part of train_file is held out)", paths=True
+        None, "evaluation data, likewise (default: with eval_steps, a part of train_file is held out)", paths=True
     )
     validation_split_percentage: float | None = flag(
         None,
         "percentage of train_file to hold out for evaluation; below 1: a fraction (default: 5 with eval_steps)",
     )
-    do_train: bool | None = flag(None, "train (default: unless --do_eval stands alone)")
+    do_train: bool | None = flag(None, "train (default: yes, unless only --do_eval is given)")
     do_eval: bool = flag(
-        False, "evaluate, without a validation_file on a held-out part of train_file; alone: without training"
+        False, "evaluate on validation_file, or on a held-out part of train_file; given alone, do not train"
     )
 
     preview_samples: int = flag(
-        0, "print so many samples of train_file, the tokens in the loss between [[ and ]], and end without training"
+        0, "print so many samples of train_file, with the tokens in the loss between [[ and ]], and do not train"
     )
 
     @property

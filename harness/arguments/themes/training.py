@@ -32,7 +32,7 @@ class BatchArguments(Flags):
         None, "samples per step over all ranks, in every layout; sets the accumulation", least=1
     )
     shuffle_buffer_size: int = flag(
-        0, "samples of a stream that are read at once and shuffled; 0: they keep the order of the stream", least=0
+        0, "number of samples of a stream to read at once and shuffle; 0: keep the order of the stream", least=0
     )
     dataloader_num_workers: int = flag(
         0, "processes on each rank that read the next steps' samples ahead; 0: the rank reads them itself", least=0
@@ -108,7 +108,7 @@ class ModelArguments(Flags):
     bf16: bool = flag(False, "train in bfloat16")
     fp16: bool = flag(False, "train in float16 with loss scaling")
     tf32: bool | None = flag(
-        None, "on a GPU, products of float32 matrices in TF32: several times as fast, with 10 bits; default: off"
+        None, "on a GPU, multiply float32 matrices in TF32: several times as fast, 10 bits of mantissa; default: off"
     )
     attn_implementation: str | None = flag(
         None,
@@ -118,13 +118,13 @@ class ModelArguments(Flags):
     )
     use_liger_kernel: bool = flag(
         False,
-        "norms, feed-forward blocks and rotary embedding by the kernels of liger-kernel, where it is installed",
+        "use the kernels of liger-kernel (to be installed) for norms, feed-forward blocks and rotary embeddings",
         hf_only=True,
     )
     gradient_checkpointing: bool | None = flag(
         None,
-        "compute the activations of decoder layers again in the backward pass; default: as "
-        "pipeline.activation_checkpoint_interval says, which it overrides",
+        "recompute the activations of decoder layers in the backward pass; overrides "
+        "pipeline.activation_checkpoint_interval",
     )
     neftune_noise_alpha: float | None = flag(
         None,
@@ -134,7 +134,7 @@ class ModelArguments(Flags):
     )
     label_smoothing_factor: float = flag(
         0.0,
-        "share of the loss that is spread evenly over the vocabulary, from 0 to below 1; each rank then holds the "
+        "share of each target that is spread evenly over the vocabulary, from 0 to below 1; each rank then holds the "
         "logits of the whole vocabulary",
         least=0,
         hf_only=True,
@@ -164,7 +164,7 @@ class LayoutArguments(Flags):
     )
     expert_parallel_size: int | None = flag(
         None,
-        "ranks of a stage that divide the experts among them; overrides expert_parallel.autoep_size",
+        "ranks of a stage among which experts are divided; overrides expert_parallel.autoep_size",
         least=1,
         hf_only=True,
     )
@@ -176,6 +176,6 @@ class LayoutArguments(Flags):
     )
     rebalance_steps: int | None = flag(
         None,
-        "steps between comparisons of the pipeline's stages; layers move where that saves more than 5% of a step",
+        "steps between comparisons of the pipeline's stages; layers move if that saves more than 5% of a step",
         least=1,
     )
