@@ -1,7 +1,7 @@
 """What a DeepSpeed JSON may say, and what a run makes of it.
 
-`load` reads a file or preset, `check` says what is wrong with it, `resolve` fills in every "auto". Nothing
-here imports torch or deepspeed: a config is judged in milliseconds, before any process starts.
+`load` reads a file or preset, `check` reports what is wrong with it, `resolve` fills in every "auto". Nothing here
+imports torch or deepspeed, so a config is checked in milliseconds, before any process starts.
 """
 
 from harness.config.check import check, refusals

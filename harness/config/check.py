@@ -1,4 +1,4 @@
-"""Says everything that is wrong with a config, before any process starts."""
+"""Report everything that is wrong with a config, before any process starts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ def check(
     expert_parallel_size: int | None = None,
     context_parallel_size: int | None = None,
 ) -> list[Diagnostic]:
-    """All findings about a config, in the order of the file.
+    """Return all findings about a config, in the order of the file.
 
-    `world_size` is the number of ranks, `model` a preset's name or a directory with config.json, `target` the
-    program that will read the file; the sizes override the file's layout, as the arguments of a run do.
+    Args:
+        world_size: number of ranks.
+        model: a preset's name or a directory with config.json.
+        target: the program that will read the file.
+        pipeline_parallel_size: overrides the file's layout, as a run's argument does; likewise the other sizes.
+
     Raises UserError if the model's config cannot be read, or the model cannot be cut.
     """
     view = RunView(
@@ -45,7 +49,7 @@ def check(
 
 
 def known_shape(model: str | None, target: Target) -> ModelShape | None:
-    """Return the shape of a model that is given. Raises UserError where it cannot be read, or cannot be cut."""
+    """Return the shape of a model, if one is given. Raises UserError if it cannot be read, or cannot be cut."""
     shape = read_shape(model) if model is not None else None
     if shape is not None and target == "harness":
         require_every_layer(shape.layerdrop)
@@ -53,23 +57,22 @@ def known_shape(model: str | None, target: Target) -> ModelShape | None:
 
 
 def findings(view: RunView) -> list[Diagnostic]:
-    """Return what all rules find, in the order of the file."""
+    """Return the findings of all rules, in the order of the file."""
     found = [_diagnostic(view.document, rule, finding) for rule in RULES for finding in rule.check(view)]
     return sorted(found, key=lambda item: (item.line, item.column, item.severity.rank, item.code))
 
 
 def refusals(diagnostics: list[Diagnostic], *, allow_ignored_keys: bool = False) -> list[Diagnostic]:
-    """Return the findings that keep a run from starting: errors, and ignored keys that look like a real one's
-    misspelling.
+    """Return the findings that keep a run from starting: errors, and ignored keys that look like misspelt real ones.
 
-    Nobody wants a run at ZeRO stage 0 because of one letter; `allow_ignored_keys` lets such a key pass.
+    A misspelt key could make a run train at ZeRO stage 0 unnoticed; `allow_ignored_keys` lets such keys pass.
     """
     misspelt = () if allow_ignored_keys else ("DS101", "DS102")
     return [item for item in diagnostics if item.severity is Severity.ERROR or item.code in misspelt]
 
 
 def unsupported_on_cpu(config: Mapping[str, object]) -> list[Diagnostic]:
-    """Return what a CPU cannot run, as errors: what a check, which knows no device, gives as advice."""
+    """Return errors for features that a CPU lacks; a check, which does not know the device, only gives advice."""
     document = from_values(config)
     found = [
         _diagnostic(document, needs_an_accelerator, item) for item in needs_an_accelerator.check(RunView(document))
@@ -78,7 +81,7 @@ def unsupported_on_cpu(config: Mapping[str, object]) -> list[Diagnostic]:
 
 
 def _diagnostic(document: Document, rule: Rule, finding: Finding) -> Diagnostic:
-    """Return a finding with its place in the file."""
+    """Return a finding with its position in the file."""
     start, end = finding.span or document.span(finding.pointer, of_value=finding.on_value)
     line, column = document.line_column(start)
     stop = document.text.find("\n", start)

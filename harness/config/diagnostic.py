@@ -1,6 +1,6 @@
-"""A finding about a config: where, how grave, what is wrong, what to do, and what DeepSpeed does with it.
+"""A finding about a config: position, severity, what is wrong, what to do, and what DeepSpeed does with it.
 
-A finding is a plain value. Who prints it (text, JSON, annotations) is decided elsewhere.
+A finding is a plain value; `cli.render` prints it as text, JSON or annotations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from harness.errors import UserError
 
 
 class Severity(StrEnum):
-    """How grave a finding is; each level means one thing."""
+    """The severity of a finding."""
 
     ERROR = "error"  # DeepSpeed, or the program named as target, refuses the config
     WARNING = "warning"  # it runs, but not as it is written
@@ -21,13 +21,13 @@ class Severity(StrEnum):
 
     @property
     def rank(self) -> int:
-        """0 for an error, 1 for a warning, 2 for an info: the order in which findings matter."""
+        """0 for an error, 1 for a warning, 2 for an info: the most severe first."""
         return list(Severity).index(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edit:
-    """Replace `text[start:end]` by `new` (offsets in characters of the original text)."""
+    """A change of a text: `text[start:end]` becomes `new` (offsets in characters of the original text)."""
 
     start: int
     end: int
@@ -49,10 +49,10 @@ class Diagnostic:
     hint: str = ""
     deepspeed: str = ""
     edits: tuple[Edit, ...] = ()
-    is_safe: bool = True  # the edits leave the training as it is
+    is_safe: bool = True  # the edits do not change the training
 
     def __str__(self) -> str:
-        """`file:line:column: code message; hint`, the form of a finding that stands alone on a line."""
+        """Return the finding on one line: `file:line:column: code message; hint`."""
         place = f"{self.file}:{self.line}:{self.column}: " if self.file else ""
         return f"{place}{self.code} {self.message}" + (f"; {self.hint}" if self.hint else "")
 

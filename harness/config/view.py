@@ -1,6 +1,4 @@
-"""One config under examination: its values, the sizes of the run as far as they are known, and who will
-read it.
-"""
+"""The view of a config that rules get: its values, the sizes of the run as far as known, and the target program."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ COMMENT_MARKS = ("_", "$", "//", "#")
 
 @dataclass(frozen=True)
 class KeyOccurrence:
-    """A key as it stands in the file: its value, its schema (None if unknown), and the section it stands
-    in.
-    """
+    """A key in the file: its value, its schema (None if unknown), and its section."""
 
     pointer: str
     name: str
@@ -54,7 +50,7 @@ class KeyOccurrence:
 
 @dataclass(frozen=True)
 class RunView:
-    """What every rule is given."""
+    """The argument of every rule."""
 
     document: Document
     world_size: int | None = None
@@ -65,7 +61,7 @@ class RunView:
     ep_override: int | None = None
     cp_override: int | None = None
     arguments: AutoValues | None = None  # of the run, where there is one
-    filled: Mapping[str, object] | None = None  # the file with the arguments in the place of "auto"
+    filled: Mapping[str, object] | None = None  # the file with the arguments in place of "auto"
 
     @property
     def data(self) -> Mapping[str, object]:
@@ -77,31 +73,31 @@ class RunView:
         return lookup(self.data, pointer)
 
     def as_read(self, pointer: str) -> object:
-        """Return the value at a pointer as DeepSpeed has it: converted where it converts."""
+        """Return the value at a pointer after DeepSpeed's conversion."""
         return lookup(self.data_as_read, pointer)
 
     @cached_property
     def data_as_read(self) -> JsonObject:
-        """The config as DeepSpeed has it: converted where it converts."""
+        """The config after DeepSpeed's conversion of values."""
         return as_read(self.data)
 
     @cached_property
     def file_as_read(self) -> JsonObject:
-        """The same of the file alone, before the arguments take the place of "auto"."""
+        """The same for the file alone, before arguments replace "auto"."""
         return as_read(self.document.data)
 
     def in_file(self, pointer: str) -> object:
-        """Return what the file says at a pointer, as DeepSpeed reads it; None if it is absent."""
+        """Return the file's value at a pointer, as DeepSpeed reads it; None if it is absent."""
         return lookup(self.file_as_read, pointer)
 
     def has(self, pointer: str) -> bool:
-        """Whether a key stands in the file, whatever its value."""
+        """Whether the file has a key, whatever its value."""
         section, name = pointer.rsplit("/", 1)
         parent = lookup(self.data, section) if section else self.data
         return isinstance(parent, dict) and name in parent
 
     def on(self, pointer: str) -> bool:
-        """Whether a switch is on as DeepSpeed's lenient reader has it."""
+        """Whether a switch is on for DeepSpeed's lenient reader."""
         return as_bool(self.get(pointer)) is True
 
     def section(self, pointer: str) -> JsonObject:
@@ -111,14 +107,14 @@ class RunView:
 
     @cached_property
     def visits(self) -> tuple[KeyOccurrence, ...]:
-        """Every key of the file, parents first."""
+        """Yield every key of the file, parents first."""
         visits = _walk(self.document.data, schema.root(), "")
         shadowed = self.document.data.get("bf16") is not None  # then DeepSpeed does not look at the old name
         return tuple(visit for visit in visits if not (shadowed and visit.parent == "/bfloat16"))
 
     @cached_property
     def zero_stage(self) -> int | None:
-        """The stage that DeepSpeed will run; None if it cannot be known."""
+        """The ZeRO stage that DeepSpeed will run; None if it is not known."""
         if "stage" not in self.section("/zero_optimization"):
             return int(self.get("/zero_optimization") is True)
         stage = self.as_read("/zero_optimization/stage")
@@ -131,18 +127,18 @@ class RunView:
 
     @cached_property
     def pp_size(self) -> int:
-        """Pipeline stages that the config, or an argument in its place, asks for."""
+        """Number of pipeline stages, from the config or an argument."""
         return self.pp_override or self.size("/pipeline/stages") or 1
 
     @cached_property
     def chunks(self) -> ModelChunks:
-        """The model chunks by which the schedule cuts it, for the harness."""
+        """The model chunks of the schedule under the harness."""
         schedule = schedule_name(self.get("/pipeline/schedule")) if self.target == "harness" else None
         return model_chunks(self.pp_size, schedule or DEEPSPEED_1F1B, self.size("/pipeline/parts_per_stage"))
 
     @cached_property
     def tp_size(self) -> int:
-        """Tensor-parallel ranks that the config, or an argument in its place, asks for."""
+        """Number of tensor-parallel ranks, from the config or an argument."""
         return self.tp_override or self.size("/tensor_parallel/autotp_size") or 1
 
     @cached_property
@@ -152,7 +148,7 @@ class RunView:
 
     @property
     def compile_backend(self) -> str | None:
-        """The backend of torch.compile by which decoder layers are compiled; None if they are not."""
+        """The backend of torch.compile for decoder layers; None if they are not compiled."""
         if not self.on("/compile/enabled"):
             return None
         named = self.get("/compile/backend")
@@ -160,42 +156,41 @@ class RunView:
 
     @cached_property
     def gradient_bits(self) -> int | None:
-        """Bits in which the config sends gradients between data-parallel ranks: 8, 4, 0 (as they are), None for
-        "auto"."""
+        """Bits of gradients sent between data-parallel ranks: 8, 4, 0 (uncompressed), or None for "auto"."""
         asked = self.get(GRADIENT_BITS) if self.target == "harness" else None
         return None if asked == AUTO else whole(asked) or 0
 
     @cached_property
     def ep_size(self) -> int:
-        """Ranks over which the config, or an argument in its place, spreads whole experts."""
+        """Number of ranks among which whole experts are dealt, from the config or an argument."""
         asked = self.size("/expert_parallel/autoep_size") if self.on("/expert_parallel/enabled") else None
         return self.ep_override or asked or 1
 
     @property
     def token_pieces(self) -> int:
-        """In how many pieces the tokens of a layer travel to the ranks of their experts."""
+        """Number of pieces in which the tokens of a layer are sent to the ranks of their experts."""
         return self.size(TOKEN_PIECES) or 1
 
     @property
     def exchanges_tokens(self) -> bool:
-        """Whether data-parallel ranks hold different experts, so that tokens travel between them."""
+        """Whether data-parallel ranks hold different experts, so that they send tokens to each other."""
         return self.target == "harness" and self.ep_size > self.tp_size
 
     @cached_property
     def cp_size(self) -> int:
-        """Data ranks that the config, or an argument in its place, has share each sequence."""
+        """Number of data-parallel ranks that share each sequence, from the config or an argument."""
         if self.target != "harness":
             return self.size(DEEPSPEED_CONTEXT) or 1
         return self.cp_override or self.size(CONTEXT) or self.size(DEEPSPEED_CONTEXT) or 1
 
     @cached_property
     def readers(self) -> int | None:
-        """Data-parallel ranks that read different samples; None if the number of ranks is unknown or does not fit."""
+        """Number of data-parallel ranks that read different samples; None if the ranks are unknown or do not fit."""
         return None if self.dp_size is None or self.dp_size % self.cp_size else self.dp_size // self.cp_size
 
     @cached_property
     def dp_size(self) -> int | None:
-        """Data-parallel ranks, context ranks among them; None if the number of ranks is unknown or does not fit.
+        """Number of data-parallel ranks, including context ranks; None if the ranks are unknown or do not fit.
 
         Without the harness DeepSpeed counts every rank as data-parallel.
         """
@@ -206,7 +201,7 @@ class RunView:
 
     @cached_property
     def precision(self) -> str:
-        """fp32, bf16 or fp16, as far as the file says it."""
+        """fp32, bf16 or fp16, as far as the file sets it."""
         bf16 = self.on(f"/{self.bf16_section}/enabled")
         return "bf16" if bf16 else "fp16" if self.on("/fp16/enabled") else "fp32"
 
@@ -217,7 +212,7 @@ class RunView:
 
 
 def is_comment(name: str) -> bool:
-    """Whether a key is there for people only."""
+    """Whether a key is a comment for people."""
     return name.startswith(COMMENT_MARKS) or "comment" in name.lower()
 
 

@@ -1,1 +1,1 @@
-"""HuggingFace decoders as lists of pipeline layers; `plans/` and `presets/` hold data, the code names no family."""
+"""HuggingFace decoders as lists of pipeline layers. The code names no family; `models/plans/` has data of families."""

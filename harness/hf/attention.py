@@ -22,9 +22,9 @@ FLEX_DEVICES = ("cuda", "xpu")
 
 
 def with_attention(config: PretrainedConfig, wanted: str | None) -> PretrainedConfig:
-    """`config`, or a copy of it, that asks for the `wanted` implementation, or for its own where that is None.
+    """Return `config`, or a copy of it, that asks for the `wanted` implementation, or for its own if that is None.
 
-    Whether the model has it is seen when it is built.
+    Whether the model has the implementation turns out only when it is built.
     """
     if wanted is not None:
         config = copy.deepcopy(config)
@@ -39,7 +39,7 @@ def attention_of(config: PretrainedConfig) -> str | None:
 
 
 def choose_attention(config: PretrainedConfig, name: str | None) -> None:
-    """Let a config ask for an implementation; None for transformers' default."""
+    """Set the implementation that a config asks for; None for transformers' default."""
     config._attn_implementation = name  # noqa: SLF001  # transformers has no public name for it
 
 

@@ -1,4 +1,4 @@
-"""A causal language model made ready for a layout: its pipeline layers, what they cost, how its loss is taken.
+"""Prepare a causal language model for a layout: its pipeline layers, their costs, and the form of its logits.
 
 Read `assemble` first: it plans the tensor-parallel cut, opens the weights, runs the model's forward without its layers,
 and lists the pipeline layers.
@@ -108,9 +108,9 @@ class _Weights:
 
 
 def _weights(modules: list[nn.Module], experts: int, chosen: int) -> _Weights:
-    """Count the parameters by what is done with them: matrices multiply, tables are looked up, vectors scale.
+    """Count the parameters by their use: in matrix products, in look-ups, and in elementwise operations.
 
-    Of matrices that stand for `experts` experts, which are one tensor, a token meets the `chosen` ones.
+    Of a tensor with the matrices of `experts` experts, only `chosen` ones count, as a token is sent to those only.
     """
     tables = [child for module in modules for child in module.modules() if isinstance(child, nn.Embedding)]
     looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
@@ -127,7 +127,7 @@ def _weights(modules: list[nn.Module], experts: int, chosen: int) -> _Weights:
 
 
 def _attention_width(config: PretrainedConfig, index: int) -> int:
-    """Return attention heads x head size of decoder layer `index`, as far as the config says."""
+    """Return attention heads x head size of decoder layer `index`, as far as the config has them."""
     text = config.get_text_config(decoder=True)
     layers = getattr(text, "per_layer_config", None) if hasattr(text, "num_hidden_layers") else None
     text = layers[index] if layers and index < len(layers) else text
@@ -137,11 +137,11 @@ def _attention_width(config: PretrainedConfig, index: int) -> int:
 
 
 def dtypes_in_16_bits(model: PreTrainedModel, dtype: torch.dtype) -> tuple[frozenset[str], dict[str, torch.dtype]]:
-    """Return the names of the parameters that `from_pretrained(dtype=dtype)` leaves in float32, and the dtypes that it
-    gives floating buffers, by their names.
+    """Return the names of parameters that `from_pretrained(dtype=dtype)` keeps in float32, and name -> dtype of
+    buffers.
 
-    They are those that the model's constructor gives them where `dtype` is the default, but for parameters and saved
-    buffers that the class of the model keeps in float32.
+    Both are found by constructing the model with `dtype` as the default, except for parameters and saved buffers that
+    the model's class declares to keep in float32.
     """
     if dtype == torch.float32:
         return frozenset(), {}
@@ -173,15 +173,15 @@ class CausalModel:
 
     Attributes:
         layers: the pipeline layers, to be built stage by stage.
-        source: where the model comes from, its config as it was read.
+        source: the model's config and weights, as they were read.
         outer: the model's forward around its layers.
         vocab_size: number of logits, without padding.
         local_logits: whether the epilogue returns only this rank's part of the vocabulary.
-        form: how it is written as a HuggingFace checkpoint.
-        unequal: names, with * for numbers, of parameters of which some tensor-parallel ranks hold more than others.
-        router: takes the routers' logits for the model's own router loss; the epilogue then returns
+        form: how the model is written as a HuggingFace checkpoint.
+        unequal: names, with * for numbers, of parameters of which tensor-parallel ranks hold shares of unequal size.
+        router: collects the routers' logits for the model's own router loss; the epilogue then returns
             (logits, router loss).
-        in_fp32: names of the parameters that the family keeps in float32 in a model of 16 bits.
+        in_fp32: names of the parameters that the family keeps in float32 in a 16-bit model.
         shares_sequence: whether each tensor-parallel rank has a share of the tokens between the layers.
         apart: how some tokens are computed without the others.
         loss_tiles: lets the epilogue compute the loss in tiles; None where it gives logits.
@@ -211,9 +211,9 @@ class CausalModel:
         return ["Prologue", *(type(layer).__name__ for layer in self.outer.layers), "Epilogue"]
 
     def parameter_counts(self, *, trained: bool = False) -> list[int]:
-        """Return the number of parameters (with `trained`, of trained ones) of each pipeline layer.
+        """Return the number of parameters (with `trained`, only trained ones) of each pipeline layer.
 
-        A tied one is counted in both of its places.
+        A tied parameter counts in each of its layers.
         """
         return [
             sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad or not trained)
@@ -221,12 +221,12 @@ class CausalModel:
         ]
 
     def size(self, *, trained: bool = False) -> int:
-        """Return the number of parameters (with `trained`, of trained ones) of the model, each counted once."""
+        """Return the number of parameters (with `trained`, only trained ones) of the model; tied ones count once."""
         parameters = {id(p): p for modules in self._modules() for module in modules for p in module.parameters()}
         return sum(p.numel() for p in parameters.values() if p.requires_grad or not trained)
 
     def costs(self, sequence_length: int, checkpointed: bool) -> list[LayerCost]:
-        """Return what each pipeline layer costs to compute; a tied head multiplies like one of its own."""
+        """Return the cost of each pipeline layer; a tied head costs as much as an untied one."""
         return layer_costs(self._modules(), self.source.config, self.vocab_size, sequence_length, checkpointed)
 
     def _modules(self) -> list[list[nn.Module]]:
@@ -256,22 +256,24 @@ def assemble(
     sequence_parallel: bool = False,
     apart: TokensApart = TOGETHER,
 ) -> CausalModel:
-    """Prepare the model that `source` names for this rank; UserError for one that cannot be cut as asked.
+    """Prepare the model of `source` for this rank.
 
     Args:
-        tensor: this rank and its tensor-parallel group.
-        device, dtype: of the parameters that will be built.
-        seed: of initial weights, where the source has none.
-        finish: called with each layer once its weights are there (ZeRO-3 partitions them).
-        experts: the neighbours on the data axis that hold other whole experts; None: each rank has a part of all.
+        tensor: this rank's place in its tensor-parallel group.
+        device, dtype: device and dtype of the parameters that will be built.
+        seed: seed of initial weights, if the source has none.
+        finish: called with each layer once it has its weights (ZeRO-3 partitions them).
+        experts: the data-parallel neighbours that hold other whole experts; None: each rank has a part of all experts.
         adaptation: adapters that are trained instead of the weights.
-        router_loss: whether to add the model's own loss of its routers.
-        part: what `finish` keeps of a parameter (ZeRO-3); only that is read or initialised.
+        router_loss: whether to add the model's own router loss.
+        part: the part of a parameter that `finish` keeps (ZeRO-3); only that is read or initialised.
         whole_logits: whether each rank computes all logits.
-        keep_fp32: whether what the family keeps in float32 stays so.
-        noise_alpha: of NEFTune's noise on the embeddings.
+        keep_fp32: whether to keep those parameters in float32 that the family keeps so.
+        noise_alpha: scale of NEFTune's noise on the embeddings.
         sequence_parallel: whether tensor-parallel ranks share the tokens between the layers.
         apart: how some tokens are computed without the others.
+
+    Raises UserError for a model that cannot be cut as asked.
     """
     model = source.skeleton()
     plan = _plan(source, model, tensor, experts)
@@ -321,7 +323,7 @@ def assemble(
 
 
 def _cast_buffers(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give the buffers that stay outside of pipeline layers, as tables of positions, the dtypes of these names."""
+    """Cast the buffers outside of pipeline layers, such as tables of positions, to the dtypes given by name."""
     for path, module in model.named_modules():
         for key, buffer in list(module.named_buffers(recurse=False)):
             kind = dtypes.get(f"{path}.{key}" if path else key, buffer.dtype)
@@ -332,7 +334,7 @@ def _cast_buffers(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> 
 def _examine(
     source: ModelSource, model: PreTrainedModel, device: torch.device, router_loss: bool
 ) -> tuple[OuterForward, RouterCapture | None]:
-    """Run the model's forward without its layers; return it, and what takes its routers' logits if `router_loss`."""
+    """Run the model's forward without its layers; return it, and a capture of its routers' logits if `router_loss`."""
     # before `OuterForward`, which puts a placeholder in the place of the head
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
     with on_any_device(model):  # flash-attention runs neither in fp32 nor on meta, where the forward is examined
@@ -400,7 +402,7 @@ def _shared_sequence(outer: OuterForward, tensor: TensorParallel | None, apart: 
 
 
 def _require_all_held(outer: OuterForward, form: CheckpointFormat) -> None:
-    """Raise UserError for a tensor that is saved with the model and that no pipeline layer would hold."""
+    """Raise UserError for a tensor that is saved with the model but belongs to no pipeline layer."""
     modules = {**outer.prologue, **dict(zip(outer.layer_names, outer.layers, strict=True)), **outer.epilogue}
     held = {f"{name}.{key}".lstrip(".") for name, module in modules.items() for key in module.state_dict()}
     leaves = (leaf for lazy in form.tensors.values() for leaf in lazy.leaves())
@@ -420,7 +422,7 @@ def _cut(
     local_logits: bool,
     layer: nn.Module,
 ) -> None:
-    """Cut a layer as the plan says, and have its experts run where their share is aligned."""
+    """Cut a layer by the plan, and have experts that grouped products cannot take run one by one."""
     if plan is not None:
         text = config.get_text_config(decoder=True)
         cut_with_adapters(layer, plan, tensor, text, local_logits=local_logits, neighbours=neighbours)
@@ -428,10 +430,9 @@ def _cut(
 
 
 def require_cut(source: ModelSource, tp_size: int, ep_size: int) -> None:
-    """Raise UserError for a model that, by its config alone, cannot be cut over so many tensor-parallel ranks, its
-    experts dealt among `ep_size` ranks where that is not 1.
+    """Raise UserError for a model that, by its config alone, cannot be cut for `tp_size` and `ep_size` ranks.
 
-    `assemble` finds the same, and more, once there is data; this takes a second at most.
+    `assemble` finds the same and more, but only after the data has been prepared; this takes a second at most.
     """
     if tp_size == 1 and ep_size == 1:
         return
@@ -445,9 +446,9 @@ def require_cut(source: ModelSource, tp_size: int, ep_size: int) -> None:
 def _weight_source(
     source: ModelSource, model: PreTrainedModel, seed: int, part: Zero3Partition | None
 ) -> tuple[WeightSource, CheckpointFormat]:
-    """Return where the weights come from, and the form in which they are written in the end.
+    """Return the source of the weights, and the form in which they are written at the end.
 
-    What the config ties and the checkpoint stores separately is untied in the skeleton.
+    Parameters that the config ties but the checkpoint stores with different values are untied in the skeleton.
     """
     initialiser = Initialiser(model=model, seed=seed, part=part)
     if source.weights is None:
@@ -466,8 +467,7 @@ def _weight_source(
 def _plan(
     source: ModelSource, model: PreTrainedModel, tensor: TensorParallel, experts: Neighbours | None
 ) -> Plan | None:
-    """Return how the ranks share the model, None where they do not; UserError for modules that no plan of its family
-    names."""
+    """Return the plan by which ranks share the model; None if they do not. Raises UserError if the family has none."""
     if tensor.size == 1 and (experts is None or experts.place.size == 1):
         return None
     built = model if source.model is None else build_skeleton(source.config)
@@ -482,10 +482,10 @@ def _plan(
 
 
 def _logits_may_be_local(outer: OuterForward, plan: Plan | None, vocab_size: int, size: int) -> bool:
-    """Return whether what the model does with its head's output (scaling, soft-capping) can be done part by part.
+    """Return whether the operations after the head (scaling, soft-capping) can be applied to a part of the vocabulary.
 
-    Only then may the logits stay local. It is tried on random numbers: a part of the result for all of them must be
-    the result for that part.
+    Only then may a rank keep its part of the logits. It is tried on random numbers: the result for a part must be that
+    part of the result for all.
     """
     head: nn.Module | None = None if plan is None else outer.epilogue.get(plan.head or "")
     if plan is None or plan.head is None or not plan.splits_head or head is None:

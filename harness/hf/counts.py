@@ -1,7 +1,7 @@
 """Count the parameters of a decoder on the model itself, built on the meta device, where it takes no memory.
 
-`python -m harness.hf.counts` reads a config.json from standard input and prints the counts as JSON, beside the config
-with all defaults of its family: so `ds-harness plan` gets them without importing torch.
+`python -m harness.hf.counts` reads a config.json from standard input and prints as JSON the counts, and the config with
+all defaults of its family. `ds-harness plan` runs it as a process, so that it need not import torch itself.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ USUAL_NAMES = (
 
 
 def parameter_counts(model: PreTrainedModel) -> ParameterCounts:
-    """Return the counts of a model on any device. UserError where it has no list of decoder layers.
+    """Return the counts of a model on any device. Raises UserError if it has no list of decoder layers.
 
-    A parameter that several layers share counts where it comes first.
+    A parameter that several layers share counts in the first of them.
     """
     text = model.config.get_text_config(decoder=True).to_dict()
     seen: set[int] = set()
@@ -60,14 +60,14 @@ def _layer_counts(layer: nn.Module, text: Mapping[str, Any], seen: set[int]) -> 
 
 
 def _routed(layer: nn.Module, sizes: set[int]) -> set[int]:
-    """Return the ids of parameters of routed experts: in tensors with one row for each, or in lists as long."""
+    """Return the ids of parameters of routed experts: tensors with one row per expert, or lists of that length."""
     tensors = {id(p) for p in layer.parameters() if p.dim() == 3 and len(p) > 1 and len(p) in sizes}
     lists = [m for m in layer.modules() if isinstance(m, nn.ModuleList) and len(m) > 1 and len(m) in sizes]
     return tensors | {id(p) for one in lists for p in one.parameters()}
 
 
 def read_config(content: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the text decoder's config of a config.json's content. UserError for what transformers cannot read."""
+    """Return the text decoder's config from a config.json's content. Raises UserError if it cannot be read."""
     try:
         with tempfile.TemporaryDirectory() as folder:  # a reader of files alone knows how infinity is written in them
             (Path(folder) / "config.json").write_text(json.dumps(content), encoding="utf-8")
@@ -79,7 +79,7 @@ def read_config(content: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def main() -> int:
-    """Print the counts of the config.json on standard input; the reason and exit 1 where there are none."""
+    """Print the counts of the config.json on standard input; if there are none, print the reason and exit with 1."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     try:
@@ -92,8 +92,10 @@ def main() -> int:
 
 
 def counted(content: Mapping[str, Any]) -> tuple[JsonObject, ParameterCounts]:
-    """Return a config.json's content with all defaults, its sizes also by the names that most families have, and the
-    counts of its model. UserError where transformers does not build it."""
+    """Return a config.json's content with all defaults, and the counts of its model.
+
+    Sizes are added also under the names that most families use. Raises UserError if transformers does not build it.
+    """
     config = read_config(content)
     return _with_usual_names(config), parameter_counts(build_skeleton(config))
 

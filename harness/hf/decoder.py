@@ -43,9 +43,9 @@ from harness.parallel.values import Value
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingNoise:
-    """A forward hook of the token embedding.
+    """A forward hook of the token embedding that adds NEFTune's noise.
 
-    Its numbers come from the draws of the layer that it runs in, so they are the same in every layout.
+    It draws within the prologue, with keyed draws, so the noise is the same in every layout.
 
     Attributes:
         module: name of the embedding in the model.
@@ -64,7 +64,7 @@ class EmbeddingNoise:
 
 
 def embedding_noise(model: PreTrainedModel, alpha: float | None) -> EmbeddingNoise | None:
-    """Return the noise for a model, None without `alpha`. UserError if its embedding cannot be found."""
+    """Return the noise for a model; None without `alpha`. Raises UserError if its embedding cannot be found."""
     if not alpha:
         return None
     try:
@@ -79,17 +79,17 @@ def embedding_noise(model: PreTrainedModel, alpha: float | None) -> EmbeddingNoi
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """What every pipeline layer of a model is built with.
+    """Everything that a pipeline layer of a model is built with.
 
     Attributes:
         outer: the model's forward around its layers.
         cut: cuts a layer's modules, on meta, for this tensor-parallel rank.
         source: fills the weights.
-        device, dtype: of the parameters.
-        finish: called with each layer once its weights are in place (ZeRO-3 partitions them there).
-        capture: takes router logits out of the layers; the epilogue then returns (logits, router loss).
-        kept: names of the parameters that stay in float32 whatever `dtype`.
-        buffers: dtypes of floating buffers.
+        device, dtype: device and dtype of the parameters.
+        finish: called with each layer once it has its weights (ZeRO-3 partitions them there).
+        capture: collects router logits from the layers; the epilogue then returns (logits, router loss).
+        kept: names of the parameters that stay in float32, whatever `dtype`.
+        buffers: name -> dtype of floating buffers.
         noise: added to the token embeddings in training.
         sequence: how ranks share the hidden state between the layers; None: each has all of it.
         context: this rank among the context ranks, if there are any; its logits are those of its stretch.
@@ -118,7 +118,7 @@ class Blueprint:
 
     @property
     def schema(self) -> PayloadSpec:
-        """What layers pass on: what the model's forward needs, and router logits."""
+        """The tensors that layers pass on: those that the model's forward needs, and router logits."""
         schema, depth, capture = self.outer.schema, len(self.outer.layers), self.capture
         if capture is not None:
             for index in sorted(capture.layers):
@@ -131,7 +131,7 @@ class ModelLayer(nn.Module):
 
     Args:
         modules: name in the model -> module on meta.
-        leaves: returns the names of the modules that ZeRO-3 must gather as one; called under ZeRO-3 alone.
+        leaves: returns the names of the modules that ZeRO-3 must gather as one; called only under ZeRO-3.
     """
 
     recompute = False
@@ -156,14 +156,14 @@ class ModelLayer(nn.Module):
         self.sequence = blueprint.sequence
 
     def compiled_parts(self) -> Sequence[nn.Module]:
-        """Return the modules that torch.compile compiles, each by itself."""
+        """Return the modules that torch.compile compiles separately."""
         return ()
 
 
 class Prologue(ModelLayer):
     """Token ids [batch, sequence], or a tuple of token ids and position ids -> hidden state [batch, sequence, width].
 
-    The output holds the hidden state and what else later layers need (`forward/payload.py`), as does each layer's.
+    The output, like that of every layer, also has the other tensors that later layers need (`forward/payload.py`).
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -281,7 +281,7 @@ class DecoderLayer(ModelLayer):
         expect_shapes(lambda: self.outer.facts.drawn_shapes(self.index, inputs, whole), shares, tokens)
 
     def _run(self, payload: StagePayload, hidden: Tensor, inputs: LayerInputs) -> StagePayload:
-        """Run the layer; return what it passes on."""
+        """Run the layer; return the payload for the next layer."""
         layer = self.get_submodule(self.name)
         if self.capture is None:
             output = inputs.apply(layer, hidden)
@@ -369,9 +369,9 @@ def decoder_layers(blueprint: Blueprint) -> list[LayerSpec]:
 
 
 def unequal_shares(outer: OuterForward, cut: Callable[[nn.Module], None]) -> frozenset[str]:
-    """Return the names, with * for numbers, of parameters of which `cut` gives some ranks more than others.
+    """Return the names, with * for numbers, of parameters that `cut` divides into shares of unequal size.
 
-    One layer of each kind is cut, on meta.
+    To find out, one layer of each kind is cut on meta.
 
     Raises:
         UserError: a layer cannot be cut.
@@ -401,7 +401,7 @@ def find_ties(outer: OuterForward) -> list[Tie]:
     """Return the parameters that two or more pipeline layers share (a tied head, a shared block).
 
     Raises:
-        UserError: a layer shares one parameter with one layer, another with another: DeepSpeed ties a layer once.
+        UserError: a layer shares different parameters with different layers, but DeepSpeed ties a layer only once.
     """
     places: dict[int, dict[int, str]] = {}  # a parameter's id -> pipeline layer -> its name there
     layers = [{name: layer} for name, layer in zip(outer.layer_names, outer.layers, strict=True)]
@@ -423,7 +423,7 @@ def find_ties(outer: OuterForward) -> list[Tie]:
 
 
 def _leaves(outer: OuterForward, index: int, tiled: Collection[str]) -> list[str]:
-    """Return the names in the model of what ZeRO-3 must gather as one in decoder layer `index`, `tiled` blocks too."""
+    """Return the names of the modules that ZeRO-3 must gather as one in decoder layer `index`, also `tiled` blocks."""
     found = {name for name in outer.facts.zero3_leaves(index) if not any(name.startswith(f"{b}.") for b in tiled)}
     if "" not in found:  # the layer itself
         found |= set(tiled)

@@ -1,10 +1,11 @@
 """Norms and rotary embeddings in fewer passes over memory than models of transformers make, with the same results.
 
-transformers writes both in single operations, as of a norm: square, mean, root, product, product. Each reads and writes
-a whole hidden state, and autograd runs two or three more for each in the backward pass. Here a norm reads the hidden
-state twice forwards, and a rotation changes each half of a head in one operation. What is replaced reads word for word
-as the code that `fused.json` names, which most families share, and is in float32: numbers of 16 bits would be rounded
-otherwise than in transformers. Anything else computes as before.
+transformers writes both as single operations; a norm is square, mean, root, product, product. Each reads and writes a
+whole hidden state, and autograd runs two or three more for each in the backward pass. Here the forward of a norm reads
+the hidden state twice, and a rotation changes each half of a head in one operation.
+
+Code is replaced only if it reads word for word as the code that `fused.json` names, which most families share, and only
+in float32: 16-bit numbers would be rounded differently than in transformers. All other code runs unchanged.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from torch.autograd.function import once_differentiable
 from harness.parallel.comm import Context, apply
 
 REPLACED: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-"""Code of transformers, as `module:name`, by what it does."""
+"""Purpose -> code of transformers, as `module:name`."""
 ROTATION, HALF = (REPLACED[key].rpartition(":")[2] for key in ("rotation", "half"))
 
 
 def fuse(layer: nn.Module) -> None:
-    """Let the RMS norms of a layer compute by `rms_norm`, and its attention rotate by `rotated`.
+    """Have the RMS norms of a layer compute by `rms_norm`, and its attention rotate by `rotated`.
 
-    Other models of the same family in this process compute as before.
+    Other models of the same family in this process are not changed.
     """
     for module in layer.modules():
         if "forward" in vars(module):
@@ -55,13 +56,15 @@ def with_globals(function: FunctionType, values: Mapping[str, object]) -> Functi
 
 
 def reads_globals(function: object, names: Iterable[str]) -> TypeGuard[FunctionType]:
-    """Whether a plain function's own code reads one of these globals; one in a decorator is not looked into."""
+    """Whether a plain function's own code reads one of these globals; decorators are not looked into."""
     return isinstance(function, FunctionType) and not set(names).isdisjoint(function.__code__.co_names)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return `hidden` (..., n) divided by the root of its mean square, times `weight` (n), in float32 all (Zhang &
-    Sennrich 2019, arXiv 1910.07467)."""
+    """Return `hidden` (..., n) divided by the root of its mean square, times `weight` (n), all in float32.
+
+    Source: Zhang and Sennrich 2019, arXiv 1910.07467.
+    """
     return apply(_RMSNorm, hidden, weight, epsilon)
 
 
@@ -131,7 +134,7 @@ def _normalised(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _fused_rotation(forward: FunctionType) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return what rotates in place of the function that `forward` calls; None where that is another computation."""
+    """Return a replacement of the rotation that `forward` calls; None if that is another computation."""
     plain: Any = forward.__globals__.get(ROTATION)
     half = getattr(plain, "__globals__", {}).get(HALF)
     return _fused(plain) if _reads_as(plain, "rotation") and _reads_as(half, "half") else None
@@ -153,7 +156,7 @@ def _fused(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[T
 
 @cache
 def _reads_as(function: object, replaced: str) -> bool:
-    """Whether a function's code is that which is replaced, but for its comments and types."""
+    """Whether a function has the code that is replaced, except for comments and types."""
     return function is not None and (found := _code(function)) is not None and found == _code_of(replaced)
 
 

@@ -1,8 +1,8 @@
-"""Kernels of the package liger-kernel in a model's norms, dense feed-forward blocks and rotary embedding.
+"""Use kernels of the package liger-kernel in a model's norms, dense feed-forward blocks and rotary embedding.
 
-Liger knows for each family which modules it can compute, and how. It changes a copy of the model without weights; what
-changed there is then done to the layers that a rank builds. So the layers may be cut, and no other model of the process
-is changed.
+Liger knows for each family which modules it can compute, and how. It changes a copy of the model without weights; the
+changes found there are then made to the layers that a rank builds. So layers may be cut, and no other model of the
+process is changed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from harness.topology.env import inherited
 
 FLAG = "--use_liger_kernel"
 NOT_THE_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-"""Of what Liger computes: the loss is the harness's own, in every layout."""
+"""Options of Liger that leave out its loss: the harness computes the loss itself, in every layout."""
 
 
 @dataclass(frozen=True)
 class FusedModule:
-    """How a module computes: the forward it is given, and what that reads of the module."""
+    """A change to a module: its new forward, and the attributes that this reads."""
 
     forward: Callable[..., Any]
     attributes: Mapping[str, object]
 
     def put_into(self, module: nn.Module) -> None:
-        """Let the module compute so."""
+        """Make the change to a module."""
         for name, value in self.attributes.items():
             setattr(module, name, value)
         module.forward = MethodType(self.forward, module)
@@ -46,21 +46,21 @@ class FusedModule:
 
 @dataclass(frozen=True)
 class LigerKernels:
-    """What Liger computes of a model, by the names of its modules."""
+    """The changes that Liger makes to a model, by the names of its modules."""
 
     modules: Mapping[str, FusedModule]
 
     def put_into(self, layer: nn.Module) -> None:
-        """Let the modules of a layer, which have their names in the model, compute by Liger's kernels."""
+        """Make the changes to the modules of a pipeline layer, which have their names in the model."""
         for name, module in layer.named_modules():
             if name in self.modules:
                 self.modules[name].put_into(module)
 
 
 def liger_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernels:
-    """Return what Liger computes of the model of `config`.
+    """Return the changes that Liger makes to the model of `config`.
 
-    UserError where its package or a GPU is missing, and for a family that it does not know.
+    Raises UserError if its package or a GPU is missing, and for a family that it does not know.
     """
     has_device = device.type != "cpu" or _interpreted()
     if not has_device or find_spec("liger_kernel") is None:
@@ -93,12 +93,12 @@ def liger_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernel
 
 
 def _taken(module: nn.Module) -> bool:
-    """Whether Liger has changed a module that computes the same when it is cut; experts are run by the harness."""
+    """Whether to use Liger's change of a module: it must work when the module is cut. Experts keep the harness's."""
     return "forward" in vars(module) and all(own.dim() < 2 for own in module.parameters(recurse=False))
 
 
 def _changes(module: nn.Module, before: set[str]) -> FusedModule:
-    """Return what Liger has put into a module."""
+    """Return the attributes that Liger has set on a module."""
     added = {name: value for name, value in vars(module).items() if name not in before}
     return FusedModule(
         forward=added["forward"].__func__,
@@ -107,9 +107,10 @@ def _changes(module: nn.Module, before: set[str]) -> FusedModule:
 
 
 def _taken_back(home: ModuleType, names: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Give a family's file the functions and classes back that Liger has replaced; return its functions by name.
+    """Restore the functions and classes of a family's file that Liger has replaced; return Liger's functions by name.
 
-    The harness runs a model's forward without values too, which no kernel can: there the old function computes.
+    The harness also runs a model's forward on tensors without values, which kernels cannot take; there the old function
+    is called.
     """
     kernels: dict[str, Callable[..., Any]] = {}
     for name, old in names.items():
@@ -132,5 +133,5 @@ def _where_there_are_values(kernel: Callable[..., Any], plain: Callable[..., Any
 
 
 def _interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU, one program after the other: to try them, not to train."""
+    """Whether Triton interprets kernels on the CPU, which is only fit for tests."""
     return inherited("TRITON_INTERPRET").get("TRITON_INTERPRET") == "1"

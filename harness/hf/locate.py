@@ -1,4 +1,4 @@
-"""Where a model lies on disk, found without importing torch or transformers, so that a wrong name fails at once."""
+"""Find a model on disk without importing torch or transformers, so that a wrong name fails at once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DEFAULT_MODEL = "tiny-llama"
 
 
 def presets() -> list[str]:
-    """Names of the model presets that come with the package."""
+    """Return the names of the packaged model presets."""
     return sorted(path.parent.name for path in PRESETS.glob("*/config.json"))
 
 
 def model_directory(name: str) -> Path:
-    """Return the directory of a preset's name, of a path, or of a hub id, whose files are downloaded if need be.
+    """Return the directory of a preset, a path, or a hub id, whose files are downloaded if necessary.
 
-    UserError if there is no readable config.json in it.
+    Raises UserError if it has no readable config.json.
     """
     directory = PRESETS / name if name in presets() else Path(name)
     if directory.is_file():

@@ -1,11 +1,11 @@
 """LoRA through peft: its layers in a skeleton, their initial values, their names in files, and checksums of the base.
 
-peft itself makes the layers, on the meta device, so a model with adapters is what `get_peft_model` makes of it. What
-`modules_to_save` names is trained whole and stands in the model under its own name, without the frozen copy that peft
-would keep beside it. peft is imported here alone, and only where adapters are asked for.
+peft itself creates the layers, on the meta device, so a model with adapters is that of `get_peft_model`. Modules in
+`modules_to_save` are trained whole and keep their own names in the model, without the frozen copy that peft would keep
+too. peft is imported only here, and only if adapters are used.
 
-Checkpoints of adapters hold checksums of the base model, so that a run does not resume them on another one. A path
-would not do: the model may have been moved, and a fine-tuned model has the config of its origin.
+Checkpoints of adapters have checksums of the base model, so that a run does not resume them on another one. A path or a
+config would not suffice: the model may have been moved, and a fine-tuned model has the config of its origin.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Adaptation:
 
 
 def lora_config(given: object) -> LoraConfig:
-    """Check peft's LoraConfig `given`, and return a copy; UserError for settings that are not supported."""
+    """Check peft's LoraConfig `given`, and return a copy. Raises UserError for settings that are not supported."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -91,9 +91,9 @@ def lora_config(given: object) -> LoraConfig:
 
 
 def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
-    """Return source and adaptation of a model in memory with adapters, None for a model without.
+    """Return source and adaptation of a model in memory with adapters; None for a model without.
 
-    Such a model is a PeftModel, or what transformers loads from an adapter's directory.
+    Such a model is a PeftModel, or one that transformers has loaded from an adapter's directory.
 
     Raises:
         UserError: not exactly one adapter is active, or its config is not supported.
@@ -207,7 +207,7 @@ def _require_found(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _train_whole(model: PreTrainedModel) -> None:
-    """Let what `modules_to_save` names stand under its own name."""
+    """Give the modules of `modules_to_save` their own names in the model, and train them."""
     from peft.utils import ModulesToSaveWrapper
 
     wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
@@ -240,10 +240,10 @@ def sorted_config(config: LoraConfig) -> LoraConfig:
 
 
 def fingerprint(adaptation: Adaptation | None, base_seed: int | None = None) -> str:
-    """Return the settings of adapters as JSON, equal for runs that can resume each other's checkpoints; "" without.
+    """Return the settings of adapters as JSON, equal for runs that can resume each other's checkpoints; "" if none.
 
     Args:
-        base_seed: of a base model without weights of its own, else None.
+        base_seed: seed of a base model without weights of its own, else None.
     """
     if adaptation is None:
         return ""
@@ -255,7 +255,7 @@ def fingerprint(adaptation: Adaptation | None, base_seed: int | None = None) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedWeights:
-    """Weights for layers with adapters: the layers' own from `base`, the adapters' from `adaptation` and the seed."""
+    """The weights of layers with adapters: the layers' own from `base`, the adapters' from `adaptation` or the seed."""
 
     base: WeightSource
     adaptation: Adaptation
@@ -263,7 +263,7 @@ class AdaptedWeights:
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Fill the layer without its adapters as if there were none, then the adapters."""
+        """Fill the layer as if it had no adapters, then fill the adapters."""
         with lifted(layer), lifted(whole):
             self.base.fill(layer, whole)
         initial = self._initial(layer, whole)
@@ -289,15 +289,15 @@ class AdaptedWeights:
         return tensors
 
 
-WHOLE = 1 << 18  # elements up to which a tensor is read whole
-BLOCKS, BLOCK = 8, 1 << 12  # blocks that are read of a larger one, and the elements of each
+WHOLE = 1 << 18  # a tensor up to this number of elements is read whole
+BLOCKS, BLOCK = 8, 1 << 12  # of a larger one, this many blocks of this many elements are read
 
 
 def base_checksums(source: ModelSource, trained: Sequence[str] = ()) -> dict[str, str]:
-    """Return CRC-32 in hex, by name, of the base model's weights; nothing for a base that is initialised from the seed.
+    """Return name -> CRC-32 in hex of the base model's weights; empty for a base that is initialised from the seed.
 
     Args:
-        trained: names of modules that are trained whole beside the adapters: their weights are left out.
+        trained: names of modules that are trained whole, whose weights are left out.
 
     Raises:
         UserError: a file of weights cannot be read.
@@ -312,9 +312,9 @@ def base_checksums(source: ModelSource, trained: Sequence[str] = ()) -> dict[str
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of a small tensor's values, or of a few blocks of a large one, which would take minutes.
+    """Return the CRC-32 of a small tensor's values, or of a few blocks of a large one: whole models take minutes.
 
-    Values are compared in float32, so that the same model in memory, in a wider dtype, has the same checksum.
+    It is taken of the values in float32, so that the same model in memory, in a wider dtype, has the same checksum.
     """
     total, count = 0, tensor.numel()
     last = max(count - BLOCK, 0)
@@ -326,7 +326,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Return elements of a tensor, in their order, as a tensor of one dimension."""
+    """Return elements `start` to `stop` - 1 of a flattened tensor."""
     if not isinstance(tensor, LazyTensor):
         return tensor.detach().reshape(-1)[start:stop]
     (leaf,) = tensor.leaves()

@@ -1,7 +1,7 @@
-"""What is known of each family: which cells of the matrix hold, as tried with one version of transformers.
+"""The stored matrix: what works for each family, tried with one version of transformers.
 
-`matrix.json` is written by running every cell (`ds-harness models --run`); nothing here imports torch or transformers,
-so that it is read in no time. A cell says "yes", "refused: why", "wrong: what" or "not tried: why".
+`matrix.json` is written by running every cell (`ds-harness models --run`). Nothing here imports torch or transformers,
+so that it is read quickly. A cell is "yes", "refused: why", "wrong: what" or "not tried: why".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLAN = "plan"
 IS_DECODER, NEEDED = "is_decoder", "needed"
 DECLARED = ("base_model_tp_plan", "base_model_ep_plan")
 YES = "yes"
-NO_EXPERTS = "none"  # of a family that is no mixture of experts
+NO_EXPERTS = "none"  # the family is no mixture of experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Matrix:
     families: Mapping[str, Mapping[str, str]]
 
     def count(self, cell: str) -> int:
-        """For how many families a cell is "yes"."""
+        """Return the number of families for which a cell is "yes"."""
         return sum(row.get(cell) == YES for row in self.families.values())
 
 
@@ -64,10 +64,7 @@ def installed_transformers() -> str:
 
 
 def plan_digest(config_class: type[PretrainedConfig]) -> str | None:
-    """Return what tells one plan of a family from another: its packaged file, else what its config class declares.
-
-    None for a family with neither.
-    """
+    """Return a digest of a family's plan: its packaged file, or what its config class declares; None without a plan."""
     path = plan_file(config_class.model_type)
     declared = {name: plan for name in DECLARED if (plan := getattr(config_class, name, None))}
     if path is None and not declared:
@@ -77,10 +74,12 @@ def plan_digest(config_class: type[PretrainedConfig]) -> str | None:
 
 
 def is_tested(config: PretrainedConfig, split: bool, path: Path = STORED, *, dealt: bool = False) -> bool:
-    """Whether the family of `config` was tried with the installed transformers and found right.
+    """Whether the matrix has the family of `config` as working with the installed transformers.
 
-    `split`: over tensor-parallel ranks as well; `dealt`: with experts on several data-parallel ranks. A plan that is
-    the config's own, or was edited, was not tried.
+    Args:
+        split: also over tensor-parallel ranks. A plan of the config's own, or an edited plan file, is not in the
+        matrix.
+        dealt: also with experts on several data-parallel ranks.
     """
     matrix = read_matrix(path)
     row = matrix.families.get(config.model_type, {})

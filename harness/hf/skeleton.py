@@ -1,7 +1,7 @@
 """A HuggingFace causal language model without weights, and where its weights come from.
 
-A skeleton is the model on the meta device: every module and shape is there, but no memory is taken. Each rank later
-gives memory to the layers that it keeps (`weights/layer_weights.py`), so no rank ever holds the whole model.
+A skeleton is the model on the meta device: it has every module and shape, but takes no memory. Each rank later
+allocates the layers that it keeps (`weights/layer_weights.py`), so no rank ever holds the whole model.
 
 The skeleton is built from the config, or copied from a model in memory. A copy keeps what the user changed: replaced
 modules, settings, frozen and hand-tied parameters. What the copy would lose (hooks, a forward set on an instance) is
@@ -43,7 +43,7 @@ HARMLESS = ("transformers", "peft")
 
 
 def require_plain(model: PreTrainedModel) -> None:
-    """Raise UserError for what a model in memory has and its trained copy would lose: hooks, forwards, DTensors."""
+    """Raise UserError if a model in memory has anything that its trained copy would lose: hooks, forwards, DTensors."""
     for name, module in model.named_modules():
         where = name or type(model).__name__
         for place, kind in HOOKS.items():
@@ -71,7 +71,7 @@ def require_plain(model: PreTrainedModel) -> None:
 def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
     """Return a copy of `model` on the meta device, in training mode and with fp32 for every precision.
 
-    `config` says which attention it runs with. UserError for modules that cannot be copied.
+    `config` has the attention implementation. Raises UserError for modules that cannot be copied.
     """
     memo: dict[int, Tensor] = {}
     for parameter in model.parameters():
@@ -96,7 +96,7 @@ def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
 
 
 def foreign_modules(model: nn.Module, built: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of `model` where `built`, made from its config, has another class, size or name."""
+    """Yield name and module of `model` that differ in class, size or name from `built`, made from its config."""
     expected = dict(built.named_modules())
     for name, module in model.named_modules():
         other = expected.get(name)
@@ -128,15 +128,15 @@ def _is_harmless(hook: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """What `--model_name_or_path` names.
+    """A model to train: its config, its weights, and perhaps the model in memory.
 
     Attributes:
-        name: as the user wrote it.
+        name: its name in messages, as the user wrote it.
         config: the HuggingFace config.
-        weights: directory that holds weight files, or tensors by name, or None if they are to be initialised.
-        generation: how the model generates text, saved beside it.
+        weights: directory with weight files, or name -> tensor; None if weights are to be initialised.
+        generation: the generation config, saved with the model.
         model: the model in memory whose own modules are trained; None if they are made from the config.
-        has_values: whether the layers' tensors get values, which those of a dry run have not.
+        has_values: whether the layers' tensors get values; False in a dry run.
     """
 
     name: str
@@ -175,7 +175,7 @@ class ModelSource:
 
 
 def read_source(name: str) -> ModelSource:
-    """Read the config of the preset or directory `name`; UserError if it is none or does not describe a model."""
+    """Read the config of the preset or directory `name`. Raises UserError if it does not describe a model."""
     directory = model_directory(name)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -209,19 +209,19 @@ def _read_generation(directory: Path) -> GenerationConfig | None:
 def _reason(error: Exception) -> str:
     """Return transformers' message about a config in one line: its first, with the second if the first ends in ":"."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if isinstance(error, KeyError):  # says nothing but the key
+    if isinstance(error, KeyError):  # its text is only the key
         return f"KeyError: {lines[0]}"
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def is_composite(config: PretrainedConfig) -> bool:
-    """Whether a config is of a vision-language model: a text decoder beside encoders of images."""
+    """Whether a config is that of a vision-language model: a text decoder with encoders of images."""
     with_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return with_images and isinstance(getattr(config, "text_config", None), PretrainedConfig)
 
 
 def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of the text decoder of a vision-language model, with a warning; any other config as it is.
+    """Return the config of the text decoder of a vision-language model, with a warning, or any other config unchanged.
 
     Raises:
         UserError: transformers has no causal class for the text decoder alone.
@@ -254,7 +254,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """Return the longest sequence that a model takes; None where its config sets no limit (some say so by -1)."""
+    """Return the longest sequence that a model accepts; None if its config sets no limit (some write -1)."""
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
 

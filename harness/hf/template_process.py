@@ -1,7 +1,7 @@
-"""Write conversations in a chat template, which is a program of somebody else, in bounded time and memory.
+"""Render conversations with a chat template, which is somebody else's program, in bounded time and memory.
 
-Nothing within a process can stop Python while it multiplies a text or raises a number to a power. So a template runs in
-a process of its own, which ends when it takes too much: one for all conversations of a process.
+Nothing within a process can stop Python while it repeats a text or raises a number to a power. So a template runs in a
+process of its own, one for all conversations of a process, which is killed when it takes too much.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
 
 MOST_CHARACTERS = 1 << 26
-"""Of what a template writes: many times what a model can read."""
+"""Limit for the output of a template, in characters: many times what a model can read."""
 MOST_SECONDS = 20
-"""Of computing, for one conversation. A usual template takes milliseconds."""
+"""Limit of CPU seconds for one conversation. A usual template takes milliseconds."""
 _MOST_BYTES = 1 << 30
 _PATIENCE_S = 120.0
 _POLL_S = 1.0
@@ -32,15 +32,15 @@ _NO_MEMORY = 3
 
 
 class Rejected(UserError):
-    """A template does not take a conversation."""
+    """The template rejects a conversation."""
 
 
 class TemplateProcess:
-    """Writes conversations in one template.
+    """Renders conversations with one template.
 
     Args:
         source: the template, in Jinja.
-        names: the tokenizer's special tokens, by the names that the template has for them.
+        names: variable of the template -> special token of the tokenizer.
     """
 
     def __init__(self, source: str, names: Mapping[str, Any]) -> None:
@@ -50,10 +50,10 @@ class TemplateProcess:
         self._there: Connection[Any, Any] | None = None
 
     def write(self, messages: Sequence[JsonObject], tools: list[Any] | None, place: str, **how: Any) -> Any:
-        """Return what transformers' `render_jinja_template` returns for one conversation.
+        """Return the result of transformers' `render_jinja_template` for one conversation.
 
-        Raises Rejected, with the place, for a conversation that the template does not take; UserError for a template
-        that takes too much time or memory, or writes too much.
+        Raises Rejected, with the place, if the template rejects the conversation, and UserError for a template that
+        takes too much time or memory, or writes too much.
         """
         if self._there is None or self._owner != os.getpid():
             self._start()
@@ -82,7 +82,7 @@ class TemplateProcess:
         there.close()
 
     def _stop(self, place: str) -> NoReturn:
-        """End the process, and raise UserError for what it took too much of."""
+        """End the process, and raise UserError that names the limit it has exceeded."""
         process, there = self._process, self._there
         assert process is not None and there is not None
         self._process = self._there = None
@@ -95,7 +95,7 @@ class TemplateProcess:
         raise UserError(f"{place}: the chat template does not end within {MOST_SECONDS} s: correct it")
 
     def _serve(self, there: Connection[Any, Any], others: Connection[Any, Any], parent: int) -> NoReturn:
-        """Answer in the new process until nobody asks any more."""
+        """Answer requests in the new process until the other end is closed."""
         others.close()
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         most = pages * resource.getpagesize() + _MOST_BYTES

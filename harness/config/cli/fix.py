@@ -1,12 +1,11 @@
 """Apply the remedies of findings to a config's text.
 
-A safe remedy leaves the training as it is: what DeepSpeed ignores is removed, what it converts is written as it
-reads it, what it refuses and can mean one thing only is written so. An unsafe one makes a key act that did not, or
-guesses what was meant.
+A safe remedy does not change the training: it removes what DeepSpeed ignores, writes a value as DeepSpeed converts it,
+and corrects what DeepSpeed refuses if it can mean only one thing. An unsafe remedy makes a key take effect that did
+not, or guesses what was meant.
 
-One finding is fixed at a time and the text is checked again, so that remedies cannot overlap and one that
-another has made idle is never applied. A remedy that would bring a new error, or would not settle, is left
-to the user.
+One finding is fixed at a time and the text is checked again, so remedies cannot overlap, and one that has become
+unnecessary is never applied. A remedy that would cause a new error, or would not settle, is left to the user.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from harness.config.text.document import Document, from_text
 from harness.config.text.edits import apply
 from harness.config.view import Target
 
-_ROUNDS = 500  # far more than a config has keys; no text keeps the loop alive
+_ROUNDS = 500  # far more than a config has keys; bounds the loop for any text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """The text after all remedies, and the findings that they answered."""
+    """The text after all remedies, and the findings that they have fixed."""
 
     text: str
     applied: tuple[Diagnostic, ...]
@@ -35,7 +34,7 @@ class Fixed:
 def fix(
     document: Document, *, world_size: int | None = None, target: Target = "harness", unsafe: bool = False
 ) -> Fixed:
-    """Apply every safe remedy that DeepSpeed's parser does not refuse; with `unsafe` the others too."""
+    """Apply every safe remedy whose result DeepSpeed's parser accepts; with `unsafe` the others too."""
     applied: list[Diagnostic] = []
     refused: set[tuple[str, str, str]] = set()
     for _ in range(_ROUNDS):
@@ -64,7 +63,7 @@ def _key(finding: Diagnostic) -> tuple[str, str, str]:
 def _try(
     document: Document, chosen: Diagnostic, before: list[Diagnostic], world_size: int | None, target: Target
 ) -> Document | None:
-    """Return the document after one remedy; None if it cannot be read, or is refused for something new."""
+    """Return the document after one remedy; None if it cannot be read, or has a new error."""
     text = apply(document.text, chosen.edits)
     if text == document.text:
         return None
@@ -73,7 +72,7 @@ def _try(
     except ConfigError:
         return None
     if chosen.code == "DS002" and after.data != document.data:
-        return None  # only the writing may change
+        return None  # a safe remedy must not change the config's values
     findings = check(after, world_size=world_size, target=target)
     if _key(chosen) in {_key(item) for item in findings}:
         return None  # it did not help

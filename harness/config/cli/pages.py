@@ -1,6 +1,6 @@
-"""The documentation of the rules: one page a rule, made from its docstring and its examples.
+"""Write the documentation of the rules: one page for each, made from its docstring and its examples.
 
-`python -m harness.config.cli.pages` writes docs/rules anew; a test fails when the pages there are not these.
+`python -m harness.config.cli.pages` writes docs/rules; a test fails if the pages there are out of date.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CLAIMS = {
     "elsewhere": "it shows in a run of several ranks, or with a model",
 }
 
-# where a value is an error though DeepSpeed's parser lets it pass, and why
+# why some values are errors although DeepSpeed's parser accepts them
 STRICTER = {
     "/train_micro_batch_size_per_gpu": "a fraction of a sample passes the arithmetic, but no loader can deliver it",
     "/gradient_accumulation_steps": "a fraction of a micro-batch passes the arithmetic, but no step can run it",
@@ -39,7 +39,7 @@ STRICTER = {
     "/autotuning/results_dir": "anything that is not empty passes for a folder",
     "/autotuning/exps_dir": "anything that is not empty passes for a folder",
 }
-# where a value passes though DeepSpeed's parser refuses it on some machines
+# why some values pass although DeepSpeed's parser refuses them on some machines
 LENIENT = {
     "/aio/use_gds": "it is refused only where the accelerator is not CUDA, which a file does not say",
     "/wall_clock_breakdown": "a number above 1e10 is a float, and refused",
@@ -75,7 +75,7 @@ def page(rule: Rule) -> str:
 
 
 def pretty(text: str) -> str:
-    """Return an example with one key a line, unless it is not plain JSON or has duplicate keys: then as it is."""
+    """Return an example with one key a line; one that is not plain JSON, or has duplicate keys, stays unchanged."""
     try:
         data = json.loads(text)
     except ValueError:
@@ -118,12 +118,12 @@ def index() -> str:
 
 
 def pages() -> dict[str, str]:
-    """Every file of docs/rules with its content."""
+    """Return name -> content of every file of docs/rules."""
     return {"README.md": index()} | {f"{rule.code}.md": page(rule) for rule in RULES}
 
 
 def main() -> None:
-    """Write the pages to docs/rules below the working directory, and remove those of rules that are gone."""
+    """Write the pages to docs/rules in the working directory, and remove those of rules that no longer exist."""
     folder = Path("docs/rules")
     folder.mkdir(parents=True, exist_ok=True)
     wanted = pages()

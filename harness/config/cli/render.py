@@ -1,4 +1,4 @@
-"""Findings as text for people, as JSON, as GitHub annotations, and as SARIF."""
+"""Print findings as text, as JSON, as GitHub annotations, or as SARIF."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDTH = 160  # longer source lines are cut around the finding
 
 
 def render(findings: Sequence[Diagnostic], style: str, texts: dict[str, str], *, colour: bool, files: int) -> str:
-    """All findings in one of FORMATS; `texts` has the files' contents by path."""
+    """Return all findings in one of FORMATS; `texts` has the files' contents by path."""
     if style == "json":
         return json.dumps([as_json(finding) for finding in findings], indent=2)
     if style == "sarif":
@@ -47,7 +47,7 @@ def as_json(finding: Diagnostic) -> JsonObject:
 
 
 def text_block(finding: Diagnostic, text: str, *, colour: bool) -> str:
-    """Return a finding with the line it is about, the key underlined, DeepSpeed's behaviour and the remedy."""
+    """Return a finding with its line of the file, the key underlined, DeepSpeed's behaviour and the remedy."""
     paint = _COLOURS[finding.severity] if colour else ""
 
     def painted(words: str, style: str = "") -> str:
@@ -70,7 +70,7 @@ def text_block(finding: Diagnostic, text: str, *, colour: bool) -> str:
 
 
 def summary(findings: Sequence[Diagnostic], files: int) -> str:
-    """`2 errors, 1 warning in 3 files`."""
+    """Return a count, such as `2 errors, 1 warning in 3 files`."""
     counts = Counter(finding.severity for finding in findings)
     plurals = {Severity.ERROR: "errors", Severity.WARNING: "warnings", Severity.INFO: "hints"}
     singular = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "hint"}
@@ -80,7 +80,7 @@ def summary(findings: Sequence[Diagnostic], files: int) -> str:
 
 
 def _remedies(findings: Sequence[Diagnostic]) -> list[str]:
-    """How many findings have a remedy, and the flags that apply it: at most one line."""
+    """Return the number of findings that have a remedy, and the flags that apply it, in at most one line."""
     safe = sum(bool(finding.edits) and finding.is_safe for finding in findings)
     unsafe = sum(bool(finding.edits) and not finding.is_safe for finding in findings)
     parts = [f"{safe} with --fix"] * bool(safe) + [f"{unsafe} with --fix --unsafe-fixes"] * bool(unsafe)

@@ -33,7 +33,7 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
 
 
 def check(argv: Sequence[str]) -> int:
-    """Check files; 0 without errors, 1 with."""
+    """Check files and return the exit code: 0 without errors, 1 with errors."""
     example = "ds-harness check ds_configs --world_size 8 --strict"
     parser = _parser("check", "Check DeepSpeed configs and report every problem, before any process starts.", example)
     parser.add_argument(
@@ -81,9 +81,7 @@ def _read(source: str) -> Document:
 
 
 def _sources(arguments: Sequence[str]) -> list[str]:
-    """Every file that the arguments name: a directory stands for the .json files below it, a glob for its
-    matches.
-    """
+    """Return every file that the arguments name: for a directory the .json files in it, for a glob its matches."""
     sources: list[str] = []
     for argument in arguments:
         if Path(argument).is_dir():
@@ -102,7 +100,7 @@ def _sources(arguments: Sequence[str]) -> list[str]:
 
 
 def _fix(document: Document, args: argparse.Namespace) -> Document:
-    """Write the fixed text back and shows what changed; text from standard input is only shown."""
+    """Write the fixed text back and show what changed; text from standard input is only shown."""
     fixed = fix(document, world_size=args.world_size, target=args.target, unsafe=args.unsafe_fixes)
     if fixed.text == document.text:
         return document
@@ -147,7 +145,7 @@ def schema(argv: Sequence[str]) -> int:
 
 
 def resolve(argv: Sequence[str]) -> int:
-    """Print the config with every "auto" replaced, as DeepSpeed alone takes it, and where each value comes from."""
+    """Print the config with every "auto" replaced, as DeepSpeed alone accepts it, and the source of each value."""
     example = "ds-harness resolve zero3 --world_size 8 --learning_rate 1e-4 --hidden_size 4096"
     parser = _parser("resolve", 'Replace every "auto" with its value and show where the value comes from.', example)
     parser.add_argument("file", metavar="FILE", help="a config or a preset")

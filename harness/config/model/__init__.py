@@ -1,1 +1,1 @@
-"""What a model's config.json alone says about layouts. No torch, no transformers."""
+"""What a model's config.json alone tells about possible layouts. No torch, no transformers."""

@@ -1,4 +1,4 @@
-"""What a model's parameters are, counted on the model itself where that can be built, and not read from its config."""
+"""The number of a model's parameters, counted on the model itself instead of read from its config."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCounts:
-    """The elements of a decoder layer's parameters.
+    """The number of elements of a decoder layer's parameters.
 
     Attributes:
-        matrices: of all that multiply, routed experts left out.
-        experts: of all routed experts.
-        vectors: of norms and biases.
+        matrices: elements of matrices, without routed experts.
+        experts: elements of all routed experts.
+        vectors: elements of norms and biases.
     """
 
     matrices: int
@@ -22,7 +22,7 @@ class LayerCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCounts:
-    """The elements of a decoder's parameters; `total` counts tied ones once, and includes what surrounds the layers."""
+    """The number of elements of a decoder's parameters; `total` includes those outside the layers, tied ones once."""
 
     layers: tuple[LayerCounts, ...]
     total: int

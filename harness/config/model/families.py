@@ -1,4 +1,4 @@
-"""Whether a model's family can be trained at all, as its config.json alone tells. No torch, no transformers."""
+"""Tell from a config.json alone whether a model's family can be trained at all. No torch, no transformers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ REFUSED = "refused: "
 
 
 def require_trainable_family(source: str) -> None:
-    """Raise UserError where `require_trainable_config` does, for a model that the user names."""
+    """Call `require_trainable_config` for a model that the user names."""
     require_trainable_config(read_model_config(source), is_model_type(source))
 
 
 def require_trainable_config(config: Mapping[str, object], is_type_alone: bool) -> None:
-    """Raise UserError for a family that every layout refused when it was tried, with the reason.
+    """Raise UserError, with the reason, for a family that every layout has refused when the matrix was made.
 
-    Also for a config.json without the `is_decoder` that makes a decoder of its family. Such a run would end with the
-    same reason, but only after the model has been built. Nothing is known of a family that was tried with another
-    transformers than the installed one, or of a config with a plan of its own.
+    It is raised too for a config.json that lacks `is_decoder` if its family is a decoder only with that. Such a run
+    would end with the same reason, but only after the model has been built. A config with a plan of its own, or another
+    transformers than the one of the matrix, always passes, as nothing is known then.
     """
     text = config.get("text_config")
     parts = [config, *([text] if isinstance(text, Mapping) else [])]

@@ -1,6 +1,6 @@
-"""Models and tokenizers of the HuggingFace hub, by their id: in the local cache, or downloaded into it.
+"""Find models and tokenizers of the HuggingFace hub by their id, in the local cache, or download them into it.
 
-An id is `organisation/name`, with `@revision` behind it for another revision than `main`.
+An id is `organisation/name`, followed by `@revision` for another revision than `main`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is looked for on the hub.
+    """A kind of thing to find on the hub: a model or a tokenizer.
 
     Attributes:
-        flag: where the user names it.
-        files: patterns of the files that are downloaded.
+        flag: flag with which the user names it.
+        files: patterns of the files to download.
         is_whole: whether a folder holds all that is needed.
-        lacking: what a folder lacks that is not whole.
+        lacking: words for what a folder lacks that is not whole.
     """
 
     flag: str
@@ -56,12 +56,12 @@ def cached(source: str) -> Path | None:
 
 
 def fetch(source: str, wanted: Wanted) -> Path | None:
-    """Return the folder of the cache that holds what `source` names; download what is not there.
+    """Return the folder of the cache with the files of `source`; download those that are missing.
 
-    One process of a host downloads, the others wait for it. None for what can be no id that is downloaded: a path, or
-    a name without an organisation that is not in the cache.
+    One process per host downloads, the others wait for it. Return None if `source` cannot be an id to download: a path,
+    or a name without an organisation that is not in the cache.
 
-    Raises UserError if it is not in the cache, and cannot be downloaded.
+    Raises UserError if it is neither in the cache nor can be downloaded.
     """
     found = cached(source)
     if found is not None and wanted.is_whole(found):
@@ -128,7 +128,7 @@ def _download(name: str, revision: str | None, wanted: Wanted) -> Path:
 
 @contextmanager
 def _one_at_a_time(name: str) -> Iterator[None]:
-    """Hold the lock of a model's download on this host; without one where the cache cannot be written."""
+    """Hold the lock of a model's download on this host; no lock if the cache cannot be written."""
     from huggingface_hub import constants
 
     file = Path(constants.HF_HUB_CACHE) / ".locks" / f"ds-harness--{name.replace('/', '--')}.lock"

@@ -1,7 +1,7 @@
-"""Whether a model can be cut for tensor parallelism, as its config.json alone tells. No torch, no transformers.
+"""Tell from a config.json alone whether a model can be cut for tensor parallelism. No torch, no transformers.
 
-Which families declare a plan is known from the stored matrix, so only for the transformers that it was made with; what
-a packaged plan file refuses stands in the file.
+The stored matrix knows which families declare a plan, but only for the transformers version that it was made with. A
+packaged plan file says itself what it refuses.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MODELS = Path(__file__).resolve().parents[2] / "models"
 
 
 def plan_refusal(config: Mapping[str, object]) -> str | None:
-    """Return why a model with this config.json cannot be cut for tensor parallelism; None where that is not known.
+    """Return why a model with this config.json cannot be cut for tensor parallelism; None if no reason is known.
 
-    Of a model of several parts the text decoder is cut, which has a plan where it or the whole has one.
+    Of a multimodal model only the text decoder is cut; its plan may be declared by it or by the whole model.
     """
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     families = [part.get("model_type") for part in parts]
@@ -34,8 +34,8 @@ def plan_refusal(config: Mapping[str, object]) -> str | None:
 
 
 def expert_plan_refusal(config: Mapping[str, object]) -> str | None:
-    """Return why the experts of a model with this config.json cannot be dealt whole among ranks; None if they can, or
-    where that is not known."""
+    """Return why the experts of a model with this config.json cannot be dealt whole among ranks; None if no reason is
+    known."""
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     family = parts[-1].get("model_type")
     has_own = any(key.startswith("base_model_") for part in parts for key in part)
@@ -79,7 +79,7 @@ def _matrix() -> JsonObject:
 
 @cache
 def families_of_matrix() -> dict[str, dict[str, str]]:
-    """Return the rows of the stored matrix; none where it was made with another transformers than the installed."""
+    """Return the rows of the stored matrix; none if it was made with another transformers than the installed one."""
     matrix = _matrix()
     try:
         installed = version("transformers")
@@ -94,7 +94,7 @@ def _is_planless(family: str, rows: Mapping[str, Mapping[str, str]]) -> bool:
 
 
 def plan_file(family: object) -> JsonObject | None:
-    """Return the content of a family's packaged plan file; None where there is none."""
+    """Return the content of a family's packaged plan file; None if there is none."""
     path = MODELS / "plans" / f"{family}.json"
     if not path.is_file():
         return None
@@ -103,7 +103,7 @@ def plan_file(family: object) -> JsonObject | None:
 
 
 def _refused_case(config: Mapping[str, object]) -> str | None:
-    """Return what a plan file says of a case that this config.json spells out; a field left out has its default."""
+    """Return why a plan file refuses this config.json; fields that it leaves out have the defaults of the family."""
     plan = plan_file(config.get("model_type"))
     if plan is None:
         return None

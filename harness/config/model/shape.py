@@ -1,6 +1,6 @@
-"""The sizes of a model that decide whether a layout fits it, read from its config.json alone.
+"""Read from a config.json alone the sizes of a model that decide whether a layout fits it.
 
-Nothing is built and no model family is named: the usual names of each size are tried in turn.
+No model is built and no family is named: the usual names of each size are tried in turn.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ _MANY_EXPERTS = re.compile(r"(\w+_)?experts", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder; None where its config does not say. `plan_refusal`: why it cannot be cut for tensor
-    parallelism, `expert_plan_refusal`: why its experts cannot be dealt whole, if that is known."""
+    """Sizes of a decoder; None if its config does not have one.
+
+    `plan_refusal` is the reason why it cannot be cut for tensor parallelism, and `expert_plan_refusal` why its experts
+    cannot be dealt whole; None if no reason is known.
+    """
 
     name: str
     layers: int | None
@@ -61,7 +64,7 @@ class ModelShape:
 
 
 def read_model_config(source: str) -> JsonObject:
-    """Read the config.json of a preset or a directory, or such a file; of a model type what is known of it.
+    """Return the config.json of a preset or a directory, or such a file; for a model type, what is known of it.
 
     Raises UserError if there is none.
     """
@@ -82,7 +85,7 @@ def read_model_config(source: str) -> JsonObject:
 
 
 def require_countable(config: Mapping[str, object], where: str) -> None:
-    """Raise UserError for a model config whose layers or experts nobody could build: to try would take for ever."""
+    """Raise UserError for a config with an absurd number of layers or experts: building it would never end."""
     layers = [*_counts(config, _MANY_LAYERS)]
     experts = [*_counts(config, _MANY_EXPERTS)]
     for name, count, most in (*((*each, MOST_LAYERS) for each in layers), *((*each, MOST_EXPERTS) for each in experts)):
@@ -101,7 +104,7 @@ def _counts(config: object, names: re.Pattern[str]) -> Iterator[tuple[str, float
 
 
 def is_model_type(source: str) -> bool:
-    """Return whether `source` is a model type alone, without a config.json."""
+    """Whether `source` is only a model type, without a config.json."""
     return source in families_of_matrix() and not (PRESETS / source).exists() and not Path(source).exists()
 
 
@@ -134,7 +137,7 @@ def _window(config: JsonObject) -> int | None:
 
 
 def experts_of(config: Mapping[str, object]) -> tuple[int, int]:
-    """Return how many experts a layer of a decoder's config has, and how many of them a token meets; 0 of 0 without."""
+    """Return the number of experts in a layer, and of those that each token is sent to; (0, 0) without experts."""
     experts, chosen = (
         next((n for name in names if (n := whole(config.get(name)))), 0) for names in (_EXPERTS, _CHOSEN)
     )
@@ -148,7 +151,7 @@ def layer_drop(config: Mapping[str, object]) -> float:
 
 
 def require_every_layer(rate: float) -> None:
-    """Raise UserError for a model that skips layers at random (LayerDrop): cut layers are all called, every time."""
+    """Raise UserError for a model that skips layers at random (LayerDrop): a pipeline always calls all its layers."""
     if rate > 0:
         raise UserError(
             f"layerdrop {rate}: this model skips layers at random in training, which pipeline stages cannot do: "

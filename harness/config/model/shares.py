@@ -1,9 +1,9 @@
-"""How widths and attention heads are dealt out to tensor-parallel ranks, as plain numbers. No torch here.
+"""How tensor-parallel ranks share widths and attention heads, as plain numbers. No torch here.
 
-A share need not be equal: the first ranks then hold one unit more. An attention is dealt out by whole key/value heads,
-each with all query heads that it serves; where there are fewer of them than ranks, neighbouring ranks hold the same one
-and deal out its query heads. So on every rank each key/value head serves equally many query heads, as transformers'
-attention takes for granted.
+Shares need not be equal: if the ranks do not divide a width, the first ranks hold one unit more. Attention is shared by
+whole key/value heads, each with all its query heads. If there are fewer key/value heads than ranks, neighbouring ranks
+hold the same one and share its query heads. So on every rank each key/value head has equally many query heads, which
+transformers' attention requires.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 Stretch: TypeAlias = tuple[int, int]
-"""Start and stop."""
+"""(start, stop) of a range of entries."""
 
 
 def stretch(total: int, index: int, size: int) -> Stretch:
@@ -24,13 +24,13 @@ def stretch(total: int, index: int, size: int) -> Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """How many query and key/value heads an attention module has, before it is cut."""
+    """The numbers of query and key/value heads of an attention module, before it is cut."""
 
     query: int
     key_value: int
 
     def fit(self, size: int) -> bool:
-        """Whether `size` ranks can deal them out, so that each has a query head."""
+        """Whether `size` ranks can share the heads so that each has a query head."""
         if self.query % self.key_value:  # no group of query heads belongs to a key/value head
             return self.query % size == 0 and self.key_value % size == 0
         return size <= self.query

@@ -1,4 +1,4 @@
-"""What takes the place of "auto" and of absent keys: values of the arguments, of the model, of the harness."""
+"""Fill in "auto" and absent keys with values of the arguments, of the model, and of the harness."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.config.values.pointers import AUTO, bf16_section, lookup, put, whol
 
 @dataclass
 class Resolution:
-    """A resolution under way: the config that is being filled, and what was filled."""
+    """The config that is being filled, and the values filled in so far."""
 
     config: JsonObject
     values: AutoValues
@@ -35,7 +35,11 @@ _MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp
 
 
 def fill_batch(run: Resolution, readers: int) -> None:
-    """Write all three batch sizes; where they do not fit, a rule says so. `readers`: data ranks with other samples."""
+    """Write all three batch sizes; if they do not agree, a rule reports it.
+
+    Args:
+        readers: number of data-parallel ranks that read different samples.
+    """
     sizes = stated_sizes(run.config, run.values)
     batch = complete(sizes.train, sizes.micro, sizes.accumulation, readers)
     if batch is None:
@@ -49,7 +53,7 @@ def fill_batch(run: Resolution, readers: int) -> None:
 
 
 def fill_precision(run: Resolution) -> None:
-    """Write bf16 and fp16 as the arguments say, where the file leaves them open."""
+    """Write bf16 and fp16 by the arguments, unless the file sets them."""
     for name, section in (("bf16", bf16_section(run.config)), ("fp16", "fp16")):
         pointer, wanted = f"/{section}/enabled", getattr(run.values, name)
         stated = run.get(pointer)
@@ -60,7 +64,7 @@ def fill_precision(run: Resolution) -> None:
 
 
 def fill_from_arguments(run: Resolution) -> None:
-    """Write clipping, optimizer and scheduler from the arguments where the file says "auto"."""
+    """Write clipping, optimizer and scheduler by the arguments if the file has "auto"."""
     values = run.values
     if run.get("/gradient_clipping") is None:  # absent, DeepSpeed would clip at 1.0 whatever the argument says
         run.fill("/gradient_clipping", values.max_grad_norm, values.source("max_grad_norm"))
@@ -74,7 +78,7 @@ def fill_from_arguments(run: Resolution) -> None:
 
 
 def fill_optimizer(run: Resolution) -> None:
-    """Write the optimizer that --optim names where the file names none; an absent AdamW is the harness's own."""
+    """Write the optimizer of --optim if the file names none; AdamW stays absent, because the harness builds its own."""
     stated, (kind, parameters) = run.get("/optimizer/type"), OPTIMIZERS[run.values.optim]
     if stated != AUTO and (run.get("/optimizer") is not None or kind == "AdamW"):
         return
@@ -85,7 +89,7 @@ def fill_optimizer(run: Resolution) -> None:
 
 
 def fill_checkpointing(run: Resolution) -> None:
-    """Write what --gradient_checkpointing says; where it is on, an interval of the file stands."""
+    """Write the checkpointing interval by --gradient_checkpointing; if that is on, an interval in the file wins."""
     pointer, wanted = "/pipeline/activation_checkpoint_interval", run.values.gradient_checkpointing
     interval = run.get(pointer)
     if wanted is None or (interval is not None and size_fault(pointer, interval)):
@@ -95,7 +99,7 @@ def fill_checkpointing(run: Resolution) -> None:
 
 
 def fill_from_model(run: Resolution) -> None:
-    """Write ZeRO's bucket sizes from the hidden size, as HF and Accelerate do."""
+    """Write ZeRO's bucket sizes by the model's hidden size, as HF and Accelerate do."""
     hidden = run.values.hidden_size
     if not hidden:
         return
@@ -109,9 +113,9 @@ def fill_from_model(run: Resolution) -> None:
 
 
 def fill_bucket(run: Resolution, stage: int) -> None:
-    """Write the size of ZeRO's buckets by the model's where the file has none: DeepSpeed's default is 5e8 gradients.
+    """Write a bucket size for ZeRO by the model's size if the file has none; DeepSpeed's default is 5e8 gradients.
 
-    Not for bf16 at stage 1, whose optimizer has no buckets.
+    bf16 at stage 1 gets none, because its optimizer has no buckets.
     """
     has_none = stage == 0 or (stage == 1 and run.get("/data_types/grad_accum_dtype") == "fp32")
     if has_none or not run.values.hidden_size or run.get(REDUCE_BUCKET) is not None:
@@ -120,7 +124,7 @@ def fill_bucket(run: Resolution, stage: int) -> None:
 
 
 def fill_pipeline(run: Resolution, pp_size: int) -> None:
-    """Write the number of stages that runs, and how layers are recomputed where the file does not say."""
+    """Write the number of stages, and the kind of recomputation if the file does not set it."""
     if pp_size == 1 and not isinstance(run.get("/pipeline"), dict):
         return
     if run.get("/pipeline/stages") not in (None, pp_size):
@@ -128,14 +132,14 @@ def fill_pipeline(run: Resolution, pp_size: int) -> None:
         run.fill("/pipeline/stages", pp_size, source)
     put(run.config, "/pipeline/stages", pp_size)
     if run.get("/pipeline/use_reentrant") is None:
-        # reentrant checkpointing has no gradient where a layer's input is integer ids
+        # reentrant checkpointing computes no gradients for a layer whose input is integer ids
         run.fill("/pipeline/use_reentrant", False, "harness")
 
 
 def fill_zero_stage(run: Resolution, precision: str, stage: int) -> int:
-    """Write the ZeRO stage and the type of gradient sums that a 16-bit precision takes; return the stage.
+    """Write the ZeRO stage and the dtype of gradient sums for a 16-bit precision; return the stage.
 
-    Gradients of bf16 are accumulated in float32 unless the file says otherwise. fp16 runs at stage 1 instead of 0.
+    Gradients in bf16 are accumulated in float32 unless the file says otherwise. fp16 runs at stage 1 instead of 0.
     """
     if precision == "fp16" and stage == 0:
         run.fill("/zero_optimization/stage", 1, "at stage 0 DeepSpeed clips fp16 by a norm that depends on the layout")
@@ -151,7 +155,7 @@ def fill_zero_stage(run: Resolution, precision: str, stage: int) -> int:
 
 
 def remove_autos(run: Resolution, pointer: str, section: JsonObject) -> None:
-    """Remove every "auto" that is left: what DeepSpeed does with an absent key is its default."""
+    """Remove every "auto" that is left, so that DeepSpeed uses its defaults."""
     for key, value in list(section.items()):
         here = f"{pointer}/{key}"
         if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """Turn a config with "auto" in it, and the arguments of a run, into the config that DeepSpeed gets.
 
-Pure: no process, and of the model its config.json at most. HuggingFace's meaning of "auto" holds where it has one
-(transformers' HfTrainerDeepSpeedConfig), with the data-parallel size in the place of the world size. Nothing is refused
-here but by the rules of `check`.
+It starts no process, and reads at most the model's config.json. "auto" means what it means in HuggingFace
+(transformers' HfTrainerDeepSpeedConfig), but with the data-parallel size in place of the world size. Only the rules of
+`check` refuse anything here.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ def resolve(
     model: str | None = None,
     allow_ignored_keys: bool = False,
 ) -> Resolved:
-    """Check a config beside the arguments of its run, and fill in every "auto".
+    """Check a config together with the arguments of its run, and fill in every "auto".
 
-    The rules run once, over the file with the arguments in the place of "auto": they see both, and what follows.
+    The rules run once, over the file with the arguments in place of "auto", so they see both and what follows from
+    them.
 
     Args:
-        config: a document, or the values that a program made.
+        config: a document, or values from a program.
         values: the arguments of the run.
-        model: a preset's name or a directory, whose heads and layers the layout must fit; None: not looked at.
-        allow_ignored_keys: let a key pass that looks like another one's misspelling.
+        model: a preset's name or a directory; its heads and layers are checked against the layout. None: no check.
+        allow_ignored_keys: accept ignored keys that look like misspelt ones.
 
     Raises:
         ConfigError: with every finding that keeps the run from starting.
@@ -63,14 +64,14 @@ def resolve(
 
 
 def fill(document: Document, values: AutoValues) -> Resolved:
-    """Fill in every "auto" of a config that `resolve` has checked, now that more values are known; runs no rules."""
+    """Fill in every "auto" of a config that `resolve` has checked, now with more values; run no rules."""
     return _resolved(*_with_arguments(document, values, None))
 
 
 def _with_arguments(document: Document, values: AutoValues, model: ModelShape | None) -> tuple[Resolution, RunView]:
-    """Put the arguments in the place of "auto", and return what the rules are given of the run.
+    """Put the arguments in place of "auto", and return the view of the run for the rules.
 
-    The config may still be wrong: a value that no section can take is left out here, and refused by the rules.
+    The config may still be wrong: a value that cannot be written is left out here, and the rules refuse it.
     """
     view = RunView(
         document,
@@ -89,7 +90,7 @@ def _with_arguments(document: Document, values: AutoValues, model: ModelShape | 
     filling.fill_checkpointing(run)
     filling.fill_from_arguments(run)
     filling.fill_from_model(run)
-    # the rules read values as they are written, so they get the file with what was filled, not what DeepSpeed reads
+    # rules look at values as they are written, so they get the filled file, not the values that DeepSpeed reads
     written = copy.deepcopy(dict(document.data))
     for item in run.filled:
         put(written, item.pointer, item.value)
@@ -97,7 +98,7 @@ def _with_arguments(document: Document, values: AutoValues, model: ModelShape | 
 
 
 def _resolved(run: Resolution, view: RunView) -> Resolved:
-    """Return the config as DeepSpeed gets it, and what the harness reads from it."""
+    """Return the config for DeepSpeed, and the settings that the harness reads from it."""
     filling.fill_pipeline(run, view.pp_size)
     stage = filling.fill_zero_stage(run, view.precision, view.zero_stage or 0)
     filling.fill_bucket(run, stage)
@@ -137,8 +138,8 @@ def _resolved(run: Resolution, view: RunView) -> Resolved:
 def _for_deepspeed_alone(run: Resolution, view: RunView) -> JsonObject:
     """Return the config for a program without the harness, on the same ranks.
 
-    DeepSpeed cuts the layers itself then, by AutoTP, and counts ranks as data-parallel that share a copy of the
-    model: the global batch is left for it to multiply.
+    DeepSpeed then cuts the layers itself, by AutoTP, and counts ranks that share a copy of the model as data-parallel.
+    So the global batch is left out, for DeepSpeed to compute.
     """
     pp_size, tp_size, alone = view.pp_size, view.tp_size, copy.deepcopy(run.config)
     for section in ("context_parallel", "tiling"):

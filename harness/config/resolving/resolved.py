@@ -1,4 +1,4 @@
-"""What the resolution of a config comes to."""
+"""The result of resolving a config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.config.values.model_chunks import ModelChunks
 
 @dataclass(frozen=True, kw_only=True)
 class Filled:
-    """One value that was not in the file: where it stands now, what it is, where it came from."""
+    """One value that was not in the file: its pointer, the value, and its source."""
 
     pointer: str
     value: object
@@ -19,16 +19,16 @@ class Filled:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A config without any "auto", ready for DeepSpeed, and what the harness reads from it itself."""
+    """A config without any "auto", ready for DeepSpeed, and the settings that the harness reads from it."""
 
     config: JsonObject  # as DeepSpeed gets it from the harness
-    alone: JsonObject  # as DeepSpeed takes it where the harness does not cut the model
+    alone: JsonObject  # for DeepSpeed without the harness, which then cuts the model itself
     filled: tuple[Filled, ...]
     pp_size: int
     tp_size: int
     dp_size: int
     ep_size: int  # ranks of a stage among which whole experts are dealt; 1: each expert is cut as other layers are
-    token_pieces: int  # in which the tokens of a layer travel to experts on other data-parallel ranks
+    token_pieces: int  # number of pieces in which a layer's tokens are sent to experts on other data-parallel ranks
     cp_size: int  # data ranks that share each sequence
     sequence_parallel: bool  # whether tensor-parallel ranks share the sequence between the blocks of a layer
     compile_backend: str | None  # torch.compile's, for decoder layers; None: they are not compiled
@@ -38,15 +38,15 @@ class Resolved:
     zero_stage: int
     precision: str  # fp32, bf16 or fp16
     partition: str  # balanced, measured, uniform, parameters or type:REGEX
-    schedule: str  # of the pipeline: one of `layout_keys.SCHEDULES`
-    chunks: ModelChunks  # of the model, and which stage has which
-    gradient_bits: int | None  # of gradients between data-parallel ranks: 8, 4, 0 for as they are; None: by the link
-    activation_checkpoint_interval: int  # in decoder layers; 0 is off
+    schedule: str  # the pipeline's: one of `layout_keys.SCHEDULES`
+    chunks: ModelChunks  # the model chunks, and the stage of each
+    gradient_bits: int | None  # of gradients between data-parallel ranks: 8, 4, or 0 (uncompressed); None: by a trial
+    activation_checkpoint_interval: int  # decoder layers that are recomputed together; 0 is off
     loss_tile: int  # tokens of which the loss is computed at a time; 0: of all
     attention_tile: int  # queries of which masks and attention are computed at a time; 0: of all
     feed_forward_tile: int  # likewise of feed-forward blocks and norms
 
     @property
     def readers(self) -> int:
-        """Data ranks that read different samples."""
+        """Number of data-parallel ranks that read different samples."""
         return self.dp_size // self.cp_size

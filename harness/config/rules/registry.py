@@ -1,4 +1,4 @@
-"""All rules, in the order of their codes: the one table that maps a code to its rule."""
+"""All rules in the order of their codes; the only table that maps codes to rules."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ RULES: tuple[Rule, ...] = tuple(sorted(_all_rules(), key=lambda found: found.cod
 
 
 def by_code(code: str) -> Rule | None:
-    """Return the rule with a code or a name, in whatever case."""
+    """Return the rule with a code or a name, ignoring case; None if there is none."""
     wanted = code.lower()
     return next((found for found in RULES if wanted in (found.code.lower(), found.name)), None)

@@ -1,8 +1,8 @@
-"""What a rule is: a function over one config, with a code, a page and two examples.
+"""A rule: a function over one config, with a code, a page and two examples.
 
-The function's docstring is the page that `ds-harness explain CODE` prints. `wrong` is a config that raises the
-rule, `right` its nearest neighbour that does not; `claim` says what DeepSpeed itself does with `wrong`, and a test
-holds it to that.
+The function's docstring is the page that `ds-harness explain CODE` prints. `wrong` is a config in which the rule finds
+something, `right` a minimally different one in which it does not. `claim` states what DeepSpeed itself does with
+`wrong`; a test checks that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Claim = Literal["refuses", "engine", "runs", "elsewhere"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a rule found at one place; the rule gives code and, unless stated here, severity."""
+    """A finding of a rule at one position; the rule adds its code and, unless given here, the severity."""
 
     pointer: str
     message: str
@@ -33,7 +33,7 @@ class Finding:
     on_value: bool = False  # underline the value and not the key
     span: tuple[int, int] | None = None  # offsets, where no pointer leads
     edits: tuple[Edit, ...] = ()
-    is_safe: bool = True  # with the edits DeepSpeed does what it does without them, or did not run at all
+    is_safe: bool = True  # with the edits DeepSpeed does the same as without them, or it did not run without them
 
 
 Check = Callable[[RunView], Iterator[Finding]]

@@ -1,10 +1,9 @@
 """The schema of DeepSpeed's config as the rules use it.
 
-The JSON files in `schema/` are the one table of keys: what exists, of which type, with which default, and how
-DeepSpeed reads it. Besides the words of JSON Schema 2020-12 they carry a few of our own: `x-reader` (pydantic
-sections refuse what they do not know, plain ones ignore it), `x-crashes` (a wrong value ends DeepSpeed's parser),
-`x-aliases` (names that people write instead), `x-stages` (ZeRO stages at which a key acts),
-`x-harness` (a key of the harness, which DeepSpeed refuses), `x-removed`.
+The JSON files in `schema/` are the only table of keys, with type, default, and how DeepSpeed reads each. Besides the
+words of JSON Schema 2020-12 they use a few of our own: `x-reader` (pydantic sections refuse unknown keys, plain ones
+ignore them), `x-crashes` (a wrong value ends DeepSpeed's parser), `x-aliases` (names that people write instead),
+`x-stages` (ZeRO stages at which a key acts), `x-harness` (a key of the harness, which DeepSpeed refuses), `x-removed`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 @dataclass(frozen=True)
 class Key:
-    """What the schema says about one key (or about the whole config, whose name is empty)."""
+    """The schema of one key, or of the whole config, whose name is empty."""
 
     name: str
     spec: JsonObject
@@ -43,7 +42,7 @@ class Key:
 
     @property
     def takes_auto(self) -> bool:
-        """Whether "auto" may stand here."""
+        """Whether the value may be "auto"."""
         return "anyOf" in self.spec
 
     @property
@@ -58,7 +57,7 @@ class Key:
 
     @property
     def unknown_keys(self) -> str:
-        """What becomes of an unknown key: rejected, ignored, or free (they are somebody else's)."""
+        """What DeepSpeed does with an unknown key: rejected, ignored, or free (any key is allowed)."""
         return str(self.spec.get("x-unknown-keys", "free"))
 
     @cached_property
@@ -67,7 +66,7 @@ class Key:
         return _keys(self.spec["properties"]) if self.is_section else {}
 
     def removed(self, name: str) -> str | None:
-        """Return what to do about a key whose feature DeepSpeed has removed; None if it is no such key."""
+        """Return advice for a key whose feature DeepSpeed has removed; None if it is no such key."""
         hint: str | None = self.spec.get("x-removed", {}).get(name)
         return hint
 
@@ -84,20 +83,20 @@ def _keys(properties: JsonObject) -> dict[str, Key]:
 
 @cache
 def files() -> dict[str, JsonObject]:
-    """Every schema file by its name."""
+    """Return name -> content of every schema file."""
     return {path.name: json.loads(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.json"))}
 
 
 @cache
 def root() -> Key:
-    """Return the schema of the whole config, with every reference put in place."""
+    """Return the schema of the whole config, with every reference resolved."""
     spec = dict(files()[ROOT])
     spec["properties"] = {name: _inline(value) for name, value in spec["properties"].items()}
     return Key("", spec)
 
 
 def _inline(spec: JsonObject) -> JsonObject:
-    """Return a `$ref` replaced by the file it names; what stands beside the reference wins."""
+    """Return a schema with `$ref` replaced by the content of the file; keys beside the reference win."""
     if "$ref" not in spec:
         return spec
     section = {key: value for key, value in files()[spec["$ref"]].items() if not key.startswith("$")}
@@ -130,7 +129,7 @@ def find(pointer: str) -> Key | None:
 
 
 def every_key(key: Key | None = None, pointer: str = "") -> Iterator[tuple[str, Key]]:
-    """All keys of the schema with their pointers."""
+    """Yield all keys of the schema with their pointers."""
     for name, child in (key or root()).keys.items():
         yield f"{pointer}/{name}", child
         yield from every_key(child, f"{pointer}/{name}")
@@ -138,13 +137,13 @@ def every_key(key: Key | None = None, pointer: str = "") -> Iterator[tuple[str, 
 
 @cache
 def aliases() -> dict[str, str]:
-    """Names that people write, by the pointer of the key they mean."""
+    """Return pointer of a key -> names that people write instead."""
     return {alias: pointer for pointer, key in every_key() for alias in key.spec.get("x-aliases", ())}
 
 
 @cache
 def places() -> dict[str, tuple[str, ...]]:
-    """Where a key of a given name exists."""
+    """Return name of a key -> pointers at which it exists."""
     found: dict[str, list[str]] = {}
     for pointer, key in every_key():
         if not key.spec.get("deprecated"):
@@ -154,7 +153,7 @@ def places() -> dict[str, tuple[str, ...]]:
 
 @cache
 def signatures() -> dict[str, dict[str, dict[str, list[str]]]]:
-    """Arguments of the optimizer and schedule classes, by group and class name."""
+    """Return the arguments of the optimizer and scheduler classes, by group and class name."""
     data: JsonObject = json.loads((FOLDER.parent / "signatures.json").read_text("utf-8"))
     data.pop("comment")
     return data

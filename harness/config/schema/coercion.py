@@ -1,8 +1,8 @@
-"""How DeepSpeed reads one value: what it takes as it is, what it converts, what it refuses.
+"""How DeepSpeed reads one value: whether it accepts, converts or refuses it.
 
-Its pydantic sections are lenient: 5e8, true and "500" all pass for an integer, "yes" and 1 for a boolean.
-Plain sections check nothing, and only some of their values are used at once. Rules that call a value wrong
-ask here, so that nothing is refused that DeepSpeed accepts. Source: pydantic's conversion table, lax mode.
+Its pydantic sections are lenient: 5e8, true and "500" all pass as an integer, "yes" and 1 as a boolean. Plain sections
+check nothing, and use only some of their values at once. Rules that call a value wrong ask here, so that nothing is
+refused that DeepSpeed accepts. Source: pydantic's conversion table, lax mode.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Reading:
-    """The outcome: the value as DeepSpeed has it, and what is odd about it.
+    """The value as DeepSpeed has it, and its fault.
 
-    `fault` is "" (fine), "converted" (from a string, or from a switch to a number), "type", "choice" or
-    "range".
+    `fault` is "" (none), "converted" (from a string, or from a switch to a number), "type", "choice" or "range".
     """
 
     value: object
@@ -63,7 +62,7 @@ def as_float(value: object) -> float | None:
     """Return a value as pydantic's float, or None if it refuses it."""
     if isinstance(value, str):
         if not value.strip().isascii():
-            return None  # Python reads the digits of all scripts
+            return None  # unlike pydantic, Python's int also reads digits of other scripts
         if "_" in value:  # pydantic leaves out single ones between any two characters, and then takes no blanks
             if value != value.strip().strip("_") or "__" in value:
                 return None
@@ -75,7 +74,7 @@ def as_float(value: object) -> float | None:
 
 
 def read(key: Key, value: object, *, pydantic: bool) -> Reading:
-    """How DeepSpeed takes `value` for `key`."""
+    """Return how DeepSpeed reads `value` for `key`."""
     types = key.types
     if not types or (value is None and "null" in types):
         return Reading(value)
@@ -93,7 +92,7 @@ def read(key: Key, value: object, *, pydantic: bool) -> Reading:
 
 
 def _convert(kind: str, value: object, *, lenient: bool) -> object:
-    """`value` as a JSON type, or None if it does not pass for one."""
+    """Return `value` as a JSON type, or None if it cannot be converted."""
     if kind == "boolean":
         return as_bool(value) if lenient or not isinstance(value, str) else None
     if kind == "integer":
@@ -105,7 +104,7 @@ def _convert(kind: str, value: object, *, lenient: bool) -> object:
 
 
 def _limits(key: Key, value: object) -> tuple[str, str]:
-    """Return the fault of a value of the right type: outside its choices or its range."""
+    """Return the fault of a value of the right type: "choice", "range" or ""."""
     core = key.core
     if "enum" in core:
         choices = core["enum"]

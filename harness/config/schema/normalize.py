@@ -1,4 +1,4 @@
-"""A config as DeepSpeed reads it: what its checked sections convert is converted, old forms are new ones."""
+"""Convert a config to the values that DeepSpeed reads from it, in its checked sections, and old forms to new ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from harness.config.values.pointers import AUTO
 
 
 def as_read(config: Mapping[str, object]) -> JsonObject:
-    """Return a copy in which every value is the one that DeepSpeed makes of it: `"true"` and 1 are true, `"2"` is 2.
+    """Return a copy with every value as DeepSpeed converts it: `"true"` and 1 become true, `"2"` becomes 2.
 
-    Values that DeepSpeed refuses, keys that it does not know and "auto" stay as they are.
+    Values that DeepSpeed refuses, keys that it does not know, and "auto" stay unchanged.
     """
     copied = _section(config, schema.root(), "")
     zero = copied.get("zero_optimization")

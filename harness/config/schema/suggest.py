@@ -1,4 +1,4 @@
-"""Guesses what an unknown key was meant to be: a misspelling, another program's name, or a key of elsewhere."""
+"""Guess what an unknown key was meant to be: a misspelling, another program's name, or a key of another section."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from difflib import get_close_matches
 
 from harness.config import schema
 
-# names that many sections have say nothing about where a key belongs
+# names that many sections have do not tell where a key belongs
 _EVERYWHERE = frozenset({"enabled", "type", "params", "device", "dtype", "seed", "metric", "debug", "verbose", "mode"})
 _ALIKE = 0.8  # share of matching characters; at 0.8 "lr_scheduler" still means "scheduler"
 
 
 def plain(name: str) -> str:
-    """Return a name without the differences that spelling makes: case, dashes, -ise for -ize."""
+    """Return a name without differences of spelling: case, dashes, -ise for -ize."""
     return name.lower().replace("-", "_").replace(" ", "_").replace("isation", "ization").replace("ise", "ize")
 
 
@@ -25,7 +25,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def elsewhere(name: str, section: str) -> str | None:
-    """Return the pointer of the key that `name`, standing in `section`, names in another section, or None."""
+    """Return the pointer of a key in another section that `name`, found in `section`, means; None if there is none."""
     meant = schema.aliases().get(plain(name))
     if meant is not None and meant.rsplit("/", 1)[0] != section:
         return meant

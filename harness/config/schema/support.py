@@ -1,6 +1,4 @@
-"""Which DeepSpeed the rules speak of, and whether it is the one that is installed. DeepSpeed is not
-imported.
-"""
+"""The DeepSpeed version that the rules describe, and whether it is installed. DeepSpeed is not imported."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def version_warning(installed: str | None = None) -> str | None:
-    """Return a sentence if another DeepSpeed is installed than the rules were held to; None if it fits or is
-    absent.
-    """
+    """Return a sentence if the rules were tested with another DeepSpeed than the installed one; else None."""
     if installed is None:
         try:
             installed = metadata.version("deepspeed")

@@ -1,7 +1,7 @@
-"""A config file in hand: its text, its data, and the line and column of everything in it.
+"""A config file: its text, its data, and the line and column of everything in it.
 
-`load` takes a path or the name of a preset that travels with the package. What cannot be read is a
-ConfigError with one finding that names the place.
+`load` takes a path or the name of a packaged preset. For a file that cannot be read it raises ConfigError with one
+finding that has the position.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_BYTES = 2 * 2**20  # the longest config seen in the wild has 20 kB
 
 @dataclass(frozen=True)
 class Document:
-    """A config as it was read. `data` is what DeepSpeed's own reader makes of `text`."""
+    """A config as it was read. `data` has the values that DeepSpeed's own reader gets from `text`."""
 
     path: str
     text: str
@@ -49,12 +49,12 @@ class Document:
         return [0] + [i + 1 for i, char in enumerate(self.text) if char == "\n"]
 
     def line_column(self, offset: int) -> tuple[int, int]:
-        """Line and column, counted from 1, of an offset into the text."""
+        """Return line and column, counted from 1, of an offset into the text."""
         line = bisect_right(self._line_starts, offset)
         return line, offset - self._line_starts[line - 1] + 1
 
     def span(self, pointer: str, *, of_value: bool = False) -> tuple[int, int]:
-        """Start and end of a JSON pointer's key, or of its value; of the nearest parent if it is absent."""
+        """Return start and end of a JSON pointer's key, or of its value; of the nearest parent if it is absent."""
         node, span = self.parsed.root, (self.parsed.root.start, self.parsed.root.start + 1)
         for step in pointer.split("/")[1:]:
             found = node.child(step.replace("~1", "/").replace("~0", "~"))
@@ -69,7 +69,7 @@ class Document:
         return span
 
     def locate(self, pointer: str) -> tuple[int, int]:
-        """Line and column of what a JSON pointer names, or of its nearest parent that is there."""
+        """Return line and column of a JSON pointer's key, or of its nearest parent that exists."""
         return self.line_column(self.span(pointer)[0])
 
 
@@ -97,7 +97,7 @@ def from_bytes(raw: bytes, path: str) -> Document:
 
 
 def from_text(text: str, path: str = "<text>") -> Document:
-    """Read a config from its text; `path` is what findings call it. Raises ConfigError."""
+    """Read a config from its text; `path` is its name in findings. Raises ConfigError."""
     is_yaml = path.lower().endswith((".yaml", ".yml")) or _YAML.search(text)
     if is_yaml and not text.lstrip().startswith("{"):
         hint = "write the DeepSpeed config as JSON, { ... }; flags in YAML go into --config FILE"
@@ -116,12 +116,12 @@ def from_text(text: str, path: str = "<text>") -> Document:
 
 
 def from_values(config: Mapping[str, object]) -> Document:
-    """Return the values that a program made as a document."""
+    """Return values from a program as a document."""
     return from_text(json.dumps(dict(config), indent=2), "<config>")
 
 
 def unreadable(path: str, message: str, hint: str, line: int = 1, column: int = 1) -> Diagnostic:
-    """Return the finding for a file of which nothing can be said but that it cannot be read."""
+    """Return the finding for a file that cannot be read at all."""
     return Diagnostic(
         code="DS001",
         severity=Severity.ERROR,
@@ -148,7 +148,7 @@ def _find(source: str) -> Path:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of a regular file, up to a byte more than is allowed."""
+    """Return the content of a regular file, up to one byte more than is allowed."""
 
     def refuse(message: str, hint: str) -> ConfigError:
         return ConfigError([unreadable(str(path), message, hint)])

@@ -1,7 +1,7 @@
-"""Changes to a config's text that keep its order, layout and comments: remove, rename, replace, insert.
+"""Change a config's text and keep its order, layout and comments: remove, rename, replace, insert.
 
-Each function gives edits for the text as it was read. They are applied together; a caller that wants more reads
-the new text again.
+Each function returns edits for the text as it was read, which are applied together. For further edits, parse the new
+text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def section(document: Document, pointer: str) -> Node | None:
 
 
 def remove(document: Document, pointer: str) -> tuple[Edit, ...]:
-    """Take a key and its value out, with the comma and the line that become idle."""
+    """Return edits that remove a key and its value, with the comma and the line that are no longer needed."""
     parent, found = section(document, pointer.rsplit("/", 1)[0]), member(document, pointer)
     if parent is None or found is None or parent.members is None:
         return ()
@@ -58,7 +58,7 @@ def remove(document: Document, pointer: str) -> tuple[Edit, ...]:
 
 
 def rename(document: Document, pointer: str, new: str) -> tuple[Edit, ...]:
-    """Give a key another name; nothing if its section has that name already."""
+    """Return edits that rename a key; none if its section has the new name already."""
     parent, found = section(document, pointer.rsplit("/", 1)[0]), member(document, pointer)
     if parent is None or found is None or parent.child(new) is not None:
         return ()
@@ -66,7 +66,7 @@ def rename(document: Document, pointer: str, new: str) -> tuple[Edit, ...]:
 
 
 def replace(document: Document, pointer: str, value: object) -> tuple[Edit, ...]:
-    """Put another value in the place of the one that a pointer names."""
+    """Return edits that replace the value at a pointer."""
     found = member(document, pointer)
     if found is None:
         return ()
@@ -74,7 +74,7 @@ def replace(document: Document, pointer: str, value: object) -> tuple[Edit, ...]
 
 
 def move(document: Document, pointer: str, target: str) -> tuple[Edit, ...]:
-    """Move a key to another pointer; nothing if something stands there, or its section is no object."""
+    """Return edits that move a key to another pointer; none if that is taken, or its section is no object."""
     found = member(document, pointer)
     if found is None or member(document, target) is not None:
         return ()
@@ -84,9 +84,9 @@ def move(document: Document, pointer: str, target: str) -> tuple[Edit, ...]:
 
 
 def insert(document: Document, pointer: str, written: str, leaving: Member | None = None) -> tuple[Edit, ...]:
-    """Add `pointer` with a value as it is to be written; its section is made if it is missing.
+    """Return edits that add `pointer` with `written` as its value, and its section if that is missing.
 
-    `leaving` is a key that is taken out at the same time.
+    `leaving` is a key that is removed at the same time.
     """
     parent_pointer, name = pointer.rsplit("/", 1)
     entry = f"{json.dumps(name)}: {written}"

@@ -1,4 +1,4 @@
-"""Reads a config's text the way DeepSpeed does, and remembers where everything stands.
+"""Read a config's text as DeepSpeed does, and remember the position of everything.
 
 DeepSpeed reads its file as Hjson: comments, missing or trailing commas and unquoted words are accepted. An
 unquoted word that is not exactly true, false, null or a number runs to the end of its line, comma included:
@@ -26,9 +26,7 @@ _MULTI_QUOTE = "'''"
 
 
 class TextError(ValueError):
-    """The text cannot be read at all; `offset` is where reading stopped, `hint` what to do if it is not
-    syntax.
-    """
+    """The text cannot be read at all; `offset` is where reading stopped, `hint` a remedy other than for syntax."""
 
     def __init__(self, message: str, offset: int, hint: str = "") -> None:
         super().__init__(message)
@@ -49,7 +47,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value and where it stands. Objects keep every member, duplicates too."""
+    """A value and its position. Objects keep every member, also duplicates."""
 
     start: int
     end: int
@@ -58,7 +56,7 @@ class Node:
     items: tuple[Node, ...] | None = None
 
     def data(self) -> Any:
-        """Return the plain Python value; of duplicate keys the last one counts."""
+        """Return the plain Python value; the last one of duplicate keys counts."""
         if self.members is not None:
             return {member.key: member.node.data() for member in self.members}
         if self.items is not None:
@@ -86,7 +84,7 @@ class NonJsonSyntax:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a text holds."""
+    """The root node of a text, and its oddities."""
 
     root: Node
     oddities: tuple[NonJsonSyntax, ...]
@@ -161,7 +159,7 @@ class _Reader:
         return Member(key, at, key_end, node), self.skip(node.end)
 
     def separator(self, at: int, value: Node, closing: str) -> int:
-        """Step over an optional comma, noting where plain JSON wants it otherwise."""
+        """Skip an optional comma, and note where plain JSON requires one or forbids it."""
         head = self.text[at : at + 1]
         if head == ",":
             after = self.skip(at + 1)
@@ -288,7 +286,7 @@ def parse(text: str) -> Parsed:
     try:
         return _parse(text, reader)
     except TextError as error:
-        # the reader failed far behind the cause: a word that swallowed the brackets behind it
+        # the reader failed far after the cause: a bare word that has swallowed the brackets after it
         for oddity in reader.oddities:
             word = re.match(r"(True|False|None)\b", oddity.detail)
             if oddity.kind == "bare-word" and word is not None and oddity.end > oddity.start + word.end():

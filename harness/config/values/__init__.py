@@ -1,4 +1,4 @@
-"""What single values of a config mean: their type, pointers, sizes of the layout, the batch, keys without effect.
+"""The meaning of single values of a config: types, pointers, sizes of the layout, the batch, keys without effect.
 
-The lowest folder of `config`: rules, schema and resolving all build on it, and it imports none of them.
+This is the lowest folder of `config`: rules, schema and resolving build on it, and it imports none of them.
 """

@@ -1,4 +1,4 @@
-"""The arguments of a run that a config may leave values to."""
+"""The arguments of a run that replace "auto" in a config."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class AutoValues:
     given: frozenset[str] = field(default_factory=frozenset)
 
     def source(self, name: str) -> str:
-        """Return where an argument's value comes from, in words."""
+        """Return the source of an argument's value, in words."""
         return f"--{name}" if name in self.given else f"default of --{name}"
 
     @property
     def by_pointer(self) -> tuple[tuple[str, str, object], ...]:
-        """What takes the place of "auto" in the file: pointer, name of the argument, value."""
+        """The values that replace "auto" in the file: pointer, name of the argument, value."""
         betas = next((name for name in ("adam_beta1", "adam_beta2") if name in self.given), "adam_beta1")
         warmup = max(1, self.warmup_steps)  # DeepSpeed's schedules want at least 1
         return (

@@ -1,7 +1,7 @@
 """The arithmetic of the batch: train_batch_size = micro-batch x accumulation x data-parallel size.
 
-DeepSpeed's rule fills in what is not said. One home for it: `check` and `resolve` both ask here. With
-pipeline or tensor parallelism only the data-parallel size counts, not the number of ranks.
+Sizes that are not given follow from the others by DeepSpeed's rule. `check` and `resolve` both ask here. With pipeline
+or tensor parallelism only the data-parallel size counts, not the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.config.values.pointers import AUTO, lookup, whole
 from harness.wording import counted, one_of
 
-LEAST_BUCKET, MOST_BUCKET = 2**22, 500_000_000  # gradients that ZeRO reduces at once
-MOST_IDLE = 0.2  # of a pipeline's step, before a user is advised to have more micro-batches
+LEAST_BUCKET, MOST_BUCKET = 2**22, 500_000_000  # number of gradient elements that ZeRO reduces at once
+MOST_IDLE = 0.2  # share of a pipeline's step above which more micro-batches are advised
 TRAIN, MICRO, ACCUMULATION = "/train_batch_size", "/train_micro_batch_size_per_gpu", "/gradient_accumulation_steps"
 ARGUMENTS = {
     TRAIN: "global_batch_size",
@@ -27,7 +27,7 @@ ARGUMENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StatedSizes:
-    """The sizes that file and arguments give, None where they leave one open; `sources` says where each is from."""
+    """The sizes that file and arguments give, None if neither gives one; `sources` has the source of each."""
 
     train: int | None
     micro: int | None
@@ -36,15 +36,15 @@ class StatedSizes:
 
     @property
     def train_name(self) -> str:
-        """What the user calls the size of the global batch."""
+        """Name of the size of the global batch in messages: the flag or the key that gives it."""
         return self.sources.get(TRAIN, "train_batch_size")
 
 
 def stated_sizes(config: Mapping[str, object], values: AutoValues | None) -> StatedSizes:
     """Return the sizes that a config and the arguments of a run (None: not known) give.
 
-    Where the global batch is fixed, by `--global_batch_size` or train_batch_size, the accumulation follows from it;
-    else micro-batch and accumulation have the arguments' defaults, whatever the layout.
+    If `--global_batch_size` or train_batch_size fixes the global batch, the accumulation follows from it. Otherwise
+    micro-batch and accumulation have the arguments' defaults, in every layout.
     """
     sizes = {pointer: whole(lookup(config, pointer)) for pointer in ARGUMENTS}
     sources: dict[str, str] = {}
@@ -80,7 +80,7 @@ class Batch:
 
 
 def complete(train: int | None, micro: int | None, accumulation: int | None, dp_size: int) -> Batch | None:
-    """Return the batch that DeepSpeed makes of what is given; None where it has too little. It need not fit.
+    """Return the batch that DeepSpeed computes from the given sizes, which may not fit; None if too few are given.
 
     Source: DeepSpeedConfig._set_batch_related_parameters.
     """
@@ -106,9 +106,9 @@ def bubble(
 
     It is (p - 1) / (m + p - 1) for GPipe (arXiv 1811.06965, section 2.3) and for 1F1B with a flush (arXiv 2104.04473,
     section 2.2, which states it relative to the ideal time: (p - 1) / m). Interleaved chunks divide that idle time by v
-    (the same section). Zero-bubble leaves a third of it where forward, input gradients and weight gradients take
-    equally long (arXiv 2401.10241, section 3.1, for m >= p; with fewer micro-batches there are too few weight gradients
-    to fill the rest). Folded chunks leave a sixth, for m >= 2 p (section 6).
+    (the same section). Zero-bubble leaves a third of it if forward, input gradients and weight gradients take equally
+    long (arXiv 2401.10241, section 3.1, for m >= p; with fewer micro-batches there are too few weight gradients to fill
+    the rest). Folded chunks leave a sixth, for m >= 2 p (section 6).
     """
     chunks = model_chunks(stages, schedule, parts_per_stage)
     waits = _waits(chunks, micro_batches, schedule)
@@ -116,22 +116,22 @@ def bubble(
 
 
 def bucket_elements(hidden: int) -> int:
-    """Return how many gradients ZeRO reduces at once where nobody says it: as many as a square matrix of the model has.
+    """Return the default number of gradient elements that ZeRO reduces at once: those of a square matrix of the model.
 
-    Each reduction, however small, costs the host some hundred operations, so there is a least. DeepSpeed allocates the
-    whole bucket, so its default, which is the most, would take more than a small model itself.
+    There is a minimum, because each reduction, however small, costs the host some hundred operations. The maximum is
+    DeepSpeed's default; DeepSpeed allocates the whole bucket, which can be larger than a small model itself.
     """
     return min(max(hidden**2, LEAST_BUCKET), MOST_BUCKET)
 
 
 def left_waits(stages: int, micro_batches: int, schedule: str, parts_per_stage: int | None = None) -> float:
-    """Return the share of the waits under 1F1B that a schedule leaves; 1 of a single stage, which has none."""
+    """Return the fraction of 1F1B's waits that remains under a schedule; 1 for a single stage, which has none."""
     chunks = model_chunks(stages, schedule, parts_per_stage)
     return _waits(chunks, micro_batches, schedule) / (3 * chunks.each * (stages - 1)) if stages > 1 else 1.0
 
 
 def _waits(chunks: ModelChunks, micro_batches: int, schedule: str) -> int:
-    """Return how long a stage waits in a step, in units of the forward pass of one chunk."""
+    """Return the time that a stage waits in a step, in units of the forward pass of one chunk."""
     p, v, missing = chunks.stages, chunks.each, max(0, chunks.stages - micro_batches)
     if p == 1:
         return 0
@@ -143,14 +143,14 @@ def _waits(chunks: ModelChunks, micro_batches: int, schedule: str) -> int:
 
 
 def idle(stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None) -> str:
-    """`2 stages with 1 micro-batch are idle for 50% of a step`."""
+    """Return a sentence such as `2 stages with 1 micro-batch are idle for 50% of a step`."""
     batches = counted(micro_batches, "micro-batch", "micro-batches")
     share = bubble(stages, micro_batches, schedule, parts_per_stage)
     return f"{stages} stages with {batches} are idle for {share:.0%} of a step"
 
 
 def micro_batches_wanted(stages: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None) -> int:
-    """Return the fewest micro-batches a step at which the stages of a pipeline idle for no more than a fifth of it."""
+    """Return the least number of micro-batches a step with which pipeline stages idle for at most `MOST_IDLE` of it."""
     least, enough = 0, 4 * (stages - 1)
     while enough - least > 1:
         middle = (least + enough) // 2
@@ -164,9 +164,10 @@ def micro_batches_wanted(stages: int, schedule: str = DEEPSPEED_1F1B, parts_per_
 def batch_size_conflict(
     sizes: StatedSizes, readers: int, *, cp_size: int = 1, ranks_are_known: bool = True
 ) -> tuple[str, str]:
-    """Return what is wrong with three sizes that do not multiply, and the sizes that would.
+    """Return a message for three sizes that do not multiply, and advice with sizes that do.
 
-    `readers`: data-parallel ranks that read other samples; `cp_size` of them share each.
+    Args:
+        readers: number of data-parallel ranks that read different samples; `cp_size` ranks share each.
     """
     name, train, micro, accumulation = sizes.train_name, sizes.train, sizes.micro, sizes.accumulation
     factors = {"micro-batch": micro, "accumulation": accumulation}

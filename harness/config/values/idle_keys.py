@@ -1,8 +1,8 @@
-"""What of a config does nothing in a run of the harness, and is not handed on to DeepSpeed.
+"""Keys that have no effect in a run of the harness, and are not handed on to DeepSpeed.
 
-The harness reads the data, cuts the model, builds the optimizer and writes the model itself; keys that steer
-DeepSpeed's own way of doing so have nothing to act on. Some of them would even break a run (`autotuning` ends it after
-a few steps, `hybrid_engine` puts another engine in its place).
+The harness reads the data, cuts the model, builds the optimizer and writes the model itself, so keys for DeepSpeed's
+own ways of doing so have no effect. Some of them would break a run: `autotuning` ends it after a few steps,
+`hybrid_engine` replaces the engine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ IDLE: dict[str, str] = {
     "/allgather_size": _NOBODY,
 }
 
-# kernels that DeepSpeed has for accelerators alone, by where the config asks for them
+# kernels that DeepSpeed has only for accelerators, by the pointer that asks for them
 ACCELERATED: dict[str, tuple[str, ...]] = {
     "/optimizer/type": ("lamb", "lion"),
     "/zero_optimization/zero_quantized_weights": ("true",),
@@ -83,7 +83,7 @@ _DROPPED = (
 
 
 def accelerated(config: Mapping[str, object]) -> dict[str, str]:
-    """Return what needs an accelerator, by its pointer. Lion has a kernel for the CPU where it is offloaded."""
+    """Return features that need an accelerator, by pointer. Lion has a kernel for the CPU, but only if offloaded."""
     offloaded = lookup(config, "/zero_optimization/offload_optimizer/device") == "cpu"
     found = {}
     for pointer, names in ACCELERATED.items():
@@ -95,7 +95,7 @@ def accelerated(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def without_idle(config: Mapping[str, object]) -> JsonObject:
-    """Return a copy without the keys that would break a run in which they have nothing to do."""
+    """Return a copy without those keys that would break a run."""
     kept = copy.deepcopy(dict(config))
     for pointer in _DROPPED:
         parent, name = pointer.rsplit("/", 1)

@@ -1,8 +1,8 @@
 """Read JSON that anybody may have written, in bounded time and memory.
 
-What lies in the folder of a run or a checkpoint may have been edited, cut off or put there by others. A pipe or a
-device would keep a reader waiting for ever, deep nesting breaks whatever walks through the content, and an integer of
-hundreds of digits breaks what computes with it. Each of these is a ValueError here, in a few words.
+Files in the folder of a run or a checkpoint may have been edited, cut off or put there by others. A pipe or a device
+would block a reader forever, deep nesting overflows the stack of code that walks it, and an integer of hundreds of
+digits breaks arithmetic with floats. Each of these raises ValueError here, with a short message.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ MOST_DIGITS = 100  # transformers writes an integer of 31 for "no limit"
 
 
 def regular_bytes(path: Path, most: int | None = None) -> bytes:
-    """Return what a file holds; OSError if it cannot be read, ValueError for none that ends, or over `most` bytes."""
-    _require_regular(path.stat().st_mode)  # before it is opened, which some devices take for an order
+    """Return the content of a regular file.
+
+    Raises OSError if it cannot be read, and ValueError if it is no regular file or has more than `most` bytes.
+    """
+    _require_regular(path.stat().st_mode)  # before opening it: opening alone makes some devices act
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         _require_regular(os.fstat(file.fileno()).st_mode)
         content = file.read(-1 if most is None else most + 1)
@@ -33,7 +36,7 @@ def regular_bytes(path: Path, most: int | None = None) -> bytes:
 
 
 def require_regular_files(folder: Path) -> None:
-    """Raise UserError if a folder holds a pipe, a socket or a device: whoever reads it could wait for ever."""
+    """Raise UserError if a folder contains a pipe, a socket or a device, because reading it could block forever."""
     for path in sorted(folder.iterdir()):
         with suppress(OSError):  # a link to nowhere
             mode = path.stat().st_mode
@@ -42,12 +45,12 @@ def require_regular_files(folder: Path) -> None:
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
-    """Return what a JSON file holds; OSError if it cannot be read, ValueError if it makes no sense."""
+    """Return the content of a JSON file. Raises OSError if it cannot be read, ValueError if it is not valid."""
     return parse_json(regular_bytes(path, most))
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return what a JSON text holds; ValueError if it makes no sense."""
+    """Return the content of a JSON text. Raises ValueError if it is not valid."""
     try:
         content = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, parse_int=_integer)
     except RecursionError:
@@ -62,7 +65,7 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def _inner(value: object) -> list[Any]:
-    """Return what an array or object holds of further ones."""
+    """Return the arrays and objects directly inside an array or object."""
     match value:
         case dict():
             values = list(value.values())

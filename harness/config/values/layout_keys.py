@@ -1,4 +1,4 @@
-"""The keys by which the harness lays out a run: their least values, the names of partition methods and schedules."""
+"""The keys that set a run's layout: their least values, and the names of partition methods and schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.config.values.pointers import AUTO, name_of, whole
 PARTITIONS = ("balanced", "measured", "uniform", "parameters")
 PARTITION_FORMS = (*PARTITIONS, "type:REGEX")
 DEEPSPEED_1F1B, GPIPE, ZERO_BUBBLE = "1f1b", "gpipe", "zero-bubble"  # one model chunk a stage
-INTERLEAVED, ZERO_BUBBLE_V, DUALPIPE_V = "interleaved", "zero-bubble-v", "dualpipe-v"  # several
+INTERLEAVED, ZERO_BUBBLE_V, DUALPIPE_V = "interleaved", "zero-bubble-v", "dualpipe-v"  # several model chunks a stage
 FOLDED_SCHEDULES = (ZERO_BUBBLE_V, DUALPIPE_V)
 SCHEDULES = (DEEPSPEED_1F1B, GPIPE, ZERO_BUBBLE, INTERLEAVED, *FOLDED_SCHEDULES)
 REMOVED_SCHEDULES = {
@@ -18,11 +18,11 @@ REMOVED_SCHEDULES = {
     "looped-bfs": f"use {INTERLEAVED}, which idles as little and holds fewer activations",
     "interleaved-zero-bubble": f"use {ZERO_BUBBLE_V}, which idles as little",
 }
-"""Schedules of earlier versions, and what to do instead."""
+"""Schedule of an earlier version -> advice."""
 SPLIT_BACKWARD = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 """The schedules that defer weight gradients."""
 INDUCTOR = "inductor"
-"""The backend of torch.compile where none is named."""
+"""The default backend of torch.compile."""
 CONTEXT, DEEPSPEED_CONTEXT = "/context_parallel/size", "/sequence_parallel_size"
 """Ranks that share each sequence: the harness's own key, and DeepSpeed's, which is read as such."""
 LOSS_TILE, FEED_FORWARD_TILE, ATTENTION_TILE = "/tiling/loss", "/tiling/feed_forward", "/tiling/attention"
@@ -34,7 +34,7 @@ EXPERT_ROUTING = (
     *("route_norm", "route_scale", "routed_scaling_factor", "score_apply", "score_func", "top_k"),
     *("num_expert_groups", "num_limited_groups", "load_balance_coeff", "expert_activation"),
 )
-"""Options of DeepSpeed's AutoEP that say what a mixture computes, which the model's config says here."""
+"""Options of DeepSpeed's AutoEP that change what a mixture computes; here the model's config decides that."""
 EXPERT_PARTS = "expert_tensor_parallel_size"
 TOKEN_PIECES = "/expert_parallel/token_pieces"
 # sizes that the harness itself reads, and the least that each may be; DeepSpeed takes any value for them
@@ -53,7 +53,7 @@ LEAST = {
 
 
 def size_fault(pointer: str, value: object) -> tuple[str, str] | None:
-    """Return what is wrong with a size that the harness reads, and the remedy; None for other keys and right values."""
+    """Return the fault of a size that the harness reads, and the remedy; None for other keys and for valid sizes."""
     least = LEAST.get(pointer)
     if least is None or value == AUTO:
         return None
@@ -69,7 +69,7 @@ def size_fault(pointer: str, value: object) -> tuple[str, str] | None:
 def expert_fault(ep_size: int, tp_size: int, dp_size: int | None) -> tuple[str, str] | None:
     """Return why whole experts cannot be dealt among `ep_size` ranks of a stage, and the remedy; None if they can.
 
-    `dp_size`: None where it is not known.
+    `dp_size` is None if it is not known.
     """
     neighbours, left_over = divmod(ep_size, tp_size)
     if ep_size == 1 or (not left_over and (dp_size is None or dp_size % neighbours == 0)):

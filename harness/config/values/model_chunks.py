@@ -1,4 +1,4 @@
-"""Model chunks (virtual stages): which stage of a pipeline has which runs of layers."""
+"""Model chunks (virtual stages): which stage of a pipeline has which consecutive layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ DEFAULT_CHUNKS = 2
 class ModelChunks:
     """The model chunks in the order of their layers, and the stage of each.
 
-    Chunks go round the p stages: stage 0 has chunks 0, p, 2 p, ... Where they are folded, every other round runs
+    Chunks are dealt to the p stages in turn: stage 0 has chunks 0, p, 2 p, ... If they are folded, every other round
+    runs
     backwards: with two rounds stage 0 has the first and the last chunk.
 
     Attributes:

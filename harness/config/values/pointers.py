@@ -14,7 +14,7 @@ def lookup(config: Mapping[str, object], pointer: str) -> object:
     """Return the value at a JSON pointer, or None where there is none."""
     value: object = config
     for step in _steps(pointer):
-        # a dict is asked for first, as Mapping is ten times as slow to ask for
+        # dict is tested first, because isinstance with Mapping takes ten times as long
         if not isinstance(value, dict | Mapping) or step not in value:
             return None
         value = value[step]
@@ -27,7 +27,7 @@ def _steps(pointer: str) -> tuple[str, ...]:
 
 
 def put(config: JsonObject, pointer: str, value: object) -> None:
-    """Write a value at a JSON pointer, making the objects on the way; nothing where a value is in the way."""
+    """Write a value at a JSON pointer and create objects on the way; do nothing if another value is in the way."""
     *steps, last = pointer.split("/")[1:]
     for step in steps:
         if config.get(step) is None:
@@ -39,14 +39,14 @@ def put(config: JsonObject, pointer: str, value: object) -> None:
 
 
 def whole(value: object) -> int | None:
-    """`value` as an int if it is a whole number (5e8 counts, true does not), else None."""
+    """Return `value` as an int if it is a whole number (5e8 is one, true is none), else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
         return None
     return int(value) if value == int(value) else None
 
 
 def name_of(pointer: str) -> str:
-    """Return `zero_optimization.stage` for `/zero_optimization/stage`: how a user writes it; `""` for an empty key."""
+    """Return a pointer as users write it, `zero_optimization.stage` for `/zero_optimization/stage`; `""` if empty."""
     steps = (step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:])
     return ".".join(step or '""' for step in steps)
 

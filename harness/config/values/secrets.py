@@ -1,5 +1,6 @@
-"""Keep passwords, API keys and tokens out of what a run writes, by the name of a key and by the values that the
-environment holds. Nobody looks for them in a folder of results before it is shared.
+"""Keep passwords, API keys and tokens out of a run's files, because people share folders of results unchecked.
+
+They are recognised by the name of their key, by the values of environment variables, and by known forms of tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Self
 from harness.config.values.json_object import JsonObject
 
 HIDDEN = "***"
-SHORTEST = 8  # of a secret that is searched for in texts: a shorter one may be an ordinary word
+SHORTEST = 8  # characters of a secret that is searched for in texts; a shorter one may be an ordinary word
 _NAME = (
     r"(?:[\w.-]*[_.-])?(?:api[_-]?keys?|secrets?(?:[_-]?key)?|pass(?:word|wd|phrase)s?|pwd|credentials?|authorization"
     r"|(?:private|account|client|comet|encryption|license|service|signing|ssh|wandb)[_-]?key"
@@ -44,7 +45,7 @@ _PASSWORD_OF_URL = re.compile(r"://[^/\s:@]*:([^/\s@]+)@")
 
 @dataclass(frozen=True)
 class Secrets:
-    """What must not be written.
+    """The secrets that must not be written.
 
     Attributes:
         values: the secrets themselves.
@@ -54,17 +55,17 @@ class Secrets:
 
     @classmethod
     def known(cls, *configs: Mapping[str, object]) -> Self:
-        """Return the secrets of this process's environment and of configs, by the names of variables and keys."""
+        """Return the secrets in this process's environment and in configs, found by names of variables and keys."""
         found = {value for name, value in os.environ.items() if _VARIABLE.fullmatch(name) and name != "PWD"}
         found |= {password for value in os.environ.values() for password in _PASSWORD_OF_URL.findall(value)}
         return cls(frozenset(value for value in found.union(*map(_values, configs)) if len(value) >= SHORTEST))
 
     def without(self, content: Mapping[str, object]) -> JsonObject:
-        """Return a copy of an object of JSON without them: keys that name a secret are left out, texts are masked."""
+        """Return a copy of a JSON object without keys that name a secret, and with secrets in texts masked."""
         return {name: self._clean(value) for name, value in content.items() if not is_secret(name, value)}
 
     def masked(self, text: str) -> str:
-        """Return a text with each secret in it as `***`."""
+        """Return a text with each secret in it replaced by `***`."""
         for value in sorted(self.values, key=len, reverse=True):
             text = text.replace(value, HIDDEN)
         for pattern in _MASKED:
@@ -82,17 +83,17 @@ class Secrets:
 
 
 def is_secret(name: object, value: object) -> bool:
-    """Whether a key of a config names a secret, and holds one; a switch, a measurement and null are none."""
+    """Whether a key of a config names a secret and its value may be one; a switch, a number and null are not."""
     return _KEY.fullmatch(str(name)) is not None and not (value is None or isinstance(value, bool | float))
 
 
 def masked_by_name(text: str) -> str:
-    """Return a text, as a line of a config or of a command, with the value of each key that names a secret as `***`."""
+    """Return a text (a line of a config or a command) with the values of keys that name a secret replaced by `***`."""
     return _IN_TEXT.sub(rf"\g<name>{HIDDEN}", text)
 
 
 def _values(config: object, *, within: bool = False) -> Iterator[str]:
-    """Yield each text below a key that names a secret; `within`: whether this is below one."""
+    """Yield each text inside a key that names a secret; `within`: whether `config` is inside one."""
     if isinstance(config, Mapping):
         for name, value in config.items():
             yield from _values(value, within=within or is_secret(name, value))

@@ -1,4 +1,4 @@
-"""The value of a flag in the type of its field, from the command line, a config file or Python."""
+"""Convert the value of a flag, from the command line, a config file or Python, to the type of its field."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Union, get_args, get_origin
 from harness.config.values.json_file import parse_json
 
 MOST = 2**63 - 1
-"""Of a whole number, as in torch; with one bit more, what ranks add to a seed would not fit."""
+"""Largest whole number, as in torch; with one bit more, a seed plus a rank would not fit."""
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
 def takes(hint: object, kind: type) -> bool:
-    """Whether a type takes values of a class: `float | None` those of float, `tuple[str, ...]` those of tuple."""
+    """Whether a type hint accepts values of a class: `float | None` accepts float, `tuple[str, ...]` accepts tuple."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return any((get_origin(member) or member) is kind for member in members)
 
 
 def typed(hint: object, value: object) -> object:
-    """Return a value in the type of `hint`. ValueError, in words, if it is not of that type."""
+    """Return a value converted to the type of `hint`. Raises ValueError, with a message, if that is not possible."""
     if isinstance(value, Enum):
         value = value.value
     for kind, convert in _CONVERSIONS:
@@ -47,7 +47,7 @@ def _words(value: object) -> tuple[object, ...]:
 
 
 def _mapping(value: object) -> object:
-    """Return a mapping as it is, a text that is a JSON object as a dictionary, any other text as a path."""
+    """Return a mapping unchanged, a text with a JSON object as a dictionary, and any other text as a path."""
     if isinstance(value, Mapping):
         return value
     if not isinstance(value, str | os.PathLike):

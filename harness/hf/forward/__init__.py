@@ -1,1 +1,1 @@
-"""The model's own forward with its decoder layers lifted out: what runs before, between and after them."""
+"""The model's own forward without its decoder layers: what runs before, between and after them."""

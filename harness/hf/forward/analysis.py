@@ -1,8 +1,9 @@
-"""Find by running it what a model's forward does around its decoder layers.
+"""Find out what a model's forward does around its decoder layers, by running it.
 
 A probe runs the forward with random tensors as the outputs of all layers and of the modules around them. Two probes
-that differ in one of these tensors, or in the token ids, show what depends on it: a layer's inputs, or what comes after
-the last layer. A tensor that a later layer than the next depends on is a state, which must be passed on (`payload.py`).
+that differ in one of these tensors, or in the token ids, show which layers' inputs depend on it, and whether the
+operations after the last layer do. If a layer after the next one depends on a tensor, that is a state, which must be
+passed on (`payload.py`).
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ NOT_THE_MODELS = ("harness", "torch", "contextlib")
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardAnalysis:
-    """What was found about a forward.
+    """The results of the analysis of a forward.
 
     Attributes:
         prologue: names of the modules that are called before the first layer.
         called: names of all modules outside the layers that are called.
-        schema: what travels besides the hidden state.
+        schema: the tensors that are passed on besides the hidden state.
         draws: whether random numbers were drawn.
     """
 
@@ -46,15 +47,15 @@ class ForwardAnalysis:
 
 
 class ForwardProbe(ForwardRun):
-    """A run on random tensors that records which tensor arrives where.
+    """A run on random tensors that records the arguments of every layer.
 
     Attributes:
         random: the random tensors, without those in `changed`; drawn once for all probes.
-        sources: name of each random tensor -> index of the layer that returns it, -1: a module before the first layer.
+        sources: name of each random tensor -> index of the layer that returns it; -1: a module before the first layer.
         calls: the arguments of each layer: hidden state and inputs.
         outputs: the hidden state that each layer returns.
         tail: the arguments of the modules after the last layer, and the logits.
-        phases: name of a module -> how many layers had been reached when it was called.
+        phases: name of a module -> number of layers that had been reached when it was called.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ForwardProbe(ForwardRun):
         return self._source(name, -1, like)
 
     def passes_on(self, index: int) -> bool:
-        """Whether layer `index` gets exactly the hidden state that the layer before it returned."""
+        """Whether layer `index` gets exactly the hidden state that the previous layer returned."""
         return index == 0 or same(self.calls[index][0], self.outputs[index - 1])
 
     def _at_layer(self, index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
@@ -120,7 +121,10 @@ class ForwardProbe(ForwardRun):
 
 
 def analyze(lifted: LiftedForward) -> ForwardAnalysis:
-    """Find the modules before the first layer, and what layers pass on; UserError if the model cannot be cut."""
+    """Find the modules before the first layer, and the tensors that layers pass on.
+
+    Raises UserError if the model cannot be cut.
+    """
     with DrawnShapes() as drawn:
         try:
             base = ForwardProbe(lifted, {})
@@ -146,7 +150,7 @@ def analyze(lifted: LiftedForward) -> ForwardAnalysis:
 
 
 def _failed_in(error: BaseException) -> str:
-    """Return the innermost function of the model's own code that an error went through, by its qualified name."""
+    """Return the qualified name of the innermost function of the model's own code in an error's traceback."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     own = [frame for frame in frames if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_MODELS]
     return own[-1].f_code.co_qualname.partition(".<locals>")[0] if own else "its forward"
@@ -175,10 +179,10 @@ def _state(name: str, made: int, last_use: dict[str, int]) -> CarriedTensor | No
 
 
 def _last_uses(lifted: LiftedForward, base: ForwardProbe) -> dict[str, int]:
-    """Return source -> index of the last layer that depends on it; the number of layers: what comes after them."""
+    """Return source -> index of the last layer that depends on it; the number of layers means the epilogue."""
 
     def search(sources: Sequence[str]) -> dict[str, int]:
-        """Change all sources at once, then bisect: most models depend on none, so a few probes do."""
+        """Change all sources at once, then bisect: most models depend on none, so a few probes suffice."""
         last = _last_change(base, ForwardProbe(lifted, base.random, changed=sources)) if sources else -1
         if last < 0:
             return {}
@@ -194,8 +198,8 @@ def _last_uses(lifted: LiftedForward, base: ForwardProbe) -> dict[str, int]:
 def _last_change(base: ForwardProbe, other: ForwardProbe) -> int:
     """Return the index of the last layer whose arguments differ between two probes.
 
-    A hidden state that the layer before returned is no argument in this sense. Returns the number of layers if what
-    comes after them differs, -1 if nothing does.
+    A hidden state that the previous layer returned does not count as an argument. Return the number of layers if the
+    epilogue's arguments or the logits differ, and -1 if nothing does.
     """
     if not same(base.tail, other.tail):
         return len(base.calls)

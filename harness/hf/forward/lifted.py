@@ -1,10 +1,10 @@
-"""A model's own forward with its decoder layers lifted out, and how it is run.
+"""Run a model's own forward with placeholders for its decoder layers.
 
-Placeholders take the place of every decoder layer and of every other module with parameters. So the forward runs on
-any machine, without weights. What each placeholder returns is decided by the `ForwardRun`.
+Placeholders replace every decoder layer and every other module with parameters, so the forward runs on any machine,
+without weights. The `ForwardRun` decides what each placeholder returns.
 
-Read from the top: find the list of decoder layers, the placeholders, one run of the forward, and the `LiftedForward`
-that puts them together.
+In the order of the file: finding the list of decoder layers, the placeholders, one run of the forward, and the
+`LiftedForward`, which uses them all.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from harness.parallel.values import Argument, Keyword, Positional
 
 @contextmanager
 def _packing_known(is_packed: bool) -> Iterator[None]:
-    """Let masks be made by what is known of the samples: positions are given where several are packed into one row.
+    """Tell transformers' masks whether samples are packed into rows, which is known from the data.
 
-    transformers asks the position ids themselves, for which the host would wait for the device in every forward.
+    transformers would find out from the values of the position ids, for which the host waits in every forward.
     """
     found = masking_utils.find_packed_sequence_indices
     of_rows: Callable[[Tensor], Tensor | None] = _sequence_indices if is_packed else lambda _positions: None
@@ -55,10 +55,10 @@ def _sequence_indices(position_ids: Tensor) -> Tensor:
 def find_stack(model: PreTrainedModel) -> str:
     """Return the name of the ModuleList that holds the decoder layers of a model on the meta device.
 
-    It is a list as long as the model is deep, or any list where none is that long (a layer may count as two). A list
-    inside another list's layer does not count. Of several, it is the one whose layer the forward calls first when it
-    gets token ids alone (an encoder of images is not called then), else the largest. Whether its layers are called one
-    after the other is checked when the forward is probed (`analysis.py`).
+    It is a list with as many layers as the config has, or any list if none has (some configs count a layer twice). A
+    list inside another list's layer does not count. If there are several, it is the one whose layer the forward calls
+    first when it gets only token ids (an encoder of images is not called then), else the largest. The analysis of the
+    forward checks that its layers are called one after the other (`analysis.py`).
 
     Raises:
         UserError: the model has no such list.
@@ -79,7 +79,7 @@ def find_stack(model: PreTrainedModel) -> str:
 
 
 class _Called(Exception):
-    """Ends a forward that has come to a layer of the list `name`."""
+    """Raised to end a forward that has reached a layer of the list `name`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -88,7 +88,7 @@ class _Called(Exception):
 
 @torch.no_grad()
 def _first_called(model: PreTrainedModel, lists: Iterable[str]) -> str | None:
-    """Return the name of the list whose layer is called first; None where the forward does not get there on meta."""
+    """Return the name of the list whose layer is called first; None if the forward fails on meta before that."""
 
     def stop(name: str, *_: object) -> None:
         raise _Called(name)
@@ -134,13 +134,13 @@ def has_own_parameters(module: nn.Module) -> bool:
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` in the place of the model's submodule `name`."""
+    """Replace the model's submodule `name` by `module`."""
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
 
 
 class AttributeProxy(nn.Module):
-    """A module that has no state of its own and answers for another's attributes."""
+    """A module without state of its own that forwards attribute look-ups to another module."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -216,11 +216,11 @@ def _to_meta(value: object) -> object:
 
 
 Handler = Callable[[int, LayerInputs, Tensor], Tensor]
-"""What happens at a layer: (index, inputs, hidden state) -> hidden state."""
+"""Called in place of a layer: (index, inputs, hidden state) -> hidden state."""
 
 
 class ReachedLayer(Exception):
-    """Ends a run of the model's forward early, at a layer, with what that layer is given."""
+    """Raised to end a run of the model's forward at a layer; carries the arguments of that layer."""
 
     def __init__(self, hidden: Tensor, inputs: LayerInputs) -> None:
         super().__init__("reached")
@@ -232,10 +232,10 @@ class ForwardRun:
     """One run of the model's forward.
 
     Args:
-        handler: called where the forward arrives at a layer.
-        known: name -> tensor that a module or a layer returned before, perhaps on another stage. All others return
+        handler: called when the forward reaches a layer.
+        known: name -> tensor that a module or a layer has returned before, perhaps on another stage. All others return
             zeros, or None.
-        dtype: of the floating zeros.
+        dtype: dtype of those zeros, if floating.
     """
 
     def __init__(self, handler: Handler, dtype: torch.dtype, known: Mapping[str, Tensor] | None = None) -> None:
@@ -273,14 +273,14 @@ class LiftedForward:
     Args:
         model: the causal language model on the meta device; it is taken over and changed.
         device: where masks, positions and rotary tables are made.
-        buffers: values, by name, of the buffers outside the layers, where they are not what the model computes anew.
+        buffers: name -> values of buffers outside the layers that differ from those that the model computes itself.
 
     Attributes:
         stack: the name of the list of the model's decoder layers, e.g. `model.layers`.
         layers: the model's decoder layers, in order, on the meta device.
         layer_names: their names in the model, e.g. `model.layers.0`.
         owners: name -> module of everything outside the layers that holds parameters.
-        facts: what dry runs of the layers showed.
+        facts: outputs, random numbers and ZeRO-3 leaves of the layers, found by running them without weights.
 
     Raises:
         UserError: the model has no list of decoder layers, or a module above the list holds parameters.
@@ -309,7 +309,7 @@ class LiftedForward:
 
     @property
     def described(self) -> str:
-        """The model as a message names it."""
+        """Name of the model in messages."""
         return f"model type {self.config.model_type!r}"
 
     @property
@@ -347,7 +347,7 @@ class LiftedForward:
 
     @contextmanager
     def real(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Put these modules, by name, in the place of their placeholders while the context lasts."""
+        """Replace placeholders by these modules, given by name, while the context lasts."""
         for name, module in modules.items():
             put(self.model, name, module)
         try:

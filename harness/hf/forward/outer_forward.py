@@ -39,7 +39,7 @@ KEPT_SHAPES = 4
 KEPT_BATCHES = 2
 
 Make = Callable[[Tokens, torch.dtype], list[LayerInputs]]
-"""Makes the inputs of all layers, for these ids and hidden states of this dtype."""
+"""Called with token ids and the dtype of hidden states; returns the inputs of all layers."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class HiddenShape:
 
     @classmethod
     def of(cls, hidden: Tensor, tokens: Tokens | None) -> HiddenShape:
-        """Return the shape of the ids where they travel, else what the hidden state shows of it."""
+        """Return the shape of the ids if they are passed on, else as much as the hidden state shows."""
         rows = hidden.shape if tokens is None else tokens.ids.shape
         return cls(rows[0], rows[1], hidden.dtype)
 
@@ -62,7 +62,7 @@ class HiddenShape:
 
 
 class LayerInputCache:
-    """The inputs of all layers, made by `make` when they are first asked for."""
+    """A cache of the inputs of all layers, which calls `make` when they are first needed."""
 
     def __init__(self, make: Make, device: torch.device) -> None:
         self._make = make
@@ -103,11 +103,11 @@ class OuterForward(LiftedForward):
     Args:
         model: the causal language model on the meta device; it is taken over and changed.
         device: where the inputs of the layers are made.
-        buffers: values, by name, of the buffers outside the layers, where they are not what the model computes anew.
+        buffers: name -> values of buffers outside the layers that differ from those that the model computes itself.
 
     Attributes:
         prologue, epilogue: name -> module with parameters that runs before and after the layers.
-        schema: what is passed on besides the hidden state.
+        schema: the tensors that are passed on besides the hidden state.
         draws: whether training draws random numbers (dropout, jitter), as far as runs of its parts show.
 
     Raises:
@@ -133,7 +133,7 @@ class OuterForward(LiftedForward):
         self.epilogue = {name: m for name, m in owners.items() if name not in self.prologue}
 
     def enter(self, tokens: Tokens, modules: dict[str, nn.Module], training: bool) -> StagePayload:
-        """Run the prologue with its real `modules`; return what the forward gives the first layer."""
+        """Run the prologue with its real `modules`; return the payload for the first layer."""
 
         def stop(_index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:
             raise ReachedLayer(hidden, inputs)
@@ -146,8 +146,8 @@ class OuterForward(LiftedForward):
     def arguments(self, index: int, payload: StagePayload) -> tuple[Tensor, LayerInputs]:
         """Return the arguments of layer `index`: its hidden state, and the other inputs.
 
-        The other inputs are made once for all hidden states of a shape and dtype, or once a micro-batch where they
-        depend on token or position ids, or at every call where they depend on states, so that these get a gradient.
+        The other inputs are made once for all hidden states of a shape and dtype. If they depend on token or position
+        ids, they are made once per micro-batch; if they depend on states, at every call, so that states get gradients.
         """
         hidden, tokens = payload.hidden, payload.tokens
         if self.schema.replayed:
@@ -157,7 +157,7 @@ class OuterForward(LiftedForward):
         return hidden, self._input_cache.of_shape(HiddenShape.of(hidden, tokens))[index]
 
     def after(self, index: int, inputs: LayerInputs, output: LayerOutput, payload: StagePayload) -> StagePayload:
-        """Return what is passed on after layer `index`, which returned `output` for `inputs` and `payload`."""
+        """Return the payload after layer `index`, which returned `output` for `inputs` and `payload`."""
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         if not self.schema.replayed:
             return replace(payload, hidden=hidden)
@@ -194,7 +194,7 @@ class OuterForward(LiftedForward):
         return reached.hidden, reached.inputs
 
     def _replaying(self, payload: StagePayload, stop: int) -> ForwardRun:
-        """Return a run in which every layer before `stop` returns what was passed on from it."""
+        """Return a run in which every layer before `stop` returns the states that were passed on from it."""
         known = {**payload.states, hidden_name(stop - 1): payload.hidden}
         # a forward may write in place to what a module returned, and this one runs once for every layer
         if self.schema.replayed:
@@ -229,7 +229,7 @@ class OuterForward(LiftedForward):
 
 @contextmanager
 def _recorded(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Yield name -> what a module of the prologue gives at each of its calls."""
+    """Record, within this context, name -> output of each call of the prologue's modules."""
     outputs: dict[str, Tensor] = {}
 
     def record(name: str, _module: nn.Module, _inputs: object, output: Tensor) -> None:
@@ -247,7 +247,7 @@ def _recorded(modules: dict[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
 
 
 class _Constant(nn.Module):
-    """Gives the same tensor whatever it is given."""
+    """A module that returns the same tensor for any input."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()

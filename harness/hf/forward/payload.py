@@ -1,8 +1,8 @@
-"""What one pipeline layer passes to the next: the hidden state, and whatever else later layers need.
+"""The tensors that one pipeline layer passes to the next: the hidden state, and others that later layers need.
 
-Most decoders pass on a bare hidden state. Some need more: token ids or position ids from which the arguments of layers
-are made, tensors that one layer computes and a later one reads, router logits for the loss. Then layers pass on a flat
-tuple, `(hidden, *states, ids[, positions])`. Which states cross which boundary is the same for every micro-batch, so
+Most decoders pass on only a hidden state. Some need more: token ids or position ids, from which the arguments of layers
+are made; tensors that one layer computes and a later one reads; router logits for the loss. Then layers pass on a flat
+tuple, `(hidden, *states, ids[, positions])`. The states that cross a boundary are the same for every micro-batch, so
 their names are never sent.
 """
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from harness.parallel.values import Value
 
 ForwardOutput: TypeAlias = Any
-"""What a causal model's forward returns: an object with `logits`, and perhaps `loss` and `aux_loss`."""
+"""The output of a causal model's forward: an object with `logits`, and perhaps `loss` and `aux_loss`."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of a micro-batch, and position ids where the data gives them; both [batch, sequence].
+    """Token ids of a micro-batch, and position ids if the data has them; both [batch, sequence].
 
-    `is_packed`: with position ids, whether they may begin anew within a row.
+    `is_packed`: whether position ids may start again within a row.
     """
 
     ids: Tensor
@@ -43,10 +43,10 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePayload:
-    """What reaches a layer.
+    """The tensors that reach a layer.
 
     Attributes:
-        hidden: the output of the layer before, [batch, sequence, width].
+        hidden: the hidden state from the previous layer, [batch, sequence, width].
         states: name -> tensor of an earlier layer, with its gradient.
         tokens: present if anything but the hidden state is passed on.
     """
@@ -76,13 +76,13 @@ class CarriedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PayloadSpec:
-    """What crosses each boundary of a model.
+    """The tensors that cross the boundaries between a model's layers.
 
     Attributes:
-        states: in their order in the tuple.
+        states: all states, in their order in the tuple.
         tokens: whether the arguments of layers depend on the token ids.
-        replayed: whether they depend on outputs of modules or layers. Then, for each layer, the forward before it runs
-            again with the states in the place of the real layers.
+        replayed: whether they depend on outputs of modules or layers. If so, the forward up to each layer runs again
+            there, with the states in place of the real layers' outputs.
     """
 
     states: tuple[CarriedTensor, ...] = ()
@@ -99,7 +99,7 @@ class PayloadSpec:
         return [state.name for state in self.states if state.made < boundary <= state.used]
 
     def open(self, boundary: int, value: Value) -> StagePayload:
-        """Unpack what crossed a boundary."""
+        """Unpack the value that has crossed a boundary into a payload."""
         if isinstance(value, Tensor):
             return StagePayload(hidden=value)
         names = self.names(boundary)
@@ -108,7 +108,7 @@ class PayloadSpec:
         return StagePayload(hidden=hidden, states=dict(zip(names, rest, strict=False)), tokens=tokens)
 
     def close(self, boundary: int, payload: StagePayload) -> Value:
-        """Pack what crosses a boundary: the hidden state alone, or the tuple."""
+        """Pack a payload for a boundary: the hidden state alone, or the tuple."""
         # a new tensor object for each state: activation checkpointing may empty the tensors that it was given
         states = [payload.states[name].view_as(payload.states[name]) for name in self.names(boundary)]
         tokens = () if payload.tokens is None else payload.tokens.tensors()

@@ -1,9 +1,9 @@
-"""The router loss of a mixture of experts, by the model's own forward, on whatever stages its layers run.
+"""Compute the router loss of a mixture of experts by the model's own forward, whichever stages its layers run on.
 
-Families compute a balancing loss from the logits of their routers in many ways (Fedus et al. 2021, Switch Transformers,
-arXiv 2101.03961, section 2.2, is the usual one). So that is left to the model: what its class declares as router logits
-is taken from the layers as they run and passed on from stage to stage. At the end the model's own forward gets all of
-it, as if its own layers had recorded it. No formula stands here.
+Families compute a balancing loss from their routers' logits in many ways (the usual one: Fedus et al. 2021, Switch
+Transformers, arXiv 2101.03961, section 2.2). So the model itself computes it: the outputs that its class declares as
+router logits are collected from the layers as they run, and passed on from stage to stage. At the end the model's own
+forward gets all of them, as if its own layers had recorded them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROBE = HiddenShape(2, 8, torch.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class RouterOutput:
-    """Which output of which modules are router logits, as transformers' `OutputRecorder` says it."""
+    """Which output of which modules are router logits, read from transformers' `OutputRecorder`."""
 
     kind: type[nn.Module]
     index: int
@@ -44,7 +44,7 @@ class RouterOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterCapture:
-    """Takes the router logits out of the layers, and gives them to the model's own forward at the end.
+    """Collects the router logits of the layers, and hands them to the model's own forward at the end.
 
     They are the same on all tensor-parallel ranks.
 
@@ -71,9 +71,9 @@ class RouterCapture:
         return any(recorder.finds(each, module) for each, module in pairs for recorder in self.recorders)
 
     def run(self, layer: nn.Module, call: Callable[[], LayerOutput]) -> tuple[LayerOutput, Tensor]:
-        """Call `call`, which runs `layer`; return its output, and its routers' logits, [routers, *shape of one's].
+        """Call `call`, which runs `layer`; return its output, and its routers' logits stacked: [routers, ...].
 
-        With activation checkpointing it runs twice for a micro-batch, and returns the same both times.
+        With activation checkpointing it runs twice per micro-batch, and returns the same both times.
         """
         taken: list[Tensor] = []
         with self.taking(layer, taken.append):
@@ -96,7 +96,7 @@ class RouterCapture:
 
     @contextmanager
     def replaying(self, model: nn.Module, taken: Sequence[Tensor]) -> Iterator[None]:
-        """Give `model`'s forward these router logits, as if its own layers had recorded them."""
+        """Hand these router logits to `model`'s forward in this context, as if its own layers had recorded them."""
 
         def after_forward(_module: nn.Module, _args: object, output: ForwardOutput) -> ForwardOutput:
             output[ROUTER_LOGITS] = tuple(logits for layer in taken for logits in layer)
@@ -131,7 +131,7 @@ class RouterCapture:
 
 
 def router_capture(outer: OuterForward, head: str | None) -> RouterCapture | None:
-    """Return what takes a model's router logits for its own router loss; None for a model without such a loss.
+    """Return a capture of a model's router logits for its own router loss; None for a model without such a loss.
 
     Args:
         head: the name of the module that computes the logits.
@@ -176,7 +176,7 @@ def _has_router(layer: nn.Module, recorders: tuple[RouterOutput, ...]) -> bool:
 
 
 class _Taken(Exception):
-    """Ends a layer's run with the logits of its first router."""
+    """Raised to end a layer's run; carries the logits of its first router."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__("taken")
@@ -187,8 +187,8 @@ class _Taken(Exception):
 def _coefficient(outer: OuterForward, capture: RouterCapture, head: str) -> float | None:
     """Return the factor of the router loss in the model's own loss; None for a model without a router loss.
 
-    It is measured: loss with router loss minus loss without, over the router loss. All routers are even, and the logits
-    make the cross entropy 0, so that rounding does not hide the difference.
+    It is measured: (loss with router loss - loss without) / router loss. All routers are made even, and the logits are
+    such that the cross entropy is 0, so that rounding does not hide the difference.
 
     Raises:
         UserError: the forward does not run on these.

@@ -1,1 +1,1 @@
-"""One decoder layer: what it is given, what it returns, and a run of it without its weights."""
+"""One decoder layer: its arguments, its output, and a run of it without weights."""

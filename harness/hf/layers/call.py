@@ -1,7 +1,7 @@
-"""A call of a decoder layer: its arguments as a value, and a call without weights to see what the layer returns.
+"""A call of a decoder layer: its arguments as a value, and a call without weights that shows what the layer returns.
 
-On the meta device tensors have shapes alone. A forward that looks at values (experts in a loop over those that a token
-chose) cannot run there. It runs on zeros that take no memory, as a layer of a large model may not fit anywhere.
+On the meta device tensors have only shapes, so a forward that reads values (such as a loop over the experts that tokens
+chose) cannot run there. It runs on zeros that take no memory, because a layer of a large model may fit nowhere.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LayerInputs:
         return self.args[place] if isinstance(place, int) else self.kwargs[place]
 
     def mapped(self, change: Callable[[Tensor], object]) -> LayerInputs:
-        """Return the same with every tensor changed; mappings and lists are copies."""
+        """Return the same with `change` applied to every tensor; mappings and lists are copied."""
         args = tuple(_mapped(value, change) for value in self.args)
         return LayerInputs(args, {name: _mapped(value, change) for name, value in self.kwargs.items()}, self.key)
 
@@ -125,7 +125,7 @@ def dry_run(
 ) -> Result:
     """Return `run(layer, inputs, hidden)` for a layer on the meta device, run where it takes the least memory.
 
-    That is meta; else the CPU, on zeros; else the device of `hidden`, whose error is raised.
+    It is tried on meta, then on the CPU with zeros, then on the device of `hidden`, whose error is raised.
     """
 
     def attempt(device: torch.device) -> Result:
@@ -151,10 +151,10 @@ def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[
 
 @contextmanager
 def _any_experts(layer: nn.Module, implementation: str) -> Iterator[None]:
-    """Let transformers' experts run by one of its implementations that take any width and dtype: "batched_mm", which
-    needs no values, or "eager", which takes little memory.
+    """Have transformers' experts run by an implementation for any width and dtype within this context.
 
-    Afterwards the attributes of all modules are as before: a layer may have cached a table, now on meta.
+    "batched_mm" needs no values, "eager" takes little memory. Afterwards the attributes of all modules are restored,
+    because a layer may have cached a table that is on meta.
     """
     before = [(module, dict(vars(module))) for module in layer.modules()]
     configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
@@ -189,7 +189,7 @@ def zeroed(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _zeros(like: Tensor, device: torch.device) -> Tensor:
-    """Return zeros. On the CPU they take no memory until they are written to, as the system has assigned no pages."""
+    """Return zeros. On the CPU they take no memory until they are written to: the system assigns pages only then."""
     size = prod(like.shape) * like.dtype.itemsize
     if device != CPU or not size:
         return torch.zeros_like(like, device=device)

@@ -1,14 +1,14 @@
-"""What calls without weights show about decoder layers: their outputs, their random numbers, their ZeRO-3 leaves.
+"""Find out about decoder layers by running them without weights: outputs, random numbers, ZeRO-3 leaves.
 
-Outputs: a layer may return more than its hidden state, or put values into a mapping that it is given (keys and values,
-indices). A `LayerOutputSpec` names each of these tensors, so that one stage can take it and another put it in its
-place.
+Outputs: a layer may return more than its hidden state, or put values into a mapping among its arguments (keys and
+values, indices). A `LayerOutputSpec` names each of these tensors, so that one stage can take it out and another can put
+it back.
 
-ZeRO-3 leaves: experts in a loop are called as tokens chose them. ZeRO-3 follows every call, and stops or hangs when the
-ranks of the data group, with their own tokens, call in another order. It does not look inside a leaf module. A leaf
-must be called exactly once in a forward, and nothing outside may read its parameters, because its gradients are reduced
-as soon as the backward has passed through it. A module whose own forward runs on the meta device does not look at
-values, so what it calls does not depend on them.
+ZeRO-3 leaves: experts in a loop are called in an order that depends on the tokens. ZeRO-3 gathers parameters at every
+call, and fails or hangs if data-parallel ranks call modules in different orders. It does not look inside a leaf module.
+A leaf must be called exactly once in a forward, and nothing outside may read its parameters, because its gradients are
+reduced as soon as the backward has passed through it. A module whose own forward runs on the meta device does not read
+values, so its calls do not depend on them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from harness.parallel.plans.experts import run_where_aligned
 from harness.parallel.values import Argument, Keyword, Positional, Value
 
 Contents: TypeAlias = dict[int | str, dict[Hashable, object]]
-"""What the mappings among a layer's arguments hold, by the place of the argument."""
+"""Place of an argument that is a mapping -> its content."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,10 @@ class LayerOutputSpec:
     """The structure of one layer's output.
 
     Attributes:
-        name: of the layer, with which the names of its tensors begin.
-        extras: what it returns after the hidden state, flat; tensors are on the meta device. None: a bare hidden state.
+        name: name of the layer, with which the names of its tensors begin.
+        extras: the outputs after the hidden state, flat; tensors are on the meta device. None: only a hidden state.
         spec: how `extras` are nested.
-        effects: what it puts into mappings.
+        effects: the values that it puts into mappings.
     """
 
     name: str
@@ -82,14 +82,14 @@ class LayerOutputSpec:
         return hidden, *tree_unflatten(leaves, self.spec)
 
     def affect(self, inputs: LayerInputs, known: Mapping[str, Tensor]) -> None:
-        """Put into the mappings of `inputs` what the layer would put there, as far as `known` has it."""
+        """Put those values into the mappings of `inputs` that the layer would put there, as far as `known` has them."""
         for effect in self.effects:
             leaves = [known.get(name) for name in _named(effect.name, effect.leaves)]
             if all(leaf is not None for leaf in leaves):
                 inputs.argument(effect.place)[effect.key] = tree_unflatten(leaves, effect.spec)
 
     def take(self, inputs: LayerInputs, output: LayerOutput) -> dict[str, Tensor]:
-        """Return the tensors, by name, of a layer that returned `output` for `inputs`, without the hidden state."""
+        """Return name -> tensor, without the hidden state, of a layer that returned `output` for `inputs`."""
         found: dict[str, object] = {}
         if self.extras is not None:
             found |= _named(f"{self.name}.output", tree_flatten(tuple(output[1:]))[0])
@@ -99,9 +99,9 @@ class LayerOutputSpec:
 
 
 def kind_of(layer: nn.Module) -> Hashable:
-    """Return a key that is equal for layers of equal modules, shapes and settings.
+    """Return a key that is equal for layers with equal modules, shapes and settings.
 
-    Their outputs have one structure. Numbers among the settings do not count, as one may be the layer's index.
+    Their outputs have the same structure. Numbers among the settings do not count, as one may be the layer's index.
     """
 
     def settings(module: nn.Module) -> tuple[tuple[str, bool | str], ...]:
@@ -201,13 +201,13 @@ def _keep_output(outputs: list[Value], function: LayerCall | None, value: Value,
 
 
 class _Watch:
-    """A copy of a layer that records its calls, its reads of parameters, and which modules look at values.
+    """A copy of a layer that records calls, reads of parameters, and which modules read values.
 
     Attributes:
         layer: the copy.
-        calls: name of a module -> how often it was called.
+        calls: name of a module -> number of its calls.
         reads: name of a module -> the modules that were running when one of its own parameters was read.
-        looked_at_values: modules with others inside, whose own forward looks at values.
+        looked_at_values: modules with children whose own forward reads values.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -260,7 +260,7 @@ class _Watch:
 
 
 class _RecordedReads(dict[str, nn.Parameter | None]):
-    """The parameters of a module; each read of one is reported."""
+    """The parameters of a module; it reports each read of one."""
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], on_read: Callable[[], None]) -> None:
         super().__init__(parameters)
@@ -286,7 +286,7 @@ def _within(name: str, outer: str) -> bool:
 
 
 class LayerFacts:
-    """Outputs, random numbers and ZeRO-3 leaves of a model's decoder layers, found once for all that are alike.
+    """Outputs, random numbers and ZeRO-3 leaves of a model's decoder layers, found once for layers of equal kind.
 
     Args:
         layers: the decoder layers, whole and on the meta device.

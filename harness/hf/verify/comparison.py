@@ -1,10 +1,9 @@
-"""Is a model, cut as a layout asks, still the model? Answered on a tiny copy: logits and every gradient.
+"""Compare a model that was cut for a layout with the whole model, on a tiny copy: logits and every gradient.
 
-The tiny copy (`tiny_copy.py`) has random weights from a seed, the same on every rank. The whole of it runs in one
-process; cut, by the very code that cuts the real one, it runs as two stages, then with this rank's part of every
-tensor. What rounding alone may change is measured, not guessed: the whole copy runs once more with its weights moved by
-rounding errors. A router between two experts may still choose the other one, so a difference counts only if other
-weights and ids show it too.
+The tiny copy (`tiny_copy.py`) has random weights from a seed, the same on every rank. It runs whole in one process, and
+then cut, by the code that cuts the real model, as two stages with this rank's part of every tensor. The effect of
+rounding is measured: the whole copy runs once more with weights changed by rounding errors. A router may still be at a
+tie between two experts, so a difference counts only if other weights and ids show it too.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ from harness.parallel.pipeline.staged_module import Unpacker, build_layers, pack
 from harness.parallel.tensor.shard import Shard, shard_of
 
 Cut: TypeAlias = Callable[[ModelSource, TensorParallel], CausalModel]
-"""Prepares a model for a place in a tensor-parallel group; its parameters are to be float32."""
+"""Called with a source and a place in a tensor-parallel group; returns the cut model, with float32 parameters."""
 
 SEEDS = (0, 1)
-RELATIVE = 1e-5  # of a tensor's largest entry: sums in another order
-NOISE = 50  # times what rounding errors in the weights do
-LEAST = 1e-7  # of the largest gradient of all: below it there is nothing to compare
+RELATIVE = 1e-5  # tolerance relative to a tensor's largest entry, for sums in another order
+NOISE = 50  # tolerance as a multiple of the effect of rounding errors in the weights
+LEAST = 1e-7  # tolerance relative to the largest of all gradients; smaller ones are noise
 ROUNDING = 2e-7
 NOT_CAUSAL = "its logits depend on later tokens, so it is not a causal decoder"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How the cut model differs from the whole one.
+    """A difference between the cut model and the whole one.
 
     Attributes:
         what: the logits, the gradient of a parameter, or the error that was raised.
         off: the largest difference, relative to the largest entry.
-        tensor_parallel: whether the cut was over tensor-parallel ranks too; else into stages alone.
+        tensor_parallel: whether the model was also cut over tensor-parallel ranks, and not only into stages.
         context: whether context ranks shared the tokens.
     """
 
@@ -78,7 +77,7 @@ def find_difference(
     context: ContextParallel = ALONE,
     neighbours: TensorParallel = comm.ALONE,
 ) -> Difference | None:
-    """Return the worst difference between a tiny config's model when cut and when whole; None if there is none.
+    """Return the worst difference between a tiny config's model cut and whole; None if there is none.
 
     The model is cut into two stages and, if `place` has a group, over its tensor-parallel ranks; `cut` gives each rank
     of `context` a stretch of the tokens, or deals the experts among `neighbours`, which have the same tokens. Then all
@@ -105,7 +104,7 @@ def on_device(model: Any, device: torch.device) -> PreTrainedModel:
 
 @torch.no_grad()
 def looks_ahead(config: PretrainedConfig, device: torch.device) -> bool:
-    """Return whether logits of a tiny config's model depend on later tokens, as no decoder's may."""
+    """Return whether logits of a tiny config's model depend on later tokens, which a decoder's must not."""
     model = on_device(tiny_model(config), device)
     ids = tiny_ids(model).to(device)
     half = ids.shape[1] // 2
@@ -115,7 +114,7 @@ def looks_ahead(config: PretrainedConfig, device: torch.device) -> bool:
 
 
 def worst_of(own: Difference | None, place: TensorParallel, context: ContextParallel = ALONE) -> Difference | None:
-    """Return the largest difference that any rank of the groups has found; all of them call this."""
+    """Return the largest difference that any rank of the groups has found; all of them must call this."""
     for ranks in (place, context):
         found = [own]
         if ranks.size > 1:
@@ -151,9 +150,9 @@ def _try(
 
 
 def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> tuple[Numbers, Numbers]:
-    """Return the whole model's numbers, and by how much each may differ.
+    """Return the whole model's numbers, and the tolerance of each.
 
-    That is measured on `moved`, a copy of the model whose weights are changed here by rounding errors.
+    The tolerance is measured on `moved`, a copy of the model whose weights are changed here by rounding errors.
     """
     whole = _run(model, ids)
     with torch.no_grad():
@@ -163,7 +162,8 @@ def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> t
     least = LEAST * max(_largest(gradient).item() for gradient in whole.gradients.values())
 
     def allowed(a: Tensor, b: Tensor) -> Tensor:
-        # the one entry of a scalar's gradient sums over all tokens and columns, which nearly cancel each other
+        # the gradient of a scalar is a sum over all tokens and columns, which nearly cancel: rounding is larger than
+        # the result
         floor = 10 * least if a.numel() == 1 else least
         return torch.clamp(RELATIVE * _largest(a) + NOISE * _largest(a - b), min=floor)
 
@@ -242,7 +242,7 @@ def _sum_gradients(modules: list[nn.Module], context: ContextParallel) -> None:
 
 
 def _own_logits(whole: Tensor, stage: CausalModel, place: TensorParallel) -> Tensor:
-    """Return, of logits for the whole vocabulary, this rank's part."""
+    """Return this rank's part of logits for the whole vocabulary."""
     if not stage.local_logits:
         return whole
     start, stop = stretch(whole.shape[-1], place.rank, place.size)

@@ -1,8 +1,8 @@
-"""Whether a model keeps the documents of a packed row apart: tried on a tiny copy of it, known by no name.
+"""Find out on a tiny copy whether a model keeps the documents of a packed row apart.
 
-A packed row holds several documents, and position ids that begin at 0 with each. A model that is right gives each
-document the logits that it gives it alone. One that builds its masks of shapes alone, carries a state along the row,
-or numbers positions by itself does not, and would learn from documents that have nothing to do with each other.
+A packed row holds several documents, with position ids that begin at 0 in each. A suitable model gives each document
+the same logits as alone. A model that builds masks only from shapes, carries a state along the row, or numbers
+positions by itself does not: its documents would see each other.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _seen(config: PretrainedConfig, worst: float) -> UserError:
 
 
 def _try(config: PretrainedConfig, attention: str | None, device: torch.device, dtype: torch.dtype) -> float:
-    """Return by how much other documents change the logits of a tiny copy; UserError if it does not run."""
+    """Return by how much other documents change the logits of a tiny copy. Raises UserError if it does not run."""
     try:
         tiny = shrink(config)
         choose_attention(tiny, attention)
@@ -77,8 +77,7 @@ def _try(config: PretrainedConfig, attention: str | None, device: torch.device, 
 
 @torch.no_grad()
 def _difference(model: PreTrainedModel, ids: Tensor) -> float:
-    """Return the largest difference between the logits of documents packed into the row `ids` and of each alone,
-    relative."""
+    """Return the largest relative difference between logits of documents packed into row `ids` and of each alone."""
     positions = torch.cat([torch.arange(length, device=ids.device) for length in LENGTHS])[None]
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
     starts = [0, *accumulate(LENGTHS)]

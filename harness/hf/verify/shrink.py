@@ -1,12 +1,12 @@
 """Make the sizes in a config tiny, by the names of its fields alone: no torch, no model family.
 
-`tiny_sizes.json` holds the names: `at_most` the largest value of a field (patterns, the first that fits counts),
-`width`, `heads` and `head_size` what has to agree, `depth` the names of the number of layers, `layer_indices`,
-`first_layers` and `last_layers` what applies to single layers by index or by number, `off` what is switched off. A
-list as long as the model is deep is taken to hold a value for each layer.
+`tiny_sizes.json` has the names of fields: `at_most`, with the largest value (the first matching pattern counts);
+`width`, `heads` and `head_size`, which have to agree; `depth`, the number of layers; `layer_indices`, `first_layers`
+and `last_layers`, which select single layers by index or number; and `off`, which are switched off. A list with as many
+items as the model has layers is taken to have a value for each layer.
 
-Heads keep their ratios, and tensor-parallel ranks share them as before (equally or not). Of every kind of layer the
-first stays.
+Heads keep their ratios, and tensor-parallel ranks share them as before (equally or not). The first layer of each kind
+is kept.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Fields = JsonObject
 
 
 def read_table() -> Fields:
-    """Return what `tiny_sizes.json` says."""
+    """Return the content of `tiny_sizes.json`."""
     table: Fields = json.loads((Path(__file__).parent / "tiny_sizes.json").read_text(encoding="utf-8"))
     return table
 
 
 def varied(fields: Fields, variant: JsonObject) -> Fields:
-    """Return the fields changed as one of the table's `variants` says.
+    """Return the fields, changed by one of the table's `variants`.
 
-    Some are set, some filled in where they are None, some left out, some added inside of a config that is a field.
+    It may set fields, fill in those that are None, leave out some, and add some inside a config that is a field.
     """
     changes = {key: value for key, value in variant.get("set", {}).items() if key in fields}
     kept = {
@@ -48,7 +48,7 @@ def varied(fields: Fields, variant: JsonObject) -> Fields:
 
 
 def parts_of(fields: Fields) -> Iterator[Fields]:
-    """Yield the config and all configs inside of it."""
+    """Yield the config and all configs inside it."""
     yield fields
     for key, value in fields.items():
         if isinstance(value, dict) and ("model_type" in value or key.endswith("_config")) and key != "per_layer_config":
@@ -114,7 +114,7 @@ class _Scale:
 
 
 def _counts(part: Fields, names: list[str]) -> set[int]:
-    """Return all numbers of heads that stand in fields of these names."""
+    """Return all numbers of heads in fields of these names."""
     found: list[object] = [place.get(name) for place in (part, *overrides_in(part)) for name in names]
     return {n for value in found for n in (value if isinstance(value, list) else [value]) if is_size(n)}
 
@@ -155,7 +155,7 @@ def _resized(key: str, value: object, scale: _Scale, table: Fields) -> object:
 
 
 def _in_proportion(value: int, scale: _Scale) -> int:
-    """Return the width itself, or as many times or parts of it as before."""
+    """Return the new width, or the same multiple or fraction of it as before."""
     if not scale.old_width or value == scale.old_width:
         return scale.width
     times = value / scale.old_width
@@ -163,14 +163,14 @@ def _in_proportion(value: int, scale: _Scale) -> int:
 
 
 def _head_size(size: int, scale: _Scale) -> int:
-    """Return a size such that heads x head size is equal to the width, more or less than it, as before."""
+    """Return a head size with which heads x head size is equal to, larger or smaller than the width, as before."""
     if not scale.old_heads or not scale.old_width or size * scale.old_heads == scale.old_width:
         return min(size, HEAD_SIZE)
     return min(size, HEAD_SIZE * 2 if size * scale.old_heads > scale.old_width else HEAD_SIZE // 2)
 
 
 def _at_most(key: str, value: object, table: Fields, tensor: int) -> object:
-    """Return a number, or a list of them, no larger than the table says, and divided by `tensor` or not as before."""
+    """Return a number, or a list of them, at most as large as the table has it, and divisible by `tensor` as before."""
     if isinstance(value, list):
         return [_at_most(key, item, table, tensor) for item in value]
     limit = next((size for pattern, size in table["at_most"].items() if fnmatchcase(key, pattern)), None)
@@ -206,7 +206,7 @@ def _resize_override(override: Fields, old: Fields, new: Fields, scale: _Scale, 
 
 
 def _as_override(value: object, old: object, new: object) -> object:
-    """Return what a layer has where the config has `new`: larger or smaller than that, as before."""
+    """Return a layer's value if the config has `new`: larger or smaller than that, as before."""
     if not (is_size(value) and is_size(old) and is_size(new)):
         return value
     return new if value == old else new * 2 if value > old else max(new // 2, 1)
@@ -226,7 +226,7 @@ LEAST_HEADS, MOST_HEADS = 4, 16
 
 
 def fewer_heads(counts: Collection[int], tensor: int) -> dict[int, int]:
-    """Return what each number of heads becomes: all are divided by one number, so that their ratios stay.
+    """Return number of heads -> tiny number of heads; all are divided by the same number, which keeps their ratios.
 
     Args:
         counts: the numbers of heads in the config (of queries, of keys and values, of single layers).
@@ -276,7 +276,7 @@ LEAST_LAYERS, MOST_LAYERS = 4, 8
 
 
 def keep_some_layers(part: Fields, table: Fields) -> None:
-    """Keep some of the layers of a config, in place: of every kind the first, and the first ones of all."""
+    """Keep some of the layers of a config, in place: the first of every kind, and the first ones of all."""
     depth = _depth(part, table)
     if depth is None:
         return
@@ -309,7 +309,7 @@ def _depth(part: Fields, table: Fields) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerFields:
-    """The fields of a config that speak of single layers.
+    """The fields of a config that concern single layers.
 
     Attributes:
         depth: the number of layers.
@@ -338,14 +338,14 @@ class _LayerFields:
         )
 
     def kind(self, layer: int) -> str:
-        """Return a text that is equal for layers of which the config says the same."""
+        """Return a text that is equal for layers with equal settings in the config."""
         listed = [values[layer] for values in self.lists.values()]
         listed += [layer in values for values in self.indices.values()]
         counted = [layer < n for n in self.first.values()] + [layer >= self.depth - n for n in self.last.values()]
         return repr((listed, counted, self.overrides.get(layer)))
 
     def keep(self, part: Fields, chosen: Sequence[int], table: Fields) -> None:
-        """Let the fields in `part` speak of the chosen layers alone, in their order."""
+        """Change the fields in `part` to those of the chosen layers, in their order."""
         for key in table["depth"]:
             if part.get(key) is not None:
                 part[key] = len(chosen)

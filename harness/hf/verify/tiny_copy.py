@@ -1,10 +1,10 @@
-"""A tiny copy of any model's config: the same kinds of layers at sizes that run in milliseconds.
+"""Make a tiny copy of any model's config: the same kinds of layers at sizes that run in milliseconds.
 
-What a size becomes is written in `tiny_sizes.json`, by the names of config fields; no family is known here. Of the
-layers as many stay as show every kind (attention types, dense or sparse, sharing or not), in their order. Numbers of
-heads keep their ratio, and whether tensor-parallel ranks share them equally. A width that was heads x head size stays
-so, and one that the ranks do not divide stays undivided. Dropout is off. Where no model can be built from the first
-choice of sizes, others are tried (`variants`). A tiny copy has been run: its logits are finite, and twice the same.
+`tiny_sizes.json` has the new sizes by names of config fields; no family is named. As many layers are kept as are needed
+to show every kind (attention types, dense or sparse, sharing or not), in their order. Heads keep their ratio, and
+tensor-parallel ranks share them equally or not, as before. A width that was heads x head size stays so, and one that
+the ranks do not divide stays indivisible. Dropout is off. If no model can be built with the first choice of sizes,
+others are tried (`variants`). Every tiny copy has been run: its logits are finite, and the same in two runs.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ BATCH, SEQUENCE = 2, 32
 
 
 def tiny_config(model_type: str, *, tensor: int = 1) -> PretrainedConfig:
-    """Return a tiny config of a family, from its class' defaults; UserError where none runs.
+    """Return a tiny config of a family, from its class's defaults. Raises UserError if none runs.
 
-    Where the family takes it, two query heads share a key/value head, as most checkpoints have it and few defaults do.
+    Two query heads share a key/value head if the family allows it: most checkpoints have that, but few defaults.
     """
     kind: Callable[..., PretrainedConfig] = CONFIG_MAPPING[model_type]
     default = kind()
@@ -47,7 +47,7 @@ def tiny_config(model_type: str, *, tensor: int = 1) -> PretrainedConfig:
 
 
 def shrink(config: PretrainedConfig, *, tensor: int = 1) -> PretrainedConfig:
-    """Return a tiny copy of `config` for `tensor` tensor-parallel ranks; UserError where none runs."""
+    """Return a tiny copy of `config` for `tensor` tensor-parallel ranks. Raises UserError if none runs."""
     table = read_table()
     reason: Exception | None = None
     for variant in table["variants"]:
@@ -65,7 +65,7 @@ def shrink(config: PretrainedConfig, *, tensor: int = 1) -> PretrainedConfig:
 
 
 def tiny_model(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return the model of a tiny config, in training mode, its weights random and not zero.
+    """Return the model of a tiny config, in training mode, with random weights of which none is zero.
 
     Raises ValueError if it is large.
     """
@@ -91,7 +91,7 @@ def tiny_ids(model: PreTrainedModel, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def require_running(model: PreTrainedModel) -> None:
-    """Raise ValueError unless the model's logits are finite and twice the same."""
+    """Raise ValueError unless the model's logits are finite, and the same in two runs."""
     ids = tiny_ids(model)
     first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
     if not torch.isfinite(first).all():

@@ -1,1 +1,1 @@
-"""Where a model's values come from: checkpoint files, initialization, a model in memory."""
+"""The sources of a model's values: checkpoint files, initialisation, a model in memory."""

@@ -1,9 +1,9 @@
-"""Between the tensors of a checkpoint and those of a model, both ways, by transformers' own rules.
+"""Convert between the tensors of a checkpoint and those of a model, both ways, by transformers' own rules.
 
-A checkpoint may name, split and arrange its tensors otherwise than the model does: experts one by one, gate and up
-apart, without the base model's prefix, inside a composite model. transformers has the rules (`conversion_mapping`) and
-the code, which runs here on lazy tensors. So every rank knows what each of its tensors is made of before it reads one.
-At an export, it knows to which regions of the files its tensors go. Names are resolved here alone.
+A checkpoint may name, split and arrange its tensors differently from the model: experts one by one, gate and up apart,
+without the base model's prefix, inside a composite model. transformers has the rules (`conversion_mapping`) and the
+code, which runs here on lazy tensors. So every rank knows from which bytes each of its tensors is made before it reads
+any, and at an export, to which regions of the files its tensors go. Names are resolved only here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from harness.hf.weights.tensor_files import StoredTensors, open_tensors
 if TYPE_CHECKING:
     from transformers.utils.loading_report import LoadStateDictInfo
 
-DEFAULT_FILE_BYTES = 50 * 10**9  # where `save_pretrained` begins another file
+DEFAULT_FILE_BYTES = 50 * 10**9  # size at which `save_pretrained` begins another file
 
 
 class Unconverted(UserError):
@@ -41,25 +41,25 @@ class Unconverted(UserError):
 
 @dataclass(frozen=True, eq=False)
 class ParameterRef:
-    """A parameter or buffer of the model, by name: a leaf of the tensors that are written."""
+    """A parameter or buffer of the model, by name; a leaf of the lazy tensors that are written."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self, _into: Tensor, _box: Box) -> None:
-        """Refuse: a name has no values. The writer puts the live tensor in its place."""
+        """Raise an error: a name has no values. The writer replaces it by the live tensor."""
         raise LookupError(f"{self.name} is only a name")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFormat:
-    """How a model is written.
+    """The form in which a model is written.
 
     Attributes:
-        tensors: written name -> what it is made of; the leaves are `ParameterRef`.
-        files: file name -> names in it, to be kept as long as no file grows; None if there is nothing to keep.
-        max_file_bytes: where another file begins otherwise.
+        tensors: written name -> lazy tensor, whose leaves are `ParameterRef`.
+        files: file name -> names in it, kept unless a file would grow; None if there are none to keep.
+        max_file_bytes: otherwise, the size at which another file begins.
     """
 
     tensors: Mapping[str, LazyTensor]
@@ -69,12 +69,12 @@ class CheckpointFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint as the model needs it.
+    """A checkpoint, converted to the model.
 
     Attributes:
-        tensors: the model's name -> its values in the files. Buffers may lack; they are made by the model itself.
-        untied: names that the config ties to others, and for which the files hold values of their own.
-        form: how to write it as it was.
+        tensors: name in the model -> lazy tensor of its values. Buffers may be missing; the model makes them itself.
+        untied: names that the config ties to others, but for which the files have values of their own.
+        form: how to write the model in the checkpoint's own form.
     """
 
     tensors: Mapping[str, LazyTensor]
@@ -117,7 +117,7 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
 
 @torch.no_grad()
 def default_form(model: PreTrainedModel) -> CheckpointFormat:
-    """Return how `save_pretrained` writes a model that was in no checkpoint before."""
+    """Return the form in which `save_pretrained` writes a model that comes from no checkpoint."""
     return CheckpointFormat(tensors=_written(model, set(model.state_dict()) - set(model.all_tied_weights_keys)))
 
 
@@ -131,7 +131,7 @@ def untie(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def _load(model: PreTrainedModel, tensors: Mapping[str, LazyTensor]) -> tuple[PreTrainedModel, LoadStateDictInfo]:
-    """Return a copy of the skeleton with lazy tensors for parameters where transformers puts them, and its report."""
+    """Return a copy of the skeleton into which transformers has loaded lazy tensors, and its report."""
     loaded = copy.deepcopy(model)
     rules: Any = get_model_conversion_mapping(loaded)
     settings = LoadStateDictConfig(weight_mapping=rules)
@@ -152,9 +152,9 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _inside_composite(stored: Iterable[str], model: PreTrainedModel) -> dict[str, str] | None:
-    """Return stored name -> name in the text decoder, where the checkpoint is of a model around it; else None.
+    """Return stored name -> name in the text decoder, if the checkpoint is of a composite model; else None.
 
-    Its prefix there is the one under which most names of the base model are found.
+    The decoder's prefix is the one under which most names of the base model are found.
     """
     stored = list(stored)
     base = model.base_model_prefix + "."
@@ -179,7 +179,7 @@ def _inside_composite(stored: Iterable[str], model: PreTrainedModel) -> dict[str
 
 
 def _tie(found: dict[str, LazyTensor], model: PreTrainedModel) -> tuple[str, ...]:
-    """Add tied names that are not stored to `found`; return those that are stored with other values."""
+    """Add tied names that are not stored to `found`; return those that are stored with different values."""
     groups: dict[str, list[str]] = {}
     for name, source in model.all_tied_weights_keys.items():
         groups.setdefault(source, [source]).append(name)
@@ -247,7 +247,7 @@ def _refuse_quantized(directory: Path, found: Mapping[str, LazyTensor], model: P
 
 
 def _written(model: PreTrainedModel, names: Collection[str]) -> dict[str, LazyTensor]:
-    """Return the tensors of a checkpoint, made of those `names` of the model."""
+    """Return stored name -> lazy tensor of a checkpoint, made from the model's tensors `names`."""
     ignored = set(model._keys_to_ignore_on_save or ())  # noqa: SLF001  # `save_pretrained` leaves these out
     held: dict[str, Tensor] = {
         name: LazyTensor.of(ParameterRef(name, tuple(tensor.shape), tensor.dtype))
@@ -284,7 +284,7 @@ def _form_of(
 
 
 def _whole_leaf(lazy: LazyTensor) -> TensorSource | None:
-    """Return the one leaf of which this is all, unmoved; None for anything made of parts."""
+    """Return the leaf, if a lazy tensor is exactly one whole leaf; None if it is made of parts."""
     only = lazy.patches[0] if len(lazy.patches) == 1 else None
     return only.leaf if only is not None and only.is_whole and only.leaf.name else None
 

@@ -1,14 +1,14 @@
-"""Initial values of parameters as the model's own `_init_weights` draws them: tensor by tensor, in pieces.
+"""Draw initial values of parameters as the model's own `_init_weights` does: tensor by tensor, in pieces.
 
-The random numbers of a tensor depend on the seed and on its name alone, and those of a piece on where it begins. So a
-rank draws only the pieces in which its part of a tensor lies, and every layout gets the same values. A small tensor is
-one piece, which `_init_weights` fills. For a large one, what `_init_weights` does to it is recorded on the meta device
-and done to each piece. A large tensor is drawn whole only where its values depend on one another (an orthogonal
+The random numbers of a tensor depend only on the seed and its name, and those of a piece also on its start. So a rank
+draws only the pieces that its part of a tensor touches, and every layout gets the same values. A small tensor is one
+piece, which `_init_weights` fills. For a large one, the operations of `_init_weights` are recorded on the meta device
+and applied to each piece. A large tensor is drawn whole only if its values depend on one another (an orthogonal
 matrix).
 
 Some values come from the constructor instead: buffers, and a few small parameters (a learnt scale that begins at 1).
-The meta device loses them. They are found as what `_init_weights` leaves untouched, and made by building the model once
-more with real buffers and small parameters while large parameters stay on meta.
+The meta device loses them. They are recognised because `_init_weights` does not touch them, and are made by building
+the model once more with real buffers and small parameters, while large parameters stay on meta.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from harness.hf.weights.lazy_tensor import Box
 from harness.parallel.generators import own_generators, own_torch_generators
 from harness.parallel.values import Keyword, Operation, Positional
 
-SMALL = 1 << 18  # values of a parameter that is kept as the constructor makes it
+SMALL = 1 << 18  # parameters up to this number of elements may get the constructor's values
 
 
 def mark_unfilled(tensors: Iterable[Tensor]) -> None:
-    """Fill real floating tensors with NaN, so that those that initialisation passes by can be told."""
+    """Fill real floating tensors with NaN, so that tensors that initialisation does not touch can be recognised."""
     for tensor in tensors:
         if tensor.is_floating_point() and not tensor.is_meta:
             tensor.fill_(float("nan"))
 
 
 def is_unfilled(tensor: Tensor) -> bool:
-    """Whether a tensor is still as `mark_unfilled` left it."""
+    """Whether a tensor still has the values of `mark_unfilled`."""
     return tensor.is_floating_point() and tensor.numel() > 0 and bool(tensor.isnan().all())
 
 
 def constructed(model: PreTrainedModel, seed: int, shape: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Return tensors of a model as its constructor makes them, on the CPU, by name: buffers, small parameters and
-    those of one shape."""
+    """Return name -> tensor of a model as its constructor makes it, on the CPU: buffers, small parameters, and those of
+    one shape."""
     with _large_parameters_on_meta(tuple(shape)), own_generators(seed):
         built: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32)
     tensors = (*built.named_parameters(remove_duplicate=False), *built.named_buffers())
@@ -58,7 +58,7 @@ def constructed(model: PreTrainedModel, seed: int, shape: Sequence[int] = ()) ->
 
 @contextmanager
 def _large_parameters_on_meta(kept: tuple[int, ...]) -> Iterator[None]:
-    """Let parameters that modules are given in here lie on the meta device, but small ones and those of a shape."""
+    """Have parameters that are registered in this context moved to meta, except small ones and those of a shape."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -94,13 +94,13 @@ _ELEMENTWISE = {
     aten.erfinv_.default,
 }
 
-# Functions of `torch.nn.init` that do nothing on the meta device -> whether they make every value by itself.
+# Functions of `torch.nn.init` that do nothing on the meta device -> whether they draw each value by itself.
 _NOT_ON_META = {"trunc_normal_": True, "orthogonal_": False, "sparse_": False, "dirac_": False}
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to elements `start` to `stop` - 1 of a tensor, flattened: `function(elements, *args, **kwargs)`."""
+    """An operation on elements `start` to `stop` - 1 of a flattened tensor: `function(elements, *args, **kwargs)`."""
 
     function: Callable[..., object]
     start: int
@@ -109,7 +109,7 @@ class Change:
     kwargs: dict[str, object]
 
     def apply(self, values: Tensor, at: int) -> None:
-        """Do it to `values`, which are the elements from `at` on, as far as it concerns them."""
+        """Apply it to those of `values`, which are the elements from `at` on, that it concerns."""
         first, last = max(self.start, at), min(self.stop, at + len(values))
         if first < last:
             self.function(values[first - at : last - at], *self.args, **self.kwargs)
@@ -124,8 +124,8 @@ class Drawn:
         seed: of the whole model.
         device: where the values are drawn.
         draw: draw all of the parameter's values into a tensor.
-        changes: what is to be done to each piece instead; None if the tensor is drawn whole.
-        scratch: where pieces are drawn, shared by all that are read in turn.
+        changes: operations to apply to each piece instead; None if the tensor is drawn whole.
+        scratch: memory in which pieces are drawn, shared by all tensors that are read in turn.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Drawn:
     scratch: Scratch
 
     def read(self, into: Tensor, box: Box) -> None:
-        """Draw the pieces that `box` touches, and copy what lies in it."""
+        """Draw the pieces that `box` touches, and copy the values in it."""
         for piece in _pieces(self.shape, self._piece_size):
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True)]
             if all(first < last for first, last in common):
@@ -151,7 +151,7 @@ class Drawn:
         return prod(self.shape) if self.changes is None else PIECE_BYTES // self.dtype.itemsize
 
     def _piece(self, box: Box) -> Tensor:
-        """Return the values in the box of a piece; the last piece is kept, as several parts of it may be wanted."""
+        """Return the values of a piece; the last piece is kept, as several parts of it may be read."""
         start = sum(first * prod(self.shape[dim + 1 :]) for dim, (first, _) in enumerate(box))
         if self.scratch.holds != (self.name, start):
             sizes = [last - first for first, last in box]
@@ -173,7 +173,7 @@ class Drawn:
 
 
 class Scratch:
-    """The piece that was drawn last, in memory that the next one uses again: it leaves no holes between weights."""
+    """The piece that was drawn last, in memory that the next piece reuses, so that the heap is not fragmented."""
 
     def __init__(self) -> None:
         self.holds: tuple[str, int] | None = None
@@ -192,7 +192,7 @@ class Scratch:
 
 
 def changes_of(parameter: Tensor, initialise: Callable[[Tensor], None]) -> tuple[Change, ...] | None:
-    """Return what `initialise` does to a tensor like `parameter`; None if not every value is made by itself."""
+    """Return the operations of `initialise` on a tensor like `parameter`; None if values depend on one another."""
     tensor = torch.empty_like(parameter, device="meta")
     recording = _Recording(tensor)
     try:
@@ -205,9 +205,9 @@ def changes_of(parameter: Tensor, initialise: Callable[[Tensor], None]) -> tuple
 
 @contextmanager
 def standing_for(names: Sequence[str], root: nn.Module, values: Tensor) -> Iterator[None]:
-    """Put `values` in the place of the parameter of `root` that has these names, while the context lasts.
+    """Replace the parameter of `root` that has these names by `values`, while the context lasts.
 
-    Small parameters of the same module get memory on the same device, as one may be computed beside the other.
+    Small parameters of the same module get memory on the same device, as both may be used in one computation.
     """
     own: dict[int, nn.Parameter] = {id(root.get_parameter(names[0])): nn.Parameter(values)}
     modules = [root.get_submodule(name.rpartition(".")[0]) for name in names]
@@ -226,7 +226,7 @@ def standing_for(names: Sequence[str], root: nn.Module, values: Tensor) -> Itera
 
 
 class _Recording(TorchDispatchMode):
-    """Records what is done in place to one tensor on the meta device, and to views of it."""
+    """Records the in-place operations on one tensor on the meta device, and on views of it."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -250,7 +250,7 @@ class _Recording(TorchDispatchMode):
 
     @contextmanager
     def of_init_functions(self) -> Iterator[None]:
-        """Record as well what torch does not do at all on the meta device: truncated normals, orthogonal matrices."""
+        """Also record functions that torch skips on the meta device: truncated normals, orthogonal matrices."""
         functions: Any = initialization.TORCH_INIT_FUNCTIONS
         originals = {name: functions[name] for name in _NOT_ON_META}
         for name, function in originals.items():
@@ -286,13 +286,13 @@ class _Recording(TorchDispatchMode):
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Return what is the same for views of one tensor, also of one without memory."""
+    """Return an id of a tensor's storage, the same for its views, also without memory."""
     address: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # the public address is 0 on the meta device
     return address
 
 
 def _pieces(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Boxes of at most `most` elements, each without a gap in memory, that together are a tensor of `shape`."""
+    """Yield boxes of at most `most` elements, each contiguous in memory, that together make up a tensor of `shape`."""
     cut = next((dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= most), 0)
     if not shape or prod(shape) <= most:
         yield tuple((0, size) for size in shape)

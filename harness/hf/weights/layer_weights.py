@@ -1,8 +1,8 @@
 """Fill a pipeline layer's local parameters: initialised from a seed, or read from a checkpoint.
 
-A layer comes here cut and on the meta device. What the rank keeps of each tensor stands on the parameter
-(`param.shard`). So nothing here knows the layout, nor how a checkpoint's tensors are converted to the model's
-(`conversion.py`). Memory beyond the layer itself is a few MB: no tensor is read or drawn whole.
+A layer comes here cut and on the meta device. `param.shard` says which part of each tensor the rank keeps. So the
+functions here know neither the layout nor how a checkpoint's tensors are converted to the model's (`conversion.py`).
+They need only a few MB besides the layer itself: no tensor is read or drawn whole.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def materialise(
     A parameter's attributes (`shard` among them) are kept, and so are ties inside the layer.
 
     Args:
-        kept: names of parameters that are float32; they get an attribute `kept_in_fp32`.
-        buffers: dtypes of buffers that change theirs.
+        kept: names of parameters that become float32; they get an attribute `kept_in_fp32`.
+        buffers: name -> dtype of buffers that are cast.
     """
     real: dict[int, nn.Parameter] = {}
     for path, module in layer.named_modules():
@@ -81,7 +81,7 @@ class NoValues:
     """Fills nothing: the tensors of a dry run have no values."""
 
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Leave the layer as it is."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +98,14 @@ class Initialiser:
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Draw what `layer` holds of the initial values of the uncut layer `whole`."""
+        """Draw the initial values of the uncut layer `whole`, as far as `layer` holds them."""
         local = dict(_named_tensors(layer))
         values = self.drawn(whole, local.keys(), next(iter(local.values())).device)
         for name, tensor in local.items():
             fill(tensor, values[name], self.part)
 
     def drawn(self, whole: nn.Module, names: Set[str], device: torch.device) -> dict[str, Tensor]:
-        """Return the initial values of `names` in `whole`; of parameters as lazy tensors, drawn when they are read."""
+        """Return the initial values of `names` in `whole`; those of parameters are lazy tensors, drawn when read."""
         values = self._buffers(whole, {name for name, _ in whole.named_buffers() if name in names}, device)
         places: dict[int, list[str]] = {}
         for name, parameter in whole.named_parameters(remove_duplicate=False):
@@ -184,20 +184,20 @@ class Initialiser:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReader:
-    """The weights of a model that is already in memory, as `Trainer(model=<a PreTrainedModel>)` gives it."""
+    """The weights of a model that is already in memory, as in `Trainer(model=<a PreTrainedModel>)`."""
 
     tensors: Mapping[str, Tensor]
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, _whole: nn.Module) -> None:
-        """Copy what `layer` holds."""
+        """Copy the values that `layer` holds."""
         for name, tensor in _named_tensors(layer):
             fill_local(tensor, self.tensors[name])
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReader:
-    """The weights of a checkpoint, of which each rank reads its slices alone.
+    """The weights of a checkpoint, of which each rank reads only its slices.
 
     Attributes:
         part: what this rank keeps of every parameter under ZeRO-3; the rest is left as it is.
@@ -209,7 +209,7 @@ class CheckpointReader:
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
-        """Read what `layer` holds, in the order of the files; what no file has is initialised as in a new model."""
+        """Read the values that `layer` holds, in the order of the files; tensors in no file are initialised."""
         local = dict(_named_tensors(layer))
         unread = {name for name in local if name not in self.tensors}
         if unread:
@@ -221,10 +221,10 @@ class CheckpointReader:
 
 
 def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
-    """Let transformers read a checkpoint that cannot be read in slices; every rank then holds all of it.
+    """Have transformers read a checkpoint that cannot be read in slices; every rank then holds all of it.
 
     Raises:
-        UserError: `refusal`, if tensors are missing all the same.
+        UserError: `refusal`, if tensors are still missing.
     """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, dtype=torch.float32, output_loading_info=True
@@ -237,7 +237,7 @@ def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
 
 
 def fill(tensor: Tensor, full: Tensor, part: Zero3Partition | None) -> None:
-    """Copy into a parameter what its rank keeps of the full tensor (under ZeRO-3 only `part`), into a buffer all."""
+    """Copy the full tensor into a buffer, or the rank's shard of it (under ZeRO-3 only `part`) into a parameter."""
     if part is not None and isinstance(tensor, nn.Parameter):
         fill_part(tensor, full, part)
     else:
@@ -245,7 +245,7 @@ def fill(tensor: Tensor, full: Tensor, part: Zero3Partition | None) -> None:
 
 
 def fill_local(tensor: Tensor, full: Tensor) -> None:
-    """Copy into `tensor` what its rank keeps of the full tensor, which may be lazy."""
+    """Copy the rank's shard of the full tensor, which may be lazy, into `tensor`."""
     shard = getattr(tensor, "shard", None)
     if shard is not None:
         shard.read_into(tensor, full)
@@ -262,7 +262,7 @@ def fill_part(tensor: Tensor, full: Tensor, part: Zero3Partition) -> None:
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Its parameters, each under all of its names, and its buffers."""
+    """Return the parameters of a module, each under all of its names, and its buffers."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
 
 

@@ -1,10 +1,10 @@
-"""Tensors that know where their values lie instead of holding them.
+"""Tensors that know where their values are stored, instead of holding them.
 
-A `LazyTensor` is a tensor to whoever computes with it. Split, joined, stacked or permuted, it gives another
-`LazyTensor`, made of `TensorSlice`s: boxes of a source, such as a tensor in a file. Nothing is read until a lazy tensor
-is copied into a real one, and then only what is asked for. So transformers' own operations, which turn a checkpoint's
-tensors into a model's and back, run on tensors that no rank could hold. An operation that does more than arrange values
-is computed when it is read, from its whole inputs.
+Code can use a `LazyTensor` as a tensor. Splitting, joining, stacking or permuting it returns another `LazyTensor`, made
+of `TensorSlice`s: boxes of a source, such as a tensor in a file. Nothing is read until a lazy tensor is copied into a
+real one, and then only the needed part. So transformers' own operations, which convert a checkpoint's tensors to a
+model's and back, run on tensors that no rank could hold. An operation that does more than arrange values is computed
+from its whole inputs when its result is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class TensorSource(Protocol):
-    """Where values come from."""
+    """A source of values."""
 
     @property
     def name(self) -> str: ...
@@ -42,14 +42,14 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TensorSlice:
-    """A box of a leaf and where it lies in a lazy tensor, whose dimensions may have another order.
+    """A box of a leaf, and its place in a lazy tensor, whose dimensions may have another order.
 
     Attributes:
         leaf: the source of the values.
         box: the part of the leaf.
-        start: index in the lazy tensor at which the box begins.
-        axes: for each dimension of the lazy tensor the leaf's dimension, or None for one of size 1 that the leaf lacks.
-            A dimension of the leaf that is missing here has size 1 in the box.
+        start: index of the box's beginning in the lazy tensor.
+        axes: for each dimension of the lazy tensor, the leaf's dimension, or None for one of size 1 that the leaf
+            lacks. A dimension of the leaf that is missing here has size 1 in the box.
     """
 
     leaf: TensorSource
@@ -59,17 +59,17 @@ class TensorSlice:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Its sizes in the lazy tensor."""
+        """The sizes of the box in the lazy tensor."""
         return tuple(1 if axis is None else self.box[axis][1] - self.box[axis][0] for axis in self.axes)
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Its index in the lazy tensor."""
+        """The index of the box in the lazy tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.start, self.sizes, strict=True))
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole leaf, unmoved."""
+        """Whether this is the whole leaf, with its dimensions in order."""
         full = all(span == (0, size) for span, size in zip(self.box, self.leaf.shape, strict=True))
         return full and self.axes == tuple(range(len(self.box))) and not any(self.start)
 
@@ -130,7 +130,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def of(cls, leaf: TensorSource) -> LazyTensor:
-        """Return a lazy tensor that is all of `leaf`."""
+        """Return a lazy tensor of the whole `leaf`."""
         rank = len(leaf.shape)
         patch = TensorSlice(leaf, tuple((0, size) for size in leaf.shape), (0,) * rank, tuple(range(rank)))
         return cls([patch], leaf.shape, leaf.dtype)
@@ -141,7 +141,7 @@ class LazyTensor(Tensor):
             patch.leaf.read(patch.leaf_view(into[patch.place]), patch.box)
 
     def leaves(self) -> Iterator[TensorSource]:
-        """Yield the sources that it is made of; for a computed one, those from which it is computed."""
+        """Yield the sources that it is made of; for a computed source, those of its inputs."""
         for patch in self.patches:
             if isinstance(patch.leaf, Computed):
                 for source in patch.leaf.inputs:
@@ -150,7 +150,7 @@ class LazyTensor(Tensor):
                 yield patch.leaf
 
     def with_leaves(self, change: Callable[[str], TensorSource]) -> LazyTensor:
-        """Return the same arrangement of other leaves: `change` maps the name of a leaf to the new one."""
+        """Return the same arrangement of other leaves; `change` maps the name of a leaf to the new one."""
 
         def changed(leaf: TensorSource) -> TensorSource:
             if not isinstance(leaf, Computed):
@@ -178,7 +178,7 @@ class LazyTensor(Tensor):
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """A leaf whose values `func` computes from whole lazy tensors, again at every read."""
+    """A leaf whose values `func` computes from whole lazy tensors, anew at every read."""
 
     func: Callable[..., Tensor]
     args: tuple[object, ...]
@@ -200,14 +200,14 @@ class Computed:
         return replace(self, args=args, kwargs=kwargs)
 
     def read(self, into: Tensor, box: Box) -> None:
-        """Compute all of it, and copy what is asked for."""
+        """Compute all values, and copy those in `box`."""
         args, kwargs = _map_lazy(realised, self.args, self.kwargs)
         into.copy_(self.func(*args, **kwargs)[tuple(slice(*span) for span in box)])
 
 
 @dataclass(frozen=True, eq=False)
 class InMemory:
-    """A leaf that is there: a tensor in memory, or one mapped from a file."""
+    """A leaf with values in memory, or mapped from a file."""
 
     tensor: Tensor
     name: str = ""
@@ -228,7 +228,7 @@ class InMemory:
 
 
 def realised(lazy: LazyTensor) -> Tensor:
-    """Return a real tensor with the values of all of `lazy`."""
+    """Return a real tensor with all values of `lazy`."""
     whole = torch.empty(lazy.shape, dtype=lazy.dtype)
     lazy.read_into(whole)
     return whole
@@ -263,7 +263,7 @@ def arrangement(func: Callable[..., object]) -> Callable[..., object] | None:
         case aten.detach.default | aten.alias.default | aten.clone.default | aten.lift_fresh.default:
             return lambda lazy, **_: LazyTensor(lazy.patches, lazy.shape, lazy.dtype)
         case aten._to_copy.default:  # noqa: SLF001  # torch's name of the operation
-            # the values stay as they are stored: whoever reads them chooses the dtype, once
+            # a cast is ignored: values keep their stored dtype until they are copied into a tensor of the wanted dtype
             return lambda lazy, dtype=None, **_: LazyTensor(lazy.patches, lazy.shape, dtype or lazy.dtype)
         case aten.slice.Tensor:
             return _slice

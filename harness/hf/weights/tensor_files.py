@@ -1,9 +1,9 @@
 """The tensors in a model directory's files, as lazy tensors by name.
 
-A safetensors file is opened by its header alone. Bytes are read straight into the tensor that is filled wherever that
-is contiguous. Of a tensor that is cut along its rows (a row-parallel weight) a few MB of the file are mapped at a time
-and the columns copied out: the disk is read in large pieces, once for all ranks of a host, and no page of a file counts
-as this process's memory for long.
+Opening a safetensors file reads only its header. Bytes are read directly into the tensor to be filled if that is
+contiguous. For a tensor that is cut along its rows (a row-parallel weight), a few MB of the file are mapped at a time
+and the columns are copied out. So the disk is read in large pieces, once for all ranks of a host, and no page of a file
+counts as this process's memory for long.
 
 A `pytorch_model.bin` is opened by torch.load with weights_only, and mmap unless it is older than torch 1.6.
 """
@@ -44,7 +44,7 @@ class OpenFile:
         weakref.finalize(self, self._file.close)
 
     def bytes(self, start: int, length: int) -> bytes:
-        """Return `length` bytes from `start`; ValueError if the file ends before."""
+        """Return `length` bytes from `start`. Raises ValueError if the file ends before that."""
         self._file.seek(start)
         content = self._file.read(length)
         if len(content) != length:
@@ -52,7 +52,7 @@ class OpenFile:
         return content
 
     def fetch(self, start: int, stop: int) -> None:
-        """Ask the system to read these bytes from the disk, and wait for nothing."""
+        """Ask the system to read these bytes from the disk, without waiting."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
 
@@ -108,11 +108,11 @@ class Stored:
 
     @property
     def position(self) -> tuple[str, int]:
-        """Where it lies, to read in order."""
+        """File and offset, by which tensors are sorted to be read in order."""
         return str(self.file.path), self.start
 
     def fetch(self, box: Box) -> None:
-        """Ask the system for what stands between the first and the last value of `box`."""
+        """Ask the system to read the bytes from the first to the last value of `box`, without waiting."""
         strides = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
         last = sum((stop - 1) * stride for (_, stop), stride in zip(box, strides, strict=True))
@@ -120,7 +120,7 @@ class Stored:
         self.file.fetch(self.start + first * size, self.start + (last + 1) * size)
 
     def read(self, into: Tensor, box: Box) -> None:
-        """Read what is in `box`, and at most a few more bytes of each row."""
+        """Read the values in `box`, and at most a few more bytes of each row."""
         if into.numel():
             self._read(into, box, 0, 0)
 
@@ -165,7 +165,7 @@ class Stored:
         return into.device.type == "cpu" and into.dtype == self.dtype and into.is_contiguous()
 
     def _run(self, into: Tensor, at: int) -> None:
-        """Read what stands without a gap from element `at` on."""
+        """Fill `into` with consecutive elements from element `at` on."""
         if self._fits(into):
             self.file.read_into(into, self.start + at * self.dtype.itemsize)
         elif into.numel() * self.dtype.itemsize <= BLOCK_BYTES:
@@ -200,12 +200,12 @@ DTYPES = {
 # how files begin: a pointer of Git LFS, and what torch saves now and saved before 1.6
 POINTER, ZIP, PICKLE = b"version ", b"PK\x03\x04", b"\x80\x02"
 
-LONGEST_HEADER = 100_000_000  # as the format has it, so that no file makes a reader parse gigabytes
+LONGEST_HEADER = 100_000_000  # bytes; the format's own limit, so that no file makes a reader parse gigabytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensors:
-    """What the files of a directory hold.
+    """The tensors in the files of a directory.
 
     Attributes:
         tensors: by the name in the file, file by file.
@@ -221,13 +221,13 @@ class StoredTensors:
 
 
 def has_tensors(directory: Path) -> bool:
-    """Whether there are weights in `directory`, or an index of some, in a form that `open_tensors` looks for."""
+    """Whether `directory` has weights, or an index of weights, in a form that `open_tensors` finds."""
     named = (INDEX, OLD_SINGLE, OLD_INDEX)
     return any(directory.glob("*.safetensors")) or any((directory / name).is_file() for name in named)
 
 
 def open_tensors(directory: Path) -> StoredTensors:
-    """Open all weight files of `directory`, as HuggingFace chooses them; UserError for one that cannot be read."""
+    """Open all weight files of `directory` that HuggingFace would. Raises UserError for one that cannot be read."""
     indexed = True
     if (directory / SINGLE).is_file():
         names = [SINGLE]
@@ -260,7 +260,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Open one safetensors file; UserError if it cannot be read."""
+    """Open one safetensors file. Raises UserError if it cannot be read."""
     return _open(path)
 
 

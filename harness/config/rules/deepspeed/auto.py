@@ -93,8 +93,8 @@ def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
 def auto_that_means_the_default(view: RunView) -> Iterator[Finding]:
     """ "auto" where neither the harness nor the HuggingFace Trainer has a value for it.
 
-    In a section that DeepSpeed checks the key is dropped, and elsewhere the harness leaves it out: the
-    default applies, and the message gives it.
+    In a section that DeepSpeed checks, DeepSpeed drops the key; elsewhere the harness does. The default applies, and
+    the message gives it.
     """
     for visit in _autos(view):
         dropped = visit.section.is_pydantic or view.target == "harness"

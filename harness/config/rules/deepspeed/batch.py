@@ -55,8 +55,8 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
     """The batch sizes do not agree.
 
     train_batch_size must be the micro-batch times the accumulation steps times the number of data-parallel
-    ranks. Without `--world_size` this is reported where no number of ranks at all would fit. With the
-    harness only the ranks that read other samples count: ranks / (pipeline stages x tensor-parallel ranks
+    ranks. Without `--world_size` this is reported only if no number of ranks would fit. With the
+    harness only ranks that read different samples count: ranks / (pipeline stages x tensor-parallel ranks
     x context ranks).
     """
     in_file = [view.in_file(pointer) for pointer in ARGUMENTS]

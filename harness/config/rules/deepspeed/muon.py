@@ -31,8 +31,8 @@ _CANNOT_TRAIN = {
 def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
     """Muon orthogonalises whole matrices, but a tensor-parallel rank of DeepSpeed holds only parts of them.
 
-    The parts of an orthogonal matrix are not what one gets by orthogonalising each part, so the training would depend
-    on the number of tensor-parallel ranks. The harness gathers each matrix first, and does not report this.
+    Orthogonalising each part does not give the parts of the orthogonalised matrix, so the training would depend on the
+    number of tensor-parallel ranks. The harness gathers each matrix first, and does not report this.
     """
     if kind(view) == "muon" and view.tp_size > 1 and view.target != "harness":
         yield about_type(
@@ -56,8 +56,8 @@ def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
 def muon_norm_of_update(view: RunView) -> Iterator[Finding]:
     """Under DeepSpeed's ZeRO the gradient norm is computed from Muon's update, not from the gradient.
 
-    It orthogonalises gradients before it takes the norm. So they are clipped by another norm than at stage 0, and the
-    norm that is reported says little about them. The harness orthogonalises after clipping, and does not report this.
+    It orthogonalises gradients before it computes the norm. So they are clipped by another norm than at stage 0, and
+    the reported norm tells little about them. The harness orthogonalises after clipping, and does not report this.
     """
     if kind(view) == "muon" and view.zero_stage and view.target != "harness":
         yield about_type(

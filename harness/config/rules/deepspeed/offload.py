@@ -29,8 +29,8 @@ def offloads(view: RunView, section: str) -> bool:
 def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
     """Parameters are to be offloaded at a stage that does not partition them.
 
-    DeepSpeed accepts that and keeps them where they are. The harness refuses it: the memory that you
-    counted on would not be free.
+    DeepSpeed accepts that and keeps them on the device. The harness refuses it, because the memory that you
+    expect to be free would not be.
     """
     if offloads(view, "offload_param") and view.zero_stage in (0, 1, 2):
         yield Finding(

@@ -118,9 +118,9 @@ SWITCHED = ("/comms_logger", "/flops_profiler", "/torch_autocast", "/compile", "
 def setting_without_its_switch(view: RunView) -> Iterator[Finding]:
     """A key acts only together with another one, which is off.
 
-    Settings of the swap to NVMe where nothing is swapped, of a section that nobody enables, of a dynamic loss scale
-    where the scale is fixed: DeepSpeed accepts them and does nothing. A section whose `enabled` is false is off on
-    purpose, and is not reported.
+    Examples are settings of the swap to NVMe if nothing is swapped, of a section that is not enabled, and of a dynamic
+    loss scale if the scale is fixed. DeepSpeed accepts them and does nothing. A section whose `enabled` is false is off
+    on purpose, and is not reported.
     """
     for needs in NEEDS:
         if needs.holds(view):

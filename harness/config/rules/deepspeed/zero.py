@@ -1,4 +1,4 @@
-"""Rules about ZeRO: what works at which stage, and what excludes what."""
+"""Rules about ZeRO: features that need a certain stage, and features that exclude each other."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from harness.wording import counted
 
 
 def context_pointer(view: RunView) -> str:
-    """Return the key that says how many ranks share a sequence; the harness's own where none does."""
+    """Return the key that sets how many ranks share a sequence; the harness's own if none does."""
     return DEEPSPEED_CONTEXT if view.has(DEEPSPEED_CONTEXT) and not view.has(CONTEXT) else CONTEXT
 
 

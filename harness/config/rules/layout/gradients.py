@@ -1,4 +1,4 @@
-"""Rules about the gradients that data-parallel ranks exchange in few bits."""
+"""Rules about the compression of gradients between data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gradients_that_cannot_be_compressed(view: RunView) -> Iterator[Finding]:
 
 
 def _obstacle(view: RunView) -> tuple[str, str] | None:
-    """Return what of the config keeps gradients from being compressed, and the remedy."""
+    """Return the setting that prevents compression, and the remedy."""
     stage = view.zero_stage or 0
     if view.exchanges_tokens:
         return "experts that are dealt among data-parallel ranks", "remove expert_parallel"

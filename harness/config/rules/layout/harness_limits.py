@@ -1,4 +1,4 @@
-"""Rules about what the harness does otherwise than DeepSpeed alone: keys without effect, and keys that it refuses."""
+"""Rules about differences from DeepSpeed alone: keys without effect in the harness, and keys that it refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.config.view import RunView
 
 
 def _asks(view: RunView, pointer: str) -> bool:
-    """Whether a key holds something else than its default."""
+    """Whether a key has another value than its default."""
     key, value = find(pointer), view.as_read(pointer)
     default: object = key.spec.get("default") if key is not None else None
     return view.has(pointer) and value not in (None, AUTO, default) and not (value is False and default is None)
@@ -76,7 +76,7 @@ def no_effect_in_the_harness(view: RunView) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A key that the harness refuses: when, and in which words."""
+    """A key that the harness refuses: the condition and the message."""
 
     pointer: str
     holds: Callable[[RunView], bool]
@@ -246,8 +246,9 @@ _REFUSED = (
 def refused_by_the_harness(view: RunView) -> Iterator[Finding]:
     """A key that DeepSpeed accepts, but that would make a run of the harness fail or compute something else.
 
-    The harness spreads parameters layer by layer at ZeRO-3, decides itself when the optimizer steps, and brings
-    torch's AdamW where the config names no optimizer. What cannot work beside that is refused before the start.
+    The harness partitions parameters layer by layer at ZeRO-3, decides itself when the optimizer steps, and uses
+    torch's AdamW if the config names no optimizer. Keys that cannot work together with that are refused before the
+    start.
     """
     for item in _REFUSED if view.target == "harness" else ():
         if item.holds(view):

@@ -31,9 +31,8 @@ SEQUENCE_PARALLEL = "/tensor_parallel/sequence_parallel"
 def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
     """The number of ranks is not a multiple of pipeline stages x context ranks x tensor-parallel ranks.
 
-    Ranks that read the same samples are stages x context ranks x tensor-parallel ranks; what is left over
-    would be idle, and the harness refuses to start so. It is checked with `--world_size`, and at the start of
-    a run.
+    That product is the number of ranks that read the same samples. Left-over ranks would be idle, so the harness
+    refuses to start. It is checked with `--world_size`, and at the start of a run.
     """
     copy = view.pp_size * view.tp_size * view.cp_size
     if view.target == "harness" and view.world_size is not None and view.world_size % copy:
@@ -124,8 +123,8 @@ def size_that_is_none(view: RunView) -> Iterator[Finding]:
     """A size of the layout is 0, negative, a fraction, a string, or a switch.
 
     DeepSpeed reads `pipeline.stages`, `pipeline.activation_checkpoint_interval` and
-    `expert_parallel.autoep_size` without looking at them; the harness lays out the run by them and refuses
-    to guess. `tensor_parallel.autotp_size` may be 0, which DeepSpeed reads as off.
+    `expert_parallel.autoep_size` without a check. The harness needs valid sizes for its layout, and does not
+    guess. `tensor_parallel.autotp_size` may be 0, which DeepSpeed reads as off.
     """
     if view.target != "harness":
         return
@@ -159,7 +158,7 @@ def key_of_the_harness(view: RunView) -> Iterator[Finding]:
 
     These are `tensor_parallel.sequence_parallel` (tensor-parallel ranks share the sequence between the blocks
     of a layer; Korthikanti et al. 2022, arXiv 2205.05198), `compile.enabled` and `compile.backend`
-    (torch.compile of the decoder layers), which sections DeepSpeed checks: it refuses keys that it does not know.
+    (torch.compile of the decoder layers). DeepSpeed checks these sections, and refuses keys that it does not know.
     """
     if view.target == "harness":
         return
@@ -199,7 +198,7 @@ def sequence_parallel_on_one_rank(view: RunView) -> Iterator[Finding]:
 
 
 def _number(view: RunView, pointer: str) -> tuple[Edit, ...]:
-    """Write a number that stands in quotes, and 1 for a switch that is on."""
+    """Return edits that write a number without its quotes, and 1 for a switch that is on."""
     value = view.get(pointer)
     if value is True or (isinstance(value, str) and value.isdigit() and 0 < len(value) < 19):
         return edits.replace(view.document, pointer, int(value))

@@ -1,4 +1,4 @@
-"""Rules that hold a config against a model: what can be cut into how many parts."""
+"""Rules that compare a config with a model: whether it has enough layers, heads and experts."""
 
 from __future__ import annotations
 

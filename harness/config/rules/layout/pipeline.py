@@ -1,4 +1,4 @@
-"""Rules about the pipeline: what excludes it, what it costs, and what keeps it from training."""
+"""Rules about the pipeline: settings that exclude it, its idle time, and settings with which it cannot train."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from harness.wording import counted
 def zero_2_with_pipeline(view: RunView) -> Iterator[Finding]:
     """Pipeline stages together with ZeRO-2 or ZeRO-3.
 
-    A stage needs its gradients until all micro-batches have passed, and its parameters at every one of
-    them, so there is nothing to save by sharing them out. DeepSpeed's PipelineEngine refuses it, but only
+    A stage needs its gradients until all micro-batches have passed, and its parameters for each of
+    them, so partitioning them would save nothing. DeepSpeed's PipelineEngine refuses it, but only
     after every rank has built its model; the harness refuses it at once. ZeRO-1 works with a pipeline.
     """
     if view.pp_size > 1 and view.zero_stage in (2, 3):
@@ -129,7 +129,7 @@ def unknown_partition(view: RunView) -> Iterator[Finding]:
 
 
 def unknown_word(view: RunView, key: str, known: Iterable[str], deepspeed: str) -> Finding:
-    """Return what is said of a word of `pipeline` that is not known; a run of several stages refuses it."""
+    """Return the finding for an unknown word in `pipeline`; a run with several stages refuses it."""
     pointer, refused = f"/pipeline/{key}", view.target == "harness" and view.pp_size > 1
     return Finding(
         pointer=pointer,

@@ -56,9 +56,9 @@ def unknown_schedule(view: RunView) -> Iterator[Finding]:
 def zero_bubble_with_recomputation(view: RunView) -> Iterator[Finding]:
     """A zero-bubble schedule together with activation checkpointing.
 
-    A weight gradient that is put off needs the input of its layer and the gradient of its output until it is
+    A deferred weight gradient needs the input of its layer and the gradient of its output until it is
     computed. Under `zero-bubble` stage s (from 0) keeps them for s micro-batches, although activation
-    checkpointing has thrown the rest away. The other schedules that put off weight gradients do likewise. The
+    checkpointing has freed the other activations. Other schedules that defer weight gradients do likewise. The
     numbers stay the same; some stages save less memory than under 1F1B.
     """
     schedule = schedule_name(view.get("/pipeline/schedule"))

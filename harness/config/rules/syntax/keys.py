@@ -14,7 +14,7 @@ from harness.config.view import KeyOccurrence, RunView, is_comment
 
 
 def unknown(view: RunView) -> Iterator[KeyOccurrence]:
-    """Keys that no section owns; comments and removed features are somebody else's."""
+    """Yield keys that no section has, except comments and removed features, which other rules report."""
     for visit in view.visits:
         if visit.key is not None or visit.section.removed(visit.name) or visit.section.unknown_keys == "free":
             continue
@@ -23,7 +23,7 @@ def unknown(view: RunView) -> Iterator[KeyOccurrence]:
 
 
 def _consequence(visit: KeyOccurrence) -> tuple[Severity, str]:
-    """How grave an unknown key is where it stands, and what DeepSpeed does with it."""
+    """Return the severity of an unknown key in its section, and what DeepSpeed does with it."""
     if visit.section.is_pydantic and visit.value != AUTO:
         return Severity.ERROR, "refuses the config: extra inputs are not permitted"
     return Severity.WARNING, "silently ignores the key"
@@ -51,7 +51,7 @@ def misspelt_key(view: RunView) -> Iterator[Finding]:
 
     At the top level DeepSpeed ignores what it does not know: `zero_optimisation` with stage 3 trains at
     stage 0, and `gradient_cliping` leaves clipping at its default of 1.0. Sections that are checked refuse
-    such a key, and there it is an error. The key begins to act when it is renamed, so that is one of the
+    such a key, and there it is an error. Renaming makes the key take effect, so that is one of the
     `--unsafe-fixes`.
     """
     for visit in unknown(view):
@@ -211,7 +211,7 @@ def deprecated_key(view: RunView) -> Iterator[Finding]:
 
 
 def _modern(view: RunView, visit: KeyOccurrence, new: str | None) -> tuple[Edit, ...]:
-    """Return the edit that puts the new form in the place of the old one, where that changes nothing."""
+    """Return the edits that replace the old form by the new one; none if that would change the training."""
     if new is None or view.has(f"{visit.parent}/{new}"):
         return ()
     if new in ("offload_optimizer", "offload_param"):

@@ -1,4 +1,4 @@
-"""A rule about numbers that DeepSpeed takes unchecked, and that no training can mean."""
+"""A rule about numbers that DeepSpeed accepts unchecked, but that make no sense in a training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from harness.wording import one_of
 
 @dataclass(frozen=True)
 class Bounds:
-    """Which numbers are possible: from `least` on, up to `most`; each may be shut out.
+    """The possible numbers: from `least` to `most`, each of which may be excluded.
 
-    `count`: of a list's items; without it a list is one only where `LISTS` says so. `whole`: no fractions.
+    `count` is the number of items of a list; without it only names in `LISTS` may have one. `whole`: no fractions.
     """
 
     least: float
@@ -60,7 +60,7 @@ OPTIMIZER: Mapping[str, Bounds] = {
     **dict.fromkeys(("etas", "step_sizes"), Bounds(0, without_least=True, count=2)),
     **dict.fromkeys(("ns_steps", "max_iter", "max_eval", "history_size"), COUNT),
 }
-"""By the name of an optimizer's parameter, in whichever class."""
+"""Bounds by the name of an optimizer's parameter, in any class."""
 
 SCHEDULER: Mapping[str, Bounds] = {
     **dict.fromkeys(
@@ -84,7 +84,7 @@ SCHEDULER: Mapping[str, Bounds] = {
     **dict.fromkeys(("div_factor", "final_div_factor"), POSITIVE),
     **dict.fromkeys(("last_batch_iteration", "last_epoch"), LAST_STEP),
 }
-"""By the name of a schedule's parameter, in whichever class."""
+"""Bounds by the name of a scheduler's parameter, in any class."""
 
 LISTS = frozenset(
     ("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "base_lr", "max_lr", "min_lr", "base_momentum")
@@ -121,7 +121,7 @@ OTHERS: Mapping[str, Bounds] = {
     "/flops_profiler/module_depth": Bounds(-1),
     "/flops_profiler/top_modules": COUNT,
 }
-"""By the pointer of a number in another section, where DeepSpeed's own reader has no bounds."""
+"""Bounds by the pointer of a number in another section for which DeepSpeed's own reader has none."""
 
 
 @rule(
@@ -138,7 +138,7 @@ def impossible_value(view: RunView) -> Iterator[Finding]:
     """A value cannot be meant: a negative learning rate, a decay rate of 2, a schedule of -5 steps, a number as text.
 
     DeepSpeed checks hardly any value of the optimizer, of the schedule and of its plain sections. Some of these
-    train away from the minimum or divide by zero without a word, others end the run when the engine is built.
+    make the loss grow or divide by zero without any message; others end the run when the engine is built.
     """
     for section, known in (("/optimizer/params", OPTIMIZER), ("/scheduler/params", SCHEDULER)):
         for name, value in view.section(section).items():
@@ -162,7 +162,7 @@ def impossible_value(view: RunView) -> Iterator[Finding]:
 
 
 def _wanted(name: str, value: object, bounds: Bounds) -> str:
-    """Return what is wanted in the place of a value that is no number, or no list where one is needed; else nothing."""
+    """Return what is wanted instead of a value that is no number, or no list if one is needed; empty if it is right."""
     if value == AUTO or (value is None and name in OPTIONAL):
         return ""
     is_list = isinstance(value, list) and (bounds.count is not None or name in LISTS)

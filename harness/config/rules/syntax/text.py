@@ -1,4 +1,4 @@
-"""Rules about the text of the file: what is not plain JSON, and what DeepSpeed's reader makes of it."""
+"""Rules about the text of the file: syntax that is not plain JSON, and how DeepSpeed reads it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from harness.config.view import KeyOccurrence, RunView
 
 
 def show(value: object) -> str:
-    """Return a value for a message: short, as JSON would have it."""
+    """Return a value for a message: as JSON, shortened."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, (dict, list)):
@@ -25,7 +25,7 @@ def show(value: object) -> str:
 
 
 def _readings(view: RunView) -> Iterator[tuple[KeyOccurrence, Reading]]:
-    """Every known key that holds a value of its own, and how DeepSpeed reads that."""
+    """Yield every known key that is no section, and how DeepSpeed reads its value."""
     for visit in view.visits:
         if visit.key is None or visit.key.is_section or visit.pointer == "/$schema":
             continue
@@ -58,7 +58,7 @@ def _faults(view: RunView, fault: str) -> Iterator[tuple[KeyOccurrence, Reading,
 
 
 def unchecked_ranges(view: RunView) -> Iterator[tuple[KeyOccurrence, Reading]]:
-    """Yield the numbers outside of their range that DeepSpeed's parser takes."""
+    """Yield numbers outside their range that DeepSpeed's parser accepts."""
     for visit, reading in _readings(view):
         if reading.fault == "range" and not _is_refused(visit):
             yield visit, reading
@@ -99,7 +99,7 @@ def _type_hint(visit: KeyOccurrence, reading: Reading) -> str:
 
 
 def _number(view: RunView, visit: KeyOccurrence, reading: Reading) -> tuple[Edit, ...]:
-    """Take the quotes off a number."""
+    """Return edits that remove the quotes around a number."""
     wants_number = reading.wanted in (NAMES["integer"], NAMES["number"])
     if wants_number and isinstance(visit.value, str) and visit.value.isdigit() and len(visit.value) < 19:
         return edits.replace(view.document, visit.pointer, int(visit.value))
