@@ -256,7 +256,7 @@ def assemble(
     sequence_parallel: bool = False,
     apart: TokensApart = TOGETHER,
 ) -> CausalModel:
-    """Prepare the model of `source` for this rank.
+    """Prepare the model of `source` for this rank. Raises UserError for a model that cannot be cut as asked.
 
     Args:
         tensor: this rank's place in its tensor-parallel group.
@@ -272,8 +272,6 @@ def assemble(
         noise_alpha: scale of NEFTune's noise on the embeddings.
         sequence_parallel: whether tensor-parallel ranks share the tokens between the layers.
         apart: how some tokens are computed without the others.
-
-    Raises UserError for a model that cannot be cut as asked.
     """
     model = source.skeleton()
     plan = _plan(source, model, tensor, experts)

@@ -74,7 +74,7 @@ def _large_parameters_on_meta(kept: tuple[int, ...]) -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-PIECE_BYTES = 4 << 20  # the most that is drawn at once
+PIECE_BYTES = 4 << 20  # largest piece that is drawn at once
 
 aten = torch.ops.aten
 

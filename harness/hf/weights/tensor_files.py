@@ -29,9 +29,9 @@ from harness.errors import UserError, printable
 from harness.hf.weights.lazy_tensor import Box, InMemory, LazyTensor
 from harness.parallel.host import staging
 
-BLOCK_BYTES = 4 << 20  # the most that is mapped at once, or read into other memory than its final place
+BLOCK_BYTES = 4 << 20  # most bytes that are mapped at once, or read into temporary memory
 TOO_SHORT = "ends too early: was it changed while being read?"
-GAP_BYTES = 4 << 10  # where a part of each row is wanted, up to this between two is read too: a page or less
+GAP_BYTES = 4 << 10  # if parts of rows are read, gaps up to this size are read too: a page or less
 
 
 class OpenFile:
