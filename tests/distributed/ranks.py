@@ -140,10 +140,10 @@ def _environment(n: int, extra: Mapping[str, str]) -> dict[str, str]:
 
 def device_environment() -> dict[str, str]:
     """Return what a process needs in its environment to run on the device of the tests, on a machine with a GPU too."""
+    found = {} if DEVICE[0] == "cpu" else simulated.environment()  # the first build extends the path
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     if DEVICE[0] == "cpu":
         return {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
-    found = simulated.environment()
     return {"CUDA_VISIBLE_DEVICES": "", **found, "PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], path])}
 
 

@@ -27,6 +27,7 @@ class Run:
 
     Attributes:
         settings: of the harness, besides those of the job.
+        exports: whether it writes the model at its end.
         resumes: name of the run whose checkpoint it begins with.
     """
 
@@ -35,6 +36,7 @@ class Run:
     lora: bool = False
     packed: bool = False
     evaluates: bool = False
+    exports: bool = False
     resumes: str | None = None
     signal_at: int | None = None
 
@@ -73,6 +75,8 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
         if run.signal_at is None:
             raise
         ended = type(error).__name__
+    if run.exports:
+        trainer.save_model()
     skipped = trainer.run.engine.deepspeed.skipped_steps
     trainer.close()
     steps, evaluations = (

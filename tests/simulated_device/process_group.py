@@ -332,10 +332,10 @@ class Group(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self.queues.clear()
-        left = [key for key, work in works.UNDERWAY.items() if work.group is self]
-        works_left = [works.UNDERWAY.pop(key) for key in left]
-        if works_left and not self.aborted and not works.STUCK:
-            raise RuntimeError(f"{works_left[0]}: nothing has waited for it, and its group ends")
+        keys = [key for key, work in works.NEVER_ASKED.items() if work.group is self]
+        left = [works.NEVER_ASKED.pop(key) for key in keys]
+        if left and not self.aborted and not works.STUCK:
+            raise RuntimeError(f"{left[0]}: nothing has waited for it, and its group ends")
 
 
 def _operation(opts: Opts) -> str:
@@ -349,7 +349,7 @@ def _shapes(tensors: Sequence[Tensor]) -> list[str]:
 
 def _finish_all() -> None:
     for work in list(works.UNDERWAY.values()):
-        work.wait()
+        work.end()
 
 
 def register(backend: str, name: str) -> None:

@@ -296,7 +296,8 @@ def together() -> dict[str, str]:
         found[act.__name__] = said(act)
         own.set(f"done {rank}", "")
         own.wait(["done 0", "done 1"])
-        works.UNDERWAY.clear()  # what the fault has left behind
+        for left in (works.UNDERWAY, works.NEVER_ASKED):  # what the fault has left behind
+            left.clear()
         dist.destroy_process_group()
         for left in (works.GROUPS, works.BEGUN_BESIDE):
             left.clear()

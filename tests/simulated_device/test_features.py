@@ -27,6 +27,8 @@ def runs_of(folder: Path) -> dict[str, Run]:
     llama = tiny_model(folder / "llama", "llama", False)
     gpt2 = tiny_model(folder / "gpt2", "gpt2", True, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     experts = tiny_model(folder / "mixtral", "mixtral", False, num_local_experts=4)
+    fresh = tiny_model(folder / "fresh", "llama", False)
+    Path(fresh, "model.safetensors").unlink()  # its weights are drawn, on the device
     prompts = folder / "prompts.txt"
     prompts.write_text("Sphinx of black\n")
     samples = {"eval_steps": 2, "sample_prompts": str(prompts), "sample_tokens": 4}
@@ -34,13 +36,14 @@ def runs_of(folder: Path) -> dict[str, Run]:
         "dropout, stages": Run(Job(gpt2, "pp2z1"), EAGER),
         "dropout, tensor": Run(Job(gpt2, "tp2z1"), EAGER),
         "adapters, tensor": Run(Job(llama, "tp2z1"), lora=True),
-        "adapters, ZeRO-3": Run(Job(llama, "dp2z3"), lora=True),
+        "adapters, ZeRO-3": Run(Job(llama, "dp2z3"), lora=True, exports=True),
         "experts, tensor": Run(Job(experts, "tp2z1")),
         "experts, ZeRO-3": Run(Job(experts, "dp2z3")),
         "packed": Run(Job(llama, "pp2z1"), {"packing": True, "block_size": 32}, packed=True),
-        "samples": Run(Job(llama, "pp2z1"), samples, evaluates=True),
+        "samples": Run(Job(llama, "pp2z1"), samples, evaluates=True, exports=True),
         "saved": Run(Job(llama, "dp2z1"), {**BESIDE, "lr_scheduler_type": "cosine"}),
-        "resumed": Run(Job(llama, "tp2z2"), {"lr_scheduler_type": "cosine"}, resumes="on a CPU"),
+        "resumed": Run(Job(llama, "tp2z2"), {"lr_scheduler_type": "cosine"}, resumes="on a CPU", exports=True),
+        "drawn weights": Run(Job(fresh, "dp2z2")),
         "profiled": Run(Job(llama, "dp2z3"), {"profile": 2}),
         "rebalanced": Run(Job(llama, "pp2z1", UNEVEN), {"rebalance_steps": 2}),
         "signalled": Run(Job(llama, "pp2z1"), signal_at=2),
@@ -57,6 +60,13 @@ def alone(run: Run) -> Run:
 
 def off(found: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+def require_alike(found: Path, wanted: Path) -> None:
+    found_tensors, wanted_tensors = load_file(found), load_file(wanted)
+    assert found_tensors.keys() == wanted_tensors.keys()
+    for name, values in wanted_tensors.items():
+        torch.testing.assert_close(found_tensors[name], values, rtol=1e-4, atol=1e-5)
 
 
 def test_what_a_run_can_do(tmp_path: Path) -> None:
@@ -82,12 +92,10 @@ def test_what_a_run_can_do(tmp_path: Path) -> None:
     assert found["samples"]["samples"] == wanted["samples"]["samples"] != ""
     assert found["profiled"]["profile"]
     for step in (2, 4):  # one is written while training goes on, the other at its end
-        saved, same = (
-            load_file(f"{device}/{run}/checkpoint-{step}/model.safetensors") for run in ("saved", "on a CPU")
-        )
-        assert saved.keys() == same.keys()
-        for tensor, values in same.items():
-            torch.testing.assert_close(saved[tensor], values, rtol=1e-4, atol=1e-5)
+        require_alike(*(Path(device, run, f"checkpoint-{step}/model.safetensors") for run in ("saved", "on a CPU")))
+    require_alike(Path(device, "resumed/model.safetensors"), Path(device, "on a CPU/checkpoint-4/model.safetensors"))
+    for file in ("samples/model.safetensors", "adapters, ZeRO-3/adapter_model.safetensors"):
+        require_alike(Path(device, file), Path(cpu, file))
     assert found["saved"]["checkpoints"] == ["checkpoint-2", "checkpoint-4"]
     assert found["signalled"]["checkpoints"] == ["checkpoint-2"] and found["signalled"]["ended"]
     back = replace(alone(runs["saved"]), resumes="saved")

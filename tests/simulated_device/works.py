@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 UNDERWAY: dict[int, Work] = {}  # what no stream has waited for, in the order of its beginning
+NEVER_ASKED: dict[int, Work] = {}  # whose `wait` or `is_completed` nobody has called
 BEGUN_BESIDE: dict[tuple[str, int], set[tuple[str, int]]] = {}  # what was under way when a collective began
 PATIENCE_S: float | None = None
 STUCK: list[Work] = []  # the first work that this device could not finish
@@ -73,7 +74,7 @@ class Work(torch._C._distributed_c10d.Work):
         self.group, self.what, self.agent, self.clock = group, what, *mark
         self.held = list(held)  # NCCL's work keeps its tensors until it was waited for
         self.is_done = False
-        UNDERWAY[id(self)] = self
+        UNDERWAY[id(self)] = NEVER_ASKED[id(self)] = self
 
     def ready(self) -> bool:
         """Whether all that it needs from others has come; lets it progress."""
@@ -112,17 +113,23 @@ class Work(torch._C._distributed_c10d.Work):
             self.is_done = True
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        NEVER_ASKED.pop(id(self), None)
+        self.end()
+        return True
+
+    def end(self) -> None:
+        """Wait for the result and let go of the tensors."""
         self.complete()
         UNDERWAY.pop(id(self), None)
         device.C.wait(self.clock)
         self.held.clear()
-        return True
 
     def is_completed(self) -> bool:
         done = self.is_done or (not STUCK and self.ready())
         if done:
             self.complete()
             UNDERWAY.pop(id(self), None)
+            NEVER_ASKED.pop(id(self), None)
             device.C.host_knows(self.clock)
         return done
 
