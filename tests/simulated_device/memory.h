@@ -33,6 +33,7 @@ constexpr auto DEVICE = c10::DeviceType::PrivateUse1;
 const c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
 constexpr int MOST = 16;  // devices
 constexpr int GARBAGE = 0x7f;
+constexpr size_t MOST_FILLED = size_t(16) << 20;  // of a block: DeepSpeed's empty buckets have 2 GB
 
 thread_local c10::DeviceIndex current = 0;
 thread_local c10::StreamId stream_now[MOST] = {0};
@@ -222,7 +223,7 @@ void* take(size_t n) {
                    " bytes of ", capacity, " in use, ", n, " asked for");
   void* p = nullptr;
   TORCH_CHECK(!posix_memalign(&p, 512, n), "no host memory");
-  memset(p, GARBAGE, n);  // nothing starts as zeros by chance, and what was freed is not there
+  memset(p, GARBAGE, std::min(n, MOST_FILLED));  // nothing starts as zeros by chance, and what was freed is not there
   std::lock_guard<std::recursive_mutex> guard(lock);
   blocks[reinterpret_cast<uintptr_t>(p)] = {n, agent_now(), current, {}, {}};
   used += n;
@@ -238,7 +239,7 @@ void give(void* p) {
     for (auto& a : block.accesses)
       if (a.agent != block.home && known(clocks[block.home], a.agent) < a.time && known(clocks[HOST], a.agent) < a.time && !block.recorded.count(a.agent))
         freed.push_back({block.home, a.agent, a.time, a.op});
-    memset(p, GARBAGE, block.size);
+    memset(p, GARBAGE, std::min(block.size, MOST_FILLED));
     used -= block.size;
     blocks.erase(found);
   }
