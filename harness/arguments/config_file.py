@@ -110,7 +110,9 @@ def _flags(
     names: dict[str, str] = {}
     for key, value in node.value:
         if not isinstance(key.value, str):
-            raise UserError(f"{file}:{key.start_mark.line + 1}: a key is no name: give flags, as `max_steps: 100`")
+            raise UserError(
+                f"{file}:{key.start_mark.line + 1}: a key is not a name: give flags, such as `max_steps: 100`"
+            )
         where, name = f"{file}:{key.start_mark.line + 1}: ", section + str(key.value).removeprefix("--")
         own = name.replace("-", "_")
         if own in seen:
@@ -125,7 +127,7 @@ def _flags(
             words = _words(name, plain, several=item is None or takes(item.type, tuple))
         except (yaml.MarkedYAMLError, TypeError, ValueError) as error:
             problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
-            raise UserError(f"{where}{name}: has a value that JSON has not ({problem})") from error
+            raise UserError(f"{where}{name}: has a value that JSON does not have ({problem})") from error
         if plain is None or (of_run and item is not None and _same(plain, item.default)):
             continue
         require_one_name(names, ALIASES.get(own, own), own, where)

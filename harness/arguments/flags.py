@@ -110,9 +110,10 @@ class Flags:
                 if not problems:  # otherwise a value of a wrong type, already among the problems, confused this check
                     raise
         refuse_all(problems)
+        # Until here setting a flag (a default, a conversion) did not count as given; from here on it does.
         given = self.given
         vars(self).pop("_asked", None)
-        vars(self)["_given"] = given  # from here on the flags that are set count as given
+        vars(self)["_given"] = given
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a flag. After construction the value is checked like the others, and the flag counts as given."""

@@ -225,6 +225,7 @@ class BackgroundSave:
             finish(target.output_dir, progress, files)
             kept = newest(target.output_dir, target.keep, progress.step)
             if kept and target.best is not None and target.best.is_dir() and target.best not in kept:
+                # The best one counts among those to keep; the newest is kept in any case, to resume from.
                 kept = kept[: max(len(kept) - 1, 1)]
             return prune(target.output_dir, kept, target.best)
 

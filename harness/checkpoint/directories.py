@@ -77,13 +77,13 @@ def _inside(name: str) -> str:
     """Return a file's path if it lies inside the checkpoint; ValueError if it leads outside, or is no path."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or b"\0" in os.fsencode(name):
-        raise ValueError(f"{name!r} is no file of it")
+        raise ValueError(f"{name!r} is not a file inside it")
     return name
 
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value <= 2**80:  # an edited file could hold a number of a million digits
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
@@ -225,7 +225,7 @@ def require_same_optimizer(checkpoint: Path, resolved: Resolved) -> None:
     progress = read_progress(checkpoint)
     if progress.model_only:
         raise UserError(
-            f"{checkpoint} contains the model alone (--save_only_model), so no run can go on from it: start a new run "
+            f"{checkpoint} contains only the model (--save_only_model), so no run can resume it: start a new run "
             f"with --model_name_or_path {checkpoint}"
         )
     saved, ours = progress.optimizer, optimizer_name(resolved)

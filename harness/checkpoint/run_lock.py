@@ -104,7 +104,7 @@ def _try_to_lock(directory: Path) -> bool:
         os.close(descriptor)
         return False
     except OSError:
-        pass  # a file system without locks
+        pass  # a file system without locks: the name in the file must do, see `_is_held`
     HELD[directory] = descriptor
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)

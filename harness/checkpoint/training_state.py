@@ -163,7 +163,7 @@ class EngineState:
             else:  # the checkpoint is from before the first step: drop the states of an engine that has made steps
                 for each, _ in _stepped(held):
                     torch_optimizer(optimizer).state.pop(each.tensor, None)
-            use_stepped_on(optimizer)
+            use_stepped_on(optimizer)  # copy the float32 values into the parameters of the model's dtype
         set_counters(self.engine, progress.step, progress.skipped_steps)
         set_loss_scaling(optimizer, progress.loss_scaling)
 

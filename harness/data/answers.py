@@ -182,6 +182,7 @@ class _Conversation:
 
     def _marked(self, text: str) -> _Marked | None:
         """Render the conversation with marks in its strings; None if the marks change anything else in the output."""
+        # The conversation's own characters of the marks' range could not be told from marks.
         if any(holds_marks(json.dumps(given, ensure_ascii=False)) for given in (text, self.messages, self.tools)):
             return None
         # A template may test how a string begins or ends, or parse a question: try fewer, and hidden, marks too.
@@ -382,6 +383,7 @@ class _Marked:
                 raise self.chat.not_found(index)
             closing = self._closed_by_next(index, last)
         else:
+            # Behind the last mark of the answer only the template writes: what closes the turn, and perhaps more.
             closing = up_to[0][ends[0].at :]
             following = self._followed(last) if is_last else self.text[last.at :]
             if following is not None and not following.startswith(closing):

@@ -110,6 +110,7 @@ class Blocks:
 
 def positions_of(starts: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.int64]:
     """Return the position ids [block_size] of a block in which documents begin at `starts`: 0, 1, ... in each."""
+    # The running maximum of `begins` is, for each place, the last start at or before it.
     begins = np.zeros(block_size, dtype=np.int64)
     begins[starts] = starts
     return np.arange(block_size) - np.maximum.accumulate(begins)

@@ -38,6 +38,7 @@ class Shares:
         due = np.concatenate([(np.arange(count) + 0.5) / count for count in self.slots])
         number = np.repeat(np.arange(len(weights)), self.slots)
         self._pattern = number[np.lexsort((number, due))]
+        # For each place of the pattern, the number of the sample within its source and period.
         self._rank = np.empty(PERIOD, dtype=np.int64)
         for source, slots in enumerate(self.slots):
             self._rank[self._pattern == source] = np.arange(slots)
@@ -67,6 +68,7 @@ def _slots(shares: Sequence[float]) -> list[int]:
     nearest = sorted(range(len(shares)), key=lambda i: (slots[i] - exact[i], i))
     for i in nearest[: max(PERIOD - sum(slots), 0)]:
         slots[i] += 1
+    # If the sources with at least one slot take too many, the largest source gives up the surplus.
     slots[slots.index(max(slots))] += PERIOD - sum(slots)
     return slots
 

@@ -66,6 +66,7 @@ class _Blocks:
 
         Returns the block number of each sample placed; these blocks all had the same room.
         """
+        # The lowest set bit from `length` on is the smallest room that is large enough: the best fit.
         enough = self._rooms >> length
         room = length + (enough & -enough).bit_length() - 1 if enough else self.size
         each = room // length
@@ -76,7 +77,7 @@ class _Blocks:
             blocks = np.arange(self.count, self.count + wanted, dtype=np.int32)
             self.count += wanted
         chosen = np.repeat(blocks, each)[:most]
-        in_last = len(chosen) - each * (len(blocks) - 1)
+        in_last = len(chosen) - each * (len(blocks) - 1)  # the last block may get fewer samples, and keeps more room
         self._put(room - each * length, blocks[:-1])
         self._put(room - in_last * length, blocks[-1:])
         return chosen

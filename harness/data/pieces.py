@@ -67,6 +67,8 @@ class PieceEncoder:
         """
         rows = list(texts) if after is None else [*texts, after]
         continues = [part > 0 for part in parts] + [after is not None]
+        # The ids of a row are those from its own cut to the cut in the next row: text before a row's cut belongs to the
+        # row before. Both neighbours compute the same cut, so rows can be tokenised by different processes.
         cuts = [
             self._cut(left, row) if continued else (0, "")
             for left, row, continued in zip([before, *rows], rows, continues, strict=False)

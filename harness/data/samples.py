@@ -120,6 +120,7 @@ class Samples:
         if self.bins is None:
             return self.conversations.lengths(rows)
         members = [self.bins[row] for row in (range(len(self)) if rows is None else np.asarray(rows).tolist())]
+        # One look-up for the conversations of all samples, then a sum for each sample.
         starts = np.cumsum([0, *map(len, members[:-1])])
         return np.add.reduceat(self.conversations.lengths(list(chain(*members))), starts)
 

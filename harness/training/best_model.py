@@ -146,7 +146,7 @@ def restore_best(
     if not args.load_best_model_at_end:
         return None
     forget_unsaved(args, state)
-    return f"the best evaluation so far, {best}, has no checkpoint ({checkpoint}: {problem}): the best is sought afresh"
+    return f"the best evaluation so far, {best}, has no checkpoint ({checkpoint}: {problem}): it no longer counts"
 
 
 def note_checkpoint(state: TrainerState, checkpoint: Path, metric: float | None) -> None:
@@ -177,6 +177,7 @@ def load_best(run: Run, state: TrainerState) -> None:
         run.console.warn(f"no evaluation has a checkpoint that could be loaded as the best model: {kept}")
         return
     checkpoint = Path(state.best_model_checkpoint)
+    # All ranks must take the same way, so all use rank 0's view of the folder, then verify it together.
     problem = value_of_first(damage(checkpoint))
     if problem is None:
         found = values_of_all(changed_file(checkpoint, dist.get_rank(), dist.get_world_size()))

@@ -231,7 +231,7 @@ def instance(callback: AnyCallback) -> TrainerCallback:
 def instances(callbacks: Sequence[AnyCallback]) -> list[TrainerCallback]:
     """Return the callbacks of a list of instances and classes. UserError for anything else."""
     if not isinstance(callbacks, Sequence):
-        raise UserError("callbacks is no list: give [callback]")
+        raise UserError("callbacks is not a list: give [callback]")
     return [instance(callback) for callback in callbacks]
 
 

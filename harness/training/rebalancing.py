@@ -130,6 +130,7 @@ class Rebalancer:
             chunk: median(of_step.get(chunk, 0.0) for of_step in self._computed) / accumulation
             for chunk in chunks.of_stage(self.run.groups.coordinate.stage)
         }
+        # The median, so that one slow step does not move layers. A chunk takes as long as its slowest rank.
         of_all = values_of_all((computed, median(self._steps)))
         step_seconds = max(seconds for _, seconds in of_all)
         of_chunks = [max(found[chunk] for found, _ in of_all if chunk in found) for chunk in range(chunks.count)]

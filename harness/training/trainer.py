@@ -199,8 +199,8 @@ class Trainer(ScriptMethods):
         self.control.should_training_stop = False
         if first_step >= state.max_steps:
             run.console.warn(
-                f"train(): all {state.max_steps} steps are made, so nothing is trained: to go on, make a Trainer with "
-                "a larger max_steps and resume_from_checkpoint; to begin again, a Trainer with another output_dir"
+                f"train(): all {state.max_steps} steps are done, so nothing is trained: to continue, make a Trainer "
+                "with a larger max_steps and resume_from_checkpoint; to start again, one with another output_dir"
             )
         rebalancer = Rebalancer(run) if run.args.rebalance_steps else None
         watching = signals.at_the_end_of_a_step(run.console.say, run.env.parent)
@@ -286,6 +286,7 @@ class Trainer(ScriptMethods):
         if control.should_log and not due.log:
             self._call("on_log", logs=recorder.log(record))
         control.should_log = False
+        # Evaluate before saving: a best evaluation asks for a checkpoint of this step.
         if not stop and (control.should_evaluate or due.evaluate):
             control.should_evaluate = False
             note_evaluation(self.args, self.state, control, recorder.evaluation(self.evaluate))

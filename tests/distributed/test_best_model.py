@@ -84,7 +84,7 @@ def model_alone(job: Job, folder: str) -> str:
 def test_a_checkpoint_of_the_model_alone_is_smaller_and_no_run_goes_on_from_it(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "m", "llama", False, vocab_size=301)
     for refusal in run_ranks(2, model_alone, Job(model, "dp2z1"), str(tmp_path / "run")):
-        assert "contains the model alone (--save_only_model)" in refusal
+        assert "contains only the model (--save_only_model)" in refusal
     saved = tmp_path / "run/checkpoint-2"
     assert [path.name for path in saved.glob("*.safetensors")] == ["model.safetensors"]
     assert read_progress(saved).optimizer_states == []

@@ -172,7 +172,7 @@ def test_a_folder_that_holds_another_run_is_left_alone_or_its_checkpoints_get_ot
     capsys.readouterr()
     third = make(overwrite_output_dir=True, max_steps=2)
     third.train()
-    assert "checkpoint-4 is of an earlier run: it is now" in capsys.readouterr().out
+    assert "checkpoint-4 belongs to an earlier run: it is now" in capsys.readouterr().out
     assert third.save_checkpoint().name == "checkpoint-2"
     assert "checkpoint-4" not in names(tmp_path / "run") and (tmp_path / "run" / "metrics.1.jsonl").exists()
 

@@ -204,6 +204,8 @@ class _Export:
 
     def write_patches(self) -> None:
         """Write tensors that only rearrange values (split, join, transpose); each rank writes its own shards."""
+        # For each tensor that this rank holds, the slices of file tensors that are made from it. A tied weight, or one
+        # that the file stores in several tensors, has more than one.
         uses: dict[str, list[tuple[FileRegion, TensorSlice]]] = {name: [] for name in self.local}
         for name, lazy in self.mine.items():
             for patch in lazy.patches:

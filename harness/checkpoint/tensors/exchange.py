@@ -64,6 +64,7 @@ def transfers(
     found = []
     for target, pieces in enumerate(want):
         for name, needed in pieces:
+            # A tied tensor has owners on several stages, all with the same values; the target's own need no transfer.
             by_stage = owners.get(name, {})
             nearest = stages[target] if stages[target] in by_stage else min(by_stage, default=0)
             shared = [(rank, _common(box, needed)) for rank, box in by_stage.get(nearest, [])]

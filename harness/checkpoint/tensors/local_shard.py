@@ -60,6 +60,8 @@ class LocalShard:
             if self.shard is None or not self.shape:
                 yield _box(first, view), view
                 continue
+            # A shard may consist of several spans of the whole dimension (query, key and value in one matrix): elements
+            # `start` to `stop` of the whole are those from `offset` on of the shard. Cut each box by the spans.
             dim = self.shard.dim
             for start, stop, offset in self.shard.spans():
                 low = max(first[dim], offset)

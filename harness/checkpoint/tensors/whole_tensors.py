@@ -48,6 +48,7 @@ def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> No
     Args:
         tensors: this rank's shards, with the same names in the same order on all ranks of a stage.
     """
+    # Each rank counts the values that it owns; summed over the ranks of the stage they must give the whole tensor.
     counts = torch.tensor([_written(held) for held in tensors], dtype=torch.int64)
     counts = counts.to(get_accelerator().current_device_name())
     for group in (groups.tp_group, groups.dp_group):
@@ -93,6 +94,7 @@ def dealt_regions(
             dealt = [[regions[entry.name] for entry in share.entries] for share in shares]
         except (UserError, OSError) as error:
             failed = [str(error)]
+    # First tell all ranks whether the plan failed: otherwise they would wait for places that never come.
     dist.broadcast_object_list(failed, src=0, group=host_group())
     if failed[0] is not None:
         raise UserError(failed[0])
@@ -119,6 +121,7 @@ def plan_files(shares: list[Share], form: CheckpointFormat) -> dict[str, list[En
     hosts: dict[str, dict[str, None]] = {}
     for share in shares:
         hosts.setdefault(share.host, {}).update(dict.fromkeys(entry.name for entry in share.entries))
+    # A tied tensor is in the shares of several stages, perhaps on different hosts: the first host writes it.
     taken: set[str] = set()
     files: list[list[Entry]] = []
     for names in hosts.values():
@@ -304,6 +307,7 @@ def read_tensors(stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> No
     """
     pieces = [(stored[held.name], box, values) for held in tensors for box, values in held.pieces() if values.numel()]
     pieces.sort(key=lambda piece: (piece[0].position, piece[1]))
+    # Keep up to AHEAD_BYTES of requests to the disk in front of the piece that is being read.
     coming, asked = iter(pieces), 0
     for source, box, values in pieces:
         while asked < AHEAD_BYTES and (following := next(coming, None)) is not None:

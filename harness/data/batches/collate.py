@@ -98,7 +98,7 @@ def _have(name: str, samples: Sequence[object]) -> bool:
     having = [isinstance(sample, Mapping) and name in sample for sample in samples]
     if any(having) and not all(having):
         raise UserError(
-            f"some samples of a micro-batch have {name} and others have not: give it to all of the data set, or to none"
+            f"some samples of a micro-batch have {name} and others do not: add the column to all samples, or to none"
         )
     return all(having)
 

@@ -82,6 +82,7 @@ def sample_order(n: int, seed: int, epoch: int, places: npt.ArrayLike | None = N
     walked = np.array(np.arange(n) if places is None else places, dtype=np.uint64)
     rows, columns = _rectangle(n)
     keys = np.random.Philox(key=(seed & _WORD) | (epoch & _WORD) << 64).random_raw(_ROUNDS)
+    # The rectangle is hardly larger than n, so only a few cells must be walked again, and the loop ends soon.
     outside = np.arange(len(walked))
     while len(outside):
         moved = _shuffle(walked[outside], keys, rows, columns)

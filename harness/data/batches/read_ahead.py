@@ -145,6 +145,7 @@ def _packed(step: object) -> Packed:
             "`ulimit -n`, give the container a larger /dev/shm, or use fewer --dataloader_num_workers"
         ) from error
     view = memory.numpy().data
+    # The tensors' bytes go to shared memory; only the small pickle is sent through the worker's pipe.
     for (start, stop), content in zip(spans, contents, strict=True):
         view[start:stop] = content
     return Packed(target.getvalue(), spans, memory)

@@ -195,6 +195,7 @@ class BatchStream:
         mine = slice(self.dp_rank, None, self.dp_size)
         found = padding_of(self.dataset, batches, one_length=self.one_length)
         lengths = [None] * len(batches) if found.lengths is None else found.lengths.tolist()
+        # A micro-batch's seed is a function of its place in the order, not of the rank, so it is equal in every layout.
         places = range(consumed, consumed + self.global_batch, self.micro_batch)
         return StepPlan(
             consumed=consumed,

@@ -6,7 +6,6 @@ shards. Why this is not `datasets.load_dataset`: see "Compared with `datasets`" 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -26,7 +25,7 @@ from harness.data.on_disk.cache import (
     prepared_folder,
     set_fingerprint,
 )
-from harness.data.on_disk.shards import is_whole, make_shards, shard_bytes, write_whole
+from harness.data.on_disk.shards import is_whole, make_shards, sha256_of, shard_bytes, write_whole
 from harness.data.pieces import in_pieces, parts_of
 from harness.errors import UserError
 
@@ -93,8 +92,7 @@ def _content(files: Sequence[Path], prepared: Path) -> str:
         digests: list[str] = []
         for file in files:
             try:
-                with file.open("rb") as stream:
-                    digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
+                digests.append(sha256_of(file))
             except OSError as error:
                 raise UserError(f"cannot read {file}: {error.strerror or error}") from error
 

@@ -133,6 +133,8 @@ def in_order(file: Path, start: int = 0, before: int = 0) -> Iterator[Extent]:
         yield Extent(str(file), begin, stop, before, stop - begin)
         if has_lines and stop < total:
             with file.open("rb") as stream:
+                # A line begins behind each newline, and the first one at byte 0; those of this extent come before the
+                # next extent.
                 stream.seek(max(begin - 1, 0))
                 before += stream.read(stop - 1 - stream.tell()).count(b"\n") + (begin == 0)
 
@@ -258,7 +260,9 @@ def _csv_rows(extent: Extent) -> Iterator[Row]:
                 read = records.reader.line_num  # DictReader's own line_num does not count blank lines
                 place = f"{extent.file}:{read}"
                 if None in record or None in record.values():
-                    raise UserError(f"{place} has not as many fields as the header: quote fields that contain a comma")
+                    raise UserError(
+                        f"{place} does not have as many fields as the header: quote fields that contain a comma"
+                    )
                 yield place, record
         except csv.Error as error:
             raise UserError(f"{extent.file}:{read + 1} is not CSV ({error})") from error

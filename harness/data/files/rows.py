@@ -342,7 +342,7 @@ def with_unique_names(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {twice!r} stands twice in an object")
+        raise ValueError(f"the name {twice!r} occurs twice in an object")
     return made
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite
@@ -106,15 +106,20 @@ def find_tokens(path: str) -> list[Path]:
     Hidden files are left out, and so are .json and .csv files, which only describe token files.
     """
     if glob.has_magic(path) and not Path(path).exists():
-        matches = map(Path, sorted(glob.glob(path, recursive=True)))  # noqa: PTH207  # may be absolute
-        files = [file for match in matches for file in (visible_files(match) if match.is_dir() else [match])]
+        files = _matched(path, visible_files)
     elif Path(path).is_dir():
         files = visible_files(Path(path))
     else:
         return token_paths(path)
     if any(file.suffix in SUFFIXES and file.suffix not in DESCRIBE_DATA for file in files):
         return []
-    return [file for file in dict.fromkeys(files) if file.suffix in (".bin", ".ds")]
+    return [file for file in files if file.suffix in (".bin", ".ds")]
+
+
+def _matched(pattern: str, files_in: Callable[[Path], list[Path]]) -> list[Path]:
+    """Return the files that match a glob, each once, and those that `files_in` finds in matched directories."""
+    matches = map(Path, sorted(glob.glob(pattern, recursive=True)))  # noqa: PTH207  # may be absolute
+    return list(dict.fromkeys(file for match in matches for file in (files_in(match) if match.is_dir() else [match])))
 
 
 def _names_something(path: str) -> bool:
@@ -161,9 +166,8 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     path = Path(source)
     suffixes = ", ".join(SUFFIXES)
     if not path.exists() and glob.has_magic(os.fspath(source)):
-        matches = map(Path, sorted(glob.glob(os.fspath(source), recursive=True)))  # noqa: PTH207  # may be absolute
-        files = [file for match in matches for file in (_in_directory(match) if match.is_dir() else [match])]
-        if files := [file for file in dict.fromkeys(files) if file.suffix in SUFFIXES]:  # ** matches folders too
+        files = _matched(os.fspath(source), _in_directory)
+        if files := [file for file in files if file.suffix in SUFFIXES]:
             return files
         raise UserError(f"{source} matches no {suffixes} file: correct the pattern")
     if path.is_dir():

@@ -104,13 +104,14 @@ def _megatron(path: Path) -> TokenFile:
     if version != 1:
         raise UserError(f"{index} has version {version}: only version 1 is known")
     if code not in _DTYPES:
-        raise UserError(f"{index} has the dtype code {code}, which is no integer: give a file of token ids")
+        raise UserError(f"{index} has the dtype code {code}, which is not an integer type: give a file of token ids")
     beyond = index.stat().st_size - HEADER.size - 12 * sequences - 8 * documents
     if beyond not in (0, sequences):  # a multimodal index has one more byte a sequence, its mode, at the end
         raise UserError(
             f"{index} is {'cut off' if beyond < 0 else 'damaged'}: it is not of the size of {sequences:,} sequences "
             f"and {documents:,} documents"
         )
+    # Behind the header: lengths (int32 a sequence), first bytes (int64 a sequence), then a list of int64 of documents.
     lengths = mapped(index, np.int32, HEADER.size, sequences)
     at = HEADER.size + 4 * sequences
     pointers = mapped(index, np.int64, at, sequences)
@@ -118,7 +119,9 @@ def _megatron(path: Path) -> TokenFile:
     ids = _mapped(path, np.dtype(_DTYPES[code]))
     said = int(pointers[-1]) // ids.itemsize + int(lengths[-1]) if sequences else 0
     if said != len(ids):
-        raise UserError(f"{path} has {len(ids):,} tokens, unlike what {index.name} says: one of them is of another run")
+        raise UserError(
+            f"{path} has {len(ids):,} tokens, but {index.name} says otherwise: the two files do not belong together"
+        )
     _require_in_order(index, lengths, pointers, ends, ids.itemsize)
     return TokenFile(path, ids, pointers[ends[ends < sequences]] // ids.itemsize)
 
@@ -153,6 +156,7 @@ def _require_in_order(
 def _datatrove(path: Path, vocabulary: int) -> TokenFile:
     metadata, index = Path(f"{path}.metadata"), Path(f"{path}.index")
     ends = np.fromfile(index, np.uint64).astype(np.int64) if index.is_file() else np.empty(0, np.int64)
+    # Bytes of a token: from .metadata if present, else from the file's size and the last document's end, else a guess.
     size = 2 if vocabulary <= 2**16 else 4
     last = int(ends[-1]) if len(ends) else 0
     if last and path.stat().st_size in (2 * last, 4 * last):

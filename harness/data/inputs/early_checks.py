@@ -40,7 +40,7 @@ def read_prompts(path: Path) -> list[str | list[Message]]:
     Raises UserError if it cannot be read or has no prompt.
     """
     if path.exists() and not path.is_file():
-        raise UserError(f"--sample_prompts {path}: is no file that can be read twice: write the prompts into one")
+        raise UserError(f"--sample_prompts {path}: is not a regular file: write the prompts into one")
     try:
         with path.open(encoding="utf-8-sig") as stream:
             lines = [line.removesuffix("\n") for line in stream]  # str.splitlines would cut at U+2028 too

@@ -85,7 +85,7 @@ def is_whole(folder: Path) -> bool:
             return False
         noted = json.loads((folder / NOTE).read_bytes())
         touched = {name for name, was in noted.items() if _stamp(folder / name) != was["stamp"]}
-        if any(_digest(folder / name) != noted[name]["digest"] for name in touched):
+        if any(sha256_of(folder / name) != noted[name]["digest"] for name in touched):
             return False
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False
@@ -103,7 +103,7 @@ def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
         write(made)
         for file in made.iterdir():
             _flush(file)
-        _note(made, {file.name: _digest(file) for file in made.iterdir()})
+        _note(made, {file.name: sha256_of(file) for file in made.iterdir()})
         _flush(made)
         _take_name(made, folder)
     finally:
@@ -153,7 +153,8 @@ def _stamp(file: Path) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns]
 
 
-def _digest(file: Path) -> str:
+def sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file's content, in hex."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -239,7 +240,7 @@ def make_shards(
         say(f"{doing}: {len(parts) - len(missing)} of {len(parts)} shards were made before")
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
     progress = PreparationProgress(len(missing), doing, say)
-    done: Synchronized[float] = get_context("fork").Value("d", 0.0)
+    done: Synchronized[float] = get_context("fork").Value("d", 0.0)  # shards done, in memory shared with the workers
 
     def make(index: int) -> None:
         counted = 0.0
@@ -279,6 +280,7 @@ def _in_processes(
     """
     with ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (make, os.getpid())) as pool:
         try:
+            # Wait in the order of the shards, so that of several errors the first part's is raised.
             for future in [pool.submit(_make_in_worker, index) for index in missing]:
                 while not wait([future], timeout=_POLL_S).done:
                     show()
@@ -286,7 +288,8 @@ def _in_processes(
             show()
         except BrokenProcessPool as error:
             raise UserError(
-                f"a process was killed while {doing}, perhaps for want of memory: start again, and what is done is kept"
+                f"a process was killed while {doing}, perhaps because memory ran out: start again; finished shards "
+                "are kept"
             ) from error
         except BaseException:
             pool.shutdown(cancel_futures=True)

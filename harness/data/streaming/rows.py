@@ -169,6 +169,7 @@ class IterableRows(Rows):
             self._dataset.set_epoch(number)
         with own_generators(seed_of("pass", number)):
             if self._fresh is not None:
+                # A new pass begins from the state before the first one; copied, as the data set may change the dict.
                 self._dataset.load_state_dict(copy.deepcopy(mark.get("state", self._fresh)))
             items = iter(self._dataset)
         for row in itertools.count(mark.get("item", 0)):

@@ -190,6 +190,8 @@ class Engine(ABC):
         norm, whole_loss, *of_parts = numbers([0.0 if found is None else found, loss, *parts.values()])
         finite = isfinite(norm)
         applied = self.deepspeed.was_step_applied()
+        # A fused torch optimizer has skipped the update on the device, which DeepSpeed does not know: correct its
+        # counter, and take back the step of the schedule.
         if applied and not finite and skips_nonfinite_itself(self.deepspeed):
             count_skipped_step(self.deepspeed)
             self.schedule.go_to(self.deepspeed.global_steps - self.deepspeed.skipped_steps)

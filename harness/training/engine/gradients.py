@@ -205,6 +205,7 @@ class UnusedParameters:
     def _agree(self) -> None:
         """Find the parameters that no rank has used; all ranks call it, with two collectives of names only."""
         self._agreed = True
+        # Two rounds: first the names that some rank has not used, usually none; then which of them another rank has.
         somewhere = {name for row in values_of_all(sorted(set(self.names.values()) - self.used)) for name in row}
         if not somewhere:  # known alike on all ranks
             return

@@ -98,10 +98,6 @@ def _sum_partial_gradients(new: NewEngine) -> None:
     sum_tied_gradients(new.deepspeed, partial(sum_once, list(new.module.parameters())))
 
 
-def _follow_schedule(new: NewEngine) -> None:
-    follow_schedule(new.deepspeed, new.context.resolved.schedule, new.context.resolved.chunks)
-
-
 def _release_outputs(new: NewEngine) -> None:
     new.loss.release = partial(forget_outputs, new.deepspeed)
 
@@ -215,7 +211,7 @@ PATCHES: tuple[Patch, ...] = (
         name="schedule",
         why="DeepSpeed knows only 1F1B, whatever `pipeline.schedule` says. It wraps the execution of instructions",
         when=_is_staged,
-        apply=_follow_schedule,
+        apply=lambda new: follow_schedule(new.deepspeed, new.context.resolved.schedule, new.context.resolved.chunks),
         after=("labels for the tiles of the loss",),
     ),
     Patch(

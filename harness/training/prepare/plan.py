@@ -113,6 +113,7 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     model = inputs.model if isinstance(inputs.model, str) else None
     config = inputs.config or read_run_config(args, world_size=env.world_size, model=model)
     require_supported(config.resolved)
+    # The watchdog starts when the ranks have met. Until then, which may be hours, at least stopped processes are seen.
     with watching_for_stopped_ranks(args.hang_seconds, inputs.console):
         data = user_datasets(
             inputs.train_dataset,

@@ -218,7 +218,7 @@ def _warn_of_locks(plan: RunPlan, here: Beside[int], rank: int) -> None:
     looks = min(here.values) == rank and here.number > 0
     if here.hosts > 1 and any_rank(looks and is_lent_twice(plan.output_dir)):
         plan.console.warn(
-            f"{plan.output_dir}: its file system lends each host a lock of its own: on another host a second run there "
+            f"{plan.output_dir}: its file system gives each host its own lock: on another host, a second run there "
             "is not refused, and this one finds it at a save"
         )
 

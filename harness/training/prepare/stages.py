@@ -156,7 +156,7 @@ def measured_costs(trainable: TrainableModel, context: EngineContext, inputs: Va
         if kind not in known or loss is not None:
             known[kind] = _time_layer(layer, value, loss, labels, context)
         seconds.append(known[kind])
-        with torch.no_grad():
+        with torch.no_grad():  # the input of the next layer
             value = layer(value)
     total = torch.tensor(seconds, dtype=torch.float64, device=context.device)
     dist.all_reduce(total)

@@ -71,6 +71,8 @@ def _refusal(causal: CausalModel, context: EngineContext) -> tuple[float, str | 
     unequal: set[str] = set()
     neighbours = TensorParallel.of(context.groups.ep_group)
     cut = partial(_cut, context=context, unequal=unequal)
+    # Step by step, so that the refusal names the cause: the model as a list of layers on each rank alone; then sharded
+    # over tensor-parallel ranks with experts dealt; then with the tokens over context ranks.
     difference = find_difference(tiny, cut, ALONE, context.device)
     difference = worst_of(worst_of(difference, tensor), neighbours)
     dealt = difference is None and (tensor.size > 1 or neighbours.size > 1)

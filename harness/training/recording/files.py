@@ -150,7 +150,7 @@ class MetricsFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         gone, self._file = self._file, self._path.open("ab", buffering=0)
         gone.close()
-        warnings.warn(f"{self._path}: it was removed; metrics go on in a new file", stacklevel=4)
+        warnings.warn(f"{self._path}: it was deleted; metrics continue in a new file", stacklevel=4)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """Warn if an action fails, as on a full disk: training continues, and lines wait in memory."""

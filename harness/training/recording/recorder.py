@@ -101,7 +101,7 @@ class Recorder:
         first_step = self.state.global_step + 1
         kept = set_aside(path) if first_step == 1 else None
         if kept is not None:
-            self.run.console.warn(f"{path} is of an earlier run: kept as {kept.name}")
+            self.run.console.warn(f"{path} belongs to an earlier run: kept as {kept.name}")
         return MetricsFile(path, first_step)
 
     def describe(self) -> None:
@@ -141,7 +141,7 @@ class Recorder:
             f"{name}_loss": mean(each.source_losses[name] for each in counted if name in each.source_losses)
             for name in {name: None for each in counted for name in each.source_losses}
         }
-        logs |= of_sources  # flat, as loggers want numbers
+        logs |= of_sources  # flat: monitors take numbers, not dicts
         self._unlogged.clear()
         self.state.log_history.append(logs)
         if self._monitors is not None:

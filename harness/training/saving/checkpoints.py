@@ -88,7 +88,7 @@ class Checkpoints:
         """Rename the checkpoints of an earlier run, so that none of them counts as this run's."""
         if self._state.is_world_process_zero:
             for path, moved in set_aside_foreign([path for _, path in numbered(self.run.output_dir)]):
-                self.run.console.warn(f"{path} is of an earlier run: it is now {moved}")
+                self.run.console.warn(f"{path} belongs to an earlier run: it is now {moved}")
 
     @property
     def is_ready(self) -> bool:
@@ -162,7 +162,7 @@ class Checkpoints:
         name, resumes = signal.Signals(number).name, 'resume_from_checkpoint "auto" resumes'
         if self.run.args.save_only_model:
             kept = "no model was saved" if saved is None else f"the model of step {saved} is saved"
-            console.say(f"{name}: stopped after step {step}; {kept}, but no run can go on from it (--save_only_model)")
+            console.say(f"{name}: stopped after step {step}; {kept}, but no run can continue from it (--save_only_model)")
         elif saved == step:
             console.say(f"{name}: saved and stopped after step {step}; {resumes}")
         else:
@@ -182,7 +182,7 @@ class Checkpoints:
         return self._pending
 
     def _advance(self) -> bool:
-        pending, self._pending = self._pending, None
+        pending, self._pending = self._pending, None  # if advance() raises NotSaved, nothing is pending any more
         if pending is None:
             return False
         if not pending.advance():

@@ -102,6 +102,7 @@ def gather_model(run: Run) -> PreTrainedModel | None:
     module = run.module
     model = _target(causal, next(module.parameters()).dtype) if groups.rank == 0 else None
     own = {} if model is None else model.state_dict(keep_vars=True)
+    # Stage after stage, so that rank 0 receives from one rank at a time. Gathering is collective within a stage.
     for stage in range(groups.layout.pp_size):
         leader = groups.layout.rank(stage=stage, dp_rank=0, tp_rank=0)
         mine = _whole_tensors(module, groups) if groups.coordinate.stage == stage else iter(())

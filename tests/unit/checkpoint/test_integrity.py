@@ -93,7 +93,9 @@ WEIGHTS = "weights.safetensors"
             lambda path: change(path / MANIFEST, files={"w" * 300: [1, "a"]}), "w is missing", id="a name too long"
         ),
         pytest.param(
-            lambda path: change(path / MANIFEST, files={"a\0b": [1, "a"]}), "is no file of it", id="a name with a zero"
+            lambda path: change(path / MANIFEST, files={"a\0b": [1, "a"]}),
+            "is not a file inside it",
+            id="a name with a zero",
         ),
         pytest.param(
             lambda path: shutil.copy(path.parent / "checkpoint-2" / MANIFEST, path),

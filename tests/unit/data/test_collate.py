@@ -74,13 +74,13 @@ def test_a_collator_must_give_ids_or_a_pair():
 @pytest.mark.parametrize("first", [True, False])
 def test_a_column_that_only_some_samples_have_is_not_left_out(name, first):
     whole, lacking = {"input_ids": [1, 2], name: [1, 2]}, {"input_ids": [1, 2]}
-    with pytest.raises(UserError, match=f"some samples of a micro-batch have {name} and others have not"):
+    with pytest.raises(UserError, match=f"some samples of a micro-batch have {name} and others do not"):
         collate([whole, lacking] if first else [lacking, whole])
 
 
 @pytest.mark.parametrize("other", [([1, 2], [1, 2]), [1, 2], 3, None, {"text": "x"}])
 def test_a_sample_of_another_kind_is_not_left_out(other):
-    with pytest.raises(UserError, match="some samples of a micro-batch have input_ids and others have not"):
+    with pytest.raises(UserError, match="some samples of a micro-batch have input_ids and others do not"):
         collate([{"input_ids": [1, 2]}, other])
 
 

@@ -84,7 +84,7 @@ def test_a_csv_file_is_read_by_its_header(tmp_path):
         ("a.json", '{"rows": [1],\n "n": {"data": []}}', r'an object with an array under "data"'),
         ("a.json", "[", r"a\.json:1 is not JSON"),
         ("a.json", '[{"question": "a"}]', r"a\.json:1 has no column `text`, .*\(it has: question\)"),
-        ("a.csv", "text,id\na\n", r"a\.csv:2 has not as many fields as the header"),
+        ("a.csv", "text,id\na\n", r"a\.csv:2 does not have as many fields as the header"),
         ("a.csv", "id,label\n1,2\n", r"a\.csv:2 has no column `text`"),
         ("a.csv", 'text\n"a\n', r"a\.csv:\d is not CSV \(unexpected end of data\)"),
         ("a.jsonl", '{"text": "a"}\n[1]\n', r"a\.jsonl:2 is not an object"),
@@ -246,8 +246,8 @@ def test_a_name_that_stands_twice_is_refused_with_its_line(tmp_path):
         pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), tmp_path / "d.parquet"
     )
     for name, words in (
-        ("a.jsonl", "a.jsonl:2 is not JSON that can be read (the name 'y' stands twice in an object)"),
-        ("b.json", "b.json:2 is not JSON that can be read (the name 'text' stands twice in an object)"),
+        ("a.jsonl", "a.jsonl:2 is not JSON that can be read (the name 'y' occurs twice in an object)"),
+        ("b.json", "b.json:2 is not JSON that can be read (the name 'text' occurs twice in an object)"),
         ("c.csv", "c.csv has two columns `text`: rename one"),
         ("d.parquet", "d.parquet has two columns `text`: rename one"),
     ):

@@ -194,12 +194,12 @@ def test_fields_of_a_csv_file_are_texts(content: str, found: list[str], tmp_path
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        pytest.param(b"text,id\na,1\nb\n", r"a\.csv:3 has not as many fields as the header", id="too-few"),
+        pytest.param(b"text,id\na,1\nb\n", r"a\.csv:3 does not have as many fields as the header", id="too-few"),
         pytest.param(
-            b"text\na\nb,c\n", r"a\.csv:3 has not as many fields .*quote fields that contain a", id="too-many"
+            b"text\na\nb,c\n", r"a\.csv:3 does not have as many fields .*quote fields that contain a", id="too-many"
         ),
         pytest.param(b'text\n"a\nb"c\n', r"a\.csv:2 is not CSV", id="behind-a-quote"),
-        pytest.param(b"text,id\n\n\na,1\n\nb\n", r"a\.csv:6 has not as many fields", id="behind-blank-lines"),
+        pytest.param(b"text,id\n\n\na,1\n\nb\n", r"a\.csv:6 does not have as many fields", id="behind-blank-lines"),
         pytest.param(b'text\n"a\n', r"a\.csv:2 is not CSV \(unexpected end of data\)", id="open-quote"),
         pytest.param(b"text\na\n\xe9\n", r"a\.csv is not UTF-8 after line \d: convert it", id="latin-1"),
     ],

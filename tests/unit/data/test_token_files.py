@@ -108,14 +108,14 @@ def test_several_files_are_one_and_may_have_weights(tmp_path):
     ("make", "words"),
     [
         (lambda p: megatron(p, version=2), r"a\.idx has version 2: only version 1 is known"),
-        (lambda p: megatron(p, code=9), r"a\.idx has the dtype code 9, which is no integer"),
-        (lambda p: megatron(p, np.float32), r"a\.idx has the dtype code 7, which is no integer"),
+        (lambda p: megatron(p, code=9), r"a\.idx has the dtype code 9, which is not an integer type"),
+        (lambda p: megatron(p, np.float32), r"a\.idx has the dtype code 7, which is not an integer type"),
         (lambda p: megatron(p, magic=b"TNTIDX\0\0\0"), r"a\.idx is not a Megatron index"),
         (lambda p: megatron(p) and p.with_suffix(".idx").unlink(), r"a\.bin has no a\.idx beside it"),
         (lambda p: megatron(p) and p.with_suffix(".bin").unlink(), r"cannot read .*a\.bin: No such file"),
         (
             lambda p: megatron(p) and p.with_suffix(".bin").write_bytes(b"1234"),
-            r"a\.bin has 2 tokens, unlike",
+            r"a\.bin has 2 tokens, but",
         ),
         (
             lambda p: megatron(p) and p.with_suffix(".bin").write_bytes(b"123"),
@@ -123,7 +123,7 @@ def test_several_files_are_one_and_may_have_weights(tmp_path):
         ),
         (
             lambda p: megatron(p) and p.with_suffix(".idx").write_bytes(HEADER.pack(b"MMIDIDX\0\0", 1, 8, 0, 0)),
-            r"a\.bin has 12 tokens, unlike what a\.idx says",
+            r"a\.bin has 12 tokens, but a\.idx says otherwise",
         ),
         (
             lambda p: megatron(p) and p.with_suffix(".idx").write_bytes(HEADER.pack(b"MMIDIDX\0\0", 1, 8, 2**60, 1)),

@@ -158,9 +158,13 @@ def test_words_of_a_list_stay_words(tmp_path: Path) -> None:
             "a.yaml", "\ndeepspeed_config: &a {b: *a}\n", "a.yaml: one of its aliases holds itself", id="circle"
         ),
         pytest.param("a.yaml", "deepspeed_config: {b: !foo c}\n", "tag '!foo'", id="unknown-tag"),
-        pytest.param("a.yaml", "deepspeed_config: {b: !!binary aGk=}\n", "has a value that JSON has not", id="bytes"),
-        pytest.param("a.yaml", "deepspeed_config: {b: !!set {a}}\n", "has a value that JSON has not", id="set"),
-        pytest.param("a.yaml", "deepspeed_config: {? [1] : 2}\n", "has a value that JSON has not", id="key-in-a-list"),
+        pytest.param(
+            "a.yaml", "deepspeed_config: {b: !!binary aGk=}\n", "has a value that JSON does not have", id="bytes"
+        ),
+        pytest.param("a.yaml", "deepspeed_config: {b: !!set {a}}\n", "has a value that JSON does not have", id="set"),
+        pytest.param(
+            "a.yaml", "deepspeed_config: {? [1] : 2}\n", "has a value that JSON does not have", id="key-in-a-list"
+        ),
         pytest.param("a.yaml", "seed: " + "[" * 600, "--config a.yaml: is nested too deeply", id="deep"),
         pytest.param("a.yaml", "seed: 1\n---\nseed: 2\n", "a.yaml:2: is neither YAML nor JSON", id="two-documents"),
         pytest.param("a.yaml", "seed:\t1\n\tb: 2", "is neither YAML nor JSON", id="tabs"),

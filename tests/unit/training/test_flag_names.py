@@ -148,7 +148,7 @@ def test_a_config_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> 
         ("a.yaml", "seed: 1\nseed: 2\n", "a.yaml:2: seed is given twice"),
         ("a.yaml", "a: [1\n", "a.yaml:2: is neither YAML nor JSON"),
         ("a.yaml", "- 1\n", "give flags and their values"),
-        ("a.yaml", "? [1]\n: 2\n", "a.yaml:1: a key is no name"),
+        ("a.yaml", "? [1]\n: 2\n", "a.yaml:1: a key is not a name"),
     ],
 )
 def test_a_wrong_config_file_is_one_line_with_the_place(tmp_path: Path, name: str, text: str, words: str) -> None:

@@ -191,7 +191,7 @@ def test_metrics_and_state_are_written_where_theirs_are(done: Any) -> None:
 def test_a_second_call_says_that_nothing_is_left(done: Any) -> None:
     trainer, _, _ = done
     assert trainer.train().global_step == 5
-    assert "all 5 steps are made, so nothing is trained" in trainer.run.console.out.getvalue()
+    assert "all 5 steps are done, so nothing is trained" in trainer.run.console.out.getvalue()
 
 
 def test_other_methods_of_theirs_are_refused_in_a_line(done: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,9 @@ def test_figures_of_an_earlier_run_are_kept_under_another_name(
     with Recorder(ours.run, ours.state):
         pass
     said = capsys.readouterr().out
-    assert "evaluations.jsonl is of an earlier run: kept as evaluations.1.jsonl" in said and "metrics.1" not in said
+    assert (
+        "evaluations.jsonl belongs to an earlier run: kept as evaluations.1.jsonl" in said and "metrics.1" not in said
+    )
     assert rows(tmp_path / "run" / "evaluations.1.jsonl") == [{"step": 9}]
 
 

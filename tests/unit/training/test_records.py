@@ -77,7 +77,7 @@ def test_metrics_go_on_in_a_new_file_where_the_folder_was_removed(tmp_path: Path
     file = MetricsFile(path, first_step=1)
     file.write({"step": 1})
     shutil.rmtree(path.parent)
-    with pytest.warns(UserWarning, match=f"{path}: it was removed; metrics go on in a new file"):
+    with pytest.warns(UserWarning, match=f"{path}: it was deleted; metrics continue in a new file"):
         file.write({"step": 2})
     with warnings.catch_warnings(action="error"):
         file.write({"step": 3})

@@ -92,7 +92,7 @@ def test_a_run_that_saves_the_model_alone_promises_no_resume() -> None:
         return out.getvalue()
 
     assert "saved and stopped after step 7; resume_from_checkpoint" in said_of(7, model_only=False)
-    assert "the model of step 7 is saved, but no run can go on from it" in said_of(7, model_only=True)
+    assert "the model of step 7 is saved, but no run can continue from it" in said_of(7, model_only=True)
     assert "resume" not in said_of(7, model_only=True) + said_of(None, model_only=True)
 
 

@@ -98,7 +98,7 @@ def test_a_model_that_is_none(model: Any, words: str, make: Callable[..., Traine
         pytest.param({"loss_fn": 3}, "loss_fn is a int: give a function", id="loss-a-number"),
         pytest.param({"compute_loss_func": MSE}, "compute_loss_func is for a HuggingFace model", id="two-losses"),
         pytest.param({"loss_fn": None, "compute_loss_func": MSE}, "compute_loss_func is for a Hugg", id="huggingfaces"),
-        pytest.param({"callbacks": None}, "callbacks is no list: give [callback]", id="no-callbacks"),
+        pytest.param({"callbacks": None}, "callbacks is not a list: give [callback]", id="no-callbacks"),
         pytest.param({"callbacks": [3]}, "callback 3 has no on_train_begin: derive its class", id="a-number-called"),
         pytest.param({"optimizers": ()}, "Trainer takes no optimizers: set optimizer and scheduler", id="optimizers"),
         pytest.param({"eval_datset": []}, "Trainer takes no eval_datset: did you mean eval_dataset?", id="misspelt"),
