@@ -162,7 +162,9 @@ class Checkpoints:
         name, resumes = signal.Signals(number).name, 'resume_from_checkpoint "auto" resumes'
         if self.run.args.save_only_model:
             kept = "no model was saved" if saved is None else f"the model of step {saved} is saved"
-            console.say(f"{name}: stopped after step {step}; {kept}, but no run can continue from it (--save_only_model)")
+            console.say(
+                f"{name}: stopped after step {step}; {kept}, but no run can continue from it (--save_only_model)"
+            )
         elif saved == step:
             console.say(f"{name}: saved and stopped after step {step}; {resumes}")
         else:
