@@ -1,13 +1,13 @@
 """How much of the tokens' journeys computation hides, over links of several speeds.
 
-    OMP_NUM_THREADS=1 python scripts/bench/expert_overlap.py [--rounds 5]
+    OMP_NUM_THREADS=1 python scripts/bench/expert_overlap.py [--rounds 3]
 
-A layer of eight experts and a shared one runs on two ranks. On one machine tokens arrive at once. So a link is
-simulated: by a rank's clock, what is sent arrives no earlier than it would over a link of that speed. The clock counts
-the processor seconds of the rank and the time in which it would have waited for the link, so that other work on the
-machine does not count. Forward and backward of the layer run in turns: everything after the tokens; the shared expert
-while they travel; and that with the tokens in two or four pieces. Writes results/expert_overlap.json: seconds, and the
-share of them in which a rank waited.
+A layer of eight experts and a shared one runs on two ranks, which are threads of this process. There tokens arrive at
+once. So a link is simulated: by a rank's clock, what is sent arrives no earlier than it would over a link of that
+speed. The clock counts the processor seconds of the rank and the time in which it would have waited for the link, so
+that other work on the machine does not count. Forward and backward of the layer run in turns: everything after the
+tokens; the shared expert while they travel; and that with the tokens in two or four pieces. Writes
+results/expert_overlap.json: seconds, and the share of them in which a rank waited.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,14 +31,14 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from harness.parallel import token_exchange  # noqa: E402
-from harness.parallel.collectives.of_group import leave_memory, share_memory, start_exchange  # noqa: E402
+from harness.parallel.collectives.of_group import start_exchange  # noqa: E402
 from harness.parallel.comm import ALONE, TensorParallel  # noqa: E402
 from harness.parallel.plans import beside  # noqa: E402
 from harness.parallel.plans.apply import cut  # noqa: E402
 from harness.parallel.plans.experts import expert_parallel_plan  # noqa: E402
 from harness.parallel.token_exchange import Neighbours  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
-from tests.distributed.ranks import run_ranks  # noqa: E402
+from tests.threads import run_threads  # noqa: E402
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512,
@@ -45,7 +46,9 @@ SHAPE: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
     "kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
 }  # fmt: skip
-TOKENS = 1024
+RANKS, TOKENS = 2, 512
+OF_RANK = threading.local()
+"""What a rank has for itself: `link`."""
 SPEEDS = (None, 2e8, 5e7)  # bytes a second; None: as fast as memory
 WAYS = {
     "after the tokens": (False, 1),
@@ -67,7 +70,7 @@ class Link:
 
     def now(self) -> float:
         """Return what the clock says, in seconds."""
-        return time.process_time() + self.waited
+        return time.thread_time() + self.waited
 
     def start(self, x: Tensor, sizes: Any, group: Any) -> Callable[[], Tensor]:
         """Begin an exchange, which takes its time on the link after the one before it."""
@@ -85,36 +88,30 @@ class Link:
         return arrive
 
 
-def measure(rounds: int) -> list[dict[str, Any]]:
+def measure(rank: int, models: dict[str, list[Any]], rounds: int) -> list[dict[str, Any]]:
     """Time a layer in all ways in turns; called on both ranks."""
-    torch.set_num_threads(1)
-    group = dist.group.WORLD
-    share_memory([group])
-    place = TensorParallel.of(group)
+    place = TensorParallel(group=dist.group.WORLD, rank=rank, size=RANKS)
     layers = {}
     for way, (_, pieces) in WAYS.items():
-        torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **SHAPE))
-        neighbours = Neighbours(place=place, pieces=pieces)
+        model, neighbours = models[way][rank], Neighbours(place=place, pieces=pieces)
         cut(model, "", expert_parallel_plan(model, tp_size=1), ALONE, model.config, neighbours=neighbours)
         layers[way] = model.model.layers[0].mlp
+    inputs = torch.randn(1, TOKENS, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(rank))
     found: list[dict[str, Any]] = []
     for speed in SPEEDS:
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         waited: dict[str, list[float]] = {way: [] for way in WAYS}
         for turn in range(rounds + 1):
             for way, (early, _) in WAYS.items():
+                dist.barrier()
                 beside.WITHOUT_GAIN = set() if early else {"cpu"}
-                link = Link(speed)
-                token_exchange.start_exchange = link.start
-                x = torch.randn(1, TOKENS, SHAPE["hidden_size"], requires_grad=True)
+                link = OF_RANK.link = Link(speed)
+                x = inputs.clone().requires_grad_()
                 dist.barrier()
                 begun = link.now()
                 layers[way](x).square().sum().backward()
-                took = link.now() - begun
-                dist.barrier()
                 if turn:  # the first warms up
-                    seconds[way].append(took)
+                    seconds[way].append(link.now() - begun)
                     waited[way].append(link.waited)
         for way in WAYS:
             found.append(
@@ -126,17 +123,20 @@ def measure(rounds: int) -> list[dict[str, Any]]:
                     "waited": round(median(waited[way]) / median(seconds[way]), 3),
                 }
             )
-    leave_memory()
     return found
 
 
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS / "expert_overlap.json")
     args = parser.parse_args()
-    rows = run_ranks(2, "scripts.bench.expert_overlap:measure", args.rounds, timeout_s=150)[0]
+    torch.set_num_threads(1)
+    token_exchange.start_exchange = lambda x, sizes, group: OF_RANK.link.start(x, sizes, group)
+    config = AutoConfig.for_model("deepseek_v3", **SHAPE)
+    models = {way: [AutoModelForCausalLM.from_config(config) for _ in range(RANKS)] for way in WAYS}
+    rows = run_threads(RANKS, lambda rank: measure(rank, models, args.rounds))[0]
     load = [round(each, 1) for each in os.getloadavg()]
     write_report(args.output, {"load_average": load, "tokens": TOKENS, "rows": rows}, what=str(__doc__))
     for row in rows:
