@@ -65,7 +65,7 @@ def clip_before_step(engine: DeepSpeedEngine, clip: Callable[[], Tensor], *, ski
         optimizer.overflow = skip_nonfinite and not bool(torch.isfinite(norm))
         return None if optimizer.overflow else update(*args, **kwargs)
 
-    engine.clip_fp32_gradients = lambda: None  # else DeepSpeed clips what `clip` has clipped
+    engine.clip_fp32_gradients = lambda: None  # DeepSpeed calls it just before `step`, and would clip by its own norm
     optimizer.step = step
 
 

@@ -142,10 +142,12 @@ def stepped_on(optimizer: EngineOptimizer, chosen: Sequence[int] | None = None) 
     """Yield the tensors that `optimizer`, the engine's, updates for the parameter groups `chosen`, or for all."""
     chosen = range(len(optimizer.param_groups)) if chosen is None else chosen
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        # ZeRO-3's `fp16_groups` are sub-groups of at most `sub_group_size` elements, in any precision
         for index, parameters in enumerate(optimizer.fp16_groups):
             if (group := optimizer.sub_group_to_group_id[index]) in chosen:
                 yield DividedOneByOne(optimizer.fp32_partitioned_groups_flat[index], parameters, group)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        # "round robin" is DeepSpeed's name for the order in memory, also where `round_robin_gradients` is off
         for index in chosen:
             yield DividedTogether(
                 optimizer.single_partition_of_fp32_groups[index],

@@ -73,6 +73,7 @@ def watch_instructions(
 
         return run
 
+    # a copy: `execute_by` replaces the map, and each function must call the one that was there before
     kinds = dict(engine._INSTRUCTION_MAP)
     return execute_by(engine, {kind: announced(kind.__name__, execute) for kind, execute in kinds.items()})
 

@@ -25,12 +25,15 @@ def keeping_fp32() -> Iterator[None]:
     of_engine, of_zero3 = DeepSpeedEngine._cast_module_mixed_precision, stage3.defragment
 
     def cast(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
+        # DeepSpeed casts a module's parameters all at once, so the float32 values are put back afterwards
         kept = [(p, p.data) for p in engine.module.parameters() if is_kept(p)]
         of_engine(engine, *args, **kwargs)
         for parameter, data in kept:
             parameter.data = data
 
     def flatten(tensors: Sequence[Tensor]) -> Tensor | _FlatRuns:
+        # runs of equal dtype, and not one tensor per dtype: DeepSpeed addresses parameters by their offset in this
+        # order
         runs = [list(run) for _, run in groupby(tensors, key=lambda tensor: tensor.dtype)]
         return _FlatRuns([of_zero3(run) for run in runs]) if len(runs) > 1 else of_zero3(tensors)
 
@@ -68,6 +71,7 @@ def reduce_fp32_gradients(optimizer: EngineOptimizer) -> None:
         size = min(optimizer.reduce_bucket_size, sum(p.ds_numel for p in kept))
         bucket.buffer = torch.empty(size, dtype=torch.float32, device=optimizer.device)
     optimizer.ipg_buckets[torch.float32] = bucket
+    # without it, float32 gradients would be rounded to bf16 for the reduce-scatter
     of_others = optimizer.get_param_comm_dtype
     optimizer.get_param_comm_dtype = lambda p: torch.float32 if is_kept(p) else of_others(p)
 

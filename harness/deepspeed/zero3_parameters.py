@@ -108,6 +108,7 @@ class GatheredParameters:
         self._stay = False
         if engine.zero_optimization_stage() < 3 or engine.zero_offload_param() or engine.zero_hpz_partition_size() > 1:
             return
+        # a smaller limit makes DeepSpeed release parameters within a pass, and keeping them would take more memory
         total = unpartitioned_size(list(engine.module.parameters()))
         if total > engine.zero_max_live_parameters() or 2 * total > engine.zero_max_reuse_distance():
             return

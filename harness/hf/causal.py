@@ -378,7 +378,8 @@ def _loss_tiles(outer: OuterForward, apart: TokensApart, *, whole_logits: bool) 
         raise UserError("tiling.loss: a loss of your own, or with smoothed labels, is given all logits: remove it")
     if not apart.plan.epilogue:
         raise UserError(
-            f"tiling.loss: what {outer.described} does behind its last layer depends on more than one token: remove it"
+            f"tiling.loss: after its last layer {outer.described} combines several tokens, so a tile alone has another "
+            "result: remove it"
         )
     return LossTiles(apart.loss_tile)
 

@@ -138,6 +138,7 @@ class DrawKeys:
 
     def next(self, chunk: int = 0) -> DrawKey:
         """Return the key of this rank's next micro-batch of the step in a model chunk."""
+        # micro-batches of a step are dealt to the readers in turn, so this rank's next one begins `readers` further on
         first = self._first + self._passed[chunk] * self.readers * self.micro_batch
         self._passed[chunk] += 1
         return DrawKey(
@@ -188,7 +189,7 @@ class KeyedDraws(DrawCatcher):
 
     def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
         whole, _, number, share = self._next_shape(shape)
-        if whole != shape:
+        if whole != shape:  # the kernel cannot draw for the whole tensor: ranks at least draw different masks
             share = self.key.tensor.rank + self.key.tensor.size * (self.heads[0] if self.heads is not None else 0)
         default_generator(device).manual_seed(self._seed(number, 0, share))
 

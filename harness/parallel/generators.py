@@ -17,7 +17,7 @@ def seed_of(*key: object) -> int:
     Parts must print alike everywhere: numbers and text. Python's `hash` would differ between processes.
     """
     digest = hashlib.blake2b("\0".join(map(str, key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(digest, "little") >> 1  # 63 bits, so that it is positive as a signed integer
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -56,7 +56,7 @@ def own_generators(seed: int, device: torch.device | None = None) -> Iterator[No
     """
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
-        np.random.seed(seed % 2**32)
+        np.random.seed(seed % 2**32)  # numpy takes 32 bits
         random.seed(seed)
         with own_torch_generators(seed, device):
             yield

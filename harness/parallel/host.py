@@ -32,6 +32,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 def numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Return scalars as numbers; those on an accelerator are read in one copy, with one wait."""
     far = [isinstance(value, Tensor) and value.device.type != "cpu" for value in values]
+    # as float64, in which counts of up to 2**53 stay exact, so that all fit into one tensor
     there = [torch.as_tensor(each).detach().double().reshape(()) for each in itertools.compress(values, far)]
     copied = iter(torch.stack(there).tolist() if there else [])
     return [next(copied) if is_far else float(value) for value, is_far in zip(values, far, strict=True)]

@@ -67,7 +67,7 @@ class MatrixPart:
             filled[self.start : self.start + self.length] = local
             dist.all_reduce(filled, group=self.group)  # each element comes from one rank, so the sum is exact
             local = filled
-        if not self.needed:
+        if not self.needed:  # only now: the other ranks of the group need this rank's part in the all-reduce
             return None
         return self._joined(local) if self.shards else local.view(self.shape)
 
@@ -82,7 +82,7 @@ class MatrixPart:
     def _joined(self, local: Tensor) -> Tensor:
         """Return the whole matrix, gathered from the shards of all tensor-parallel ranks."""
         sizes = [prod(shard.local_shape) for shard in self.shards]
-        padded = functional.pad(local, (0, max(sizes) - local.numel()))
+        padded = functional.pad(local, (0, max(sizes) - local.numel()))  # an all-gather wants equal sizes
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group=self.tensor)
         whole = local.new_zeros(self.shards[0].full_shape)

@@ -157,7 +157,7 @@ def estimate_lines(one: Estimate) -> Iterator[str]:
     if one.fits and not one.has_room:
         yield (
             f"fits closely: {one.peak_bytes / GIB:.1f} GiB of {limit:.1f}; `ds-harness plan` keeps {HEADROOM:.0%} "
-            "free, for what a prediction may lack"
+            "free, as a margin for errors of the prediction"
         )
     if not one.fits:
         host_limit = one.hardware.host_memory_bytes / GIB

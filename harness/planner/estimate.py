@@ -216,7 +216,9 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         sequence_parallel=resolved.sequence_parallel,
         recompute="full" if interval else "none",
         recompute_every=max(1, interval),
-        host_activations=bool(interval) and not on_cpu and _keeps_on_host(resolved.config),
+        host_activations=bool(interval)
+        and not on_cpu
+        and lookup(resolved.config, "/activation_checkpointing/cpu_checkpointing") is True,
         loss_tile=resolved.loss_tile,
         block_tile=resolved.feed_forward_tile,
         attention_tile=resolved.attention_tile,
@@ -231,10 +233,6 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         chunks=1 if resolved.chunks.folded else resolved.chunks.each,
     )
     return workload, strategy
-
-
-def _keeps_on_host(config: Mapping[str, object]) -> bool:
-    return lookup(config, "/activation_checkpointing/cpu_checkpointing") is True
 
 
 def sums_whole(precision: str, zero_stage: int) -> bool:

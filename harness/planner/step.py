@@ -78,7 +78,8 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     slowest = max(range(len(stages)), key=lambda index: both[index])
     times = strategy.accumulation
     compute, tensor = times * own[slowest], times * traffic[slowest]
-    bubble = (sum(both) - both[slowest]) * _left_bubble(strategy)
+    left = left_waits(strategy.pp_size, strategy.accumulation, strategy.schedule_name, strategy.chunks)
+    bubble = (sum(both) - both[slowest]) * left
     busy, whole = times * sum(both) / len(both), times * both[slowest] + bubble
     # On a crowded host a stage that waits leaves its core to another: either the cores are all at work, or the slowest
     # chain of stages has them to itself.
@@ -96,11 +97,6 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
         + update_issue(hardware, max(sum(count for _, count in stage.layers) for stage in stages)),
         idle=idle,
     )
-
-
-def _left_bubble(strategy: Strategy) -> float:
-    """Return the fraction of 1F1B's waits that remains under the schedule."""
-    return left_waits(strategy.pp_size, strategy.accumulation, strategy.schedule_name, strategy.chunks)
 
 
 def _stage_compute(hardware: Hardware, workload: Workload, strategy: Strategy, stage: Stage) -> float:

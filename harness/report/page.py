@@ -178,7 +178,9 @@ def page(curve_charts: Sequence[Chart], runs: Sequence[RunCharts], plotly: str) 
     for number, one in enumerate(runs):
         body = "".join(plot(chart, f"{chart.key}-{number}") for chart in one.charts)
         tiles = _tiles(step_facts(one.run, one.predicted))
-        content.append(f"<section>{_heading(one.run, number, len(runs))}{tiles}{body}{_details(one.run)}</section>")
+        heading = f"<h2>{_swatch(number)}{escape(one.run.name)}</h2>" if len(runs) > 1 else ""
+        tables = "".join(f"<details><summary>{name}</summary>{table}</details>" for name, table in _tables(one.run))
+        content.append(f"<section>{heading}{tiles}{body}{tables}</section>")
     names = [one.run.name for one in runs]
     return PAGE.format(
         title=escape(" and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} others"),
@@ -205,10 +207,6 @@ def _overview(runs: Sequence[RunCharts]) -> str:
     return f'<section class="wide"><table><tr><th></th>{head}</tr>{body}</table></section>'
 
 
-def _heading(run: RunFiles, number: int, count: int) -> str:
-    return f"<h2>{_swatch(number)}{escape(run.name)}</h2>" if count > 1 else ""
-
-
 def _swatch(number: int) -> str:
     return f'<span class="swatch" style="background:{of_run(number)}"></span>'
 
@@ -220,10 +218,6 @@ def _tiles(found: Sequence[Fact]) -> str:
         for fact in found
     )
     return f'<div class="tiles">{tiles}</div>' if tiles else ""
-
-
-def _details(run: RunFiles) -> str:
-    return "".join(f"<details><summary>{title}</summary>{body}</details>" for title, body in _tables(run))
 
 
 def _tables(run: RunFiles) -> Iterator[tuple[str, str]]:

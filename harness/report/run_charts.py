@@ -331,7 +331,8 @@ def memory_chart(profile: StepProfile, predicted: Sequence[Mapping[str, float]])
             rows.append((f"stage {stage}, predicted", predicted[stage]))
     is_host = profile.device == "cpu"
     shown = [part for part in MEMORY if part != "other"] if is_host else MEMORY
-    unit, name = _unit(max(sum(parts.get(part, 0) for part in shown) for _, parts in rows))
+    largest = max(sum(parts.get(part, 0) for part in shown) for _, parts in rows)
+    unit, name = (GIB, "GiB") if largest > GIB else (MIB, "MiB")
     bars = list(_memory_bars(rows, unit, name, hidden=() if is_host is False else ("other",)))
     process = max(parts.get("other", 0) for _, parts in rows) / MIB
     note = f"The process itself, Python with its libraries, takes {process:,.0f} MiB more." if is_host else ""
@@ -357,10 +358,6 @@ def _memory_bars(
             is_hidden=part in hidden,
         )
         bases = [base + length for base, length in zip(bases, lengths, strict=True)]
-
-
-def _unit(largest: float) -> tuple[float, str]:
-    return (GIB, "GiB") if largest > GIB else (MIB, "MiB")
 
 
 def _stages(run: RunFiles) -> Iterator[BarChart]:

@@ -111,7 +111,7 @@ def _read_about(path: Path) -> tuple[JsonObject, str | None]:
     except FileNotFoundError:
         return {}, None
     except (OSError, ValueError) as error:
-        return {}, f"{path} cannot be read, so the report lacks what it says: {error}"
+        return {}, f"{path} cannot be read, so the report leaves out its content: {error}"
 
 
 def _by_step(path: Path) -> Iterator[JsonObject]:

@@ -96,7 +96,7 @@ def test_the_page_shows_a_choice_and_its_address_holds_it(site: Site) -> None:
         small["address"]["config"] == pasted and small["address"]["memory_gib"] == "24" and small["verdict"] == "fits"
     )
     assert huge["verdict"].startswith("does not fit: needs") and huge["message"].startswith("no layout of 2 ranks fits")
-    assert none["message"].startswith('GPUs: "0" is no whole') and none["verdict"] is None
+    assert none["message"].startswith('GPUs: "0" is not a whole') and none["verdict"] is None
     assert broken["message"].startswith("config.json is not JSON") and broken["verdict"] is None
 
 

@@ -188,7 +188,7 @@ class OuterForward(LiftedForward):
     def _replay(self, index: int, payload: StagePayload) -> tuple[Tensor, LayerInputs]:
         """Run the forward again up to layer `index`, without the layers; return that layer's arguments."""
         if payload.tokens is None:
-            raise RuntimeError("the token ids have not travelled with the hidden state")
+            raise RuntimeError("the token ids were not passed on with the hidden state")
         with draws_of_layer(0):  # as in `enter`, so that dropout before the layers has the same mask
             reached = self.run_to_layer(payload.tokens, self._replaying(payload, index))
         return reached.hidden, reached.inputs

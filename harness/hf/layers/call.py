@@ -158,7 +158,8 @@ def _any_experts(layer: nn.Module, implementation: str) -> Iterator[None]:
     """
     before = [(module, dict(vars(module))) for module in layer.modules()]
     configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
-    chosen = {id(config): (config, kind) for config in configs if (kind := _experts_of(config)) is not None}
+    kinds = [(config, getattr(config, "_experts_implementation", None)) for config in configs]
+    chosen = {id(config): (config, kind) for config, kind in kinds if kind is not None}  # modules share configs
     for config, _ in chosen.values():
         run_experts_by(config, implementation)
     try:
@@ -169,10 +170,6 @@ def _any_experts(layer: nn.Module, implementation: str) -> Iterator[None]:
         for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
-
-
-def _experts_of(config: object) -> str | None:
-    return getattr(config, "_experts_implementation", None)
 
 
 def zeroed(layer: nn.Module, device: torch.device) -> nn.Module:

@@ -25,7 +25,7 @@ def share_memory(groups: Iterable[dist.ProcessGroup | None]) -> None:
 
     All ranks of a group must call it, with their groups in the same order.
     """
-    for group in {_ranks(group): group for group in groups if group is not None}.values():
+    for group in {_ranks(group): group for group in groups if group is not None}.values():  # once per set of ranks
         if (earlier := _OPEN.pop(_ranks(group), None)) is not None:  # a failed run may have left notes unread
             earlier.close()
         if (memory := HostMemory.open(group, run_timeout())) is not None:

@@ -41,13 +41,15 @@ def quantize(blocks: Tensor, bits: int) -> Tensor:
     most = 2 ** (bits - 1) - 1
     largest = blocks.abs().amax(dim=1, keepdim=True)
     scale = torch.where(largest.isfinite(), largest / most, torch.nan)
-    steps = (blocks / scale).nan_to_num_(nan=0.0).round_().clamp_(-most, most)  # 0 / 0 where a block is zero
+    # 0 / 0 if a block is zero. Of a block that is not finite only the scale, NaN, matters: it makes the block NaN
+    # again.
+    steps = (blocks / scale).nan_to_num_(nan=0.0).round_().clamp_(-most, most)
     rows = torch.empty(len(blocks), row_bytes(bits), dtype=torch.uint8, device=blocks.device)
     rows[:, :_SCALE_BYTES] = scale.view(torch.uint8)
     if bits == 8:
         rows[:, _SCALE_BYTES:] = steps.to(torch.int8).view(torch.uint8)
     else:
-        halves = steps.add_(8).to(torch.uint8)
+        halves = steps.add_(8).to(torch.uint8)  # -7 to 7 become 1 to 15: 4 bits without a sign
         rows[:, _SCALE_BYTES:] = halves[:, ::2] | (halves[:, 1::2] << 4)
     return rows
 
@@ -146,6 +148,7 @@ def compressed_mean(values: Tensor, residue: Residue, bits: int, group: dist.Pro
     not finite, that block of the mean is NaN on all ranks.
     """
     ranks = dist.get_world_size(group)
+    # error feedback: what the last step lost is added before this one is rounded, so errors do not accumulate
     sent = _rounded(values.add_(residue.sent), residue.sent, bits)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)

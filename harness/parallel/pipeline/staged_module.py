@@ -218,7 +218,7 @@ def build_chosen(layers: Sequence[Layer], indices: Sequence[int], seed: int) -> 
     calls: dict[int, LayerCall] = {}
     for index in _build_order(layers, indices):
         layer = layers[index]
-        torch.manual_seed(seed + index)
+        torch.manual_seed(seed + index)  # so weights do not depend on which layers this stage builds, or in which order
         if isinstance(layer, TiedLayerSpec):
             module = _build_tied(layer, index, owners, built)
             calls[index] = partial(layer.forward_fn, module) if layer.forward_fn else module

@@ -69,6 +69,7 @@ def cut_bare_parameter(target: PlanTarget, own_name: str, above: Sequence[nn.Mod
         return
     param = getattr(owner, own_name)
     shape, style = tuple(param.shape), rule.style
+    # a bias of a row-parallel product is added once, after the sum, so it stays whole
     if style == "replicate" or (style in ("rowwise", "packed_rowwise") and len(shape) == 1):
         return
     if style == "segmented_colwise":
@@ -94,6 +95,8 @@ def divide_parameter(owner: nn.Module, name: str, size: int) -> None:
     It adds the parameter to a partial sum on every rank, so the sum over the ranks has it once. The parameter itself
     keeps its name and value: a property of a new class hides it from the forward.
     """
+    # A property of a class hides `_parameters`, which nn.Module finds by __getattr__ only if the class has no such
+    # name. A class of its own, so that other modules of this kind are not changed.
     kind = type(owner)
     part = property(lambda self: self._parameters[name] / size)
     owner.__class__ = type(kind.__name__, (kind,), {name: part, "__module__": kind.__module__})
@@ -126,6 +129,7 @@ def cut_head_parameters(owner: nn.Module, attention: Attention | None, tensor: T
     if attention is None or not any(shard_of(p) for child in owner.children() for p in child.parameters(recurse=False)):
         return
     heads = attention.heads
+    # with as many heads as entries in a head, a square matrix could as well be a projection
     shapes = {(count, head_dim) for count in (heads.query, heads.key_value) if count != head_dim}
     for name, param in list(owner.named_parameters()):
         module_name, _, own_name = name.rpartition(".")
@@ -220,7 +224,7 @@ def colwise(target: PlanTarget, parts: int = 1) -> nn.Module:
     transposed, tensor = _is_transposed(target), target.tensor
     shard = target.share(tuple(target.module.get_parameter("weight").shape), int(transposed), parts=parts)
     layer = ColumnParallelLinear.from_linear(target.module, tensor.group, shard=shard, weight_transposed=transposed)
-    if shard.copied:
+    if shard.copied:  # several ranks hold the same key/value head, each with fewer of its query heads
         _repeat_less(target)
         sum_gradients_of_copies(layer, ["weight", "bias"], tensor.group)
     return layer
@@ -399,7 +403,7 @@ def _computes_as_linear(kind: type[nn.Linear]) -> bool:
     """Whether a subclass of nn.Linear computes what nn.Linear does, by trying a small instance."""
     if kind.forward is nn.Linear.forward:
         return True
-    with own_generators(0), torch.no_grad():
+    with own_generators(0), torch.no_grad():  # must not move the generators of the run
         try:
             layer, x = kind(3, 2, device="cpu"), torch.randn(4, 3, device="cpu")
             return torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias))

@@ -125,6 +125,7 @@ class ColumnParallelLinear(_CutLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.weight_transposed else self.weight
+        # f of Megatron: the identity forward, an all-reduce of the gradient backward, shared by query, key and value
         x, products = copy_once(x, self.group)
         y = linear(self, x, weight, self.bias, products if self.overlaps else None)
         return gather_from_group(y, self.group, self.widths) if self.gather_output else y
@@ -205,7 +206,7 @@ class RowParallelLinear(_CutLinear):
         weight = self.weight.t() if self.weight_transposed else self.weight
         if group_size(self.group) == 1:
             return linear(self, x, weight, self.bias)
-        y = linear(self, x, weight)
+        y = linear(self, x, weight)  # without the bias, which each rank would add before the sum
         y = reduce_from_group(y, self.group) if self.sequence is None else self.sequence.scatter(y)
         return y if self.bias is None else y + self.bias
 
@@ -247,6 +248,7 @@ class VocabParallelEmbedding(nn.Embedding):
         whole = type(embedding)
         kind: Any = cls if whole is nn.Embedding else type(f"{cls.__name__}{whole.__name__}", (cls, whole), {})
         layer: VocabParallelEmbedding = kind.__new__(kind)
+        # dicts are copied, so that replacing the weight here leaves the original module whole
         layer.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in embedding.__dict__.items()})
         layer._cut(group, shard)
         return layer
@@ -258,6 +260,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.first_row = shard.pieces[0][0]
         if self.padding_idx is not None:
             local = self.padding_idx - self.first_row
+            # torch leaves out the gradient of this row, and only the rank that holds it must
             self.padding_idx = local if 0 <= local < self.rows else None
         self.weight = cut_parameter(self.weight, shard)
 
@@ -268,6 +271,7 @@ class VocabParallelEmbedding(nn.Embedding):
         torch._assert_async(inside.all(), "an input id is outside the vocabulary")  # noqa: SLF001  # no public name
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
+        # row 0 stands in for ids of other ranks; its vectors are replaced by zeros before the sum
         vectors = super().forward(local.masked_fill(elsewhere, 0))
         return reduce_from_group(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 

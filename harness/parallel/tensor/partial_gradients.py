@@ -116,10 +116,13 @@ def sum_once(parameters: Iterable[nn.Parameter], gradient_of: Callable[[nn.Param
     for param in parameters:
         if sums_gradient(param) and (grad := gradient_of(param)) is not None:
             partial.append((grad, param.gradient_sum[1]))  # type: ignore[attr-defined]  # `sum_gradient` set it
+    # `groupby` wants equal dtypes side by side. The sort is stable, so gradients of one dtype keep the order of
+    # `parameters` on every rank, and the concatenated tensors match.
     partial.sort(key=lambda pair: str(pair[0].dtype))
     with torch.no_grad():
         for _, same in groupby(partial, key=lambda pair: pair[0].dtype):
             pairs = list(same)
+            # shards become whole gradients first: ranks hold different parts, but an all-reduce adds equal shapes
             wide = [of.widen(grad) for grad, of in pairs]
             total = torch.cat([grad.reshape(-1) for grad in wide])
             if (group := pairs[0][1].group) is not None:
@@ -195,6 +198,8 @@ def walk(
     left = {x.grad_fn for x in inputs.left if x.grad_fn is not None} - stops
     of_any_kind = {id(x) for x in inputs.left}
     reached, seen = ReachedParameters(), set()
+    # A node may be reached with values of several kinds, and each way has to be followed; so the kind is part of
+    # `seen`.
     ahead = [(x.grad_fn, x.output_nr, kind) for x in outputs]
     while ahead:
         node, place, here = ahead.pop()
@@ -205,6 +210,7 @@ def walk(
         if node in left or id(leaf) in of_any_kind:
             continue
         if node in stops or (leaf is not None and not isinstance(leaf, nn.Parameter)):
+            # an input reached from split values gets only a summand of its gradient, which nothing outside would sum
             reached.input_is_partial |= here is Values.SPLIT or (kind is Values.SHARE and here is not kind)
             continue
         if leaf is not None and shard_of(leaf) is None:
@@ -212,6 +218,7 @@ def walk(
         elif leaf is not None and here is not Values.SPLIT:
             reached.bare.add(leaf)
         if node.name() == GATHERS_SHARES:
+            # its output 1 is for column-parallel layers, and sums partial gradients; output 0 takes whole ones
             reached.input_is_partial |= (here is Values.SPLIT) != (place == 1)
         here = _before(node.name(), here)
         ahead += [(parent, number, here) for parent, number in node.next_functions]
@@ -253,7 +260,7 @@ def sum_partial_gradients(
         inputs, given[0] = given[0], NOTHING_GIVEN
         if not torch.is_grad_enabled():
             return
-        for handle in handles:
+        for handle in handles:  # once is enough: later forwards build the same graph
             handle.remove()
         kind = Values.SHARE if getattr(module, "works_on_share", False) else output_kind
         reached = walk(_tensors(_first(output)), inputs, kind=kind)

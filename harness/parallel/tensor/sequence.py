@@ -115,7 +115,7 @@ def _gather_once(to: SequenceShare, share: Tensor) -> Tensor:
         shared.tensors += [whole.flatten(0, 1) if share.dim() == 2 else whole for whole in both]
         to.gathered = (share, shared)
     shared = to.gathered[1]
-    if shared.tensors[0].requires_grad:
+    if shared.tensors[0].requires_grad:  # the next column-parallel layer takes output 1, whose gradient is summed
         keep_copy(shared, to.group)
     return shared.tensors[0]
 
@@ -171,7 +171,7 @@ class _GatherSequence(torch.autograd.Function):
         ctx.group, ctx.widths = group, widths
         attach(ctx, shared)
         whole = join_shares(share, group, widths)
-        return whole, whole.detach()
+        return whole, whole.detach()  # detached, so that the two outputs are two tensors for autograd
 
     @staticmethod
     def backward(
@@ -181,7 +181,7 @@ class _GatherSequence(torch.autograd.Function):
         grads = [] if whole_grad is None else [_own_share(whole_grad, ctx.group, ctx.widths)]
         if partial_grad is not None:
             share = start_reduce(partial_grad, ctx.group, ctx.widths)
-            accumulate(ctx.products)
+            accumulate(ctx.products)  # weight gradients, while the reduce-scatter is under way
             grads.append(share())
         return sum(grads[1:], grads[0]) if grads else None, None, None, None
 

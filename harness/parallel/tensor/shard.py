@@ -141,7 +141,7 @@ def share_of(
         dim=dim,
         pieces=tuple((index * part + start, index * part + stop) for index in range(parts)),
         padding=-(stop - start) % multiple,
-        owner=(start, stop) not in stretches[:rank],
+        owner=(start, stop) not in stretches[:rank],  # the lowest rank with this stretch owns it
         widths=widths,
     )
 
@@ -280,6 +280,8 @@ def cut_segments(owner: nn.Module, name: str, segments: Sequence[Segment], dim: 
 def _used(part: Tensor, segment: Segment, tensor: TensorParallel) -> Tensor:
     if not segment.is_shared(tensor.size):
         return part
+    # Ranks use the gathered unit differently, so its gradient is partial: `copy_to_group` sums it, and only then is it
+    # whole, as the backward of the gather requires.
     whole = copy_to_group(gather_from_group(part, tensor.group), tensor.group)
     start, stop = segment.used(tensor)
     return whole[..., start - segment.start : stop - segment.start]

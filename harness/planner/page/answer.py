@@ -146,7 +146,7 @@ def _config(given: object) -> JsonObject:
 def _size(text: str, name: str) -> int:
     plain = text.translate(str.maketrans("", "", ",_ "))
     if not plain.isdecimal() or not 1 <= int(plain[:20]) <= LARGEST:
-        raise UserError(f'{name}: "{text}" is no whole number between 1 and {LARGEST:,}')
+        raise UserError(f'{name}: "{text}" is not a whole number between 1 and {LARGEST:,}')
     return int(plain)
 
 
@@ -159,7 +159,7 @@ def _device(asked: Mapping[str, JsonObject], gpus: int) -> Hardware:
         except ValueError:
             number = 0.0
         if not 0 < number < float("inf"):
-            raise UserError(f'{LABELS[path]}: "{text}" is no number above 0')
+            raise UserError(f'{LABELS[path]}: "{text}" is not a number above 0')
         *keys, last = path.split(".")
         part = content
         for key in keys:

@@ -73,6 +73,7 @@ def bubble(profile: StepProfile) -> Bubble | None:
     return Bubble(
         measured=1 - fmean(busy) / whole,
         balanced=idle_share(p, m, *order),
+        # the mean stage computes m times its seconds; the rest of the predicted step it waits
         unequal=1 - m * fmean(stages) / pipeline_seconds(stages, m, *order),
     )
 

@@ -100,7 +100,7 @@ def test_stages_that_wait_for_each_other_are_found() -> None:
     own[1].append(Instruction(Action.RECEIVE_ACTIVATION, 2, 1))
     with pytest.raises(AssertionError, match="for ever"):
         execute(own, chunks)
-    with pytest.raises(ValueError, match="2 stages and 1 micro-batch wait"):
+    with pytest.raises(ValueError, match="2 stages with 1 micro-batch deadlock"):
         timeline(lambda p, m, s: iter(list(zero_bubble_h1(p, m, s))[:: 1 if s else -1]), chunks, 1)  # backward first
 
 

@@ -76,7 +76,7 @@ def test_changes_of_the_device_count() -> None:
 @pytest.mark.parametrize(
     ("changes", "start"),
     [
-        ({"gpus": "0"}, 'GPUs: "0" is no whole'),
+        ({"gpus": "0"}, 'GPUs: "0" is not a whole'),
         ({"batch": "many"}, 'Global batch: "many"'),
         ({"sequence": "9" * 40}, "Sequence length:"),
         ({"edits": {"memory_gib": "-3"}}, 'Memory of a GPU, GiB: "-3" is no'),

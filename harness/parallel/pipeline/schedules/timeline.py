@@ -42,9 +42,9 @@ def timeline(order: Order, chunks: ModelChunks, micro_batches: int, durations: M
                 if each.kind is not Kind.WEIGHT_GRADIENTS:
                     ends[each.kind is Kind.FORWARD, each.chunk, each.micro_batch] = free[stage]
                 position[stage] += 1
-        if sum(position) == before:
+        if sum(position) == before:  # no stage could go on
             batches = counted(micro_batches, "micro-batch", "micro-batches")
-            raise ValueError(f"{chunks.stages} stages and {batches} wait for each other for ever")
+            raise ValueError(f"{chunks.stages} stages with {batches} deadlock under this order")
     return begins
 
 
@@ -57,7 +57,7 @@ def _needed(own: Pass, chunks: ModelChunks) -> tuple[bool, int, int] | None:
         return None
     forward = own.kind is Kind.FORWARD
     neighbour = own.chunk - 1 if forward else own.chunk + 1
-    if neighbour == chunks.count:
+    if neighbour == chunks.count:  # the last chunk's backward needs only its own forward, which gives the loss
         return True, own.chunk, own.micro_batch
     return (forward, neighbour, own.micro_batch) if neighbour >= 0 else None
 
