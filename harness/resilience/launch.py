@@ -37,7 +37,7 @@ from harness.resilience.process.signals import SIGNALS
 from harness.resilience.rounds import LOST, Place
 from harness.resilience.script import Script
 from harness.resilience.starter import Starter
-from harness.topology.env import LOOPBACK, inherited, replace_environment
+from harness.topology.env import LOOPBACK, changed_environment, inherited, replace_environment
 from harness.topology.processes import wait_readable
 
 SILENT_S = 60.0  # a starter on another host that sends nothing for so long is taken for gone
@@ -131,14 +131,15 @@ def run_agent(options: Options, host: HostDevices, script: Script, control: Cont
 def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ranks, control: Control) -> int:
     endpoint, listener = _endpoint(options)
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see `rendezvous`
-    replace_environment({**QUIET, **inherited(), **own_store})
+    os.environ.update(own_store)
     # A launch that a starter has started again takes the place of the one before.
     launched = options.node_rank if options.started else int.from_bytes(os.urandom(4), "big") | 1 << 31
     assert launched is not None
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    with changed_environment({**QUIET, **inherited(*QUIET)}):  # for this process alone
+        from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from harness.resilience.elastic import Agent
-    from harness.resilience.rendezvous import connect, give_up_when_unheard, serve
+        from harness.resilience.elastic import Agent
+        from harness.resilience.rendezvous import connect, give_up_when_unheard, serve
 
     def look() -> None:
         control.look()

@@ -27,7 +27,7 @@ ELSEWHERE = {  # flags that are not of this command any more, or of the `deepspe
     **dict.fromkeys(("--bind_cores_to_rank", "--bind_core_list"), "use `--no_python numactl ...` instead"),
     **dict.fromkeys(("--autotuning", "--venv_script", "--enable_each_rank_log", "--save_pid"), BY_DEEPSPEED),
 }
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else a store that is gone is a page, a host without a name a line
+QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}  # else each failed call of a store prints a page of C++ frames
 HOSTFILE = "/job/hostfile"  # where the `deepspeed` command looks
 EXAMPLE = """example:
   ds-harness launch --max_restarts 20 --num_accelerators 8 scripts/train.py --deepspeed_config pipeline_3d \\

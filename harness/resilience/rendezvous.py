@@ -11,6 +11,7 @@ start before are left: gloo connects to a rank that is gone ("connection refused
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import socket
@@ -44,6 +45,7 @@ LAST_CALL_S = 30.0  # wait for further hosts before the first start
 AGAIN_S = 5.0  # the same before later ones: hosts that are there come at once
 JOIN_S = 10 * 365 * 86400.0  # torch's limit for the wait for hosts; the agent has limits of its own
 TRY_S = 10.0  # one attempt to reach the store
+TELL_S = 20.0  # until it is said what is waited for
 FIND_S = 600.0  # wait for somebody to serve it
 ANSWER_S = 60.0  # of the store
 UNHEARD_S = 30  # a connection to it on which nothing is acknowledged for so long is given up
@@ -81,22 +83,39 @@ def take(store: dist.Store, key: str, kind: type[T]) -> T:
 def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:
     """Return a connection to the store, as soon as somebody serves it; call `look` meanwhile, which may raise.
 
-    Raises SystemExit if nobody does within FIND_S.
+    Threads try: an attempt waits for ever where another program accepts it and says nothing. Raises SystemExit if
+    nobody serves the store within FIND_S.
     """
-    until = time.monotonic() + FIND_S
+    begun, tried, told = time.monotonic(), -math.inf, False
+    found: list[dist.Store] = []
+    where = f"ds-harness launch: {endpoint[0]}:{endpoint[1]}"
+    attempt = threading.Thread()
+
+    def try_once() -> None:
+        with suppress(RuntimeError, ValueError):
+            found.append(
+                dist.TCPStore(*endpoint, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TRY_S))
+            )
+
     while True:
         look()
-        try:
-            store = dist.TCPStore(*endpoint, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TRY_S))
-        except (RuntimeError, ValueError):
-            if time.monotonic() > until:
-                text = "nobody serves the store of the run: is the host of --rdzv_endpoint up?"
-                print_if_heard(f"ds-harness launch: {endpoint[0]}:{endpoint[1]}: {text}", sys.stderr)
-                raise SystemExit(1) from None
+        if found:
+            found[0].set_timeout(timedelta(seconds=ANSWER_S))
+            return found[0]
+        now = time.monotonic()
+        if now - begun > FIND_S:
+            text = "nobody serves the store of the run: is the host of --rdzv_endpoint up?"
+            print_if_heard(f"{where}: {text}", sys.stderr)
+            raise SystemExit(1)
+        if not told and now - begun > TELL_S:
+            told = True
+            print_if_heard(f"{where}: waiting for the store of the run: no answer", sys.stderr)
+        if not attempt.is_alive() or now - tried > 3 * TRY_S:
+            tried, attempt = now, threading.Thread(target=try_once, name="connect", daemon=True)
+            attempt.start()
+        attempt.join(0.2)
+        if not attempt.is_alive() and not found:
             time.sleep(0.2)
-            continue
-        store.set_timeout(timedelta(seconds=ANSWER_S))
-        return store
 
 
 def give_up_when_unheard(port: int) -> None:

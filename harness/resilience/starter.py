@@ -20,7 +20,7 @@ from harness.resilience.on_host.processes import become_subreaper, continue_with
 from harness.resilience.on_host.ranks import is_stopped
 from harness.resilience.options import HERE, QUIET, Options
 from harness.resilience.script import without
-from harness.topology.env import LOOPBACK, inherited, replace_environment
+from harness.topology.env import LOOPBACK, changed_environment, inherited
 
 STOPPED_S = 10.0  # a launch on this host that is stopped for so long is replaced
 HOST_RETRY_S = 30.0  # interval of attempts to reach missing hosts
@@ -99,8 +99,8 @@ class Starter:
         become_subreaper()
         for index in range(len(self.hosts)):
             self._begin(index)
-        replace_environment({**QUIET, **inherited()})
-        from harness.resilience.rendezvous import run_store, serve  # imports torch, as the launches do meanwhile
+        with changed_environment({**QUIET, **inherited(*QUIET)}):
+            from harness.resilience.rendezvous import run_store, serve  # imports torch, as the launches do meanwhile
 
         self.store = run_store(serve(self._endpoint, self._listener), self.options.rdzv_id)
         try:

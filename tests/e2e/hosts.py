@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from harness.topology.processes import command_of
 
 PROGRAMS = ("ip", "nsenter", "unshare")
 SSH_PROGRAMS = ("sshd", "pdsh", "ssh", "ssh-keygen")
@@ -144,6 +147,10 @@ def _host(number: int, bridge: str, folder: Path, *, ssh: bool) -> Host:
     stays = f"{sshd} -D -f {config}" if ssh else "sleep infinity"
     inside += ["sh", "-c", f"hostname host-{number}; exec {stays}"]
     process = subprocess.Popen(inside, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while Path((command_of(process.pid) or ("ip",))[0]).name in ("ip", "unshare", "sh"):  # not yet in its namespaces
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.02)
     return Host(name, address, cable, process)
 
 

@@ -6,6 +6,7 @@ Agents in threads with the real store, rendezvous and leader; their ranks are pl
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, tzinfo
@@ -214,6 +215,24 @@ def test_the_wait_for_hosts_ends_at_last(
     run = SimulatedRun(tmp_path, "--nnodes 2 --nproc_per_node 1", script=KNOWN_ZERO)
     run.add(trains)
     assert run.codes() == [1] and "1 of at least 2 hosts have come within 0 minutes" in capsys.readouterr().err
+
+
+def test_a_program_that_accepts_and_says_nothing_is_waited_for_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "TELL_S", 0.3)
+    looks = iter(range(9))
+
+    def look() -> None:
+        if next(looks) == 5:
+            raise KeyboardInterrupt  # as a signal ends the wait
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = "127.0.0.1", other.getsockname()[1]
+        with pytest.raises(KeyboardInterrupt):
+            rendezvous.connect(endpoint, look)
+    said = capsys.readouterr().err
+    assert said == f"ds-harness launch: {endpoint[0]}:{endpoint[1]}: waiting for the store of the run: no answer\n"
 
 
 class Skewed(datetime):
