@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from harness.console import drop_output_without_reader, print_if_heard
@@ -57,7 +58,11 @@ def launch(argv: Sequence[str]) -> int:
     hosts = find_hosts(options)
     if len(hosts) > 1 or not hosts[0].is_here:
         return Starter(options, hosts, control.received).run()
-    return run_agent(options, hosts[0], script, control)
+    code = run_agent(options, hosts[0], script, control)
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # a thread that waits for a slow store would be unwound through C++ at Python's own exit: SIGABRT
 
 
 class StarterGone(Exception):
