@@ -6,6 +6,8 @@ The ranks are threads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.locate import PLANS
@@ -32,6 +35,16 @@ from tests.threads import run_threads
 
 RELATIVE = 2e-5  # of a tensor's largest entry; the smallest gradients of all are made of rounding
 ADAPTED = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+
+
+@cache
+def _made_once(family: str) -> PretrainedConfig:
+    return tiny_config(family, tensor=2)
+
+
+def config_of(family: str) -> PretrainedConfig:
+    """A tiny config of a family, to be changed."""
+    return deepcopy(_made_once(family))
 
 
 def with_adapters(model: Any) -> None:
@@ -100,7 +113,7 @@ def test_every_gradient_is_that_of_the_whole_model(
     pieces: int,
 ) -> None:
     monkeypatch.setattr(beside, "WITHOUT_GAIN", set())
-    config = tiny_config(family, tensor=2)
+    config = config_of(family)
     vars(config).update(fields)
     whole, *parts = (tiny_model(config) for _ in range(1 + tensor * data))
     for model in (whole, *parts):
@@ -140,7 +153,7 @@ def test_every_gradient_is_that_of_the_whole_model(
 
 def test_a_shared_expert_runs_once_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not beside them where the cores that carry tokens are those that compute, nor what is called before."""
-    config = tiny_config("deepseek_v3", tensor=2)
+    config = config_of("deepseek_v3")
     ids = tiny_ids(tiny_model(config))
 
     def order(early: bool) -> list[list[str]]:
@@ -164,7 +177,8 @@ def test_a_shared_expert_runs_once_while_tokens_travel(monkeypatch: pytest.Monke
 
 
 def test_what_is_dealt_is_held_to_the_whole_model_on_a_tiny_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, cpu, alone = tiny_config("mixtral", tensor=2), torch.device("cpu"), Lock()
+    config, cpu, alone = config_of("mixtral"), torch.device("cpu"), Lock()
+    config.num_hidden_layers = 1
 
     def made(*args: Any, **options: Any) -> Any:
         with alone:  # threads have one generator of random numbers
