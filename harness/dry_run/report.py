@@ -11,7 +11,7 @@ from harness.dry_run.rank import DryRun, RankReport
 NOT_CHECKED = (
     "the values of the weights and the data: none are read",
     "the other ranks, the network and the devices",
-    "that the model split over tensor-parallel ranks computes what the whole one does (--verify_plan does it in a run)",
+    "that the model split over tensor-parallel ranks computes the same as the whole one (a run does: --verify_plan)",
 )
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

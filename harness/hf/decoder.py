@@ -169,7 +169,7 @@ class Prologue(ModelLayer):
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, blueprint.outer.prologue)
         self.names = list(blueprint.outer.prologue)
-        # what the prologue draws is drawn for all tokens
+        # the prologue runs on all tokens, so its draws need no cut
         self.takes_stretch = blueprint.plan is not None and blueprint.plan.prologue and not self.outer.draws
         if blueprint.noise is not None:
             self.get_submodule(blueprint.noise.module).register_forward_hook(blueprint.noise)
@@ -253,7 +253,7 @@ class DecoderLayer(ModelLayer):
     def _on_all_tokens(
         self, sequence: SharedSequence, payload: StagePayload, inputs: LayerInputs, whole: Tensor
     ) -> StagePayload:
-        """Run the layer on all tokens; what it passes on is of this rank's share."""
+        """Run the layer on all tokens, but pass on only this rank's share of the result."""
         joined, inputs = sequence.join_all(payload), with_whole_masks(inputs)
         self._expect(inputs, joined.hidden)
         passed = self._run(joined, joined.hidden, inputs)
@@ -265,7 +265,7 @@ class DecoderLayer(ModelLayer):
         return own.with_state(name, torch.stack([rows.own(logits) for logits in passed.states[name]]))
 
     def _expect(self, inputs: LayerInputs, whole: Tensor, sequence: SharedSequence | None = None) -> None:
-        """Tell what the layer draws of the shapes that it would draw if it were not cut.
+        """Tell the keyed draws the shapes that the layer would draw if it were not cut.
 
         Args:
             whole: has the shape of the hidden state of the whole sequence.

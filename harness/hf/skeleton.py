@@ -3,9 +3,9 @@
 A skeleton is the model on the meta device: it has every module and shape, but takes no memory. Each rank later
 allocates the layers that it keeps (`weights/layer_weights.py`), so no rank ever holds the whole model.
 
-The skeleton is built from the config, or copied from a model in memory. A copy keeps what the user changed: replaced
-modules, settings, frozen and hand-tied parameters. What the copy would lose (hooks, a forward set on an instance) is
-refused by name.
+The skeleton is built from the config, or copied from a model in memory. A copy keeps the user's changes: replaced
+modules, settings, frozen and hand-tied parameters. Changes that a copy would lose (hooks, a forward set on an instance)
+are refused by name.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype = torch.float32)
     try:
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except Exception as error:  # a family may make of its config what it likes
+    except Exception as error:  # a family's constructor may raise anything
         reason = _reason(error)
         if (wanted := attention_of(config)) and "attention implementation" in reason:
             raise UserError(

@@ -102,7 +102,7 @@ def link(sizes: tuple[int, int] = (2**10, 2**22)) -> tuple[float, float]:
             if reduce:
                 sum_in_place(few, world)
 
-    clock = time.perf_counter  # of which a part is spent waiting
+    clock = time.perf_counter  # not CPU time: a rank also waits for the others
     both = usual_seconds(lambda: layers(reduce=True), clock)
     dist.barrier()
     alone = usual_seconds(lambda: layers(reduce=False), clock)

@@ -82,9 +82,9 @@ def product(
 # many, one gradient for each input. A collective takes as long as a few of them.
 OPERATIONS, COLLECTIVE_OPERATIONS = 50, 3
 EXCHANGE_OPERATIONS = 30  # that sort the tokens of a layer by expert, send them, and put the outputs in their places
-# On a host: what the harness and its engine do around a layer, both ways; of an all-reduce within a layer, with the
-# autograd function around it; of a layer's recomputation beside its forward; of ZeRO-3's hooks on a layer's modules,
-# both ways; of what a micro-batch takes beside its layers, both ways; and of a layer's part in an update.
+# Python's time on a host, in operations: of the harness and its engine around a layer (forward and backward); of an
+# all-reduce within a layer, with its autograd function; of a layer's recomputation besides its forward; of ZeRO-3's
+# hooks on a layer's modules (both); of a micro-batch besides its layers (both); and of a layer's part in an update.
 HOST_LAYER, HOST_COLLECTIVE, HOST_RECOMPUTED, HOST_ZERO_3, HOST_MICRO_BATCH, HOST_UPDATE = 50, 23, 185, 900, 420, 70
 
 

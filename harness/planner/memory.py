@@ -79,7 +79,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
     buffers = max(0.0, passing - made) + gaps + shared_bytes(workload, strategy, held, state)
     buffers += exchanged_bytes(workload, strategy, stage) + mask_bytes(workload, strategy, stage)
     if strategy.pp_size > 1:
-        buffers += 2 * min(strategy.pp_size, strategy.accumulation, 2) * state  # what is sent and received
+        buffers += 2 * min(strategy.pp_size, strategy.accumulation, 2) * state  # buffers to send and to receive
     return StageMemory(
         parameters=parameters,
         gradients=gradients,

@@ -182,7 +182,7 @@ def _data(
         return max(0.0, moved - compute) + contention * min(moved, compute) + ends + copied
     whole = strategy.whole_gradients or not stage
     each = _reduced_bytes(workload, strategy)
-    if whole or hardware.is_host:  # DeepSpeed sums whole buckets, of which each rank takes its part
+    if whole or hardware.is_host:  # DeepSpeed all-reduces whole buckets, although each rank needs only its part
         reduce = _all_reduces(hardware, strategy, held, experts, each)
     else:
         reduce = _half_rings(hardware, strategy, held, experts, each, 1)

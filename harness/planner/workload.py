@@ -103,7 +103,7 @@ HABITS = {"deepspeed": DEEPSPEED, "huggingface": HUGGINGFACE, "megatron": MEGATR
 Recompute = Literal["none", "full"]
 Schedule = Literal["1f1b", "gpipe", "zero-bubble", "zero-bubble-v"]
 Offload = Literal["none", "optimizer", "optimizer+parameters"]
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of what is stored; products may use fewer
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of stored tensors; products may use fewer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Tell from a config.json alone whether a model can be cut for tensor parallelism. No torch, no transformers.
 
 The stored matrix knows which families declare a plan, but only for the transformers version that it was made with. A
-packaged plan file says itself what it refuses.
+packaged plan file has its refusals in itself.
 """
 
 from __future__ import annotations

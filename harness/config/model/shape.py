@@ -64,7 +64,7 @@ class ModelShape:
 
 
 def read_model_config(source: str) -> JsonObject:
-    """Return the config.json of a preset or a directory, or such a file; for a model type, what is known of it.
+    """Return the config.json of a preset, a directory or a file; for a model type, the values known for its family.
 
     Raises UserError if there is none.
     """

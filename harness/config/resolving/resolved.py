@@ -42,8 +42,8 @@ class Resolved:
     chunks: ModelChunks  # the model chunks, and the stage of each
     gradient_bits: int | None  # of gradients between data-parallel ranks: 8, 4, or 0 (uncompressed); None: by a trial
     activation_checkpoint_interval: int  # decoder layers that are recomputed together; 0 is off
-    loss_tile: int  # tokens of which the loss is computed at a time; 0: of all
-    attention_tile: int  # queries of which masks and attention are computed at a time; 0: of all
+    loss_tile: int  # number of tokens whose loss is computed at a time; 0: all
+    attention_tile: int  # number of queries whose masks and attention are computed at a time; 0: all
     feed_forward_tile: int  # likewise of feed-forward blocks and norms
 
     @property

@@ -109,7 +109,7 @@ class ForwardProbe(ForwardRun):
         tensor = self.random.get(name)
         if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
             tensor = self.random[name] = self._draw(zlib.crc32(name.encode()), like)
-        return tensor.clone()  # a forward may write to what a module gave
+        return tensor.clone()  # a forward may write in place to a module's output
 
     def _draw(self, seed: int, like: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(seed)

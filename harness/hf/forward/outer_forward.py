@@ -196,7 +196,7 @@ class OuterForward(LiftedForward):
     def _replaying(self, payload: StagePayload, stop: int) -> ForwardRun:
         """Return a run in which every layer before `stop` returns the states that were passed on from it."""
         known = {**payload.states, hidden_name(stop - 1): payload.hidden}
-        # a forward may write in place to what a module returned, and this one runs once for every layer
+        # a forward may write in place to a module's output, and this one runs once for every layer
         if self.schema.replayed:
             known = {name: value.clone() for name, value in known.items()}
 

@@ -99,6 +99,7 @@ class RouterCapture:
         """Hand these router logits to `model`'s forward in this context, as if its own layers had recorded them."""
 
         def after_forward(_module: nn.Module, _args: object, output: ForwardOutput) -> ForwardOutput:
+            # as transformers' recorder does: the logits of all routers in the order of the layers
             output[ROUTER_LOGITS] = tuple(logits for layer in taken for logits in layer)
             return output
 
@@ -196,7 +197,7 @@ def _coefficient(outer: OuterForward, capture: RouterCapture, head: str) -> floa
     labels = torch.zeros(PROBE.batch, PROBE.sequence, dtype=torch.long, device=outer.device)
     width = next(outer.epilogue[head].parameters()).shape[0]
     output = torch.zeros(*labels.shape, width, device=outer.device)
-    output[..., 0] = 1e6
+    output[..., 0] = 1e6  # all labels are 0, so the cross entropy is exactly 0
     try:
         with capture.replaying(outer.model, [torch.zeros(1, *_logits_shape(outer, capture), device=outer.device)]):
             run = ForwardRun(keep_hidden, PROBE.dtype)
@@ -204,7 +205,7 @@ def _coefficient(outer: OuterForward, capture: RouterCapture, head: str) -> floa
                 return None
             asked = outer.finish(head, output, labels=labels, **WANTED)
         without = outer.finish(head, output, labels=labels).loss
-        return float(f"{(asked.loss - without) / asked.aux_loss:.6g}")
+        return float(f"{(asked.loss - without) / asked.aux_loss:.6g}")  # 6 digits: 0.02, not 0.0199999996
     except CANNOT_RUN as error:
         raise UserError(
             f"{outer.described}: its router loss cannot be computed outside its forward "

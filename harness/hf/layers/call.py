@@ -109,9 +109,9 @@ def _mapped(value: Argument, change: Callable[[Tensor], object]) -> Argument:
 
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-# what a forward raises if it reads values of tensors on meta
+# errors of a forward that reads values of tensors on meta
 ASKS_FOR_VALUES = (NotImplementedError, RuntimeError, ValueError)
-# what a forward raises if a placeholder lacks what it needs
+# errors of a forward that needs something that a placeholder lacks
 CANNOT_RUN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 # Linux then maps more memory than it has; Python names the flag only in later versions
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)

@@ -121,6 +121,7 @@ def output_spec_of(name: str, layer: nn.Module, inputs: LayerInputs, hidden: Ten
 
     def run(module: nn.Module, passed: LayerInputs, state: Tensor) -> tuple[LayerOutput, LayerInputs, Contents]:
         before = _contents(passed)
+        # `before` is copied first: a layer changes the mappings that it is given
         return passed.apply(module, state), passed, before
 
     output, passed, before = dry_run(layer, inputs, hidden, run)
@@ -143,6 +144,7 @@ def _effects(
 ) -> Iterator[Effect]:
     for place, value in passed.arguments().items():
         given = inputs.argument(place)
+        # a list has no key by which another stage could put the value in its place
         if isinstance(value, list) and len(value) != len(given):
             raise UserError(
                 f"{type(layer).__name__} appends to a list shared with other layers, so it cannot be split into stages"
@@ -150,6 +152,7 @@ def _effects(
         if not isinstance(value, MutableMapping):
             continue
         for key in value:
+            # compared by identity: comparing values on meta is not possible
             if key not in before[place] or value[key] is not before[place][key]:
                 leaves, spec = tree_flatten(value[key])
                 yield Effect(place=place, key=key, name=f"{name}.{place}.{key}", leaves=leaves, spec=spec)
@@ -169,6 +172,7 @@ def leaves_of(layer: nn.Module, run: Callable[[nn.Module], object]) -> frozenset
     watch = _Watch(layer)
     run(watch.layer)
     leaves = {watch.lowest_leaf(name) for name in watch.looked_at_values}
+    # without those inside another leaf, into which ZeRO-3 does not look
     return frozenset(name for name in leaves if not any(name != other and _within(name, other) for other in leaves))
 
 

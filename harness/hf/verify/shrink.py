@@ -76,7 +76,7 @@ def shrink_fields(fields: Fields, table: Fields, tensor: int = 1) -> Fields:
 
     Args:
         table: what `read_table` returns.
-        tensor: the number of tensor-parallel ranks; what they shared equally, or not, they still do.
+        tensor: the number of tensor-parallel ranks; sizes that they shared equally (or not) stay so.
     """
     fields = copy.deepcopy(fields)
     for part in parts_of(fields):

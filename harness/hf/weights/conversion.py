@@ -95,6 +95,7 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
     stored = open_tensors(directory)
     names = {name: name for name in stored.tensors}
     loaded, info = _load(model, stored.tensors)
+    # only if names are missing: transformers' own rules resolve most differences, and a second loading costs as much
     inner = _inside_composite(stored.tensors, model) if info.missing_keys else None
     if inner is not None:
         names = inner
@@ -105,7 +106,7 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
     present = frozenset(found)
     untied = _tie(found, model)
     info.missing_keys = {name for name in info.missing_keys if name not in found}
-    loaded._adjust_missing_and_unexpected_keys(info)  # noqa: SLF001  # what `from_pretrained` itself leaves out
+    loaded._adjust_missing_and_unexpected_keys(info)  # noqa: SLF001  # names that a model's class tells to ignore
     _refuse(directory, names.values(), info, model)
     _refuse_quantized(directory, found, model)
     if info.unexpected_keys:
@@ -159,6 +160,7 @@ def _inside_composite(stored: Iterable[str], model: PreTrainedModel) -> dict[str
     stored = list(stored)
     base = model.base_model_prefix + "."
     tails = {name.removeprefix(base) for name in model.state_dict() if name.startswith(base)}
+    # each stored name votes for every prefix after which a name of the base model follows
     found: Counter[str] = Counter()
     for name in stored:
         starts = [at + 1 for at, letter in enumerate(name) if letter == "."]
@@ -189,7 +191,7 @@ def _tie(found: dict[str, LazyTensor], model: PreTrainedModel) -> tuple[str, ...
         for name in group if stored else ():
             if name not in found:
                 found[name] = found[stored[0]]
-            elif not _equal(found[name], found[stored[0]]):
+            elif not _equal(found[name], found[stored[0]]):  # the config ties them, but the files do not
                 untied.append(name)
     return tuple(untied)
 

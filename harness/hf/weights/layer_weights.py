@@ -89,7 +89,7 @@ class Initialiser:
     """Initial weights as the model's own `_init_weights` draws them, the same in every layout (`initialization.py`).
 
     Attributes:
-        part: what this rank keeps of every parameter under ZeRO-3; the rest is left as it is.
+        part: this rank's part of every parameter under ZeRO-3; the rest is not filled.
     """
 
     model: PreTrainedModel
@@ -128,7 +128,7 @@ class Initialiser:
         def draw(values: Tensor) -> None:
             mark_unfilled([values])
             initialise(values)
-            if is_unfilled(values):
+            if is_unfilled(values):  # `_init_weights` has not touched it
                 values.copy_(self._of_constructor(name, values.shape))
 
         return Drawn(
@@ -138,6 +138,7 @@ class Initialiser:
             seed=self.seed,
             device=device,
             draw=draw,
+            # a small tensor is drawn whole, which is one piece anyway
             changes=changes_of(parameter, initialise) if parameter.nbytes > PIECE_BYTES else None,
             scratch=scratch,
         )
@@ -166,7 +167,7 @@ class Initialiser:
             inside = [tensor for tensor in names if tensor.startswith(path + ".")]
             if inside:
                 self._initialise(child, path, inner, inside)
-        inner._init_weights(module)  # noqa: SLF001  # what a family overrides to draw its weights
+        inner._init_weights(module)  # noqa: SLF001  # the method in which a family draws its weights
 
     def _of_constructor(self, name: str, shape: Sequence[int]) -> Tensor:
         if name in self._constructed:
@@ -200,7 +201,7 @@ class CheckpointReader:
     """The weights of a checkpoint, of which each rank reads only its slices.
 
     Attributes:
-        part: what this rank keeps of every parameter under ZeRO-3; the rest is left as it is.
+        part: this rank's part of every parameter under ZeRO-3; the rest is not filled.
     """
 
     tensors: Mapping[str, LazyTensor]

@@ -70,7 +70,7 @@ class OpenFile:
         page = start - start % mmap.ALLOCATIONGRANULARITY
         length = start - page + (rows - 1) * step + size
         descriptor = self._file.fileno()
-        if page + length > os.fstat(descriptor).st_size:  # touching what is missing would end the process
+        if page + length > os.fstat(descriptor).st_size:  # reading beyond the end would kill the process (SIGBUS)
             raise UserError(f"{self.path}: {TOO_SHORT}")
         self.fetch(page, page + 2 * length)  # this stretch, and the next while this one is copied
         try:

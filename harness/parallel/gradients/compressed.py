@@ -204,7 +204,7 @@ class CompressedReduction:
         for residue in self.residues if scale != self.scale else ():
             residue.scale(scale / self.scale)
         self.scale = scale
-        flat = [gradient.reshape(-1) for gradient in gradients]  # a view, or a copy of what is not contiguous
+        flat = [gradient.reshape(-1) for gradient in gradients]  # a view, or a copy if the gradient is not contiguous
         for bucket, residue in zip(self.buckets, self.residues, strict=True):
             values = torch.zeros(bucket.size, device=self.device)
             for piece in bucket.pieces:

@@ -58,7 +58,7 @@ def is_needed(logits: Tensor) -> bool:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001  # no public name
     if hooks is not None and torch._C._current_graph_task_id() == -1:  # noqa: SLF001  # no public name; -1: no backward runs
         return True  # to look at a packed tensor would compute the part at once, and keep it until the backward
-    base = logits._base  # noqa: SLF001  # what a view is a view of: torch has no public name for it
+    base = logits._base  # noqa: SLF001  # the tensor of which this is a view: torch has no public name for it
     memory, node = _memory(logits), (logits if base is None else base).grad_fn
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
         saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
@@ -101,11 +101,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         largest = max_over_group(logits.amax(-1).float(), group)
         exp_sum = torch.empty_like(largest)
         for rows, top, total in _in_chunks(logits, largest, exp_sum):
+            # the maximum over all ranks is subtracted first, so that no exponential overflows
             total.copy_((rows.float() - top.unsqueeze(-1)).exp_().sum(-1))
         label_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float() - largest
         exp_sum, label_logit = sum_over_group(torch.stack([exp_sum, label_logit.masked_fill(~here, 0.0)]), group)
 
-        # what is computed again for the backward takes the place of what is saved here: so does its answer
+        # `keeps` is saved as a tensor too: recomputation replaces all saved tensors, and may find another answer
         ctx.save_for_backward(logits, largest + exp_sum.log(), column, here, ignored, torch.tensor(keeps, device="cpu"))
         losses: Tensor = (exp_sum.log() - label_logit).masked_fill(ignored, 0.0)
         return losses

@@ -1,4 +1,4 @@
-"""Rules about "auto": who resolves it, and what it means where nobody does."""
+"""Rules about "auto": which program resolves it, and its meaning if none does."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
     """ "auto" where nobody replaces it with a value.
 
     DeepSpeed itself gives "auto" no meaning; the harness and the HuggingFace Trainer replace it before
-    DeepSpeed sees it, in the places that they know. In an unchecked section what is left is a string among
-    numbers: the batch sizes end in a TypeError at once, an optimizer's argument when the optimizer is
+    DeepSpeed sees it, but only in the places that they know. In an unchecked section it stays a string among
+    numbers: the batch sizes cause a TypeError at once, an optimizer's argument when the optimizer is
     built, other keys when they are first used.
     """
     for visit in _autos(view):

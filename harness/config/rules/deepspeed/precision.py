@@ -1,4 +1,4 @@
-"""Rules about precision: fp16, bf16, loss scaling, and the types of what is kept beside the parameters."""
+"""Rules about precision: fp16, bf16, loss scaling, and the dtypes of gradients, master weights and optimizer states."""
 
 from __future__ import annotations
 

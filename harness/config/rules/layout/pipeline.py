@@ -177,9 +177,9 @@ def overlap_in_pipeline(view: RunView) -> Iterator[Finding]:
 def gradients_partitioned_alone(view: RunView) -> Iterator[Finding]:
     """Gradients between stages are partitioned over the tensor-parallel ranks, but activations are not.
 
-    A stage then sends its gradient in two parts, and the stage before it, which did not partition what it
-    sent, waits for one whole tensor. grad_partitioned is on by default, so switching pipe_partitioned off
-    alone is enough.
+    A stage then sends its gradient in two parts, but the previous stage, which sent its activation whole,
+    waits for one whole tensor. grad_partitioned is on by default, so switching only pipe_partitioned off
+    causes this.
     """
     whole = view.get("/pipeline/pipe_partitioned") is False
     if whole and view.get("/pipeline/grad_partitioned") is not False and view.tp_size > 1 and view.pp_size > 1:

@@ -1,1 +1,1 @@
-"""Pipeline schedules: the order in which a stage computes, what it exchanges with its neighbours, and when it waits."""
+"""Pipeline schedules: the order of a stage's passes, its sends and receives, and a simulation of its waits."""
