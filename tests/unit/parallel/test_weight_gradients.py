@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from harness.parallel.tiles import tile_block
 from harness.parallel.weight_gradients import WeightGradients, attach
 
 MICRO_BATCHES = 3
@@ -67,9 +68,12 @@ def gradients(module: nn.Module, recompute: str, later: WeightGradients | None =
     return [each.grad for each in (*inputs, *module.parameters())]
 
 
+@pytest.mark.parametrize("tile", [0, 2])
 @pytest.mark.parametrize("recompute", ["", "reentrant", "without reentry"])
-def test_what_is_put_off_is_the_same_to_the_last_bit(recompute: str) -> None:
+def test_what_is_put_off_is_the_same_to_the_last_bit(recompute: str, tile: int) -> None:
     whole, put_off = layers(), layers()
+    for module in (whole, put_off) if tile else ():
+        tile_block(module, tile)
     put_off[0].weight.requires_grad = whole[0].weight.requires_grad = False  # a frozen weight has no gradient
     later = WeightGradients()
     attach(put_off, later)
