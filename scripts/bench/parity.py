@@ -148,7 +148,7 @@ def _print_pairs(paths: list[Path], to: Path | None) -> int:
             "compositions": len(rows),
             "verdicts": dict(counts),
             "bad": [row["line"] for row in rows if row["kind"] in BAD],
-            "mended": sorted(once - {row["line"] for row in rows if row["kind"] in BAD}),
+            "not_right_at_first": sorted(once - {row["line"] for row in rows if row["kind"] in BAD}),
             "right_pairs": len(kinds[RIGHT]),
             "pairs": "how often two things met in a composition that was right",
         }
