@@ -136,7 +136,7 @@ def run_agent(options: Options, host: HostDevices, script: Script, control: Cont
 def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ranks, control: Control) -> int:
     endpoint, listener = _endpoint(options)
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see `rendezvous`
-    os.environ.update(own_store)
+    replace_environment({**inherited(), **own_store})
     # A launch that a starter has started again takes the place of the one before.
     launched = options.node_rank if options.started else int.from_bytes(os.urandom(4), "big") | 1 << 31
     assert launched is not None

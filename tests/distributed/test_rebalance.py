@@ -102,15 +102,16 @@ def test_layers_move_to_the_stage_with_less_to_do_and_no_number_changes(tmp_path
     model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=8, intermediate_size=256)
     jobs = [Job(model, at, {"pipeline": {**UNEVEN["pipeline"], "schedule": schedule}}) for at, schedule in runs]
     found = run_ranks(ranks, each, jobs, str(tmp_path))[0]
+    assert any(moved["stages"][SAVED - 1] != plain["stages"][0] for plain, moved, _ in found)  # else none resumes moved
     for (_, schedule), (plain, moved, resumed) in zip(runs, found, strict=True):
         assert plain["before"] == plain["after"] == moved["before"]
         assert moved["described"] == moved["after"]
         assert [rate for _, rate in moved["losses"]] == [rate for _, rate in plain["losses"]]
         losses = [loss for loss, _ in plain["losses"]]
         assert [loss for loss, _ in moved["losses"]] == pytest.approx(losses, rel=1e-6), schedule
-        # they may go back after step 4, where time tells nothing
+        # Times of steps this small are mostly noise: a move may be late, and layers may move back.
         assert any("and should take" in line for line in moved["said"]), schedule
-        assert moved["stages"][SAVED - 1] != plain["stages"][SAVED - 1], schedule
+        assert any(stages != plain["stages"][0] for stages in moved["stages"]), schedule
         assert [loss for loss, _ in resumed["losses"]] == pytest.approx(losses[SAVED:], rel=1e-6), schedule
         assert [profile.step for profile in moved["profiles"]] == [3, 4]
         for profile in moved["profiles"]:  # buffers count as well
