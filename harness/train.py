@@ -89,8 +89,8 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
 def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: LaunchEnv, console: Console) -> None:
     """Read the data, train, evaluate, export."""
     from harness.data.inputs.datasets import script_datasets
+    from harness.device.process_group import require_supported
     from harness.hf.skeleton import read_source
-    from harness.resilience.process.distributed import require_supported
     from harness.training.recording.files import note_wall_clock
     from harness.training.trainer import Trainer
 

@@ -95,10 +95,10 @@ def _plan(script: ScriptArguments, config: RunConfig, lora: LoraArguments, world
 
     from harness.data.inputs.datasets import SampleForm
     from harness.data.tokenizer import load_tokenizer
+    from harness.device.process_group import require_device, require_precision
     from harness.dry_run.rank import DryRun
     from harness.hf.locate import model_directory
     from harness.hf.skeleton import read_source
-    from harness.resilience.process.distributed import require_device, require_precision
     from harness.training.prepare.plan import resolve_for
     from harness.training.prepare.trainable import adapted
 

@@ -24,6 +24,7 @@ from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.deepspeed.instructions import announce_instructions, watch_instructions
 from harness.deepspeed.no_peers import Received, announce_halves, cut_step, expect_from_peers, replaced
 from harness.deepspeed.zero3_parameters import held_tensor
+from harness.device.process_group import start
 from harness.dry_run.ledger import Ledger, Message, Traffic
 from harness.dry_run.memory import Memory, Step
 from harness.dry_run.world import fake_tensors, fake_world
@@ -38,7 +39,6 @@ from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.tensor import cross_entropy
 from harness.parallel.token_exchange import Route
 from harness.parallel.values import Value
-from harness.resilience.process.distributed import start
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout

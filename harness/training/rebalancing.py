@@ -19,10 +19,10 @@ from harness.checkpoint.directories import TrainingProgress
 from harness.checkpoint.tensors.exchange import exchange
 from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.deepspeed.instructions import watch_instructions
+from harness.device.moments import Moment, moment, seconds_between
 from harness.parallel.pipeline.partition import balanced
 from harness.report.profile.timeline import pipeline_seconds
 from harness.resilience.process.activity import expect_costs, inside
-from harness.resilience.process.moments import Moment, moment, seconds_between
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.build import build_engine

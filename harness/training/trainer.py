@@ -28,10 +28,10 @@ from harness.data.batches.collate import AnyDataset, Collator, collate
 from harness.data.batches.evaluation import by_prefix
 from harness.data.inputs.datasets import own_tokenizer
 from harness.data.tokenizer import Tokenizer
+from harness.device.memory import peak_memory_gib
 from harness.errors import UserError
 from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
-from harness.resilience.process.memory import peak_memory_gib
 from harness.topology.agreement import largest
 from harness.topology.env import LaunchEnv
 from harness.training.best_model import EarlyStoppingCallback, load_best, note_evaluation, own_early_stopping

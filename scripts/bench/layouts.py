@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from harness import Trainer, TrainingArguments  # noqa: E402
+from harness.device.memory import peak_bytes, reset_peak  # noqa: E402
 from harness.planner.calibrate import calibrate  # noqa: E402
 from harness.planner.estimate import Estimate  # noqa: E402
 from harness.planner.hardware import GIB, load_hardware  # noqa: E402
@@ -38,7 +39,6 @@ from harness.planner.model_config import decoder_of  # noqa: E402
 from harness.planner.preset import preset  # noqa: E402
 from harness.planner.search import Task, search  # noqa: E402
 from harness.planner.workload import Strategy, Workload  # noqa: E402
-from harness.resilience.process.memory import peak_bytes, reset_peak  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from harness import Trainer, TrainerCallback
 from harness.checkpoint.tensors import tensor_writer
+from harness.device.process_group import all_arrive
 from harness.errors import UserError
-from harness.resilience.process.distributed import all_arrive
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 

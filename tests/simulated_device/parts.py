@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.checkpoint.background_save import KeptBuffer
+from harness.device.moments import moment, seconds_between
+from harness.device.process_group import mixed_devices
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.parallel.collectives import of_group
 from harness.parallel.gradients.compressed import PACKED, CompressedReduction
 from harness.parallel.host import brought_to_host, numbers, to_device
-from harness.resilience.process.distributed import mixed_devices
-from harness.resilience.process.moments import moment, seconds_between
 from tests.simulated_device import device
 from tests.simulated_device.device import NAME
 

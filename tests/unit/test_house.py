@@ -24,7 +24,18 @@ SOURCES = PRODUCT + sorted(p for top in ("scripts", "tests") for p in (ROOT / to
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80
 MOST_ANY = 100  # lines of the product with a value of any type: what DeepSpeed, transformers and torch leave untyped
 
-LAYERS = ("config", "topology", "deepspeed", "parallel", "planner", "hf", "checkpoint", "arguments", "resilience")
+LAYERS = (
+    "config",
+    "topology",
+    "deepspeed",
+    "device",
+    "parallel",
+    "planner",
+    "hf",
+    "checkpoint",
+    "arguments",
+    "resilience",
+)
 LAYERS += ("data", "report", "training", "parity", "compat", "dry_run", "train", "cli")
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}

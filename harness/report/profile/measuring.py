@@ -25,12 +25,12 @@ from harness.deepspeed.engine import gradients_of
 from harness.deepspeed.instructions import watch_instructions
 from harness.deepspeed.pipeline import GivenStages
 from harness.deepspeed.zero3_parameters import held_tensor
+from harness.device.memory import host_bytes, peak_bytes, reset_peak
+from harness.device.moments import Moment, moment, seconds_between
+from harness.device.process_group import shared_store
 from harness.parallel.memory import malloc_trim
 from harness.parallel.pipeline.staged_module import LayerSequence
 from harness.report.profile.record import Span
-from harness.resilience.process.distributed import shared_store
-from harness.resilience.process.memory import host_bytes, peak_bytes, reset_peak
-from harness.resilience.process.moments import Moment, moment, seconds_between
 from harness.topology.agreement import values_beside, values_on_first
 from harness.topology.placement import host_id
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from harness.resilience.process.records import THIS_RANK, is_lost_peer
-from harness.resilience.process.wall_clock import CLOCK
+from harness.wall_clock import CLOCK
 
 NAMING_S = 10.0  # time for the watch to find which rank was lost, perhaps on another host, and to end this process
 

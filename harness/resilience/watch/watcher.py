@@ -18,19 +18,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from harness.arguments import TrainingArguments
 from harness.console import Console
-from harness.deepspeed.pipeline import LayerCall
+from harness.device.process_group import shared_store
 from harness.resilience.process import signals
-from harness.resilience.process.activity import ACTIVITY, Phase, beat
-from harness.resilience.process.distributed import shared_store
+from harness.resilience.process.activity import ACTIVITY, Phase
 from harness.resilience.process.records import HANG, THIS_RANK
 from harness.resilience.watch.board import Board
 from harness.resilience.watch.diagnosis import FRESH_S, RankStatus, Verdict, diagnose
@@ -434,26 +430,3 @@ def _shared_board(ranks: list[int], rank: int) -> tuple[Board, str]:
         (folder / "board").unlink()
         folder.rmdir()
     return board, of_run.name
-
-
-def announce_layers(calls: Sequence[LayerCall]) -> None:
-    """Count the begin of each layer's forward and backward as progress.
-
-    For engines that run no pipeline instructions (ZeRO-2, ZeRO-3), where a step would show nothing else.
-    """
-    for index, call in enumerate(calls):
-        if isinstance(call, nn.Module):
-            call.register_forward_pre_hook(partial(_forward, f"forward of layer {index}"))
-            call.register_forward_hook(partial(_backward, f"backward of layer {index}"))
-
-
-def _forward(doing: str, _layer: nn.Module, _inputs: object) -> None:
-    beat(doing)
-
-
-def _backward(doing: str, _layer: nn.Module, _inputs: object, output: object) -> None:
-    """Count the begin of a layer's backward: the moment at which the gradient of its output arrives."""
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda _gradient: beat(doing))
-            return

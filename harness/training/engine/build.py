@@ -24,6 +24,7 @@ from harness.deepspeed.kept_in_fp32 import keeping_fp32
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_wide import MpuAdapter, set_secondary_group
 from harness.deepspeed.zero3_parameters import PartitionInPlace, restore_linear
+from harness.device.process_group import give_timeout, open_groups
 from harness.errors import UserError
 from harness.hf.decoder import ModelLayer
 from harness.hf.layers.facts import leaves_of_sequence
@@ -35,7 +36,6 @@ from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule,
 from harness.parallel.tensor.shard import shard_of
 from harness.parallel.values import Value
 from harness.parallel.zero import Zero3Partition
-from harness.resilience.process.distributed import give_timeout, open_groups
 from harness.topology.env import run_timeout
 from harness.training.engine.context import EngineContext, LayerTraits
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel

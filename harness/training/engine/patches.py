@@ -7,12 +7,13 @@ compute. Each `Patch` changes one of these for one engine. The order matters whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from harness.deepspeed.engine import ask_the_norm_once, check_every_gradient, forget_outputs
 from harness.deepspeed.gradient_reduction import (
@@ -23,6 +24,7 @@ from harness.deepspeed.gradient_reduction import (
 )
 from harness.deepspeed.instructions import announce_instructions, tell_labels
 from harness.deepspeed.kept_in_fp32 import reduce_fp32_gradients
+from harness.deepspeed.pipeline import LayerCall
 from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.pipeline.schedules.instructions import follow_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule
@@ -30,7 +32,6 @@ from harness.parallel.tensor.layers import overlap_sums
 from harness.parallel.tensor.partial_gradients import defer_sums, sum_once
 from harness.parallel.zero import copy_hooked_inputs
 from harness.resilience.process.activity import beat
-from harness.resilience.watch.watcher import announce_layers
 from harness.training.engine.context import EngineContext, LayerTraits
 from harness.training.engine.gradients import UnusedParameters, compress_gradients, correct_clipping
 from harness.training.engine.losses import GuardedLoss
@@ -100,6 +101,29 @@ def _sum_partial_gradients(new: NewEngine) -> None:
 
 def _release_outputs(new: NewEngine) -> None:
     new.loss.release = partial(forget_outputs, new.deepspeed)
+
+
+def announce_layers(calls: Sequence[LayerCall]) -> None:
+    """Count the begin of each layer's forward and backward as progress.
+
+    For engines that run no pipeline instructions (ZeRO-2, ZeRO-3), where a step would show nothing else.
+    """
+    for index, call in enumerate(calls):
+        if isinstance(call, nn.Module):
+            call.register_forward_pre_hook(partial(_forward, f"forward of layer {index}"))
+            call.register_forward_hook(partial(_backward, f"backward of layer {index}"))
+
+
+def _forward(doing: str, _layer: nn.Module, _inputs: object) -> None:
+    beat(doing)
+
+
+def _backward(doing: str, _layer: nn.Module, _inputs: object, output: object) -> None:
+    """Count the begin of a layer's backward: the moment at which the gradient of its output arrives."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _gradient: beat(doing))
+            return
 
 
 PATCHES: tuple[Patch, ...] = (

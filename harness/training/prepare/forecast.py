@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from harness.config.values.pointers import lookup
+from harness.device.memory import device_limit_bytes, host_limit_bytes
 from harness.errors import UserError
 from harness.hf.counts import parameter_counts
 from harness.planner.estimate import Prediction, predict
@@ -16,7 +17,6 @@ from harness.planner.hardware import GIB, Hardware, load_hardware, names
 from harness.planner.memory import mask_bytes
 from harness.planner.model_config import decoder_of, with_counts
 from harness.planner.step import strategy_stages
-from harness.resilience.process.memory import device_limit_bytes, host_limit_bytes
 from harness.wording import counted
 
 if TYPE_CHECKING:

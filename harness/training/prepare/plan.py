@@ -27,10 +27,10 @@ from harness.data.batches.stream import data_digest, dataset_length, require_sam
 from harness.data.inputs.datasets import Datasets, user_datasets
 from harness.data.inputs.given import require_types
 from harness.data.tokenizer import Tokenizer
+from harness.device.process_group import require_supported
 from harness.errors import UserError, refuse_all
 from harness.hf.lora import Adaptation, fingerprint
 from harness.hf.skeleton import ModelSource
-from harness.resilience.process.distributed import require_supported
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout

@@ -33,6 +33,14 @@ from harness.data.preview import BEGIN, END, shown
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_wide import silence_prints
+from harness.device.process_group import (
+    close_groups,
+    mixed_devices,
+    open_groups,
+    require_device,
+    require_precision,
+    start,
+)
 from harness.errors import UserError
 from harness.hf.locate import presets
 from harness.hf.lora import base_checksums
@@ -48,14 +56,6 @@ from harness.parallel.collectives.of_group import (
 from harness.parallel.memory import keep_freed_memory, malloc_trim
 from harness.planner.estimate import Prediction
 from harness.resilience.process.activity import ACTIVITY, expect_costs
-from harness.resilience.process.distributed import (
-    close_groups,
-    mixed_devices,
-    open_groups,
-    require_device,
-    require_precision,
-    start,
-)
 from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.resilience.watch.watcher import watch_run

@@ -27,9 +27,9 @@ from harness.config.values.secrets import Secrets, masked_by_name
 from harness.data.files.sources import TOKENS, find_files, find_tokens, source_groups
 from harness.data.preview import composition
 from harness.errors import UserError, reason
-from harness.resilience.process.wall_clock import CLOCK
 from harness.training.callbacks import StepRecord
 from harness.training.run import Run
+from harness.wall_clock import CLOCK
 
 DATA_FLAGS = ("train_file", "validation_file")
 MOST_FILES = 1000

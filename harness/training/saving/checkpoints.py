@@ -19,10 +19,10 @@ from harness.checkpoint.directories import TrainingProgress, finished_name, numb
 from harness.checkpoint.integrity import require_unused
 from harness.config.values.json_object import JsonObject
 from harness.data.streaming.source import Streamed
+from harness.device.process_group import all_arrive
 from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
-from harness.resilience.process.distributed import all_arrive
 from harness.topology.agreement import all_or_none, any_rank
 from harness.training.best_model import best_as_saved, forget_unsaved, note_checkpoint
 from harness.training.callbacks import TrainerState

@@ -9,7 +9,7 @@ from harness.topology.layout import Layout
 @pytest.fixture
 def groups() -> Groups:
     """The groups of the only rank; it is started, so that all ranks can be asked."""
-    from harness.resilience.process.distributed import start
+    from harness.device.process_group import start
     from harness.topology.env import LaunchEnv
 
     start(LaunchEnv())

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.checkpoint.tensors.whole_tensors import require_each_value_once
+from harness.device.process_group import start
 from harness.errors import UserError
 from harness.parallel.tensor.shard import share_of
-from harness.resilience.process.distributed import start
 from harness.topology.env import LaunchEnv
 
 ALONE: Any = SimpleNamespace(tp_group=None, dp_group=None)

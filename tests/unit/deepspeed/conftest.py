@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="module")
 def one_rank() -> None:
     """Start the only rank; `no_run_is_left` ends it."""
-    from harness.resilience.process.distributed import start
+    from harness.device.process_group import start
     from harness.topology.env import LaunchEnv
 
     start(LaunchEnv())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 from harness.deepspeed.engine import loss_scaling, set_loss_scaling
-from harness.resilience.process.distributed import start
+from harness.device.process_group import start
 from harness.topology.env import LaunchEnv
 
 OVERFLOWS = (False, True, False, False, False, True, True, False, False, False, False, True)

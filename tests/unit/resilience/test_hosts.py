@@ -14,7 +14,6 @@ from harness.errors import UserError
 from harness.resilience import hosts as module
 from harness.resilience.hosts import LAUNCH, HostDevices, _node_list, address_here, find_hosts, listen
 from harness.resilience.options import read_options
-from harness.resilience.process.distributed import device_index
 
 AWAY = "203.0.113.7"  # an address of nobody, RFC 5737
 
@@ -177,10 +176,3 @@ def test_one_launch_of_a_host_listens_and_only_at_its_own_address() -> None:
     behind = listen(AWAY, 0, always=True)  # as behind a load balancer
     assert behind is not None and behind.getsockname()[0] == "0.0.0.0"
     behind.close()
-
-
-def test_a_rank_takes_the_device_of_its_number_or_the_only_one_that_it_sees() -> None:
-    assert [device_index(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
-    assert [device_index(rank, 1) for rank in range(4)] == [0] * 4  # as Slurm binds one device to each task
-    with pytest.raises(UserError, match="local rank 2 has no device: 2 are visible"):
-        device_index(2, 2)

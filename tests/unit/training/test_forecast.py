@@ -15,9 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from harness import TrainingArguments, UserError
 from harness.console import plain_console
+from harness.device.memory import host_limit_bytes
 from harness.planner.estimate import Prediction
 from harness.report.run_files import RunFiles, predict_run
-from harness.resilience.process.memory import host_limit_bytes
 from harness.topology.env import LaunchEnv
 from harness.training.prepare import forecast as forecasts
 from harness.training.prepare.forecast import forecast, require_memory

@@ -20,7 +20,7 @@ from harness.checkpoint.run_lock import HELD
 from harness.config.rules.rule import Finding
 from harness.console import plain_console
 from harness.data.tokenizer import ByteTokenizer
-from harness.resilience.process.distributed import open_groups
+from harness.device.process_group import open_groups
 from harness.topology.env import LaunchEnv
 from harness.training.prepare.plan import RunInputs, plan_run
 from harness.training.prepare.preparation import release, training_stream

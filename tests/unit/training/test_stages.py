@@ -19,7 +19,7 @@ from harness import TrainingArguments, UserError
 from harness.arguments.configure import read_run_config
 from harness.config.values.layout_keys import FOLDED_SCHEDULES, INTERLEAVED
 from harness.config.values.model_chunks import ModelChunks, model_chunks
-from harness.resilience.process.distributed import start
+from harness.device.process_group import start
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout

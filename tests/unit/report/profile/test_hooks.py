@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from harness.device import moments
 from harness.parallel.pipeline.staged_module import LayerSequence
 from harness.report.profile.measuring import Clock, SpanLog, layers_of, log_layers
-from harness.resilience.process import moments
 from harness.training.rebalancing import StageClock
 
 CPU = torch.device("cpu")

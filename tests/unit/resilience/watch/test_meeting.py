@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from harness import TrainingArguments
 from harness.console import plain_console
+from harness.device.process_group import start
 from harness.resilience.process.activity import ACTIVITY, BEATS_OF_STEP, Phase, begin_step, inside, leave
-from harness.resilience.process.distributed import start
 from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch import meeting
 from harness.resilience.watch.meeting import watching_for_stopped_ranks

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.resilience.process import wall_clock
-from harness.resilience.process.wall_clock import WallClock
+from harness import wall_clock
 from harness.training.recording import files
+from harness.wall_clock import WallClock
 
 
 class Time:
