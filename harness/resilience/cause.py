@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
+from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import HANG, STOPPED, Failure, Position
 
 USAGE_ERROR = 2  # Python's and argparse's exit code for a command line that cannot be used
@@ -32,21 +34,8 @@ PASSING = tuple(
 )
 """The system's messages for a disk, a network or a host that may recover: worth a longer pause and more restarts."""
 OOM_COUNTERS = ("/proc/vmstat", "/sys/fs/cgroup/memory.events")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a rank's process exited by itself, before the supervisor killed the others.
-
-    Attributes:
-        code: exit code, negative for a signal.
-        time: seconds since the epoch.
-    """
-
-    rank: int
-    host: str
-    code: int
-    time: float
+Device: TypeAlias = tuple[str, int]
+"""Name of the host, and number of the device there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +50,7 @@ class Cause:
         is_stop: whether a signal ended the ranks, after a checkpoint.
         may_pass: whether it may go away by itself (a full disk, a network), unlike an error of the code.
         code: exit code of the launch if there is no restart. More than 128 means a signal to the launch itself.
+        device: of the rank that failed first, if known.
     """
 
     text: str
@@ -70,29 +60,31 @@ class Cause:
     is_stop: bool = False
     may_pass: bool = False
     code: int = 1
+    device: Device | None = None
 
 
 def first_cause(
-    failures: Sequence[Failure], ended: Sequence[Ended], positions: Mapping[int, Position], *, oom_kills: int | None
+    failures: Sequence[Failure], exits: Sequence[Exit], positions: Mapping[int, Position], *, oom_kills: int | None
 ) -> Cause | None:
     """Return what happened first; None if no rank has failed.
 
     Args:
         failures: records of the ranks, by time.
-        ended: ranks that exited by themselves, without success.
-        positions: last step of each rank, also of ranks that left no record.
+        exits: of ranks that exited by themselves, without success.
+        positions: host and last step of each rank, also of ranks that left no record.
         oom_kills: processes that the kernel killed for memory during the attempt; None if unknown.
     """
     recorded = {failure.rank for failure in failures}
-    silent = [end for end in ended if end.rank not in recorded]
+    silent = [end for end in exits if end.rank not in recorded]
     killed = min((end for end in silent if end.code < 0), key=lambda end: end.time, default=None)
     own = next((failure for failure in failures if not failure.is_lost_peer), None)
     if killed is not None and (own is None or killed.time < own.time + SAME_TIME_S):
-        return _killed(killed, positions.get(killed.rank), oom_kills)
+        return _killed(killed, positions[killed.rank], oom_kills)
     if own is not None:
         return _recorded(own)
     if silent:
-        return _silent(min(silent, key=lambda end: end.time), positions)
+        first = min(silent, key=lambda end: end.time)
+        return _silent(first, positions[first.rank])
     return _recorded(failures[0]) if failures else None
 
 
@@ -113,9 +105,7 @@ def _recorded(failure: Failure) -> Cause:
         return Cause(text=text, step=failure.step, rank=failure.rank, is_stop=True, code=128 + number)
     message = f"{failure.error}: {failure.message}" if failure.message else failure.error
     return Cause(
-        text=failure.message
-        if failure.error == HANG
-        else f"{_who(failure.rank, failure)} failed {_when(failure)}: {message}",
+        text=failure.message if failure.error == HANG else f"{_who(failure)} failed {_when(failure)}: {message}",
         step=failure.step,
         rank=failure.rank,
         is_final=failure.is_user_error and failure.step == 0,
@@ -123,41 +113,36 @@ def _recorded(failure: Failure) -> Cause:
     )
 
 
-def _killed(end: Ended, position: Position | None, kills: int | None) -> Cause:
+def _killed(end: Exit, position: Position, kills: int | None) -> Cause:
     reason = ""
     if end.code == -signal.SIGKILL:
         reason = {None: "; killed by the system: memory?", 0: ""}.get(kills, "; killed by the system: out of memory")
-    text = f"{_who(end.rank, position, end.host)} was killed by {_name(-end.code)} {_when(position)}{reason}"
-    return Cause(text=text, step=position.step if position else 0, rank=end.rank, may_pass=True)
+    text = f"{_who(position)} was killed by {_name(-end.code)} {_when(position)}{reason}"
+    return Cause(text=text, step=position.step, rank=end.rank, may_pass=True)
 
 
-def _silent(end: Ended, positions: Mapping[int, Position]) -> Cause:
-    position = positions.get(end.rank)
-    step = position.step if position else 0
+def _silent(end: Exit, position: Position) -> Cause:
     if end.code > 128 and end.code - 128 in set(signal.Signals):
         what = f"was ended by {_name(end.code - 128)}"
     else:
         what = f"ended with exit code {end.code} and no reason, before all work was done,"
-    text = f"{_who(end.rank, position, end.host)} {what} {_when(position)}"
     return Cause(
-        text=text,
-        step=step,
+        text=f"{_who(position)} {what} {_when(position)}",
+        step=position.step,
         rank=end.rank,
-        is_final=end.code == USAGE_ERROR and step == 0,
+        is_final=end.code == USAGE_ERROR and position.step == 0,
         may_pass=end.code != USAGE_ERROR,
         code=end.code if 0 < end.code <= 128 else 1,
     )
 
 
-def _who(rank: int, position: Position | Failure | None, host: str = "") -> str:
-    if position is None:
-        return f"rank {rank} ({host})"
+def _who(position: Position | Failure) -> str:
     stage = "" if position.stage is None else f", stage {position.stage}"
-    return f"rank {rank} ({position.host}{stage})"
+    return f"rank {position.rank} ({position.host}{stage})"
 
 
-def _when(position: Position | Failure | None) -> str:
-    if position is None or position.step == 0:
+def _when(position: Position | Failure) -> str:
+    if position.step == 0:
         return "before the first step"
     doing = "" if position.doing == "training" else f" ({position.doing})"
     return f"in step {position.step}{doing}"

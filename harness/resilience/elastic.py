@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -32,9 +33,9 @@ from harness.resilience.options import Options
 from harness.resilience.process.records import read_positions
 from harness.resilience.rendezvous import AGAIN_S, LAST_CALL_S, PULSE_S, Pulse, meet, put, run_store, take
 from harness.resilience.reports import BY_SIGNAL, ENDS, Report, have_told, why_over
-from harness.resilience.rounds import LOST, Offer, Place, free_port
+from harness.resilience.rounds import LOST, Offer
 from harness.resilience.script import Script
-from harness.topology.env import inherited
+from harness.topology.env import free_port, inherited
 
 NEWS_S = 0.2  # interval of looks at the store
 PLAN_S = 120.0  # a leader that plans no start within this time is lost
@@ -55,11 +56,12 @@ class Agent(LocalElasticAgent):
         look: looks at the ranks, and at what a launch on another host says; called several times a second.
         received: signals to the launch.
         history: of the run, as an earlier agent of this launch knew it.
+        serves: whether the store ends with this launch.
     """
 
     def __init__(
         self,
-        place: Place,
+        offer: Offer,
         name: tuple[str, int, int],
         options: Options,
         script: Script,
@@ -68,27 +70,31 @@ class Agent(LocalElasticAgent):
         look: Callable[[], None],
         received: list[int],
         history: History | None = None,
+        *,
+        serves: bool = False,
     ) -> None:
-        self.place, self.options, self.ranks = place, options, ranks
-        self._look, self._received = look, received
+        self.offer, self.options, self.ranks = offer, options, ranks
+        self._look, self._received, self._serves = look, received, serves
         self.store = run_store(store, options.rdzv_id)
-        self.handler = meet(store, options.rdzv_id, (place.min_nodes, place.max_nodes), name, self._wait_for_others)
+        self.handler = meet(store, options.rdzv_id, options.nodes, name, self._wait_for_others)
         self.pulse = Pulse(self.store, self.handler.node)
-        self.leader = Leader(place, options, script, self.store, self._sleep, received, history or History())
+        self.leader = Leader(
+            len(offer.devices), options, script, self.store, self._sleep, received, history or History()
+        )
         self._leads = False
         self._number, self._index, self._hosts, self._passed = -1, 0, 0, 0
         self._joins, self._joins_since = True, time.monotonic()
         self._plan: JsonObject = {}
         self._signalled = self._finished = False
         self._kills = oom_kills()
-        if place.serves:
+        if serves:
             self.store.set("server", self.handler.node)
         spec = WorkerSpec(
             role="rank",
-            local_world_size=max(len(place.devices), 1),
+            local_world_size=max(len(offer.devices), 1),
             rdzv_handler=self.handler,
             entrypoint=script.words[0],
-            max_restarts=max(options.max_restarts, 1),
+            max_restarts=sys.maxsize,  # the leader counts
             monitor_interval=LOOK_S,
             event_log_handler="null",
         )
@@ -103,16 +109,9 @@ class Agent(LocalElasticAgent):
     ) -> list[Worker]:
         """Exchange what the hosts have and what they start; return the ranks of this host."""
         self._joins, self._leads, self._hosts = False, group_rank == 0, group_world_size
-        place, store_has_history = self.place, self.store.check(["history"])
-        offer = Offer(
-            node=self.handler.node,
-            host=place.host,
-            address=place.address,
-            position=place.position,
-            devices=place.devices,
-            port=self.options.master_port or free_port(),
-            history=None if store_has_history else self.leader.known,
-        )
+        history = None if self.store.check(["history"]) else self.leader.known
+        port = self.options.master_port or free_port()
+        offer = replace(self.offer, node=self.handler.node, port=port, history=history)
         put(store, f"offer/{group_rank}", offer)
         if self._leads:
             keys = [f"offer/{rank}" for rank in range(group_world_size)]
@@ -172,7 +171,6 @@ class Agent(LocalElasticAgent):
             self._leave(128 + self._received[0])
         self._pause(verdict.pause)
         self._joins, self._joins_since = True, time.monotonic()
-        self._remaining_restarts = 1  # the engine's own count: ours is in the history
         return RunResult(state=WorkerState.FAILED)
 
     def _watch(self) -> str:
@@ -268,11 +266,6 @@ class Agent(LocalElasticAgent):
         finally:
             self.pulse.close()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """End the ranks of this host."""
-        super()._shutdown(death_sig, timeout)
-        self.ranks.end()
-
     def _wait_for_others(self) -> None:
         """Do what must be done while this agent waits to take part: the rendezvous calls it before each look."""
         if not self._joins:
@@ -286,7 +279,7 @@ class Agent(LocalElasticAgent):
         here, waited = self.handler.participants(), time.monotonic() - self._joins_since
         if self.handler.node in here and waited > HOSTS_S:
             self.leader.say(
-                f"{len(here)} of at least {self.place.min_nodes} hosts have come within {waited / 60:.0f} minutes"
+                f"{len(here)} of at least {self.options.nodes[0]} hosts have come within {waited / 60:.0f} minutes"
             )
             self._leave(1)
         gone = set(history.gone)
@@ -300,7 +293,7 @@ class Agent(LocalElasticAgent):
     def _leave(self, code: int) -> None:
         """Leave with an exit code; wait for the others to read the verdict if the store ends with this launch."""
         count, until = self.store.add("left", 1), time.monotonic() + LEAVE_S
-        while self.place.serves and count < self._hosts and time.monotonic() < until:
+        while self._serves and count < self._hosts and time.monotonic() < until:
             self._sleep(LOOK_S)
             count = self.store.add("left", 0)
         raise Left(code)

@@ -5,26 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
-from harness.resilience.cause import Cause
+from harness.resilience.cause import Cause, Device
 from harness.wording import counted
 
 SAME_STEP = 3  # give up after so many failures of the code in a row at one step
 SAME_STEP_ELSEWHERE = 5  # the same for failures that may pass: a full disk, a network
 PAUSE_S = 2.0  # before a restart at the same step
 PAUSES_S = (10.0, 60.0, 300.0)  # the same if the cause may pass: before the second, the third and later restarts
-Device: TypeAlias = tuple[str, int]
-"""Name of the host, and number of the device there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """A cause that led to a restart, with the device of the rank that failed first, if known."""
-
-    step: int
-    text: str
-    device: Device | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +22,7 @@ class History:
     Attributes:
         start: number of the current start, from 0; -1 before the first.
         is_open: whether nobody has judged the current start yet.
+        faults: causes that led to a restart.
         failing: devices that are left out.
         earlier: identities of the checkpoints that lay in the output directory before this run.
         gone: names, in the rendezvous, of agents that were lost or have left.
@@ -41,7 +30,7 @@ class History:
 
     start: int = -1
     is_open: bool = False
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[Cause, ...] = ()
     failing: tuple[Device, ...] = ()
     earlier: tuple[tuple[int, int], ...] | None = None
     gone: tuple[str, ...] = ()
@@ -64,7 +53,6 @@ class Verdict:
 def judge(
     history: History,
     cause: Cause | None,
-    device: Device | None,
     *,
     most: int,
     leaves_out: bool,
@@ -74,7 +62,6 @@ def judge(
     """Return what follows a start that ended by `cause` (None: by success), and the history with it.
 
     Args:
-        device: of the rank that failed first.
         most: how many restarts are allowed.
         leaves_out: whether a device may be left out (`--min_ranks`).
         received: signal that asked the launch to end; 0 if none did.
@@ -92,7 +79,7 @@ def judge(
         lines.append(cause.text)
     if cause.is_final and restarts == 0:
         return Verdict(code=cause.code, lines=tuple(lines)), history
-    faults = (*history.faults, Fault(step=cause.step, text=cause.text, device=device))
+    faults = (*history.faults, cause)
     history = replace(history, faults=faults)
     same = len(list(itertools.takewhile(lambda fault: fault.step == cause.step, reversed(faults))))
     allowed = SAME_STEP_ELSEWHERE if cause.may_pass else SAME_STEP
@@ -115,7 +102,7 @@ def judge(
     return Verdict(pause=pause, lines=tuple(lines)), history
 
 
-def _device_to_leave_out(faults: Sequence[Fault]) -> Device | None:
+def _device_to_leave_out(faults: Sequence[Cause]) -> Device | None:
     """Return a device that failed twice in a row before the first step; None without one."""
     device = faults[-1].device
     is_twice = device is not None and [(each.step, each.device) for each in faults[-2:]] == [(0, device)] * 2

@@ -35,7 +35,7 @@ from harness.resilience.on_host.processes import become_subreaper
 from harness.resilience.on_host.ranks import Command, Ranks
 from harness.resilience.options import QUIET, USAGE, Options, read_options
 from harness.resilience.process.signals import SIGNALS
-from harness.resilience.rounds import LOST, Place
+from harness.resilience.rounds import LOST, Offer
 from harness.resilience.script import Script
 from harness.resilience.starter import Starter
 from harness.topology.env import LOOPBACK, changed_environment, inherited, replace_environment
@@ -155,14 +155,18 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
         if control.received:
             raise SystemExit(128 + control.received[0])
 
-    served, history = None if listener is None else serve(endpoint, listener), None
+    server, history = None if listener is None else serve(endpoint, listener), None
+    reached = endpoint if server is None else (server.host, server.port)
     for incarnation in itertools.count(int(time.time())):
         try:
-            store = served or connect(endpoint, wait)
-            place = _place(options, host, endpoint, serves=listener is not None)  # a name is known once it is reached
-            name = (place.address, launched, incarnation)
-            agent = Agent(place, name, options, script, ranks, store, look, control.received, history)
-            give_up_when_unheard(endpoint[1])
+            store = connect(reached, wait)
+            offer = _offer(options, host, endpoint)  # a name is known once it is reached
+            name = (offer.address, launched, incarnation)
+            agent = Agent(
+                offer, name, options, script, ranks, store, look, control.received, history, serves=server is not None
+            )
+            if server is None:  # a store in this process is there, even while the network is not
+                give_up_when_unheard(endpoint[1])
             try:
                 agent.run()
             finally:
@@ -179,18 +183,13 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
     raise AssertionError("agents do not run out")
 
 
-def _place(options: Options, host: HostDevices, endpoint: tuple[str, int], *, serves: bool) -> Place:
-    """Return the place of this host among those of the run."""
-    nodes = options.nodes or (1, 1)
-    return Place(
+def _offer(options: Options, host: HostDevices, endpoint: tuple[str, int]) -> Offer:
+    """Return what this host brings to each start."""
+    return Offer(
         host=options.host or (socket.gethostname() if options.rdzv_endpoint else host.name),
         devices=host.devices,
-        address=options.local_addr or _address(endpoint, alone=nodes[1] == 1),
+        address=options.local_addr or _address(endpoint, alone=options.nodes[1] == 1),
         position=options.node_rank or 0,
-        wanted=options.wanted or len(host.devices) * nodes[1],
-        min_nodes=nodes[0],
-        max_nodes=nodes[1],
-        serves=serves,
     )
 
 

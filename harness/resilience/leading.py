@@ -24,7 +24,7 @@ from harness.resilience.judging import History, Verdict, judge
 from harness.resilience.options import Options
 from harness.resilience.rendezvous import put, take
 from harness.resilience.reports import Report, cause_of
-from harness.resilience.rounds import Offer, Place, Team, team_of
+from harness.resilience.rounds import Offer, Team, team_of
 from harness.resilience.script import Script
 from harness.topology.env import LOOPBACK
 
@@ -38,6 +38,7 @@ class Leader:
     """Plans and judges.
 
     Args:
+        devices: number of those of this host.
         store: of the agents.
         sleep: waits for some seconds, and lets signals and the launch through meanwhile.
         received: signals to the launch of this agent.
@@ -51,7 +52,7 @@ class Leader:
 
     def __init__(
         self,
-        place: Place,
+        devices: int,
         options: Options,
         script: Script,
         store: dist.Store,
@@ -59,14 +60,16 @@ class Leader:
         received: Sequence[int],
         history: History,
     ) -> None:
-        self.place, self.options, self.script, self.store = place, options, script, store
+        self.options, self.script, self.store = options, script, store
+        self._devices, self._wanted = devices, options.wanted or devices * options.nodes[1]
         self._sleep, self._received = sleep, received
         self.team = Team(offers=())
         self.grows = False
         self.known = history
         self._waits_since = 0.0  # when too few hosts were there for the first time; 0: they suffice
-        self._may_wait = place.min_nodes < place.max_nodes or bool(options.max_restarts)
-        self._fewest = options.min_ranks or (1 if self._may_wait else place.wanted)
+        least, most = options.nodes
+        self._may_wait = least < most or bool(options.max_restarts)
+        self._fewest = options.min_ranks or (1 if self._may_wait else self._wanted)
 
     @property
     def history(self) -> History:
@@ -90,7 +93,7 @@ class Leader:
                 return verdict
             history = self.history
         try:
-            team = team_of(offers, history.failing, self.script, self.place.wanted, self._fewest)
+            team = team_of(offers, history.failing, self.script, self._wanted, self._fewest)
         except UserError as error:
             return self.publish(Verdict(code=1, lines=(str(error),)), history)
         if (problem := self._problem(team)) is not None:
@@ -130,10 +133,10 @@ class Leader:
             if missing:
                 self.say(f"no answer from {missing}: going on without")
             return None
-        problem = f"{team.available} of {self.place.wanted} devices are left"
+        problem = f"{team.available} of {self._wanted} devices are left"
         problem = f"no answer from {missing}" if missing else problem
         now = time.monotonic()
-        may_come = self._may_wait and (bool(missing) or len(team.offers) < self.place.max_nodes)
+        may_come = self._may_wait and (bool(missing) or len(team.offers) < self.options.nodes[1])
         if not may_come or (self._waits_since and now - self._waits_since > HOSTS_S):
             text = f"{problem}, and no layout of at least {self._fewest} ranks fits what is left"
             return self.publish(Verdict(code=1, lines=(text,)), self.history)
@@ -145,8 +148,8 @@ class Leader:
     def would_grow(self, waiting: int) -> bool:
         """Whether more ranks could be used if the waiting hosts had as many devices as this one."""
         used = sum(len(offer.devices) for offer in self.team.offers)
-        most = min(self.place.wanted, used + waiting * len(self.place.devices))
-        better = self.script.first(most) if most == self.place.wanted else self.script.on_fewer(self.place.wanted, most)
+        most = min(self._wanted, used + waiting * self._devices)
+        better = self.script.first(most) if most == self._wanted else self.script.on_fewer(self._wanted, most)
         return better is not None and better.ranks > used
 
     def judge(self, lost: set[str], text: str, seconds: float) -> Verdict:
@@ -187,7 +190,6 @@ class Leader:
         verdict, history = judge(
             history,
             cause,
-            None if cause is None else team.device(cause.rank),
             most=self.options.max_restarts,
             leaves_out=bool(self.options.min_ranks),
             received=received[0] if received else 0,
@@ -214,8 +216,8 @@ class Leader:
         """Whether the run goes on without these agents: there are enough others, and the store stays."""
         left = [offer.node for offer in team.offers if offer.node not in leaving]
         server = self.store.get("server").decode() if self.store.check(["server"]) else ""
-        is_elastic = self.place.min_nodes < self.place.max_nodes and bool(self.options.rdzv_endpoint)
-        return is_elastic and len(left) >= self.place.min_nodes and (not server or server in left)
+        least, most = self.options.nodes
+        return least < most and len(left) >= least and (not server or server in left)
 
     def publish(self, verdict: Verdict, history: History) -> Verdict:
         """Tell the user and all agents the verdict on the current start; return it."""

@@ -83,10 +83,8 @@ class Options:
     wanted: int | None
 
     @property
-    def nodes(self) -> tuple[int, int] | None:
-        """The least and the largest number of hosts that run this command; None if it runs on one."""
-        if not self.rdzv_endpoint:
-            return None
+    def nodes(self) -> tuple[int, int]:
+        """The least and the largest number of hosts that run this command."""
         least, _, most = (self.nnodes or "1").partition(":")
         return int(least), int(most or least)
 

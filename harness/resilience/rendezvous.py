@@ -51,7 +51,7 @@ ANSWER_S = 60.0  # of the store
 UNHEARD_S = 30  # a connection to it on which nothing is acknowledged for so long is given up
 
 
-def serve(endpoint: tuple[str, int], listener: socket.socket) -> dist.Store:
+def serve(endpoint: tuple[str, int], listener: socket.socket) -> dist.TCPStore:
     """Serve the store of the agents in this process, and return a connection to it."""
     address = listener.getsockname()[0]
     return dist.TCPStore(

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
-from harness.resilience.cause import Cause, Ended, first_cause, oom_kills
+from harness.resilience.cause import Cause, first_cause, oom_kills
+from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import (
     STOPPED,
     Failure,
@@ -26,8 +26,6 @@ ENDS = {"fault": TOLD_S, "stop": DONE_S, "done": DONE_S, "hosts": TOLD_S}
 """Why a start is over, and how long ranks that are left may take."""
 BY_SIGNAL = {code for number in SIGNALS for code in (128 + number, -number)}
 """Exit codes of ranks that a signal has ended."""
-Exit: TypeAlias = tuple[int, int, float]
-"""Rank, exit code (negative for a signal), and time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,7 @@ class Report:
         """
         now = oom_kills()
         return cls(
-            exits=[(rank, code, at - seen) for rank, code, at in exits],
+            exits=[each._replace(time=each.time - seen) for each in exits],
             failures=[replace(failure, time=failure.time - seen) for failure in read_failures(records)],
             positions=list(read_positions(records).values()),
             success=succeeded(records),
@@ -112,30 +110,27 @@ def cause_of(team: Team, reports: Mapping[int, Report], lost: set[str], text: st
         text: what the agent itself could not do; empty if it was a rank that failed.
         last_step: the last step that any agent has told the others.
     """
-    hosts = {index: offer.host for index, offer in enumerate(team.offers)}
-    ended = [
-        Ended(rank=rank, host=hosts[index], code=code, time=at)
-        for index, report in reports.items()
-        for rank, code, at in report.exits
-    ]
+    exits = [each for report in reports.values() for each in report.exits]
     successes = [report.success for report in reports.values()]
     ranks = sum(len(offer.devices) for offer in team.offers)
-    if True in successes or (False not in successes and [end.code for end in ended] == [0] * ranks):
+    if True in successes or (False not in successes and [each.code for each in exits] == [0] * ranks):
         return None
     failures = sorted((each for report in reports.values() for each in report.failures), key=lambda each: each.time)
-    positions = {each.rank: each for report in reports.values() for each in report.positions}
-    step = max((position.step for position in positions.values()), default=last_step)
+    reached = {each.rank: each for report in reports.values() for each in report.positions}
+    step = max((position.step for position in reached.values()), default=last_step)
     if text:
         return Cause(text=text, step=step, may_pass=True)
     names = ", ".join(offer.host for offer in team.offers if offer.node in lost)
     if names:  # what other ranks say of their lost peers is a consequence
         missed = {failure.rank for failure in failures if failure.is_lost_peer}
         failures = [failure for failure in failures if failure.rank not in missed]
-        ended = [end for end in ended if end.rank not in missed]
+        exits = [each for each in exits if each.rank not in missed]
     kills = [report.kills for report in reports.values() if report.kills is not None]
-    cause = first_cause(failures, ended, positions, oom_kills=sum(kills) if kills else None)
+    hosts = {each.rank: team.offers[index].host for index, report in reports.items() for each in report.exits}
+    positions = {**{rank: Position(rank=rank, host=host) for rank, host in hosts.items()}, **reached}
+    cause = first_cause(failures, exits, positions, oom_kills=sum(kills) if kills else None)
     if cause is not None and not (names and _follows_from_loss(cause)):
-        return cause
+        return replace(cause, device=team.device(cause.rank))
     return Cause(text=f"no answer from the agent on {names or 'a host'}, in step {step}", step=step, may_pass=True)
 
 

@@ -5,42 +5,15 @@ The engine gives each agent as many ranks as it asks for, in the order of addres
 
 from __future__ import annotations
 
-import random
-import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from harness.errors import UserError
-from harness.resilience.judging import Device, History
+from harness.resilience.cause import Device
+from harness.resilience.judging import History
 from harness.resilience.script import Script, Start
-from harness.topology.env import PORTS
 from harness.topology.placement import Host, place
 
 LOST = 75  # exit code of an agent that begins anew: the store is gone, or the others have gone on without it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """This host among those of a run.
-
-    Attributes:
-        devices: numbers of its devices for ranks.
-        address: at which other hosts reach it.
-        position: where it stands among all hosts: ranks fill the hosts in this order, then by address.
-        wanted: number of ranks of all hosts at full strength.
-        min_nodes, max_nodes: least and largest number of hosts.
-        serves: whether the store of the agents ends with this launch.
-    """
-
-    host: str
-    devices: tuple[int, ...]
-    address: str
-    position: int
-    wanted: int
-    min_nodes: int
-    max_nodes: int
-    serves: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +21,20 @@ class Offer:
     """What a host brings to a start.
 
     Attributes:
+        devices: numbers of its devices for ranks.
+        address: at which other hosts reach it.
+        position: ranks fill the hosts in this order, then by name of the agent.
         node: name of its agent in the rendezvous.
-        position: where it stands among all hosts.
         port: free on it, for rank 0.
         history: as its agent knows it, where the store has none. The store may have been lost.
     """
 
-    node: str
     host: str
+    devices: tuple[int, ...]
     address: str
     position: int
-    devices: tuple[int, ...]
-    port: int
+    node: str = ""
+    port: int = 0
     history: History | None = None
 
 
@@ -117,12 +92,3 @@ def _used(offers: Sequence[Offer], start: Start) -> tuple[Offer, ...]:
         used.append(replace(offer, devices=offer.devices[:count]))
         left -= count
     return tuple(sorted(used, key=lambda offer: not offer.devices))
-
-
-def free_port() -> int:
-    """Return a free port below the ephemeral range, from which the system could give it to another process."""
-    for port in random.sample(PORTS, 100):
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return port
-    raise UserError("no port is free: give --master_port")

@@ -17,10 +17,10 @@ from harness.console import drop_output_without_reader, print_if_heard
 from harness.errors import UserError
 from harness.resilience.hosts import HostDevices, address_here, listen
 from harness.resilience.on_host.processes import become_subreaper, continue_without_parent
-from harness.resilience.on_host.ranks import is_stopped
 from harness.resilience.options import HERE, QUIET, Options
 from harness.resilience.script import without
 from harness.topology.env import LOOPBACK, changed_environment, inherited
+from harness.topology.processes import is_stopped
 
 STOPPED_S = 10.0  # a launch on this host that is stopped for so long is replaced
 HOST_RETRY_S = 30.0  # interval of attempts to reach missing hosts

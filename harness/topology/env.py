@@ -5,10 +5,11 @@ variables. A process without any of them runs alone: it is rank 0 of 1.
 """
 
 import os
+import random
 import socket
 import zlib
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -225,12 +226,16 @@ def _port_of(launch: str) -> int:
     return PORTS[zlib.crc32(launch.encode()) % len(PORTS)]
 
 
-def free_port(address: str = LOOPBACK) -> int:
-    """Return a TCP port that is free now; it is not reserved."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-    return port
+def free_port() -> int:
+    """Return a TCP port that is free now, and that the system gives to no client; it is not reserved.
+
+    Raises UserError if a hundred are taken.
+    """
+    for port in random.SystemRandom().sample(PORTS, 100):  # not the generator that the user's program may have seeded
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise UserError("no port is free: give --master_port")
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:

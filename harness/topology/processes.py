@@ -46,6 +46,14 @@ def status_of(process: int) -> ProcessStatus | None:
     return ProcessStatus(state, started, f"ended by {name}" if name else f"ended with exit code {code >> 8}")
 
 
+def is_stopped(process: int) -> bool:
+    """Whether a process is stopped (as by SIGSTOP); False where that cannot be known."""
+    with suppress(OSError):
+        status = status_of(process)
+        return status is not None and status.state == "T"
+    return False
+
+
 def parent_of(process: int) -> int:
     """Return a process's parent; 0 if the process is gone. OSError if it cannot be read."""
     if process == os.getpid():

@@ -35,11 +35,11 @@ def undisturbed(layout: str) -> float:
     return loss
 
 
-def disturbed(layout: str, loss: float, seed: int, kinds: list[str]) -> dict[str, object]:
-    """Make a run with a few faults; return what they were and what was wrong."""
+def disturbed(layout: str, loss: float, seed: int, kinds: list[str], most: int) -> dict[str, object]:
+    """Make a run with a few faults, `most` at most; return what they were and what was wrong."""
     draw, folder = random.Random(seed), Path(tempfile.mkdtemp())
     run, faults = Run(layout, folder, draw), []
-    moments = [draw.choice(MOMENTS) for _ in range(draw.randint(4, 8))]
+    moments = [draw.choice(MOMENTS) for _ in range(draw.randint(min(4, most), most))]
     for moment in sorted(moments, key="export".__eq__):  # nothing is left to disturb after it
         if run.supervisor.poll() is not None:
             run.end()
@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many seconds")
     parser.add_argument("--parallel", type=int, default=1, help="runs at once")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--most", type=int, default=8, help="faults of a run at most: short runs are made in less time")
     kinds = [*SIGNALS, "damage", *(MACHINE if IS_ROOT else ())]
     parser.add_argument("--kinds", nargs="+", default=[*SIGNALS, *kinds], choices=kinds)
     parser.add_argument("--output", type=Path, default=RESULTS / "chaos.json")
@@ -84,7 +85,7 @@ def campaign(args: argparse.Namespace, result: dict[str, Any]) -> None:
         while running or (counted(result) < args.faults and time.monotonic() < until):
             while len(running) < args.parallel and counted(result) < args.faults and time.monotonic() < until:
                 layout, seed = args.layouts[begun % len(args.layouts)], args.seed * 10_000 + begun
-                running.add(threads.submit(disturbed, layout, result["losses"][layout], seed, args.kinds))
+                running.add(threads.submit(disturbed, layout, result["losses"][layout], seed, args.kinds, args.most))
                 begun += 1
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             for run in (future.result() for future in ended):

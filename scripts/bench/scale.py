@@ -42,6 +42,7 @@ from harness.checkpoint.directories import write_manifest
 from harness.checkpoint.tensors.tensor_writer import Entry, file_regions
 from harness.data.batches.order import batch_indices
 from harness.resilience.judging import History
+from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import Position
 from harness.resilience.rendezvous import JOIN_S, StateHolder
 from harness.resilience.reports import Report, cause_of
@@ -185,7 +186,7 @@ def starting(agents: int) -> tuple[int, float, int, float]:
     bytes_of_plan = 2 * (len(text)) + agents * (len(plan) + 2 * len(parts[-1])) + len(pickle.dumps(History()))
     reports = [
         Report(
-            exits=[(index * PER_HOST + local, 1, 0.1) for local in range(PER_HOST)],
+            exits=[Exit(index * PER_HOST + local, 1, 0.1) for local in range(PER_HOST)],
             failures=[],
             positions=[
                 Position(rank=index * PER_HOST + local, host=offer.host, stage=1, step=9, doing="training")

@@ -16,16 +16,25 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.console import drop_output_without_reader, print_if_heard
 from harness.resilience.on_host.processes import end_with_parent, reap, sweep
 from harness.resilience.on_host.standby import DONE, Standby
 from harness.topology.env import RECORDS, inherited
-from harness.topology.processes import status_of
+from harness.topology.processes import is_stopped
 
 PAUSED_S = 5.0  # after a longer gap between two looks this process was stopped itself: times start anew
 LOOK_S = 1.0  # interval of looks for stopped ranks
 NOT_FOUND = 127  # exit code of a command that cannot be started
+
+
+class Exit(NamedTuple):
+    """The end of a rank. The code is negative for a signal; the time is in seconds since the epoch."""
+
+    rank: int
+    code: int
+    time: float
 
 
 @dataclass(frozen=True)
@@ -54,13 +63,13 @@ class Ranks:
 
     Attributes:
         alive: the rank of each process.
-        exits: (rank, code, time) of those that exited by themselves in this start.
+        exits: of those that exited by themselves in this start.
     """
 
     def __init__(self, root: Path, command: Command, *, preloads: bool, spared: Sequence[int] = ()) -> None:
         self.root, self.command, self._preloads, self._spared = root, command, preloads, spared
         self.alive: dict[int, int] = {}
-        self.exits: list[tuple[int, int, float]] = []
+        self.exits: list[Exit] = []
         self.records = root
         self._count = 0
         self._standby: Standby | None = None
@@ -135,7 +144,7 @@ class Ranks:
         self.end()
 
     def _exited(self, rank: int, code: int) -> None:
-        self.exits.append((rank, code, time.time()))
+        self.exits.append(Exit(rank, code, time.time()))
 
     def _prepare(self) -> None:
         if self._standby is not None and self._standby.has_ended():
@@ -203,12 +212,3 @@ class Ranks:
             print_if_heard(f"error: all ranks here have been stopped for {limit:g} s: they are ended", sys.stderr)
             for process in ranks:
                 os.kill(process, signal.SIGKILL)
-
-
-def is_stopped(process: int) -> bool:
-    """Whether a process is stopped (as by SIGSTOP); False where that cannot be known."""
-    try:
-        status = status_of(process)
-    except OSError:
-        return False
-    return status is not None and status.state == "T"

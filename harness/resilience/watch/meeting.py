@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from harness.console import Console
 from harness.resilience.process import signals
 from harness.resilience.process.records import HANG, THIS_RANK, Position, record_failure_of
-from harness.topology.processes import children_of, parent_of, started_with, status_of
+from harness.topology.processes import children_of, is_stopped, parent_of, started_with
 
 EVERY_S = 0.5
 PAUSED_S = 5.0  # after a longer gap between two looks this process was stopped itself: times start anew
@@ -41,7 +41,7 @@ def _look(met: threading.Event, hang_seconds: float, console: Console) -> None:
         now = time.monotonic()
         since, looked = since if now - looked < PAUSED_S else {}, now
         ranks = _ranks_here()
-        stopped = [process for process in ranks if _is_stopped(process)]
+        stopped = [process for process in ranks if is_stopped(process)]
         since = {process: since.get(process, now) for process in stopped}
         late = [process for process in stopped if now - since[process] > hang_seconds]
         if late and os.getpid() == min(ranks.keys() - set(stopped)):
@@ -58,13 +58,6 @@ def _ranks_here() -> dict[int, str]:
         if "RANK" in theirs and all(theirs.get(name) == ours.get(name) for name in names):
             found[process] = theirs["RANK"]
     return found
-
-
-def _is_stopped(process: int) -> bool:
-    with suppress(OSError):
-        status = status_of(process)
-        return status is not None and status.state == "T"
-    return False
 
 
 def _end_run(rank: str, late: list[int], console: Console) -> None:

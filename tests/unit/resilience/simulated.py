@@ -16,10 +16,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from harness.resilience.elastic import Agent
 from harness.resilience.hosts import listen
+from harness.resilience.on_host.ranks import Exit
 from harness.resilience.options import read_options
 from harness.resilience.process.records import EXPECTED, SUCCESS, Failure, Position
 from harness.resilience.rendezvous import connect, serve
-from harness.resilience.rounds import LOST, Place
+from harness.resilience.rounds import LOST, Offer
 from harness.resilience.script import Script
 
 KNOWN = ("scripts/train.py", "--deepspeed_config", "tensor_parallel", "--max_steps", "9")
@@ -31,7 +32,7 @@ class PlayedRanks:
     def __init__(self, root: Path, play: Callable[[PlayedRanks], None]) -> None:
         self.root, self.play = root, play
         self.records, self.count, self.number = root, 0, -1
-        self.exits: list[tuple[int, int, float]] = []
+        self.exits: list[Exit] = []
         self.signals: list[int] = []
         self.commands: list[tuple[int, list[str], dict[str, str]]] = []
         self.is_ended = True
@@ -58,7 +59,7 @@ class PlayedRanks:
 
     def exit(self, rank: int, code: int) -> None:
         if rank in self.ranks and rank not in {each for each, _, _ in self.exits}:
-            self.exits.append((rank, code, time.time()))
+            self.exits.append(Exit(rank, code, time.time()))
 
     def step(self, step: int) -> None:
         for rank in self.ranks:
@@ -120,24 +121,15 @@ class Host:
 
     def _run(self) -> None:
         run, options = self.run, self.run.options
-        least, most = options.nodes or (1, 1)
-        place = Place(
-            host=f"host-{self.index}",
-            devices=tuple(range(run.slots)),
-            address=f"10.0.0.{self.index}",
-            position=self.index,
-            wanted=most * run.slots,
-            min_nodes=least,
-            max_nodes=most,
-            serves=False,
-        )
+        devices = tuple(range(run.slots))
+        offer = Offer(host=f"host-{self.index}", devices=devices, address=f"10.0.0.{self.index}", position=self.index)
         history = None
         for incarnation in range(self.first_agent, self.first_agent + 9):
             try:
                 store = connect(run.endpoint, self._look)
-                name = (place.address, self.index, incarnation)
+                name = (offer.address, self.index, incarnation)
                 script = Script(options.script)
-                self.agent = Agent(place, name, options, script, self.ranks, store, self._look, self.received, history)  # type: ignore[arg-type]
+                self.agent = Agent(offer, name, options, script, self.ranks, store, self._look, self.received, history)  # type: ignore[arg-type]
                 self.agent.run()
             except (RuntimeError, RendezvousError):
                 history = None if self.agent is None else self.agent.leader.known  # the store is gone

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from harness.resilience.cause import Cause, Ended, first_cause
+from harness.resilience.cause import Cause, first_cause
+from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import Failure, Position
 
 
@@ -16,14 +17,14 @@ def failure(rank: int, time: float, **more: object) -> Failure:
     return Failure(**{**stated, **flags, "rank": rank, "time": time, **more})
 
 
-def end(rank: int, code: int, time: float = 1.0) -> Ended:
-    return Ended(rank=rank, host="a", code=code, time=time)
+def end(rank: int, code: int, time: float = 1.0) -> Exit:
+    return Exit(rank, code, time)
 
 
 POSITIONS = {rank: Position(rank=rank, host="a", stage=rank, step=7, doing="training") for rank in range(2)}
 
 
-def cause(failures: list[Failure], ended: list[Ended], oom_kills: int | None = 0) -> Cause:
+def cause(failures: list[Failure], ended: list[Exit], oom_kills: int | None = 0) -> Cause:
     found = first_cause(failures, ended, POSITIONS, oom_kills=oom_kills)
     assert found is not None
     return found
@@ -86,6 +87,6 @@ def test_a_stop_names_the_signal() -> None:
 def test_an_end_without_a_reason_is_said() -> None:
     assert "ended with exit code 0" in cause([], [end(0, 0)]).text
     assert "was ended by SIGTERM" in cause([], [end(0, 143)]).text
-    unknown = first_cause([], [end(3, 2)], {}, oom_kills=0)
+    unknown = first_cause([], [end(3, 2)], {3: Position(rank=3, host="a")}, oom_kills=0)
     assert unknown is not None and unknown.is_final and unknown.text.startswith("rank 3 (a) ended with exit code 2")
     assert first_cause([], [], POSITIONS, oom_kills=0) is None

@@ -5,17 +5,24 @@ Agents in threads with the real store, rendezvous and leader; their ranks are pl
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+import torch.distributed as dist
 
-from harness.resilience import elastic, leading, rendezvous
+from harness.resilience import elastic, launch, leading, rendezvous
+from harness.resilience.hosts import HostDevices
+from harness.resilience.options import read_options
+from harness.resilience.script import Script
 from tests.unit.resilience.simulated import PlayedRanks, SimulatedRun
 
 Play = Callable[[PlayedRanks], None]
@@ -206,6 +213,40 @@ def test_when_the_store_is_lost_and_back_the_run_goes_on_from_its_checkpoint(tmp
     assert run.codes() == [0, 0]
     assert [host.ranks.number for host in hosts] == [1, 1]
     assert hosts[0].ranks.commands[0][1][-2:] == ["--resume_from_checkpoint", "auto"]
+
+
+def test_a_launch_whose_connection_to_its_own_store_breaks_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports: list[int] = []
+
+    def serve(endpoint: tuple[str, int], listener: socket.socket) -> dist.TCPStore:
+        ports.append(endpoint[1])
+        return real_serve(endpoint, listener)
+
+    def play(ranks: PlayedRanks) -> None:
+        if starts.count(ranks.records) == 0:
+            starts.append(ranks.records)
+            if len(starts) == 1:
+                break_connections(ports[0])
+        if len(starts) == 2:
+            ranks.succeed()
+
+    real_serve, starts = rendezvous.serve, []
+    monkeypatch.setattr(rendezvous, "serve", serve)
+    played = PlayedRanks(tmp_path, play)
+    control = SimpleNamespace(look=lambda: None, received=[])
+    options, host = read_options(["--max_restarts", "1", *KNOWN_ZERO]), HostDevices(name="localhost", devices=(0,))
+    assert launch._meet_and_run(options, host, Script(options.script), played, control) == 0
+    assert len(starts) == 2
+
+
+def break_connections(port: int) -> None:
+    """End this process's connections to a port, as the kernel does when a network is down for long."""
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as connection:
+            if connection.getpeername()[1] == port:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_the_wait_for_hosts_ends_at_last(

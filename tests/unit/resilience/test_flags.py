@@ -113,15 +113,15 @@ def test_flags_are_taken_out_with_their_values(words: list[str], flags: set[str]
 @pytest.mark.parametrize(
     ("words", "nodes"),
     [
-        ("", None),
+        ("", (1, 1)),
         ("--rdzv_endpoint a:1", (1, 1)),
         ("--nnodes 2 --rdzv_endpoint a:1", (2, 2)),
         ("--nnodes=2:4 --rdzv-endpoint a:1", (2, 4)),
         ("--nnodes 2 --rdzv_endpoint [fd00::1]:1 --max_restarts 1", (2, 2)),
-        ("--max_restarts 1", None),
+        ("--max_restarts 1", (1, 1)),
     ],
 )
-def test_hosts_that_meet_are_counted_as_by_torchrun(words: str, nodes: tuple[int, int] | None) -> None:
+def test_hosts_that_meet_are_counted_as_by_torchrun(words: str, nodes: tuple[int, int]) -> None:
     assert read_options([*words.split(), "train.py"]).nodes == nodes
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.resilience.cause import Cause
-from harness.resilience.judging import Device, History, Verdict, judge
+from harness.resilience.cause import Cause, Device
+from harness.resilience.judging import History, Verdict, judge
 
 
 class Run:
@@ -22,8 +24,7 @@ class Run:
     ) -> int | None:
         verdict, self.history = judge(
             self.history,
-            cause,
-            device,
+            cause and replace(cause, device=device),
             most=self.most,
             leaves_out=self.leaves_out,
             received=received,

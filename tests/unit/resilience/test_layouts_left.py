@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.resilience.cause import Ended, first_cause
+from harness.resilience.cause import first_cause
 from harness.resilience.on_host.processes import _descends
+from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import Position, read_failures, read_positions, succeeded
 from harness.resilience.script import Start, _flags, _smaller
 from harness.topology.layout import Layout
@@ -76,10 +77,11 @@ RANKS = st.lists(st.integers(0, 7), unique=True, min_size=1, max_size=5)
 @settings(max_examples=40)
 @given(RANKS, st.randoms(use_true_random=False))
 def test_the_cause_does_not_depend_on_the_order_of_the_ends(ranks: list[int], draw: random.Random) -> None:
-    ended = [Ended(rank=rank, host="a", code=-9 if rank % 2 else 1, time=float(rank)) for rank in ranks]
+    ended = [Exit(rank, -9 if rank % 2 else 1, float(rank)) for rank in ranks]
     shuffled = draw.sample(ended, len(ended))
-    first = first_cause([], ended, {}, oom_kills=0)
-    assert first == first_cause([], shuffled, {}, oom_kills=0)
+    positions = {rank: Position(rank=rank, host="a") for rank in ranks}
+    first = first_cause([], ended, positions, oom_kills=0)
+    assert first == first_cause([], shuffled, positions, oom_kills=0)
     killed = sorted(rank for rank in ranks if rank % 2)
     assert (
         first is not None and first.rank == (killed or sorted(ranks))[0]
@@ -96,8 +98,8 @@ def test_the_cause_does_not_depend_on_the_order_of_the_ends(ranks: list[int], dr
     ],
 )
 def test_a_kill_goes_before_what_was_recorded_about_it(killed_at: float, failed_at: float, rank: int) -> None:
-    killed = Ended(rank=1, host="a", code=-signal.SIGSEGV, time=killed_at)
-    found = first_cause([failure(0, time=failed_at)], [killed], {}, oom_kills=0)
+    killed = Exit(1, -signal.SIGSEGV, killed_at)
+    found = first_cause([failure(0, time=failed_at)], [killed], {1: Position(rank=1, host="a")}, oom_kills=0)
     assert found is not None and found.rank == rank
     if rank == 1:
         assert found.text == "rank 1 (a) was killed by SIGSEGV before the first step" and found.code == 1
@@ -116,7 +118,7 @@ def test_a_kill_goes_before_what_was_recorded_about_it(killed_at: float, failed_
 )
 def test_an_end_is_named(code: int, words: str) -> None:
     position = {0: Position(rank=0, host="b", stage=1, step=4, doing="saving")}
-    found = first_cause([], [Ended(rank=0, host="a", code=code, time=1.0)], position, oom_kills=0)
+    found = first_cause([], [Exit(0, code, 1.0)], position, oom_kills=0)
     assert found is not None and found.text == f"rank 0 (b, stage 1) {words} in step 4 (saving)"
     assert found.step == 4 and not found.is_final and found.code == (127 if code == 127 else 1)
 

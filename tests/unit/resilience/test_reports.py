@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import EXPECTED, SUCCESS, Position
-from harness.resilience.reports import DONE_S, TOLD_S, Exit, Report, cause_of, have_told, why_over
+from harness.resilience.reports import DONE_S, TOLD_S, Report, cause_of, have_told, why_over
 from harness.resilience.rounds import Team
 from tests.unit.resilience.simulated import write_failure
 from tests.unit.resilience.test_rounds import offer
@@ -43,7 +44,7 @@ def test_when_a_start_of_two_ranks_is_over(
     told_later: bool,
     tmp_path: Path,
 ) -> None:
-    exits: list[Exit] = [(rank, code, 1.0) for rank, code in codes.items()]
+    exits = [Exit(rank, code, 1.0) for rank, code in codes.items()]
     for rank, more in records.items():
         write_failure(tmp_path, rank, **more)
     assert why_over(tmp_path, exits, 2) == why
@@ -56,12 +57,12 @@ def test_when_a_start_of_two_ranks_is_over(
 def test_all_work_is_done_when_rank_0_says_so_and_a_host_without_ranks_ends_nothing(tmp_path: Path) -> None:
     assert why_over(tmp_path, [], 0) == "" and have_told(tmp_path, [], 0, "done", 0)
     (tmp_path / SUCCESS).write_text("{}")
-    assert why_over(tmp_path, [(0, 0, 1.0)], 2) == "done"
-    assert not have_told(tmp_path, [(0, 0, 1.0)], 2, "done", TOLD_S + 1)
+    assert why_over(tmp_path, [Exit(0, 0, 1.0)], 2) == "done"
+    assert not have_told(tmp_path, [Exit(0, 0, 1.0)], 2, "done", TOLD_S + 1)
 
 
-def report(folder: Path, *exits: Exit, received: tuple[int, ...] = ()) -> Report:
-    return pickle.loads(pickle.dumps(Report.of(folder, exits, 0.0, None, received)))
+def report(folder: Path, *exits: tuple[int, int, float], received: tuple[int, ...] = ()) -> Report:
+    return pickle.loads(pickle.dumps(Report.of(folder, [Exit(*each) for each in exits], 0.0, None, received)))
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.resilience.judging import Device
-from harness.resilience.rounds import Offer, Team, _used, free_port, team_of
+from harness.resilience.cause import Device
+from harness.resilience.rounds import Offer, Team, _used, team_of
 from harness.resilience.script import Script, Start
-from harness.topology.env import PORTS
 from harness.topology.layout import Layout
 
 KNOWN = ("scripts/train.py", "--deepspeed_config", "tensor_parallel", "--max_steps", "9")
@@ -88,7 +87,3 @@ def test_a_device_that_is_left_out_leaves_its_host_the_others() -> None:
 def test_devices_are_cut_to_what_the_start_needs(slots: list[int], start: Start, used: list[tuple[int, ...]]) -> None:
     offers = [offer(f"host-{number}", count, number) for number, count in enumerate(slots)]
     assert [each.devices for each in _used(offers, start)] == used
-
-
-def test_a_port_is_free_and_not_one_that_the_system_hands_out() -> None:
-    assert free_port() in PORTS

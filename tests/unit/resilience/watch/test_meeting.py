@@ -22,7 +22,7 @@ from harness.resilience.watch.watcher import SLOW_S, Limits, Watcher, _myself, _
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
-from harness.topology.processes import status_of
+from harness.topology.processes import is_stopped, status_of
 
 
 def named(name: str) -> list[threading.Thread]:
@@ -46,8 +46,8 @@ def test_a_process_that_no_launcher_started_is_its_only_rank() -> None:
 
 
 def test_only_a_process_in_state_t_is_stopped() -> None:
-    assert not meeting._is_stopped(os.getpid())
-    assert not meeting._is_stopped(2**22 + 1)  # there is none of that number
+    assert not is_stopped(os.getpid())
+    assert not is_stopped(2**22 + 1)  # there is none of that number
 
 
 @pytest.fixture
