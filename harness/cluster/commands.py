@@ -11,12 +11,11 @@ from pathlib import Path
 
 import yaml
 
+from harness.arguments.words import RESUME, value_of, with_resume
 from harness.cluster.job import Job
 from harness.cluster.kubernetes import job_set, train_job
 from harness.cluster.slurm import batch
 from harness.errors import UserError
-from harness.resilience.process.launcher import RESUME, with_resume
-from harness.resilience.script import value_of
 from harness.verb_parser import VerbParser, positive
 
 DESCRIPTION = """Writes the file by which a cluster runs a training script on its hosts, under `ds-harness launch`: a

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
-from harness.arguments import LoraArguments, TrainingArguments, expanded, parse
-from harness.arguments.configure import read_config, read_run_config
-from harness.arguments.themes.script import ScriptArguments
-from harness.checkpoint.atomic import replace_text
+from harness.arguments import TrainingArguments, expanded, parse
+from harness.arguments.fewer_ranks import KINDS, on_fewer_ranks
+from harness.arguments.words import RESUME, value_of, with_resume
 from harness.checkpoint.directories import MANIFEST, METRICS, numbered, set_aside
 from harness.checkpoint.integrity import newest_whole
 from harness.errors import UserError
-from harness.hf.locate import model_directory
-from harness.resilience.process.launcher import RESUME, with_resume
-from harness.topology.layout import Layout, divisors
+from harness.topology.layout import Layout
 
-ACCUMULATION = "gradient_accumulation_steps"
-KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
-CONFIG = "config-of-restart.json"  # in the output directory
 HANG_S = 30.0  # --hang_seconds of a script with arguments of its own
 
 
@@ -58,7 +50,7 @@ class Script:
         except (UserError, SystemExit):
             pass  # the ranks will report the error; or the script has arguments of its own
         else:
-            self.model, self.args = given[0].model, given[1]
+            self.args = given[1]
         self._earlier = _earlier_checkpoints(self._folder())
 
     @property
@@ -124,79 +116,10 @@ class Script:
         return newest is not None and _identity(newest) not in (self._earlier or ())
 
     def on_fewer(self, wanted: int, ranks: int) -> Start | None:
-        """Return the start on at most `ranks` ranks with the same global batch; None if no layout fits.
-
-        The tensor-parallel size is kept as long as possible, then the number of stages.
-        """
-        if self.args is None:
+        """Return the start on at most `ranks` ranks with the same global batch; None if no layout fits."""
+        if self.args is None or (found := on_fewer_ranks(self.plain, wanted, ranks)) is None:
             return None
-        try:
-            resolved = read_run_config(self.args, world_size=wanted, model=self._model()).resolved
-        except UserError:
-            return None
-        sizes = {name: getattr(resolved, name) for name in ("pp_size", "tp_size", "ep_size", "cp_size")}
-        whole = Layout.from_world(wanted, **sizes)
-        words = self._with_open_accumulation()
-        for layout in _smaller(whole, ranks):
-            flags = _flags(layout, whole, resolved.train_batch)
-            kept = without(words, set(flags))
-            other = Script((*kept, *(word for pair in flags.items() for word in pair)))
-            if other.accepts(layout):
-                return Start(words=other.words, ranks=layout.world_size, layout=layout)
-        return None
-
-    def _with_open_accumulation(self) -> list[str]:
-        """Return the words without gradient accumulation steps, which then follow from the global batch.
-
-        A config that states them is copied into the output directory, with "auto" in their place.
-        """
-        assert self.args is not None and self.output_dir is not None
-        words = without(self.plain, {"--gradient_accumulation_steps"})
-        config = read_config(self.args.deepspeed_config).data
-        if config.get(ACCUMULATION, "auto") == "auto":
-            return words
-        copy = self.output_dir / CONFIG
-        try:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(copy, json.dumps({**config, ACCUMULATION: "auto"}, indent=2) + "\n")
-        except OSError as error:
-            raise UserError(f"{copy}: cannot be written: {error.strerror}") from error
-        return [*without(words, {"--deepspeed_config"}), "--deepspeed_config", str(copy)]
-
-    def accepts(self, layout: Layout) -> bool:
-        """Whether the config passes the checks of a run in this layout."""
-        if self.args is None:
-            return False
-        try:
-            read_run_config(self.args, world_size=layout.world_size, model=self._model())
-        except UserError:
-            return False
-        return True
-
-    def _model(self) -> str:
-        return str(model_directory(self.model))
-
-
-def _smaller(whole: Layout, ranks: int) -> Iterator[Layout]:
-    """Yield the layouts for at most `ranks` ranks, the best one first."""
-    for tp_size, cp_size in product(reversed(divisors(whole.tp_size)), reversed(divisors(whole.cp_size))):
-        for pp_size in range(whole.pp_size, 0, -1):
-            for readers in range(min(ranks // (tp_size * pp_size * cp_size), whole.world_size), 0, -1):
-                dp_size = readers * cp_size
-                neighbours = max(size for size in divisors(dp_size) if size <= whole.ep_data_size)
-                ep_size = tp_size * neighbours if whole.ep_size > 1 else 1
-                yield Layout(pp_size=pp_size, tp_size=tp_size, dp_size=dp_size, ep_size=ep_size, cp_size=cp_size)
-
-
-def _flags(layout: Layout, whole: Layout, batch: int) -> dict[str, str]:
-    """Return the flags that set a layout in the place of the `whole` run's, and keep the batch."""
-    sizes = {"pipeline": layout.pp_size, "tensor": layout.tp_size}
-    if whole.ep_size > 1:
-        sizes["expert"] = layout.ep_size
-    if whole.cp_size > 1:
-        sizes["context"] = layout.cp_size
-    flags = {f"--{axis}_parallel_size": str(size) for axis, size in sizes.items()}
-    return {**flags, "--global_batch_size": str(batch)}
+        return Start(words=found[0], ranks=found[1].world_size, layout=found[1])
 
 
 def _earlier_checkpoints(folder: Path | None) -> frozenset[tuple[int, int]] | None:
@@ -211,25 +134,3 @@ def _identity(checkpoint: Path) -> tuple[int, int]:
         found = (checkpoint / MANIFEST).stat()
         return found.st_ino, found.st_mtime_ns
     return 0, 0
-
-
-def value_of(words: Sequence[str], flag: str) -> str | None:
-    """Return the last value of a flag among words; None without one."""
-    found = None
-    for word, following in zip(words, [*words[1:], None], strict=True):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            found = value if equals else following
-    return found
-
-
-def without(words: Sequence[str], flags: set[str]) -> list[str]:
-    """Return the words without these flags and their values."""
-    kept: list[str] = []
-    skips = False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if not skips and name not in flags:
-            kept.append(word)
-        skips = name in flags and not equals
-    return kept

@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from harness.arguments.words import without
 from harness.console import drop_output_without_reader, print_if_heard
 from harness.errors import UserError
 from harness.resilience.hosts import HostDevices, address_here, listen
 from harness.resilience.on_host.processes import become_subreaper, continue_without_parent
 from harness.resilience.options import HERE, QUIET, Options
-from harness.resilience.script import without
 from harness.topology.env import LOOPBACK, changed_environment, inherited
 from harness.topology.processes import is_stopped
 

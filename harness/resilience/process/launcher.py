@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.arguments.words import with_resume
 from harness.topology.processes import DEEPSPEED_LAUNCH, above, command_of, parent_of, wakes_of
 
 RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # names of the command that the user starts
 WRAPPER = ("ds-harness", "launch")  # may have started that command
 STARTED = "--started"  # of a launch that another one has started, on another host
-RESUME = "--resume_from_checkpoint"
 WAKES_EVERY_S = 0.06  # an interrupted `deepspeed` command sleeps at most 0.05 s at a time, for 0.25 s in all
 
 
@@ -98,17 +98,6 @@ class Launcher:
     def resume_command(self) -> str | None:
         """Return the command by which the user goes on from the newest checkpoint."""
         return None if self.command is None else shlex.join(with_resume(_as_typed(self.command)))
-
-
-def with_resume(words: Sequence[str]) -> list[str]:
-    """Return a command with `--resume_from_checkpoint auto` in the place of whatever it said about it."""
-    kept: list[str] = []
-    for word in words:
-        if kept and kept[-1] == RESUME:
-            kept.pop()
-        elif not word.startswith(f"{RESUME}="):
-            kept.append(word)
-    return [*kept, RESUME, "auto"]
 
 
 def _is_wrapper(words: Sequence[str]) -> bool:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from harness.cli import main
 from harness.errors import UserError
 from harness.resilience.options import USAGE, read_options
-from harness.resilience.script import without
 
 PLAIN = read_options(["train.py"])
 
@@ -93,21 +92,6 @@ def test_every_word_behind_the_script_is_the_scripts(own: list[list[str]], scrip
     assert options.script == ("train.py", *script)
     assert options.flags == tuple(flags)
     assert options.max_restarts == (2 if "--max_restarts" in flags else 0)
-
-
-@pytest.mark.parametrize(
-    ("words", "flags", "left"),
-    [
-        pytest.param([], {"--a"}, [], id="nothing"),
-        pytest.param(["--a", "1", "--b", "2"], {"--a"}, ["--b", "2"], id="a flag and its value"),
-        pytest.param(["--a=1", "x"], {"--a"}, ["x"], id="with an equals sign the next word stays"),
-        pytest.param(["--ab", "1"], {"--a"}, ["--ab", "1"], id="a longer name"),
-        pytest.param(["x", "--a"], {"--a"}, ["x"], id="a flag without a value at the end"),
-        pytest.param(["--a", "1", "--a", "2", "y"], {"--a"}, ["y"], id="twice"),
-    ],
-)
-def test_flags_are_taken_out_with_their_values(words: list[str], flags: set[str], left: list[str]) -> None:
-    assert without(words, flags) == left
 
 
 @pytest.mark.parametrize(
