@@ -15,11 +15,13 @@ from pathlib import Path
 from harness.errors import UserError
 from harness.resilience.options import HOSTFILE, Options
 from harness.topology.env import inherited
+from harness.topology.interfaces import address_towards, listen_at
 from harness.topology.placement import read_hostfile
 from harness.topology.slurm import Allocation, address_of
 
 LAUNCH = (sys.executable, "-P", "-m", "harness.cli", "launch")
 LOCALHOST = "localhost"
+BACKLOG = 2048  # hosts that connect at once
 DEVICES = "CUDA_VISIBLE_DEVICES"
 COUNT_DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
 # Prefixes of variables that the `deepspeed` command, too, passes to other hosts.
@@ -157,12 +159,9 @@ def _environment_files() -> dict[str, str]:
 
 
 def address_here(host: str, port: int = 1) -> str:
-    """Return the address of this host from which packets to another would leave; none are sent."""
+    """Return the address of this host from which packets to another would leave."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(address_of(host) or host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0].partition("%")[0])
+        return address_towards(address_of(host) or host, port)
     except OSError as error:
         raise UserError(f"{host}: no way leads there: {error.strerror or error}") from error
 
@@ -177,8 +176,7 @@ def listen(host: str, port: int, *, always: bool = False) -> socket.socket | Non
         UserError: no such host, or the port cannot be opened.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        listener = listen_at(host, port, BACKLOG)
     except socket.gaierror as error:
         if not always:
             return None  # the name may come with its host
@@ -186,6 +184,5 @@ def listen(host: str, port: int, *, always: bool = False) -> socket.socket | Non
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise UserError(f"{host}:{port}: cannot listen there: {os.strerror(error.errno or 0)}") from error
-    return socket.create_server(("", port), backlog=2048) if always else None
+        raise UserError(f"{host}:{port}: cannot listen there: {os.strerror(error.errno or 0)}") from error
+    return listener or (socket.create_server(("", port), backlog=BACKLOG) if always else None)

@@ -32,7 +32,7 @@ from harness.resilience.hosts import HostDevices, address_here, find_hosts, list
 from harness.resilience.on_host.keeper import GRACE_S, keep
 from harness.resilience.on_host.lines import LineReader
 from harness.resilience.on_host.processes import become_subreaper
-from harness.resilience.on_host.ranks import Command, Ranks
+from harness.resilience.on_host.ranks import Ranks
 from harness.resilience.options import QUIET, USAGE, Options, read_options
 from harness.resilience.process.signals import SIGNALS
 from harness.resilience.rounds import LOST, Offer
@@ -118,8 +118,14 @@ def run_agent(options: Options, host: HostDevices, script: Script, control: Cont
     keeper = keep(root)
     wants = options.max_restarts or len(host.devices) > 1
     preloads = bool(wants) and script.is_known and not (options.no_standby or options.no_python) and IS_LINUX
-    command = Command(str(Path.cwd()), host.environment(), stopped_s=script.hang_seconds)
-    ranks = Ranks(root, command, preloads=preloads, spared=[keeper.pid])
+    ranks = Ranks(
+        root,
+        str(Path.cwd()),
+        host.environment(),
+        stopped_s=script.hang_seconds,
+        preloads=preloads,
+        spared=[keeper.pid],
+    )
     try:
         return _meet_and_run(options, host, script, ranks, control)
     except StarterGone:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from harness.arguments.words import without
 from harness.console import drop_output_without_reader, print_if_heard
 from harness.errors import UserError
 from harness.resilience.hosts import HostDevices, address_here, listen
-from harness.resilience.on_host.processes import become_subreaper, continue_without_parent
+from harness.resilience.on_host.processes import become_subreaper, signal_when_parent_dies
 from harness.resilience.options import HERE, QUIET, Options
 from harness.topology.env import LOOPBACK, changed_environment, inherited
 from harness.topology.processes import is_stopped
@@ -42,7 +44,7 @@ class HostLaunch:
             stdin=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            preexec_fn=continue_without_parent,
+            preexec_fn=partial(signal_when_parent_dies, signal.SIGCONT),  # a stopped one could not clean up
         )
         assert self.process.stdin is not None
         self.send(json.dumps(host.environment()))

@@ -1,7 +1,8 @@
-"""Find the network interface that leads to rank 0's host, which gloo does not find by itself."""
+"""The addresses of this host: the interface that leads to rank 0's host, which gloo does not find by itself."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import socket
 import struct
@@ -15,15 +16,31 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def interface_to(host: str, port: int) -> str | None:
-    """Return the interface by which packets to a host would leave; None if unknown. No packet is sent."""
+    """Return the interface by which packets to a host would leave; None if unknown."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # on a UDP socket this only chooses the route
-            ours = probe.getsockname()[0].partition("%")[0]
+        ours = address_towards(host, port)
     except OSError:
         return None
     return next((name for name, found in _addresses() if found == ours), None)
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this host from which packets to another would leave; OSError without one. None are sent."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # on a UDP socket this only chooses the route
+        return str(probe.getsockname()[0].partition("%")[0])
+
+
+def listen_at(host: str, port: int, backlog: int) -> socket.socket | None:
+    """Listen at an address; None if it is not one of this host, as behind a load balancer. OSError if it is taken."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=backlog)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
 
 
 def require_interfaces(environ: Mapping[str, str]) -> None:

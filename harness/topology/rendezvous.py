@@ -4,7 +4,6 @@ By default torch's TCP store listens on every address of rank 0's host. Here ran
 address, and a single process opens no port at all. torchrun's agent has a store already, which is used as it is.
 """
 
-import errno
 import os
 import socket
 from dataclasses import replace
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
+from harness.topology.interfaces import listen_at
 from harness.topology.slurm import address_of
 
 
@@ -51,15 +51,11 @@ def _reachable(host: str) -> str:
 
 
 def _listen(env: LaunchEnv) -> socket.socket | None:
-    """Listen on the master's address; None if it is not an address of this host, as behind a load balancer."""
-    place = f"{env.master_addr}:{env.master_port}"
+    """Listen on the master's address; None if it is not an address of this host."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(env.master_addr, env.master_port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=max(env.world_size, 128))
+        return listen_at(env.master_addr, env.master_port, max(env.world_size, 128))
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            return None
         raise UserError(
-            f"rank 0 cannot listen on {place}: {os.strerror(error.errno or 0)}; "
+            f"rank 0 cannot listen on {env.master_addr}:{env.master_port}: {os.strerror(error.errno or 0)}; "
             "choose another port (`deepspeed --master_port`, or MASTER_PORT)"
         ) from error

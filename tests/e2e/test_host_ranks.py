@@ -15,7 +15,7 @@ import pytest
 from harness.resilience.on_host import processes
 from harness.resilience.on_host import ranks as module
 from harness.resilience.on_host.processes import become_subreaper
-from harness.resilience.on_host.ranks import Command, Ranks
+from harness.resilience.on_host.ranks import Ranks
 from harness.resilience.on_host.standby import TITLE, Standby
 from harness.topology.env import RECORDS
 from harness.topology.processes import children_of, command_of, status_of
@@ -45,8 +45,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(Standby.__init__, "__defaults__", (("colorsys",),))
 
     def ranks(*, preloads: bool = True, stopped_s: float = 1.0) -> Ranks:
-        command = Command(str(tmp_path), {"BOTH": "b"}, stopped_s=stopped_s)
-        made.append(Ranks(tmp_path / "records", command, preloads=preloads, spared=children_of(os.getpid())))
+        spared = children_of(os.getpid())
+        ours = {"stopped_s": stopped_s, "preloads": preloads, "spared": spared}
+        made.append(Ranks(tmp_path / "records", str(tmp_path), {"BOTH": "b"}, **ours))
         return made[-1]
 
     become_subreaper()

@@ -24,19 +24,9 @@ def become_subreaper() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process, stopped or not, when its parent dies."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def continue_without_parent() -> None:
-    """Have the kernel send SIGCONT to this process when its parent dies: a stopped one could not clean up."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+def signal_when_parent_dies(number: int) -> None:
+    """Have the kernel send this process a signal when its parent dies."""
+    _prctl(PR_SET_PDEATHSIG, number)
 
 
 def _prctl(option: int, value: int) -> None:

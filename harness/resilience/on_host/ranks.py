@@ -14,12 +14,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from harness.console import drop_output_without_reader, print_if_heard
-from harness.resilience.on_host.processes import end_with_parent, reap, sweep
+from harness.resilience.on_host.processes import reap, signal_when_parent_dies, sweep
 from harness.resilience.on_host.standby import DONE, Standby
 from harness.topology.env import RECORDS, inherited
 from harness.topology.processes import is_stopped
@@ -37,27 +37,15 @@ class Exit(NamedTuple):
     time: float
 
 
-@dataclass(frozen=True)
-class Command:
-    """How ranks are started.
-
-    Attributes:
-        folder: in which they run.
-        environment: added to that of this process.
-        stopped_s: time after which ranks that are all stopped are killed (0: never). If only some are, the others
-            notice.
-    """
-
-    folder: str
-    environment: Mapping[str, str]
-    stopped_s: float = 0.0
-
-
 class Ranks:
     """The ranks of this host, in one start after another.
 
     Args:
         root: folder of their records; each start has a folder in it, by which its processes are found.
+        folder: in which they run.
+        environment: added to that of this process.
+        stopped_s: time after which ranks that are all stopped are killed (0: never). If only some are, the others
+            notice.
         preloads: whether a process that has done the imports forks them.
         spared: processes of this one that are no ranks.
 
@@ -66,8 +54,18 @@ class Ranks:
         exits: of those that exited by themselves in this start.
     """
 
-    def __init__(self, root: Path, command: Command, *, preloads: bool, spared: Sequence[int] = ()) -> None:
-        self.root, self.command, self._preloads, self._spared = root, command, preloads, spared
+    def __init__(
+        self,
+        root: Path,
+        folder: str,
+        environment: Mapping[str, str],
+        *,
+        stopped_s: float,
+        preloads: bool,
+        spared: Sequence[int] = (),
+    ) -> None:
+        self.root, self._folder, self._environment = root, folder, environment
+        self._stopped_s, self._preloads, self._spared = stopped_s, preloads, spared
         self.alive: dict[int, int] = {}
         self.exits: list[Exit] = []
         self.records = root
@@ -151,7 +149,7 @@ class Ranks:
             self._drop_standby()
         if self._preloads and self._standby is None:
             with suppress(OSError):
-                self._standby = Standby(str(self.root), self.command.folder, self.command.environment)
+                self._standby = Standby(str(self.root), self._folder, self._environment)
 
     def _drop_standby(self) -> None:
         if self._standby is not None:
@@ -159,19 +157,18 @@ class Ranks:
             self._standby = None
 
     def _start(self, ranks: Sequence[tuple[int, list[str], dict[str, str]]]) -> None:
-        folder = self.command.folder
         for rank, words, environment in ranks:
             try:
                 process = subprocess.Popen(
                     words,
-                    cwd=folder,
-                    env={**inherited(), **self.command.environment, **environment},
+                    cwd=self._folder,
+                    env={**inherited(), **self._environment, **environment},
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
-                    preexec_fn=end_with_parent,
+                    preexec_fn=partial(signal_when_parent_dies, signal.SIGTERM),
                 )
             except OSError as error:
-                print_if_heard(f"error: cannot start {words[0]} in {folder}: {error.strerror}", sys.stderr)
+                print_if_heard(f"error: cannot start {words[0]} in {self._folder}: {error.strerror}", sys.stderr)
                 self._exited(rank, NOT_FOUND)
                 continue
             self._started.append(process)
@@ -204,7 +201,7 @@ class Ranks:
 
     def _end_stopped(self) -> None:
         """Kill the ranks of this host if all have been stopped for too long: none of them can watch the others."""
-        limit, now = self.command.stopped_s, time.monotonic()
+        limit, now = self._stopped_s, time.monotonic()
         ranks = self._processes()
         if not ranks or not all(map(is_stopped, ranks)) or now - self._looked > PAUSED_S:
             self._went_on = now

@@ -16,15 +16,17 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from harness.console import drop_output_without_reader
 from harness.resilience.on_host.lines import LineReader
-from harness.resilience.on_host.processes import die_with_parent, end_with_parent
+from harness.resilience.on_host.processes import signal_when_parent_dies
 from harness.topology.env import RECORDS, inherited, replace_environment
 from harness.topology.processes import present_as
 
@@ -71,7 +73,7 @@ class Standby:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=partial(signal_when_parent_dies, signal.SIGKILL),  # stopped or not
             pass_fds=(self._out,),
         )
         assert self.process.stdout is not None
@@ -140,7 +142,7 @@ def _fork_ranks(request: dict[str, object], environment: dict[str, str], answers
 
 def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, agent: int) -> None:
     """Run a Python command in this process as if the agent had started it. Does nothing if the agent is gone."""
-    end_with_parent()
+    signal_when_parent_dies(signal.SIGTERM)
     if os.getppid() != agent:
         return
     for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1)):
