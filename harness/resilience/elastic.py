@@ -1,13 +1,13 @@
-"""The agent of a host: torch's elastic agent meets the others and starts ranks; diagnosis and decisions are ours.
+"""The agent of a host: torch's elastic agent, with diagnosis and decisions of its own.
 
-The engine's loop is unchanged: meet, give each worker its rank, start, monitor, and meet again. In between the agents
-talk through the store of the rendezvous, under keys of the start's number:
+The engine's loop is unchanged: rendezvous, give each worker its rank, start the workers, monitor them, and begin again.
+In between the agents exchange messages in the store, under keys that begin with the number of the start:
 
-    plan, plan/NODE   what to start, and the ranks of a host; by the leader, in the store of the meeting
-    over              empty, then why the start is over: set by whoever sees it first
+    plan, plan/NODE   what to start, and the ranks of a host; written by the leader, in the store of this rendezvous
+    over              empty, then why the start is over; written by the first agent that sees it
     signal            "0", then a signal for the ranks of all hosts
     ended/I           how the ranks of the team's host I have ended
-    verdict           what follows; by the leader
+    verdict           what the agents do next; written by the leader
 """
 
 from __future__ import annotations
@@ -31,13 +31,22 @@ from harness.resilience.leading import ANSWER_S, HOSTS_S, LOOK_S, Leader
 from harness.resilience.on_host.ranks import Ranks
 from harness.resilience.options import Options
 from harness.resilience.process.records import read_positions
-from harness.resilience.rendezvous import AGAIN_S, LAST_CALL_S, PULSE_S, Pulse, meet, put, run_store, take
-from harness.resilience.reports import BY_SIGNAL, ENDS, Report, have_told, why_over
-from harness.resilience.rounds import LOST, Offer
+from harness.resilience.rendezvous import (
+    AGAIN_S,
+    HEARTBEAT_S,
+    LAST_CALL_S,
+    Heartbeat,
+    put,
+    rendezvous_of,
+    run_store,
+    take,
+)
+from harness.resilience.reports import BY_SIGNAL, ENDS, Report, have_reported, why_over
 from harness.resilience.script import Script
+from harness.resilience.team import LOST, Offer
 from harness.topology.env import free_port, inherited
 
-NEWS_S = 0.2  # interval of looks at the store
+NEWS_S = 0.2  # interval at which the store is read
 PLAN_S = 120.0  # a leader that plans no start within this time is lost
 LEAVE_S = 10.0  # an agent whose launch serves the store waits so long for the others to read the last verdict
 SIGNAL_S = 1.0  # Slurm and Kubernetes signal ranks and agent in no order: time for the agent to get its own
@@ -51,11 +60,11 @@ class Agent(LocalElasticAgent):
     """The agent of one host.
 
     Args:
-        name: of this agent, as `meet` takes it.
+        name: of this agent, as `rendezvous_of` takes it.
         store: of the agents.
-        look: looks at the ranks, and at what a launch on another host says; called several times a second.
+        look: checks the ranks and reads messages of the starter; called several times a second.
         received: signals to the launch.
-        history: of the run, as an earlier agent of this launch knew it.
+        history: of the run, as known to an earlier agent of this launch.
         serves: whether the store ends with this launch.
     """
 
@@ -76,8 +85,8 @@ class Agent(LocalElasticAgent):
         self.offer, self.options, self.ranks = offer, options, ranks
         self._look, self._received, self._serves = look, received, serves
         self.store = run_store(store, options.rdzv_id)
-        self.handler = meet(store, options.rdzv_id, options.nodes, name, self._wait_for_others)
-        self.pulse = Pulse(self.store, self.handler.node)
+        self.handler = rendezvous_of(store, options.rdzv_id, options.nodes, name, self._wait_for_others)
+        self.heartbeat = Heartbeat(self.store, self.handler.node)
         self.leader = Leader(
             len(offer.devices), options, script, self.store, self._sleep, received, history or History()
         )
@@ -162,7 +171,7 @@ class Agent(LocalElasticAgent):
         return [*python, script, *local, *arguments]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # noqa: ARG002
-        """Watch until the start is over, and follow the verdict: leave, or have the engine meet again."""
+        """Wait until the start is over, and do what the verdict says: leave, or let the engine begin again."""
         verdict = self._conclude(self._watch())
         self.ranks.end()
         if verdict.code is not None:
@@ -175,7 +184,7 @@ class Agent(LocalElasticAgent):
 
     def _watch(self) -> str:
         """Return why the start is over, once it is."""
-        begun = news = pulse = time.monotonic()
+        begun = news = checked = time.monotonic()
         while True:
             self._sleep(LOOK_S)
             if why := self._over_here():
@@ -193,8 +202,8 @@ class Agent(LocalElasticAgent):
             if number != "0" and not self._signalled and not self._received:
                 self._signalled = True
                 self.ranks.signal(int(number))
-            if self._leads and now - pulse > PULSE_S:
-                pulse = now
+            if self._leads and now - checked > HEARTBEAT_S:
+                checked = now
                 self._look_at_hosts(now - begun)
 
     def _look_at_hosts(self, waited: float) -> None:
@@ -203,7 +212,7 @@ class Agent(LocalElasticAgent):
         self.store.set("step", str(max((each.step for each in positions.values()), default=0)))
         waiting, nodes = self.handler.waiting(), [offer.node for offer in self.leader.team.offers]
         replaced = set(nodes) - set(self.handler.participants())  # by another launch of the same host
-        if lost := replaced | set(self.pulse.lost(nodes)):
+        if lost := replaced | set(self.heartbeat.lost(nodes)):
             self._tell_over(f"hosts {' '.join(sorted(lost))}")
             return
         if not self._plan["ranks"]:
@@ -222,7 +231,7 @@ class Agent(LocalElasticAgent):
             return ""
         self._finished = True
         ended = self.store.add(f"{self._number}/finished", self.ranks.count)
-        return "done" if ended == self._plan["ranks"] else ""  # else rank 0 may still be exporting the model
+        return "done" if ended == self._plan["ranks"] else ""  # else rank 0 may be exporting, on another host
 
     def _tell_over(self, why: str) -> None:
         self.store.compare_set(f"{self._number}/over", "", why)
@@ -231,7 +240,7 @@ class Agent(LocalElasticAgent):
         """Report how the ranks of this host ended; return the leader's verdict."""
         why, _, detail = over.partition(" ")
         ranks, seen, begun = self.ranks, time.time(), time.monotonic()
-        while not have_told(ranks.records, ranks.exits, ranks.count, why, time.monotonic() - begun):
+        while not have_reported(ranks.records, ranks.exits, ranks.count, why, time.monotonic() - begun):
             self._sleep(LOOK_S)
         if any(code in BY_SIGNAL for _, code, _ in ranks.exits):
             self._pause(SIGNAL_S)
@@ -245,17 +254,17 @@ class Agent(LocalElasticAgent):
         key, until = f"{self._number}/verdict", time.monotonic() + ENDS[why] + 2 * ANSWER_S
         while not self.store.check([key]):
             if time.monotonic() > until:
-                return Verdict()  # the leader is lost: the next one judges
+                return Verdict()  # the leader is lost: the next leader judges this start
             self._sleep(NEWS_S)
         verdict = take(self.store, key, Verdict)
         for line in () if self.options.started else verdict.lines:
             self.leader.say(line)
         if self.handler.node in self.leader.history.gone and verdict.code is None and not self._received:
-            raise Left(LOST)  # the others have taken this host for lost
+            raise Left(LOST)  # the others have counted this host as lost
         return verdict
 
     def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
-        """Return a bare event, which nobody reads: torch's asks the network for this host's full name each time."""
+        """Return an empty event. Nobody reads it, and torch's own asks a name server for this host each time."""
         return Event(state, source)
 
     def run(self, role: str = "rank") -> RunResult:
@@ -264,10 +273,10 @@ class Agent(LocalElasticAgent):
             result: RunResult = super().run(role)
             return result
         finally:
-            self.pulse.close()
+            self.heartbeat.close()
 
     def _wait_for_others(self) -> None:
-        """Do what must be done while this agent waits to take part: the rendezvous calls it before each look."""
+        """Handle signals, lost hosts and the end of the run while the rendezvous waits, which calls this often."""
         if not self._joins:
             return
         self._tick()
@@ -283,15 +292,15 @@ class Agent(LocalElasticAgent):
             )
             self._leave(1)
         gone = set(history.gone)
-        if history.start >= 0 and time.monotonic() - self._joins_since > AGAIN_S:  # each agent asks for all others
-            gone |= set(self.pulse.lost(here))
+        if history.start >= 0 and time.monotonic() - self._joins_since > AGAIN_S:  # every agent checks all others
+            gone |= set(self.heartbeat.lost(here))
         holder.gone = frozenset(gone)
         holder.last_call = AGAIN_S if history.start >= 0 else LAST_CALL_S
         if self.store.check(["expected"]):
             holder.expected = int(self.store.get("expected"))
 
     def _leave(self, code: int) -> None:
-        """Leave with an exit code; wait for the others to read the verdict if the store ends with this launch."""
+        """Leave with an exit code. If the store ends with this launch, first let the others read the verdict."""
         count, until = self.store.add("left", 1), time.monotonic() + LEAVE_S
         while self._serves and count < self._hosts and time.monotonic() < until:
             self._sleep(LOOK_S)
@@ -299,7 +308,7 @@ class Agent(LocalElasticAgent):
         raise Left(code)
 
     def _await(self, store: dist.Store, keys: list[str]) -> None:
-        """Wait for keys; Left(LOST) without them: whoever should set them is lost."""
+        """Wait for keys. Raises Left(LOST) if they do not come: the agent that should set them is lost."""
         until = time.monotonic() + PLAN_S
         while not store.check(keys):
             if self.store.check(["end"]):
@@ -318,7 +327,7 @@ class Agent(LocalElasticAgent):
         self._tick()
 
     def _tick(self) -> None:
-        """Let signals and the launch through, and look at the ranks."""
+        """Check the ranks and the starter's messages, and pass signals on."""
         self._look()
         for number in self._received[self._passed :]:
             self.ranks.signal(number)

@@ -163,7 +163,7 @@ def address_here(host: str, port: int = 1) -> str:
     try:
         return address_towards(address_of(host) or host, port)
     except OSError as error:
-        raise UserError(f"{host}: no way leads there: {error.strerror or error}") from error
+        raise UserError(f"{host}: cannot be reached: {error.strerror or error}") from error
 
 
 def listen(host: str, port: int, *, always: bool = False) -> socket.socket | None:

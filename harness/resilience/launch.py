@@ -35,14 +35,14 @@ from harness.resilience.on_host.processes import become_subreaper
 from harness.resilience.on_host.ranks import Ranks
 from harness.resilience.options import QUIET, USAGE, Options, read_options
 from harness.resilience.process.signals import SIGNALS
-from harness.resilience.rounds import LOST, Offer
 from harness.resilience.script import Script
 from harness.resilience.starter import Starter
+from harness.resilience.team import LOST, Offer
 from harness.topology.env import LOOPBACK, changed_environment, inherited, replace_environment
 from harness.topology.processes import wait_readable
 
-SILENT_S = 60.0  # a starter on another host that sends nothing for so long is taken for gone
-IS_LINUX = sys.platform == "linux"  # elsewhere there are no subreapers, which a process that stands by needs
+SILENT_S = 60.0  # a starter on another host that sends nothing for so long counts as gone
+IS_LINUX = sys.platform == "linux"  # a standby process needs a subreaper, which other systems lack
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -72,7 +72,7 @@ class StarterGone(Exception):
 class Control:
     """Signals to this launch: from the system, and from the launch on another host that has started it.
 
-    That one sends lines: variables for this process, then numbers of signals; 0 only shows that it is alive.
+    The starter sends lines: first variables for this process, then numbers of signals; 0 only shows that it is alive.
 
     Attributes:
         received: the signals so far.
@@ -95,7 +95,7 @@ class Control:
                 raise UserError("the launch that has started this one is gone")
 
     def look(self) -> None:
-        """Read what the starter says. Raises StarterGone."""
+        """Read messages of the starter. Raises StarterGone."""
         if self._input is None:
             return
         for line in self._input.read():
@@ -116,8 +116,8 @@ def run_agent(options: Options, host: HostDevices, script: Script, control: Cont
         where = tempfile.gettempdir()
         raise UserError(f"{where}: no folder can be made for what ranks record: {error.strerror}") from error
     keeper = keep(root)
-    wants = options.max_restarts or len(host.devices) > 1
-    preloads = bool(wants) and script.is_known and not (options.no_standby or options.no_python) and IS_LINUX
+    saves_time = options.max_restarts or len(host.devices) > 1
+    preloads = bool(saves_time) and script.is_known and not (options.no_standby or options.no_python) and IS_LINUX
     ranks = Ranks(
         root,
         str(Path.cwd()),
@@ -143,14 +143,14 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
     endpoint, listener = _endpoint(options)
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see `rendezvous`
     replace_environment({**inherited(), **own_store})
-    # A launch that a starter has started again takes the place of the one before.
+    # The number of this launch in the rendezvous. One that a starter has started again replaces the one before.
     launched = options.node_rank if options.started else int.from_bytes(os.urandom(4), "big") | 1 << 31
     assert launched is not None
     with changed_environment({**QUIET, **inherited(*QUIET)}):  # for this process alone
         from torch.distributed.elastic.rendezvous import RendezvousError
 
         from harness.resilience.elastic import Agent
-        from harness.resilience.rendezvous import connect, give_up_when_unheard, serve
+        from harness.resilience.rendezvous import break_silent_connections, connect, serve
 
     def look() -> None:
         control.look()
@@ -166,13 +166,13 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
     for incarnation in itertools.count(int(time.time())):
         try:
             store = connect(reached, wait)
-            offer = _offer(options, host, endpoint)  # a name is known once it is reached
+            offer = _offer(options, host, endpoint)  # only now: before, the endpoint's name may be unknown
             name = (offer.address, launched, incarnation)
             agent = Agent(
                 offer, name, options, script, ranks, store, look, control.received, history, serves=server is not None
             )
-            if server is None:  # a store in this process is there, even while the network is not
-                give_up_when_unheard(endpoint[1])
+            if server is None:  # a store in this process stays, also while the network is down
+                break_silent_connections(endpoint[1])
             try:
                 agent.run()
             finally:
@@ -202,7 +202,7 @@ def _offer(options: Options, host: HostDevices, endpoint: tuple[str, int]) -> Of
 def _address(endpoint: tuple[str, int], *, alone: bool) -> str:
     """Return where other hosts reach this one.
 
-    That is the endpoint's own name where it is this host's, and stands for the loopback here alone.
+    If this host is the endpoint but finds itself by the loopback, that is the endpoint's name.
     """
     found = address_here(*endpoint)
     return endpoint[0] if found.startswith("127.") and not alone else found

@@ -1,8 +1,8 @@
 """What the leader of a run does for all hosts: it plans each start, and judges it when it is over.
 
-In the engine each agent restarts by itself, at once and a number of times, whatever has happened.
-The agent that the rendezvous numbers 0 leads. What must outlive it is in the store, where the next leader finds it: the
-history of the run, and the team of the start that nobody has judged yet.
+In the engine each agent restarts by itself: at once, up to a number of times, whatever the cause. Here the agent with
+number 0 in the rendezvous is the leader. What must outlive it is in the store, where the next leader finds it: the
+history of the run, and the team of a start that has not been judged.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from harness.resilience.judging import History, Verdict, judge
 from harness.resilience.options import Options
 from harness.resilience.rendezvous import put, take
 from harness.resilience.reports import Report, cause_of
-from harness.resilience.rounds import Offer, Team, team_of
 from harness.resilience.script import Script
+from harness.resilience.team import Offer, Team, team_of
 from harness.topology.env import LOOPBACK
 
 ANSWER_S = 10.0  # an agent that does not report how its ranks ended within this time is lost
@@ -40,9 +40,9 @@ class Leader:
     Args:
         devices: number of those of this host.
         store: of the agents.
-        sleep: waits for some seconds, and lets signals and the launch through meanwhile.
+        sleep: waits for some seconds, and handles signals and messages of the starter meanwhile.
         received: signals to the launch of this agent.
-        history: as the agent before this one of the same launch knew it.
+        history: as known to an earlier agent of the same launch.
 
     Attributes:
         team: the hosts of the current start.
@@ -66,14 +66,14 @@ class Leader:
         self.team = Team(offers=())
         self.grows = False
         self.known = history
-        self._waits_since = 0.0  # when too few hosts were there for the first time; 0: they suffice
+        self._waits_since = 0.0  # since when there are too few hosts; 0 if there are enough
         least, most = options.nodes
         self._may_wait = least < most or bool(options.max_restarts)
         self._fewest = options.min_ranks or (1 if self._may_wait else self._wanted)
 
     @property
     def history(self) -> History:
-        """The history of the run, as the store has it: another agent may have led. As this agent knows it if not."""
+        """The history of the run: from the store, as another agent may have been the leader; else as known here."""
         if self.store.check(["history"]):
             self.known = take(self.store, "history", History)
         return self.known
@@ -120,13 +120,13 @@ class Leader:
         put(self.store, f"{number}/team", team)
         self._write(replace(history, start=number, is_open=start is not None, gone=()))
         for index, offer in enumerate(team.offers):
-            part = {"index": index, "first": team.first_rank(index), "devices": offer.devices}
-            put(meeting, f"plan/{offer.node}", part)
+            of_host = {"index": index, "first": team.first_rank(index), "devices": offer.devices}
+            put(meeting, f"plan/{offer.node}", of_host)
         put(meeting, "plan", plan)
         return None
 
     def _problem(self, team: Team) -> Verdict | None:
-        """Say that no layout fits, and whether further hosts are waited for; return a verdict if they are not."""
+        """Print that no layout fits, and wait for further hosts if they may come; return a verdict if not."""
         missing = self.store.get("missing").decode() if self.store.check(["missing"]) else ""
         if team.start is not None:
             self._waits_since = 0.0
@@ -157,7 +157,7 @@ class Leader:
 
         Args:
             lost: agents that will not report.
-            text: what an agent itself could not do; empty if it was a rank that failed.
+            text: error of an agent itself; empty if a rank has failed.
         """
         return self._judge(self.team, self.history, lost, text, seconds)
 
@@ -213,7 +213,7 @@ class Leader:
         return reports
 
     def _can_spare(self, team: Team, leaving: set[str]) -> bool:
-        """Whether the run goes on without these agents: there are enough others, and the store stays."""
+        """Whether the run can go on without these agents: enough are left, and none of these serves the store."""
         left = [offer.node for offer in team.offers if offer.node not in leaving]
         server = self.store.get("server").decode() if self.store.check(["server"]) else ""
         least, most = self.options.nodes

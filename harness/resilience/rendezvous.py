@@ -1,11 +1,11 @@
-"""The c10d rendezvous of torch.distributed.elastic, with other judgements of who is dead and who is still to come.
+"""The c10d rendezvous of torch.distributed.elastic, with its own rules for which agents are lost and how long to wait.
 
-torch compares times that different hosts have written with its own clock: hosts whose clocks differ by 15 seconds never
-meet. And each of N agents sends a heartbeat through the state of all N. Here an agent counts in a key of its own, and
-others see on their own clock when it last counted. Only the leader looks at all of them while ranks run.
+torch compares times that other hosts have written with its own clock, so hosts whose clocks differ by 15 seconds never
+meet; and each of N agents writes its heartbeat into the state of all N. Here each agent increases a counter in a key of
+its own, and others see by their own clock when it last changed. While ranks run, only the leader reads the counters.
 
-A start's ranks meet in a store of their own. torch 2.13 serves them the store of the agents, where the addresses of the
-start before are left: gloo connects to a rank that is gone ("connection refused"), or waits for it.
+The ranks of each start meet in a store of their own. torch 2.13 gives them the store of the agents, which still has the
+addresses of the last start's ranks: gloo connects to a rank that is gone ("connection refused"), or waits for it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from harness.console import print_if_heard
 from harness.topology.env import LOOPBACK
 
 T = TypeVar("T")
-PULSE_S = 2.0
-LOST_S = 20.0  # an agent whose count has stood still for so long is lost; packet loss alone delays it by some seconds
+HEARTBEAT_S = 2.0
+LOST_S = 20.0  # an agent whose counter has not changed for so long is lost; packet loss can delay it by seconds
 LAST_CALL_S = 30.0  # wait for further hosts before the first start
 AGAIN_S = 5.0  # the same before later ones: hosts that are there come at once
 JOIN_S = 10 * 365 * 86400.0  # torch's limit for the wait for hosts; the agent has limits of its own
 TRY_S = 10.0  # one attempt to reach the store
-TELL_S = 20.0  # until it is said what is waited for
-FIND_S = 600.0  # wait for somebody to serve it
-ANSWER_S = 60.0  # of the store
-UNHEARD_S = 30  # a connection to it on which nothing is acknowledged for so long is given up
+TELL_S = 20.0  # after so long the user is told what the launch waits for
+FIND_S = 600.0  # longest wait for a host that serves the store
+ANSWER_S = 60.0  # timeout of a request to the store
+UNACKNOWLEDGED_S = 30  # a connection to the store on which nothing is acknowledged for so long is closed
 
 
 def serve(endpoint: tuple[str, int], listener: socket.socket) -> dist.TCPStore:
@@ -83,8 +83,8 @@ def take(store: dist.Store, key: str, kind: type[T]) -> T:
 def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:
     """Return a connection to the store, as soon as somebody serves it; call `look` meanwhile, which may raise.
 
-    Threads try: an attempt waits for ever where another program accepts it and says nothing. Raises SystemExit if
-    nobody serves the store within FIND_S.
+    Each attempt has a thread, because it blocks for ever if another program accepts the connection and does not answer.
+    Raises SystemExit if nobody serves the store within FIND_S.
     """
     begun, tried, told = time.monotonic(), -math.inf, False
     found: list[dist.Store] = []
@@ -118,10 +118,11 @@ def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:
             time.sleep(0.2)
 
 
-def give_up_when_unheard(port: int) -> None:
-    """Have the kernel break this process's connections to a port on which the other side is silent.
+def break_silent_connections(port: int) -> None:
+    """Have the kernel close this process's connections to a port if the other side acknowledges nothing.
 
-    A store on a host that is gone would block a call for as long as TCP tries, a quarter of an hour.
+    Otherwise a request to the store of a host that is gone would block until TCP gives up, after a quarter of an hour.
+    torch has no option for this, so the sockets are found in /proc.
     """
     folder = Path("/proc/self/fd")
     sockets = [each for each in folder.iterdir() if _link(each).startswith("socket:")] if folder.is_dir() else []
@@ -132,7 +133,7 @@ def give_up_when_unheard(port: int) -> None:
                 for option, value in (
                     (socket.TCP_KEEPIDLE, 5),
                     (socket.TCP_KEEPINTVL, 5),
-                    (socket.TCP_USER_TIMEOUT, UNHEARD_S * 1000),
+                    (socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_S * 1000),
                 ):
                     connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
@@ -144,8 +145,8 @@ def _link(path: Path) -> str:
         return ""
 
 
-class Pulse:
-    """The counts by which agents see each other live: a thread counts for this one.
+class Heartbeat:
+    """The counters by which agents see that the others are alive. A thread increases that of this agent.
 
     Args:
         store: of the agents; the thread opens a connection of its own.
@@ -156,40 +157,41 @@ class Pulse:
         self._store, self._node = store, node
         self._seen: dict[str, tuple[bytes, float]] = {}
         self._open = True
-        own.add(_pulse(node), 1)
-        threading.Thread(target=self._beat, args=(own,), name="pulse", daemon=True).start()
+        own.add(_heartbeat_key(node), 1)
+        threading.Thread(target=self._beat, args=(own,), name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """Stop counting."""
+        """Stop increasing the counter."""
         self._open = False
 
     def lost(self, nodes: Sequence[str]) -> list[str]:
-        """Return which of these agents have not counted for LOST_S. To be asked every few seconds."""
+        """Return the agents whose counters have not changed for LOST_S. Call it every few seconds."""
         others = [node for node in nodes if node != self._node]
         now = time.monotonic()
-        for node, count in zip(others, self._store.multi_get(list(map(_pulse, others))) if others else [], strict=True):
+        counts = self._store.multi_get([_heartbeat_key(node) for node in others]) if others else []
+        for node, count in zip(others, counts, strict=True):
             if self._seen.get(node, (b"", 0.0))[0] != count:
                 self._seen[node] = count, now
         return [node for node in others if now - self._seen[node][1] > LOST_S]
 
     def _beat(self, store: dist.Store) -> None:
         while self._open:
-            time.sleep(PULSE_S)
-            with suppress(RuntimeError):  # the store is gone for now: whoever needs it will say so
-                store.add(_pulse(self._node), 1)
+            time.sleep(HEARTBEAT_S)
+            with suppress(RuntimeError):  # the store does not answer: the agent itself will notice
+                store.add(_heartbeat_key(self._node), 1)
 
 
-def _pulse(node: str) -> str:
-    return f"pulse/{node}"
+def _heartbeat_key(node: str) -> str:
+    return f"heartbeat/{node}"
 
 
 class StateHolder(_BackendRendezvousStateHolder):
-    """The state of the rendezvous, without those who are gone.
+    """The state of the rendezvous, without agents that are gone.
 
     Attributes:
         gone: names of agents to leave out.
-        expected: number of hosts that are worth waiting for.
-        last_call: seconds without a newcomer after which the hosts that are there start.
+        expected: number of hosts to wait for.
+        last_call: seconds without a new host after which those that are there start.
     """
 
     def __init__(
@@ -203,7 +205,11 @@ class StateHolder(_BackendRendezvousStateHolder):
         self._came: tuple[frozenset[_NodeDesc], float] = (frozenset(), 0.0)
 
     def sync(self) -> bool | None:
-        """Read or write the state; end the wait for newcomers when it has been long enough."""
+        """Read or write the state; end the wait for further hosts when it has been long enough.
+
+        torch's own deadline is a time by the clock of one host, which others compare with theirs. So the deadline
+        written here is either far in the past or far in the future.
+        """
         self._tick()
         has_set: bool | None = super().sync()
         state = self.state
@@ -217,7 +223,7 @@ class StateHolder(_BackendRendezvousStateHolder):
         return has_set
 
     def _sanitize(self) -> None:
-        """Remove agents that are gone, and earlier ones of the launches whose agents are here."""
+        """Remove agents that are gone, and earlier agents of a launch that has a newer one."""
         state = self._state
         everyone = {*state.participants, *state.wait_list, *state.redundancy_list, self._node}
         latest: dict[int, int] = {}
@@ -246,7 +252,7 @@ class Rendezvous(DynamicRendezvousHandler):
         return False
 
     def _start_heartbeats(self) -> None:
-        """Do nothing: see `Pulse`."""
+        """Do nothing: `Heartbeat` replaces torch's heartbeats."""
 
     def participants(self) -> list[str]:
         """Return the names of the agents that take part."""
@@ -258,7 +264,7 @@ class Rendezvous(DynamicRendezvousHandler):
         return len(self.holder.state.wait_list)
 
 
-def meet(
+def rendezvous_of(
     store: dist.Store,
     run_id: str,
     nodes: tuple[int, int],
@@ -269,7 +275,7 @@ def meet(
 
     Args:
         nodes: least and largest number of agents.
-        name: address of this host, a number that its launches have alone, and a number that grows with each agent.
+        name: address of this host, a number for its launch, and a number that grows with each agent of the launch.
         tick: called at least every few seconds while this agent waits for others.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)

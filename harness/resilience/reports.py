@@ -18,11 +18,11 @@ from harness.resilience.process.records import (
     succeeded,
 )
 from harness.resilience.process.signals import SIGNALS
-from harness.resilience.rounds import Team
+from harness.resilience.team import Team
 
-TOLD_S = 2.0  # after a failure: time for the other ranks to record why they fail
+REPORT_S = 2.0  # after a failure: time for the other ranks to record why they fail
 DONE_S = 60.0  # after a stop by a signal, or success: time for the other ranks to exit
-ENDS = {"fault": TOLD_S, "stop": DONE_S, "done": DONE_S, "hosts": TOLD_S}
+ENDS = {"fault": REPORT_S, "stop": DONE_S, "done": DONE_S, "hosts": REPORT_S}
 """Why a start is over, and how long ranks that are left may take."""
 BY_SIGNAL = {code for number in SIGNALS for code in (128 + number, -number)}
 """Exit codes of ranks that a signal has ended."""
@@ -84,14 +84,14 @@ def why_over(records: Path, exits: Sequence[Exit], count: int) -> str:
     return "finished" if len(exits) == count else ""
 
 
-def have_told(records: Path, exits: Sequence[Exit], count: int, why: str, waited: float) -> bool:
-    """Whether the ranks of a host have ended or said why they fail, or have had the time to, `waited` seconds."""
+def have_reported(records: Path, exits: Sequence[Exit], count: int, why: str, waited: float) -> bool:
+    """Whether all ranks of a host have ended or recorded why they fail, or `waited` seconds were enough for that."""
     failures = read_failures(records) if count else []
     wrong = [failure for failure in failures if failure.error != STOPPED]
     told = {rank for rank, _, _ in exits} | {failure.rank for failure in wrong}
     if len(told) == count and not any(failure.is_user_error for failure in wrong if len(exits) < count):
         return True
-    return waited > (TOLD_S if _is_bad(failures, exits) else ENDS[why])
+    return waited > (REPORT_S if _is_bad(failures, exits) else ENDS[why])
 
 
 def _is_bad(failures: Sequence[Failure], exits: Sequence[Exit]) -> bool:
@@ -107,8 +107,8 @@ def cause_of(team: Team, reports: Mapping[int, Report], lost: set[str], text: st
     Args:
         reports: of the hosts, by their place in the team.
         lost: agents that have not reported.
-        text: what the agent itself could not do; empty if it was a rank that failed.
-        last_step: the last step that any agent has told the others.
+        text: error of an agent itself; empty if a rank has failed.
+        last_step: the last step in the store, for hosts that do not report.
     """
     exits = [each for report in reports.values() for each in report.exits]
     successes = [report.success for report in reports.values()]
@@ -121,7 +121,7 @@ def cause_of(team: Team, reports: Mapping[int, Report], lost: set[str], text: st
     if text:
         return Cause(text=text, step=step, may_pass=True)
     names = ", ".join(offer.host for offer in team.offers if offer.node in lost)
-    if names:  # what other ranks say of their lost peers is a consequence
+    if names:  # other ranks only record that they have lost these peers
         missed = {failure.rank for failure in failures if failure.is_lost_peer}
         failures = [failure for failure in failures if failure.rank not in missed]
         exits = [each for each in exits if each.rank not in missed]
@@ -135,5 +135,5 @@ def cause_of(team: Team, reports: Mapping[int, Report], lost: set[str], text: st
 
 
 def _follows_from_loss(cause: Cause) -> bool:
-    """Whether a rank that ended by SIGTERM has only followed its agent."""
+    """Whether a rank was only ended by SIGTERM, which the kernel sends it when its agent dies."""
     return cause.code == 128 + signal.SIGTERM

@@ -24,12 +24,12 @@ from harness.resilience.options import HERE, QUIET, Options
 from harness.topology.env import LOOPBACK, changed_environment, inherited
 from harness.topology.processes import is_stopped
 
-STOPPED_S = 10.0  # a launch on this host that is stopped for so long is replaced
+STOPPED_S = 10.0  # a launch on this host that is stopped (SIGSTOP) for so long is replaced
 HOST_RETRY_S = 30.0  # interval of attempts to reach missing hosts
 END_S = 20.0  # after the end of the run: time for all launches to exit
 PING_S = 1.0
 LOOK_S = 0.1
-OWN_ERRORS = (1, 2)  # exit codes of a launch that the user must mend
+OWN_ERRORS = (1, 2)  # exit codes of a launch for errors that the user must fix
 
 
 class HostLaunch:
@@ -38,7 +38,7 @@ class HostLaunch:
     def __init__(self, host: HostDevices, words: Sequence[str], ssh_port: int | None) -> None:
         drop_output_without_reader()  # ranks inherit these streams
         self.host, self.begun = host, time.monotonic()
-        self._ran = time.monotonic()
+        self._ran = time.monotonic()  # when it was last seen not stopped
         self.process = subprocess.Popen(
             host.command(words, ssh_port),
             stdin=subprocess.PIPE,
@@ -88,7 +88,7 @@ class Starter:
         self._address = LOOPBACK
         for host in hosts:
             if not host.is_here and self._address == LOOPBACK:
-                with suppress(UserError):  # a host that is not there now
+                with suppress(UserError):  # a host that cannot be reached now
                     found = address_here(host.name)
                     self._address = LOOPBACK if found.startswith("127.") else found
         listener = listen(self._address, 0)
@@ -153,7 +153,7 @@ class Starter:
             each.send(str(number))
 
     def _lose(self, index: int, launch: HostLaunch) -> int | None:
-        """Take note that a launch has ended; return the exit code if the run ends by that."""
+        """Handle the end of a launch: try its host again later, or return the exit code if the run is over."""
         code = launch.end()
         del self.launches[index]
         if self.store.check(["end"]):

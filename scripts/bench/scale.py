@@ -46,8 +46,8 @@ from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import Position
 from harness.resilience.rendezvous import JOIN_S, StateHolder
 from harness.resilience.reports import Report, cause_of
-from harness.resilience.rounds import Offer, team_of
 from harness.resilience.script import Script
+from harness.resilience.team import Offer, team_of
 from harness.resilience.watch import hosts as watching
 from harness.topology import agreement
 from harness.topology.groups import build_groups

@@ -16,7 +16,7 @@ from pathlib import Path
 from harness.topology.env import RECORDS
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
-SWEEP_S = 30.0  # a process that waits for a dead disk cannot be killed
+SWEEP_S = 30.0  # a process that waits for a disk that does not answer cannot be killed
 
 
 def become_subreaper() -> None:

@@ -1,7 +1,7 @@
 """The ranks of one host: started, signalled, seen to end, and ended, with all that they have left behind.
 
-The engine's own processes do not serve: with the first rank that fails it ends the others, before they have said why,
-keeps that one's end alone, and takes the launch's signal handlers.
+The engine's own processes do not serve: when the first rank fails, it ends the others before they have recorded why,
+keeps only that one's exit code, and replaces the signal handlers of the launch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ranks:
         stopped_s: time after which ranks that are all stopped are killed (0: never). If only some are, the others
             notice.
         preloads: whether a process that has done the imports forks them.
-        spared: processes of this one that are no ranks.
+        spared: other processes that this one has started, which `end` must leave alone.
 
     Attributes:
         alive: the rank of each process.

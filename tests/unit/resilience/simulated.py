@@ -20,8 +20,8 @@ from harness.resilience.on_host.ranks import Exit
 from harness.resilience.options import read_options
 from harness.resilience.process.records import EXPECTED, SUCCESS, Failure, Position
 from harness.resilience.rendezvous import connect, serve
-from harness.resilience.rounds import LOST, Offer
 from harness.resilience.script import Script
+from harness.resilience.team import LOST, Offer
 
 KNOWN = ("scripts/train.py", "--deepspeed_config", "tensor_parallel", "--max_steps", "9")
 
@@ -115,7 +115,7 @@ class Host:
     def _look(self) -> None:
         if self.is_killed:
             if self.agent is not None:
-                self.agent.pulse.close()
+                self.agent.heartbeat.close()
             raise SystemExit(-9)
         self.ranks.look()
 

@@ -33,9 +33,9 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds instead of minutes until a host counts as lost."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for module, name, seconds in (
-        (rendezvous, "PULSE_S", 0.1),
+        (rendezvous, "HEARTBEAT_S", 0.1),
         (rendezvous, "LOST_S", 0.7),
-        (elastic, "PULSE_S", 0.1),
+        (elastic, "HEARTBEAT_S", 0.1),
         (elastic, "LAST_CALL_S", 0.5),
         (elastic, "AGAIN_S", 0.3),
         (elastic, "ANSWER_S", 0.7),

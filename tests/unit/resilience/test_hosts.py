@@ -160,7 +160,7 @@ def test_another_host_gets_the_variables_that_deepspeed_hands_on(
 def test_the_address_of_this_host_is_the_one_that_others_reach() -> None:
     assert address_here("127.0.0.1") == "127.0.0.1" and address_here("localhost") == "127.0.0.1"
     assert address_here("::1").startswith("::1")
-    with pytest.raises(UserError, match=r"no-such-host\.invalid: no way leads there"):
+    with pytest.raises(UserError, match=r"no-such-host\.invalid: cannot be reached"):
         address_here("no-such-host.invalid")
 
 

@@ -12,12 +12,12 @@ import pytest
 
 from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import EXPECTED, SUCCESS, Position
-from harness.resilience.reports import DONE_S, TOLD_S, Report, cause_of, have_told, why_over
-from harness.resilience.rounds import Team
+from harness.resilience.reports import DONE_S, REPORT_S, Report, cause_of, have_reported, why_over
+from harness.resilience.team import Team
 from tests.unit.resilience.simulated import write_failure
-from tests.unit.resilience.test_rounds import offer
+from tests.unit.resilience.test_team import offer
 
-SOON, AT_LAST = TOLD_S / 2, DONE_S + 1
+SOON, AT_LAST = REPORT_S / 2, DONE_S + 1
 
 
 @pytest.mark.parametrize(
@@ -49,16 +49,16 @@ def test_when_a_start_of_two_ranks_is_over(
         write_failure(tmp_path, rank, **more)
     assert why_over(tmp_path, exits, 2) == why
     reason = why if why in ("fault", "stop", "done") else "fault"
-    assert have_told(tmp_path, exits, 2, reason, SOON) == told_soon
-    assert have_told(tmp_path, exits, 2, reason, TOLD_S + 1) == told_later
-    assert have_told(tmp_path, exits, 2, reason, AT_LAST)
+    assert have_reported(tmp_path, exits, 2, reason, SOON) == told_soon
+    assert have_reported(tmp_path, exits, 2, reason, REPORT_S + 1) == told_later
+    assert have_reported(tmp_path, exits, 2, reason, AT_LAST)
 
 
 def test_all_work_is_done_when_rank_0_says_so_and_a_host_without_ranks_ends_nothing(tmp_path: Path) -> None:
-    assert why_over(tmp_path, [], 0) == "" and have_told(tmp_path, [], 0, "done", 0)
+    assert why_over(tmp_path, [], 0) == "" and have_reported(tmp_path, [], 0, "done", 0)
     (tmp_path / SUCCESS).write_text("{}")
     assert why_over(tmp_path, [Exit(0, 0, 1.0)], 2) == "done"
-    assert not have_told(tmp_path, [Exit(0, 0, 1.0)], 2, "done", TOLD_S + 1)
+    assert not have_reported(tmp_path, [Exit(0, 0, 1.0)], 2, "done", REPORT_S + 1)
 
 
 def report(folder: Path, *exits: tuple[int, int, float], received: tuple[int, ...] = ()) -> Report:

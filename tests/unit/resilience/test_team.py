@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.resilience.cause import Device
-from harness.resilience.rounds import Offer, Team, _used, team_of
 from harness.resilience.script import Script, Start
+from harness.resilience.team import Offer, Team, _used, team_of
 from harness.topology.layout import Layout
 
 KNOWN = ("scripts/train.py", "--deepspeed_config", "tensor_parallel", "--max_steps", "9")

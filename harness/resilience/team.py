@@ -1,6 +1,6 @@
-"""Which ranks run where: the layout for the hosts that have met, and the place of each host's ranks in it.
+"""The hosts of a start: which devices they offer, which of these are used, and in which layout.
 
-The engine gives each agent as many ranks as it asks for, in the order of addresses, whatever layout they make.
+The engine gives each agent as many ranks as it has devices, in the order of addresses, whether or not a layout fits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from harness.resilience.judging import History
 from harness.resilience.script import Script, Start
 from harness.topology.placement import Host, place
 
-LOST = 75  # exit code of an agent that begins anew: the store is gone, or the others have gone on without it
+LOST = 75  # exit code of an agent that must join again: the store is gone, or the others went on without it
 
 
 @dataclass(frozen=True, kw_only=True)
