@@ -172,14 +172,7 @@ def _data(
     if strategy.chunks > 1:  # interleaved chunks one after the other
         window *= min(times, strategy.pp_size)
     if stage == 3:
-        layers = len(workload.shape.layers)
-        of_gradients = _half_rings(hardware, strategy, held, experts, _reduced_bytes(workload, strategy), layers)
-        of_parameters = _half_rings(hardware, strategy, held, experts, width, layers)
-        ends = 2 * of_parameters + of_gradients  # of the first and the last layer
-        gathers = 1 if strategy.gathers_once and held <= GATHERED else 2 * times
-        moved = layers * (gathers * of_parameters + times * of_gradients)
-        copied = 0.0 if hardware.is_host else _copied(hardware, workload, strategy, held * width)
-        return max(0.0, moved - compute) + contention * min(moved, compute) + ends + copied
+        return _zero_3(hardware, workload, strategy, held, experts, compute)
     whole = strategy.whole_gradients or not stage
     each = _reduced_bytes(workload, strategy)
     if whole or hardware.is_host:  # DeepSpeed all-reduces whole buckets, although each rank needs only its part
@@ -192,6 +185,40 @@ def _data(
     shown = max(0.0, gather - window / 2) if workload.habits.overlap_parameters else gather
     copied = _copied(hardware, workload, strategy, held * each)
     return max(0.0, reduce - hidden) + contention * min(reduce, hidden) + shown + copied
+
+
+def _zero_3(
+    hardware: Hardware, workload: Workload, strategy: Strategy, held: float, experts: float, compute: float
+) -> float:
+    """Return the seconds of ZeRO-3's traffic that are not hidden behind computation.
+
+    Each layer is gathered while another is computed. Where the backward recomputes layers, it gathers those twice that
+    are too large to be kept in between. DeepSpeed copies what it has gathered (zero/partition_parameters.py,
+    `AllGatherCoalescedHandle`), and its gradients travel in the same queue as the parameters that the next layer waits
+    for, so that nothing hides them (zero/stage3.py, `__avg_scatter_grads`).
+    """
+    width, times, layers = workload.element_bytes, strategy.accumulation, len(workload.shape.layers)
+    gather = _half_rings(hardware, strategy, held, experts, width, layers)
+    reduce = _half_rings(hardware, strategy, held, experts, _reduced_bytes(workload, strategy), layers)
+    ends = 2 * gather + reduce  # of the first and the last layer
+    copied = 0.0
+    if workload.habits.zero_stage is None and not hardware.is_host:
+        gather += 2 * held / layers * width / hardware.memory_bytes_per_second
+        copied = _copied(hardware, workload, strategy, held * width)
+    forwards, backwards = times, times * (2 if strategy.recompute == "full" and held / layers > GATHERED else 1)
+    if strategy.gathers_once and held <= GATHERED:  # they stay gathered through the step
+        forwards, backwards = 1, 0
+    forward = compute / (4 if strategy.recompute == "full" else 3)
+    moved = layers * gather * forwards, layers * gather * backwards
+    reduced = layers * reduce * times
+    if workload.habits.overlap_data:
+        moved, reduced = (moved[0], moved[1] + reduced), 0.0
+    contention = 1.0 if hardware.is_host else CONTENTION
+    shown = (
+        max(0.0, sent - behind) + contention * min(sent, behind)
+        for sent, behind in zip(moved, (forward, compute - forward), strict=True)
+    )
+    return sum(shown) + reduced + ends + copied
 
 
 def _copied(hardware: Hardware, workload: Workload, strategy: Strategy, gradients: float) -> float:

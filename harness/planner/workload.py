@@ -38,7 +38,7 @@ class Habits:
         shares_sequence: tensor-parallel ranks always share out what lies between their layers; gathers_again: they
             gather the input of a block again for its backward (Korthikanti et al. 2022); narrow_gathers: in the
             precision of the products.
-        overlap_data, overlap_parameters: gradients and parameters of ZeRO-1 travel while layers compute.
+        overlap_data: gradients travel while layers compute; overlap_parameters: parameters of ZeRO-1 do.
         overlap_interleaved: stages with several parts send and receive while they compute.
         equal_stages: all stages have equally many layers, whatever stands before and after them; and as many chunks as
             divide those.
@@ -157,7 +157,7 @@ class Strategy:
             2022).
         split_table: whether tensor-parallel ranks share an embedding that is not tied to the head, as in Megatron-LM
             and in the plans of transformers.
-        overlap_data: whether gradients and ZeRO-3's parameters travel while layers compute.
+        overlap_data: whether gradients of ZeRO-1 and ZeRO-2 travel while layers compute.
         gathers_once: whether ZeRO-3 gathers parameters once a step where there is room for all (`GATHERED`), else for
             each forward and each backward of a micro-batch.
         whole_gradients: whether each data-parallel rank gets all summed gradients, though it needs only its part.

@@ -180,6 +180,7 @@ def rows_table(found: Sequence[Compared], count: int) -> Iterator[str]:
     for one in sorted(found, key=lambda one: -abs(one.error))[:count]:
         case, strategy = one.case, one.case.strategy
         layout = f"{strategy.world_size}: pp{strategy.pp_size} tp{strategy.tp_size} dp{strategy.dp_size}"
+        layout += f" ep{strategy.ep_size}" if strategy.ep_size > 1 else ""
         layout += f" ZeRO-{strategy.zero_stage}" + (" recomputed" if strategy.recompute == "full" else "")
         yield (
             f"| {case.system} | {case.model} | {case.device} | {layout} | {strategy.micro_batch} x "

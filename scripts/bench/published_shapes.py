@@ -11,6 +11,7 @@ from harness.planner.shape import DecoderShape, LayerShape
 # routed experts, experts of a token, shared experts, dense layers ahead: from the models' own configs
 EXPERTS = {
     "Qwen3": (128, 8, 0, 0),
+    "Qwen3.6": (256, 8, 1, 0),
     "DeepSeek": (256, 8, 1, 3),
     "DeepSeek-V2": (160, 6, 2, 1),
     "GPT OSS": (128, 4, 0, 0),
@@ -19,7 +20,7 @@ EXPERTS = {
 }
 LATENT = {"q_rank": 1536, "kv_rank": 512, "rope": 64}  # of multi-head latent attention
 UNGATED = ("GPT-", "GPT3", "GPT ", "MPT", "MT-NLG", "Megatron", "OPT", "Nemotron")
-HEAD_SIZES = {"Qwen3": 128, "GPT OSS": 64, "GPT-OSS": 64}
+HEAD_SIZES = {"Qwen3": 128, "Qwen3.6": 256, "GPT OSS": 64, "GPT-OSS": 64}
 
 
 class Unusable(Exception):

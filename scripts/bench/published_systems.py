@@ -145,6 +145,8 @@ def _at_500_watts(hardware: Hardware) -> Hardware:
 
 def program_of(row: dict[str, str]) -> str:
     """Return the word for a row's program, or for the one that is most like it."""
+    if "DeepCompile" in row["system"]:  # which schedules gathering and reducing itself
+        return "torchtitan"
     if "DeepSpeed" in row["system"] or row["system"] == "nanotron":  # whose layers are plain operations of torch, too
         return "deepspeed"
     sharded = "FSDP" in row["zero_or_distopt"] and "FSDP=0" not in row["zero_or_distopt"]

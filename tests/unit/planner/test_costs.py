@@ -12,7 +12,7 @@ from harness.planner.memory import local_parameters
 from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.shape import DecoderShape, LayerShape
 from harness.planner.step import CONTENTION, step_seconds, strategy_stages
-from harness.planner.traffic import Group, all_reduce, expert_exchange, half_ring
+from harness.planner.traffic import Group, all_reduce, data_group, expert_exchange, half_ring
 from harness.planner.workload import TORCHTITAN, Habits, Strategy, Workload
 
 H100 = load_hardware("h100")
@@ -168,6 +168,19 @@ def test_parameters_that_stay_gathered_travel_once_a_step():
     slow, fast = (estimate(narrow, few, replace(each, gathers_once=once)).seconds.data for once in (False, True))
     ends = 3 / 2  # of the first and the last of two layers: two gathers and a reduction
     assert fast / slow == pytest.approx((1 + 4 + ends) / (4 * 2 + 4 + ends), rel=1e-3)
+    large = replace(few, shape=decoder_of({**EVEN_CONFIG, "hidden_size": 8192, "num_hidden_layers": 2}, "large"))
+    once, twice = (estimate(narrow, large, replace(each, recompute=how)).seconds.data for how in ("none", "full"))
+    assert twice / once == pytest.approx((4 * 3 + 4 + ends) / (4 * 2 + 4 + ends), rel=1e-3)
+
+
+def test_only_computation_of_fsdp_hides_reductions_of_zero_3():
+    work, each = replace(WORKLOAD, shape=EVEN), Strategy(dp_size=8, zero_stage=3, micro_batch=8)
+    shown, hidden = (
+        step_seconds(H100, replace(work, habits=Habits(overlap_data=on)), each).data for on in (False, True)
+    )
+    layers, held = len(EVEN.layers), local_parameters(work, each, strategy_stages(work, each)[0])
+    reductions = layers * half_ring(data_group(H100, each), held * work.element_bytes / layers)
+    assert shown - hidden == pytest.approx((1 - CONTENTION) * reductions, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +197,10 @@ def test_the_processor_of_a_host_copies_gradients_to_send_them(stage, copies):
     moved = estimate(host, WORKLOAD, strategy).seconds.data * host.memory_bytes_per_second
     assert moved == pytest.approx(2 * copies * width * gradients, rel=1e-6, abs=1e6)
     gpu = replace(host, compute_units=2)
-    # a GPU shows the copies of each micro-batch alone, of DeepSpeed; collectives start
-    seen = 2 * 3 * (2 + 1 / 4) * width * gradients / gpu.memory_bytes_per_second if stage >= 2 else 0.0
+    # a GPU shows the copies of each micro-batch alone, of DeepSpeed, and what hidden copies of gathered parameters slow
+    # down; collectives start
+    copied = {2: 3 * (2 + 1 / 4), 3: 3 * (2 + 1 / 4) + CONTENTION * 3 * 2}.get(stage, 0.0)
+    seen = 2 * copied * width * gradients / gpu.memory_bytes_per_second
     assert estimate(gpu, WORKLOAD, strategy).seconds.data == pytest.approx(seen, abs=2e-3)
     fsdp = estimate(gpu, replace(WORKLOAD, habits=TORCHTITAN), strategy).seconds.data
     assert fsdp == pytest.approx(0.0, abs=2e-3)
