@@ -39,9 +39,11 @@ class Wrong(Exception):
     """A cell ran, and its result is not that of one process."""
 
 
-def run_family(family: str, work: Path) -> dict[str, str]:
-    """Return the row of a family; both ranks must call it, and get the same."""
+def run_family(family: str, work: Path, only: str = "") -> dict[str, str]:
+    """Return the row of a family, or its cell `only`; both ranks must call it, and get the same."""
     row: dict[str, str] = {}
+    if only == "experts" and not _has_experts(CONFIG_MAPPING[family]()):
+        return {only: NO_EXPERTS}
     if (digest := plan_digest(CONFIG_MAPPING[family])) is not None:
         row[PLAN] = digest
     try:
@@ -49,17 +51,19 @@ def run_family(family: str, work: Path) -> dict[str, str]:
         if needs_is_decoder(trial.config):
             row[IS_DECODER] = NEEDED
     except UserError as error:
-        return {**row, **dict.fromkeys(CELLS, f"refused: {_short(error)}")}
+        return {**row, **dict.fromkeys([only] if only else CELLS, f"refused: {_short(error)}")}
     except Exception as error:  # transformers itself cannot run the family, for whatever reason
-        return {**row, **dict.fromkeys(CELLS, f"not tried: {_short(error)}")}
+        return {**row, **dict.fromkeys([only] if only else CELLS, f"not tried: {_short(error)}")}
     exported = work / "exported"
+    if only:
+        return {only: _verdict(partial({"tensor": _tensor, "experts": _experts}[only], trial))}
     row["pipeline"] = _verdict(partial(_pipeline, trial, exported))
     row["tensor"] = _verdict(partial(_tensor, trial))
-    row["experts"] = _verdict(partial(_experts, trial)) if _has_experts(trial) else NO_EXPERTS
+    row["experts"] = _verdict(partial(_experts, trial)) if _has_experts(trial.config) else NO_EXPERTS
     row["zero3"] = _verdict(partial(_zero3, trial, None if exported.exists() else exported))
     row["import"] = _verdict(partial(_same_tensors, trial, exported)) if exported.exists() else row["zero3"]
     row["export"] = _verdict(partial(_loads, trial, exported)) if exported.exists() else row["zero3"]
-    return {name: row[name] for name in (*CELLS, PLAN, IS_DECODER) if name in row}
+    return row
 
 
 def _verdict(cell: Callable[[], None]) -> str:
@@ -100,9 +104,9 @@ def _experts(trial: FamilyCase) -> None:
     _steps(trial, Execution(dp=2, ep=2))
 
 
-def _has_experts(trial: FamilyCase) -> bool:
-    """Whether the family is a mixture of experts, by its config or its plan."""
-    text = _trained(trial)
+def _has_experts(config: PretrainedConfig) -> bool:
+    """Whether a family is a mixture of experts, by its plan or its config."""
+    text = config.get_text_config(decoder=True)
     declared = getattr(text, "base_model_ep_plan", None) or {}
     return bool(declared) or experts_of(text.to_dict())[0] > 1
 
@@ -172,9 +176,10 @@ def run_rows(folder: Path, first: int) -> None:
     Each row is written to `NUMBER.json` in that folder as soon as it is known, so that a later crash does not lose it.
     """
     be_silent()
-    for number, family in enumerate((folder / LINES).read_text().splitlines()):
+    for number, line in enumerate((folder / LINES).read_text().splitlines()):
         if number >= first:
-            row = run_family(family, folder / family)
+            family, _, only = line.partition(" ")
+            row = run_family(family, folder / family, only)
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(folder / family, ignore_errors=True)

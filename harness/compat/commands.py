@@ -41,6 +41,7 @@ def models(argv: Sequence[str]) -> int:
     parser.add_argument("--compare", action="store_true", help="with --run: show what differs from the stored matrix")
     parser.add_argument("--write", action="store_true", help=f"with --run: store the rows and write {PAGE}")
     parser.add_argument("--results", type=Path, help="with --run: a file of rows; rows in it are not run again")
+    parser.add_argument("--only", choices=("tensor", "experts"), help="with --run: this cell alone, beside stored ones")
     parser.add_argument("--limit_s", type=float, default=120.0, help="time limit per family in seconds (default: 120)")
     parser.add_argument("--format", choices=FORMATS, default="text", help="output format")
     args = parser.parse_args(argv)
@@ -50,7 +51,9 @@ def models(argv: Sequence[str]) -> int:
             raise UserError("--compare, --write and --results need --run")
         print(render(_some(stored, args.families), args.format))
         return 0
-    rows = _run(args.families, args.results, args.limit_s)
+    rows = _run(args.families, args.results, args.limit_s, args.only or "")
+    if args.only:
+        rows = {name: {**stored.families.get(name, {}), **row} for name, row in rows.items()}
     found = Matrix(transformers=installed_transformers(), families=rows)
     print(render(found, args.format))
     changes = differences(stored, rows, everything=not args.families) if args.compare else []
@@ -70,7 +73,7 @@ def _some(matrix: Matrix, families: Sequence[str]) -> Matrix:
     return Matrix(transformers=matrix.transformers, families=rows)
 
 
-def _run(families: Sequence[str], results: Path | None, limit_s: float) -> Rows:
+def _run(families: Sequence[str], results: Path | None, limit_s: float, only: str) -> Rows:
     from harness.compat.launch import run_families
 
     with tempfile.TemporaryDirectory() as folder:
@@ -79,6 +82,7 @@ def _run(families: Sequence[str], results: Path | None, limit_s: float) -> Rows:
             results or Path(folder) / "rows.jsonl",
             limit_s=limit_s,
             report=lambda family, row: print(f"{family}: {spell(row)}", file=sys.stderr, flush=True),
+            only=only,
         )
 
 

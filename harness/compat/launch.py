@@ -18,9 +18,14 @@ RANKS = 2
 
 
 def run_families(
-    families: Sequence[str], results: Path, *, limit_s: float, report: Callable[[str, dict[str, str]], None]
+    families: Sequence[str],
+    results: Path,
+    *,
+    limit_s: float,
+    report: Callable[[str, dict[str, str]], None],
+    only: str = "",
 ) -> dict[str, dict[str, str]]:
-    """Return the rows of `families`, and call `report` with each as soon as it is known.
+    """Return the rows of `families`, or their cells `only`, and call `report` with each as soon as it is known.
 
     A family that takes longer than `limit_s` seconds is given up; its row says so.
     """
@@ -31,7 +36,9 @@ def run_families(
     waiting = [family for family in families if family not in read_rows(results)]
 
     def found(number: int, outcome: JsonObject) -> None:
-        row = dict.fromkeys(CELLS, f"not tried: {outcome['error']}") if "error" in outcome else outcome
+        row = outcome
+        if "error" in outcome:
+            row = dict.fromkeys([only] if only else CELLS, f"not tried: {outcome['error']}")
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"family": waiting[number], **row}) + "\n")
         report(waiting[number], row)
@@ -40,7 +47,8 @@ def run_families(
         from harness.compat.cells import run_rows
 
         with TemporaryDirectory(prefix="families_") as folder:
-            run_on_ranks(waiting, RANKS, Path(folder), worker=run_rows, limit_s=limit_s, report=found)
+            lines = [f"{family} {only}".rstrip() for family in waiting]
+            run_on_ranks(lines, RANKS, Path(folder), worker=run_rows, limit_s=limit_s, report=found)
     rows = read_rows(results)
     return {family: rows[family] for family in families}
 

@@ -50,7 +50,10 @@ def read_matrix(path: Path = STORED) -> Matrix:
 
 def write_matrix(matrix: Matrix, path: Path = STORED) -> None:
     """Store a matrix, one line a family."""
-    rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(matrix.families.items()))
+    rows = ",\n".join(
+        f"    {json.dumps(name)}: {json.dumps({key: row[key] for key in (*CELLS, PLAN, IS_DECODER) if key in row})}"
+        for name, row in sorted(matrix.families.items())
+    )
     head = f'{{\n  "transformers": {json.dumps(matrix.transformers)},\n  "families": {{\n'
     path.write_text(f"{head}{rows}\n  }}\n}}\n", encoding="utf-8")
 

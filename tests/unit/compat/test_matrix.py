@@ -118,6 +118,17 @@ def test_the_stored_matrix_is_printed_for_the_families_that_are_named(capsys: py
     assert list(json.loads(capsys.readouterr().out)["families"]) == ["qwen2", "llama"]
 
 
+def test_a_cell_that_is_run_alone_stands_beside_the_stored_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "rows.jsonl"
+    results.write_text('{"family": "llama", "experts": "refused: why"}\n')
+    words = ["models", "llama", "--run", "--only", "experts", "--results", str(results), "--format", "json"]
+    assert main(words) == 0
+    row = json.loads(capsys.readouterr().out)["families"]["llama"]
+    assert row == {**read_matrix().families["llama"], "experts": "refused: why"}
+
+
 ROW = json.dumps({"family": "aa", **RIGHT}) + "\n"
 
 
