@@ -80,32 +80,38 @@ def begin_step(step: int) -> None:
 
 
 def record_failure(error: BaseException) -> None:
-    """Write `rank-N.json` unless this rank has one: the first error is the cause."""
+    """Write why this rank fails."""
     lines = str(error).strip().splitlines()
-    failure = Failure(
-        **asdict(THIS_RANK),
-        pid=os.getpid(),
-        error=type(error).__name__,
-        message=lines[0] if lines else "",
+    record_failure_of(
+        THIS_RANK,
+        os.getpid(),
+        type(error).__name__,
+        lines[0] if lines else "",
         is_user_error=isinstance(error, UserError),
         is_lost_peer=is_lost_peer(error),
-        time=time.time(),
     )
-    _write_first(failure)
 
 
-def record_failure_of(position: Position, pid: int, error: str, message: str) -> None:
-    """Write the record of another rank, which hangs or is stopped and cannot do so itself."""
+def record_failure_of(
+    position: Position, pid: int, error: str, message: str, *, is_user_error: bool = False, is_lost_peer: bool = False
+) -> None:
+    """Write `rank-N.json` unless the rank has one: its first error is the cause.
+
+    It may be another rank, which hangs or is stopped and cannot write it itself.
+    """
+    folder, name = records_folder(), f"rank-{position.rank}.json"
+    if folder is None or (folder / name).exists():
+        return
     failure = Failure(
         **asdict(position),
         pid=pid,
         error=error,
         message=message,
-        is_user_error=False,
-        is_lost_peer=False,
+        is_user_error=is_user_error,
+        is_lost_peer=is_lost_peer,
         time=time.time(),
     )
-    _write_first(failure)
+    _write(name, asdict(failure))
 
 
 def expect_success() -> None:
@@ -138,13 +144,6 @@ def read_failures(folder: Path) -> list[Failure]:
 def read_positions(folder: Path) -> dict[int, Position]:
     """Return where each rank was at the beginning of its last step."""
     return {position.rank: position for position in (Position(**record) for record in _read(folder, "position-*.json"))}
-
-
-def _write_first(failure: Failure) -> None:
-    """Write a rank's record unless there is one."""
-    folder, name = records_folder(), f"rank-{failure.rank}.json"
-    if folder is not None and not (folder / name).exists():
-        _write(name, asdict(failure))
 
 
 def _write(name: str, record: dict[str, object]) -> None:

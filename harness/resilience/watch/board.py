@@ -8,8 +8,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.resilience.process.activity import Phase
 
@@ -18,8 +18,7 @@ WATCHER = struct.Struct("<dd?d?96s")  # written by the watching thread
 ROW, VERDICT = 256, 2048
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """What a rank shows. Times are of the monotonic clock of its host.
 
     Attributes:
@@ -68,19 +67,8 @@ class Board:
         at = VERDICT + row * ROW
         beat_at, beats, phase, step, doing = MAIN.unpack_from(self._memory, at)
         looked_at, limit, waits, work, ready, place = WATCHER.unpack_from(self._memory, at + MAIN.size)
-        return Row(
-            beat_at=beat_at,
-            beats=beats,
-            phase=Phase(phase),
-            step=step,
-            doing=_text(doing),
-            looked_at=looked_at,
-            limit=limit,
-            waits=waits,
-            work=work,
-            ready=ready,
-            place=_text(place),
-        )
+        main = (beat_at, beats, Phase(phase), step, _text(doing))
+        return Row(*main, looked_at, limit, waits, work, ready, _text(place))
 
     @property
     def verdict(self) -> str:

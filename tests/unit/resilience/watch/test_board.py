@@ -41,7 +41,7 @@ def write(board: Board, row: int, values: dict[str, Any]) -> None:
 
 
 def seen(board: Board, row: int) -> dict[str, Any]:
-    return vars(board.read(row))
+    return board.read(row)._asdict()
 
 
 def kept(text: str, size: int) -> str:
@@ -79,7 +79,7 @@ def test_a_row_has_room_for_both_that_write_it_and_a_page_is_empty_at_first(tmp_
 )
 def test_of_two_verdicts_the_second_stands_alone(first: str, second: str, tmp_path: Path) -> None:
     board = Board(tmp_path / "board", 1)
-    write(board, 0, {**dict.fromkeys(vars(board.read(0)), 0), "doing": "a", "place": "b"})
+    write(board, 0, {**dict.fromkeys(seen(board, 0), 0), "doing": "a", "place": "b"})
     for text in (first, second):
         board.verdict = text
     assert board.verdict == second
