@@ -41,6 +41,7 @@ from harness.topology.env import LOOPBACK
 T = TypeVar("T")
 HEARTBEAT_S = 2.0
 LOST_S = 20.0  # an agent whose counter has not changed for so long is lost; packet loss can delay it by seconds
+PAUSED_S = 10.0  # after a longer gap between two checks this process or the store was stopped: times start anew
 LAST_CALL_S = 30.0  # wait for further hosts before the first start
 AGAIN_S = 5.0  # the same before later ones: hosts that are there come at once
 JOIN_S = 10 * 365 * 86400.0  # torch's limit for the wait for hosts; the agent has limits of its own
@@ -156,6 +157,7 @@ class Heartbeat:
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._store, self._node = store, node
         self._seen: dict[str, tuple[bytes, float]] = {}
+        self._checked = -math.inf
         self._open = True
         own.add(_heartbeat_key(node), 1)
         threading.Thread(target=self._beat, args=(own,), name="heartbeat", daemon=True).start()
@@ -167,10 +169,11 @@ class Heartbeat:
     def lost(self, nodes: Sequence[str]) -> list[str]:
         """Return the agents whose counters have not changed for LOST_S. Call it every few seconds."""
         others = [node for node in nodes if node != self._node]
-        now = time.monotonic()
         counts = self._store.multi_get([_heartbeat_key(node) for node in others]) if others else []
+        now = time.monotonic()
+        was_paused, self._checked = now - self._checked > PAUSED_S, now
         for node, count in zip(others, counts, strict=True):
-            if self._seen.get(node, (b"", 0.0))[0] != count:
+            if was_paused or self._seen.get(node, (b"", 0.0))[0] != count:
                 self._seen[node] = count, now
         return [node for node in others if now - self._seen[node][1] > LOST_S]
 

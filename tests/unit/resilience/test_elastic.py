@@ -241,6 +241,21 @@ def test_a_launch_whose_connection_to_its_own_store_breaks_starts_again(
     assert len(starts) == 2
 
 
+def test_an_agent_that_was_stopped_itself_takes_nobody_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, clock = SimulatedRun(tmp_path, "").store, [0.0]
+    ours = rendezvous.Heartbeat(store, "a")
+    rendezvous.Heartbeat(store, "b").close()
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    assert ours.lost(["a", "b"]) == []
+    clock[0] = 45.0
+    assert ours.lost(["a", "b"]) == []  # stopped until now
+    clock[0] = 46.0
+    assert ours.lost(["a", "b"]) == ["b"]
+    ours.close()
+
+
 def break_connections(port: int) -> None:
     """End this process's connections to a port, as the kernel does when a network is down for long."""
     for path in Path("/proc/self/fd").iterdir():
