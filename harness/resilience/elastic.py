@@ -259,8 +259,10 @@ class Agent(LocalElasticAgent):
         verdict = take(self.store, key, Verdict)
         for line in () if self.options.started else verdict.lines:
             self.leader.say(line)
-        if self.handler.node in self.leader.history.gone and verdict.code is None and not self._received:
-            raise Left(LOST)  # the others have counted this host as lost
+        history = self.leader.history
+        was_lost = self.handler.node in history.gone or history.start > self._number
+        if was_lost and verdict.code is None and not self._received:
+            raise Left(LOST)  # the others have gone on without this host: it joins them as a new agent
         return verdict
 
     def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:

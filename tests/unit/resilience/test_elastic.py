@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -135,6 +136,23 @@ def test_the_host_that_leads_may_be_lost(tmp_path: Path, capsys: pytest.CaptureF
     assert run.codes()[1] == 0
     assert second.ranks.ranks == [0]
     assert "no answer from the agent on host-0, in step" in capsys.readouterr().err
+
+
+def test_a_launch_that_was_stopped_joins_again_when_the_others_have_started_without_it(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path, "--nnodes 1:2 --nproc_per_node 1 --max_restarts 3", script=KNOWN_ZERO)
+    goes_on = threading.Event()
+
+    def stops(ranks: PlayedRanks) -> None:
+        if ranks.number == 0:
+            assert second.agent is not None
+            second.agent.heartbeat.close()
+            goes_on.wait(20)
+        succeeds_at(2)(ranks)
+
+    first, second = run.add(succeeds_at(2)), run.add(stops)
+    wait_until(lambda: first.ranks.number == 1 and not first.ranks.is_ended)
+    goes_on.set()
+    assert run.codes() == [0, 0] and second.ranks.ranks == [1]
 
 
 KNOWN_ZERO = ("scripts/train.py", "--deepspeed_config", "zero2", "--max_steps", "9")
