@@ -5,7 +5,7 @@
 Writes a JSON (scripts/bench/results/gpu.json, or --output) and prints a summary; please send it with an issue. In it:
 
     versions     of Python, torch, CUDA, NCCL, the driver, and what is installed beside
-    correctness  losses of a tiny model in each layout that one GPU can hold, beside those of the CPU
+    correctness  losses of a tiny model in each layout that one GPU can hold, beside those of plain PyTorch on the CPU
     speed        tokens/s, MFU, peak memory and waits of a llama of 1 billion parameters (bf16, sequences of 4,096) with
                  the harness, with torch.compile and Liger, with HuggingFace's Trainer and with plain PyTorch
     largest      the same of the harness for the largest llama that the planner expects to fit
@@ -19,6 +19,7 @@ matrix product that is measured first. --small tries all of it on any machine, i
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -32,21 +33,25 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peer_programs.task import Task, Work
 from report import RESULTS, write_report
 
-from harness import Trainer
 from harness.planner.hardware import load_hardware, names
 from harness.planner.model_config import read_decoder
+
+if TYPE_CHECKING:  # parts that train without the harness do not wait for its imports
+    from harness import Trainer
 
 LIMIT_S = 600.0
 EDGE = 8192  # of the measured matrix product
 FP32, BF16 = 2e-5, 0.02  # relative difference of a loss from the CPU's: sums in another order, bf16
+DTYPES = {"bf16": "bfloat16"}  # of layouts; float32 of all others
 WORK = Work(
     shape={
         "vocab_size": 32768,
@@ -122,9 +127,30 @@ def waits_of(step: Callable[[], object]) -> int | None:
     return None
 
 
+class OnHost(Task):
+    """A task for the CPU of a machine with a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+
+def losses_of_pytorch(folder: Path) -> dict[str, list[float]]:
+    """Return the losses of three steps of plain PyTorch on the CPU, by the dtype that is computed in."""
+    one_process, found = import_module("peer_programs.plain_torch").one_process, {}
+    for dtype in ("float32", "bfloat16"):
+        task = OnHost(folder, 3)
+        task.work = replace(task.work, dtype=dtype)
+        one_process(task)
+        found[dtype] = task.losses
+    return found
+
+
 def losses_of_layouts(folder: Path, *, small: bool) -> dict[str, Any]:
     """Return the losses of three steps in each layout, or the error; `small`: without a compiler."""
     found: dict[str, Any] = {}
+    gc.freeze()  # each Trainer collects garbage at its end: not among what was imported
     for name, sections in LAYOUTS.items():
         if small and "compile" in sections:
             continue
@@ -242,14 +268,14 @@ def part(args: argparse.Namespace) -> Any:
     return run_program(args.part, args.folder, args.steps)
 
 
-def compared(on_device: Any, on_cpu: Any) -> dict[str, Any]:
-    """Return the losses of each layout beside the CPU's, and whether they agree."""
-    if isinstance(on_device, str) or isinstance(on_cpu, str):
+def compared(on_device: Any, on_cpu: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the losses of each layout beside those on the CPU of the same dtype, and whether they agree."""
+    if isinstance(on_device, str):
         return {"device": on_device, "cpu": on_cpu, "agree": False}
     rows = {}
     for name, losses in on_device.items():
-        wanted, bound = on_cpu[name], BF16 if name == "bf16" else FP32
-        fine = not isinstance(losses, str) and not isinstance(wanted, str)
+        wanted, bound = on_cpu[DTYPES.get(name, "float32")], BF16 if name in DTYPES else FP32
+        fine = not isinstance(losses, str)
         off = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)) if fine else None
         rows[name] = {"device": losses, "cpu": wanted, "off": off, "agree": off is not None and off < bound}
     return rows
@@ -294,14 +320,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             what.write(Path(folder, each), weights=each == "tiny")
         run = partial(clock.run, environment={"CUDA_VISIBLE_DEVICES": "0"} if kind == "cuda" else {})
         layouts = ["--part", "layouts", "--folder", f"{folder}/tiny", *(["--small"] if args.small else [])]
-        of_cpu = clock.run(layouts, {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "SIMULATED_DEVICE": ""})
-        report["correctness"] = compared(run(layouts), of_cpu)
+        report["correctness"] = compared(run(layouts), losses_of_pytorch(Path(folder, "tiny")))
         product, sheet = product_rate(256 if args.small else EDGE), datasheet_rate(name)
         report["product_tflops"] = product / 1e12
         flops = read_decoder(f"{folder}/model").flops_per_token(work.length)
         report["speed"] = {}
         for program in args.programs:
-            found = run(["--part", program, "--folder", f"{folder}/model", "--steps", str(args.steps)])
+            part = ["--part", program, "--folder", f"{folder}/model", "--steps", str(args.steps)]
+            lacks_liger = "Liger" in program and find_spec("liger_kernel") is None
+            found = "left out: liger-kernel is not installed" if lacks_liger else run(part)
             report["speed"][program] = rates(found, work, flops, product, sheet)
         large = None if kind == "cpu" else largest_that_fits(torch.accelerator.get_memory_info(0)[1] / 2**30)
         if large is not None and not args.small:

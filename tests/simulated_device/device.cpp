@@ -8,7 +8,8 @@
 //   - a copy to the host that does not block fills its target with 0x7f until the host has waited for its stream
 //   - a host buffer that is copied to the device without blocking may not change before the host has waited
 //   - memory that another stream still uses may not be freed, unless record_stream says so
-//   - tensors of two devices, or of the host and the device, do not mix (index tensors and 0-dim host scalars do)
+//   - tensors of two devices, or of the host and the device, do not mix: what `x[...]` is given and 0-dim host scalars
+//     that are read alone may be the host's
 //   - random numbers come from generators of the device
 //   - whatever makes the host wait for the device is told to Python, which counts it
 #include "memory.h"
@@ -238,11 +239,15 @@ int64_t attention_kernel(const at::Tensor&, const at::Tensor&, const at::Tensor&
 
 // ---- operations
 
-// as CUDA allows: an index may lie on the host
-bool takes_host_tensors(const std::string& op) { return op.rfind("aten::index", 0) == 0 || op.rfind("aten::_index_put", 0) == 0 || op == "aten::_foreach_copy_"; }
+// as CUDA allows: what is copied may lie on the host, and so may an index of `x[index]`
+const std::set<std::string> INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"};
 // their result, or its size, is known on the host
 const std::set<std::string> WAITING = {"aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique", "aten::_unique2", "aten::unique_dim",
                                        "aten::unique_consecutive", "aten::bincount", "aten::unique_dim_consecutive"};
+
+// what torch asks of a device of others, and what a CPU computes for it
+const std::map<std::string, const char*> FOR = {{"aten::convolution_overrideable", "aten::convolution"},
+                                                {"aten::convolution_backward_overrideable", "aten::convolution_backward"}};
 
 struct Operation {
   const c10::OperatorHandle& op;
@@ -262,10 +267,10 @@ struct Operation {
     if (v.isTensorList())
       for (const at::Tensor& t : v.toTensorVector()) find_device(t);
   }
-  void take(const at::Tensor& t, bool write) {
+  void take(const at::Tensor& t, bool write, bool may_be_on_host) {
     if (!t.defined()) return;
     if (t.is_cpu()) {
-      TORCH_CHECK(t.dim() == 0 || takes_host_tensors(name), "simulated device: ", op.schema().operator_name(), ": a tensor of the host, ", t.sizes(), ", among tensors of the device");
+      TORCH_CHECK((t.dim() == 0 && !write) || may_be_on_host, "simulated device: ", op.schema().operator_name(), ": a tensor of the host, ", t.sizes(), ", among tensors of the device");
       return;
     }
     if (t.device().type() != DEVICE) return;
@@ -277,16 +282,16 @@ struct Operation {
   void lend(c10::IValue& v, const c10::Argument& argument) {  // the host's view of an argument
     bool write = argument.alias_info() && argument.alias_info()->isWrite();
     if (v.isTensor()) {
-      take(v.toTensor(), write);
+      take(v.toTensor(), write, false);
       v = on_host(v.toTensor());
     } else if (v.isTensorList()) {
       std::vector<at::Tensor> all;
-      for (const at::Tensor& t : v.toTensorVector()) take(t, write), all.push_back(on_host(t));
+      for (const at::Tensor& t : v.toTensorVector()) take(t, write, name == "aten::_foreach_copy_"), all.push_back(on_host(t));
       v = all;
     } else if (v.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> all;
       for (const auto& t : v.toOptionalTensorVector()) {
-        if (t) take(*t, write);
+        if (t) take(*t, write, INDEXING.count(name));
         masks = masks || (t && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte));
         all.push_back(t ? std::optional(on_host(*t)) : std::nullopt);
       }
@@ -343,7 +348,10 @@ struct Operation {
         at::native::cpu_fallback(op, stack);
       } else {
         at::AutoDispatchBelowADInplaceOrView below;
-        op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+        if (name == "aten::convolution_backward_overrideable")  // the other one is given the size of the bias as well
+          stack->insert(stack->begin() + first + 3, std::vector<int64_t>{(*stack)[first].toTensor().size(1)});
+        if (auto found = FOR.find(name); found != FOR.end()) c10::Dispatcher::singleton().findSchemaOrThrow(found->second, "").callBoxed(stack);
+        else op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
       }
     } catch (...) {
       quiet--;
@@ -409,6 +417,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", set_nothing);
   m.impl("record_stream", record_stream);
   m.impl("histc", histc);
+  for (auto& [name, of_cpu] : FOR) m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&compute>());
   m.impl("_has_compatible_shallow_copy_type", may_take_data);
 }
 

@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from peft import LoraConfig
+from transformers import EvalPrediction
 
 from harness import Trainer, TrainerCallback
 from harness.data.tokenizer import ByteTokenizer
 from tests.distributed.training import Job, arguments_of, rows
 from tests.simulated_device import device
+from tests.simulated_device.kernels import stand_ins
 
 STEPS = 4
 TEXT = "Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. " * 8
@@ -29,6 +32,7 @@ class Run:
         settings: of the harness, besides those of the job.
         exports: whether it writes the model at its end.
         resumes: name of the run whose checkpoint it begins with.
+        within: relative difference of its losses from those of one process that is rounding.
     """
 
     job: Job
@@ -39,6 +43,7 @@ class Run:
     exports: bool = False
     resumes: str | None = None
     signal_at: int | None = None
+    within: float = 2e-6
 
 
 class Signal(TrainerCallback):
@@ -50,6 +55,11 @@ class Signal(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 == self.step and kwargs["trainer"].run.groups.rank == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def spread(outputs: EvalPrediction) -> dict[str, float]:
+    """How wide the logits of an evaluation are spread."""
+    return {"spread": float(np.std(outputs.predictions))}
 
 
 def make(name: str, run: Run, folder: str) -> dict[str, Any]:
@@ -64,6 +74,7 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
         arguments,
         train_dataset=data,
         eval_dataset=rows()[:3] if run.evaluates else None,
+        compute_metrics=spread if run.evaluates else None,
         processing_class=ByteTokenizer() if run.evaluates or run.packed else None,
         peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear") if run.lora else None,
         callbacks=[Signal(run.signal_at)],
@@ -86,7 +97,7 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
     samples = output / "samples.jsonl"
     return {
         "losses": [line["loss"] for line in steps],
-        "eval": [line["eval_loss"] for line in evaluations],
+        "eval": [line[name] for line in evaluations for name in ("eval_loss", "eval_spread") if name in line],
         "samples": samples.read_text() if samples.exists() else "",
         "skipped": skipped,
         "checkpoints": sorted(path.name for path in output.glob("checkpoint-*")),
@@ -97,5 +108,6 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
 
 def make_all(runs: dict[str, Run], folder: str) -> tuple[dict[str, Any], list[str]]:
     """Make runs one after the other on these ranks; also return what the device has reported."""
-    found = {name: make(name, run, folder) for name, run in runs.items()}
+    with stand_ins():
+        found = {name: make(name, run, folder) for name, run in runs.items()}
     return found, list(device.C.reports()) if device.is_installed() else []

@@ -236,9 +236,12 @@ void give(void* p) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     auto found = blocks.find(reinterpret_cast<uintptr_t>(p));
     Block& block = found->second;
-    for (auto& a : block.accesses)
-      if (a.agent != block.home && known(clocks[block.home], a.agent) < a.time && known(clocks[HOST], a.agent) < a.time && !block.recorded.count(a.agent))
+    for (auto& a : block.accesses) {
+      // it is given out again once the streams that were recorded have come this far, and what they have waited for
+      bool is_awaited = std::any_of(block.recorded.begin(), block.recorded.end(), [&](int r) { return r == a.agent || known(clocks[r], a.agent) >= a.time; });
+      if (a.agent != block.home && known(clocks[block.home], a.agent) < a.time && known(clocks[HOST], a.agent) < a.time && !is_awaited)
         freed.push_back({block.home, a.agent, a.time, a.op});
+    }
     memset(p, GARBAGE, std::min(block.size, MOST_FILLED));
     used -= block.size;
     blocks.erase(found);

@@ -16,7 +16,7 @@ from harness.device.moments import moment, seconds_between
 from harness.device.process_group import mixed_devices
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.parallel.collectives import of_group
-from harness.parallel.gradients.compressed import PACKED, CompressedReduction
+from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, measure
 from harness.parallel.host import brought_to_host, numbers, to_device
 from tests.simulated_device import device
 from tests.simulated_device.device import NAME
@@ -74,11 +74,15 @@ def exchanges() -> dict[str, bool]:
     whole = own()
     of_group.sum_in_place(whole, group)
     found["sum in place"] = (whole, sum(both))
-    reduction = CompressedReduction(bits=8, group=group, device=torch.device(NAME, rank), sizes=[1000], kinds=[PACKED])
-    values = [torch.full((1000,), float(rank), device=NAME)]
-    reduction.average(values)
     right = {name: torch.allclose((a + 0).cpu(), b) for name, (a, b) in found.items()}
-    right["compressed mean"] = bool((values[0] - 0.5).abs().max().item() < 0.1)
+    for bits in (8, 4):
+        sizes, kinds, place = [1000, 300, 70], [PACKED, EXACT, ALIGNED], torch.device(NAME, rank)
+        reduction = CompressedReduction(bits=bits, group=group, device=place, sizes=sizes, kinds=kinds)
+        values = [torch.full((size,), float(rank), device=NAME) for size in sizes]
+        reduction.average(values, 1.0)
+        reduction.average(values, 2.0)  # another loss scale
+        right[f"mean in {bits} bits"] = all(bool((each - 0.5).abs().max().item() < 0.1) for each in values)
+    right["bits by time"] = measure(group, torch.device(NAME, rank)).bits in (0, 4, 8)
     module = torch.get_device_module(NAME)
     right["devices of one kind"] = mixed_devices(torch.device(NAME, rank)) is None
     with patch.object(module, "get_device_name", lambda _: f"generation {rank}"):

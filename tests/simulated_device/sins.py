@@ -38,6 +38,14 @@ def mask_made_on_the_host() -> None:
     here(3, 3).masked_fill(torch.ones(3, 3, dtype=torch.bool), 0.0)
 
 
+def index_made_on_the_host() -> None:
+    here(3, 3).index_select(0, torch.tensor([1]))
+
+
+def sum_kept_on_the_host() -> None:
+    torch.zeros(()).add_(here(3).sum())
+
+
 def two_devices() -> None:
     here(3) + torch.ones(3, device=f"{NAME}:1")
 
@@ -101,6 +109,8 @@ def too_much_memory() -> None:
 ALONE: dict[Callable[[], None], str] = {
     host_tensor_in_a_sum: "found at least two devices, sim:0 and cpu",
     mask_made_on_the_host: "a tensor of the host",
+    index_made_on_the_host: "a tensor of the host",
+    sum_kept_on_the_host: "cpu",
     two_devices: "found at least two devices, sim:0 and sim:1",
     generator_of_the_host: "expected a generator of the device",
     result_before_its_event: "nothing has waited for it",
@@ -147,6 +157,9 @@ def virtues() -> dict[str, object]:
     found["after"] = host.tolist()
     layer = torch.nn.Linear(2, 2)
     found["moved"] = layer.weight is layer.to(NAME).weight and layer.weight.device.type == NAME
+    layer = torch.nn.Conv1d(2, 2, 3, groups=2).to(NAME)
+    layer(here(1, 2, 5)).sum().backward()
+    found["convolution"] = [grad.tolist() for grad in (layer.weight.grad[:, 0], layer.bias.grad)]
     found["uninitialised"] = bool(torch.empty(3, device=NAME).cpu().eq(0).any())
     return found
 

@@ -42,6 +42,8 @@ def wrong(jobs: list[Job], curves: list[Curve], loss: float = LOSS, norm: float 
 
 CPU = {"device": "cpu"}
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True}}}
+SPREAD = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+TILED = {"tiling": {"loss": 7, "feed_forward": 5}, "activation_checkpointing": {"cpu_checkpointing": True}}
 SHARED = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
 LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "stages": [("pp2z0", {}), ("pp2z1", {}), ("pp2z1", schedule("gpipe"))],
@@ -54,7 +56,6 @@ LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "tensor": [
         ("tp2z0", {}),
         ("tp2z1", SHARED),
-        ("tp2z2", {}),
         ("tp2z1", {"tensor_parallel": {"autotp_size": 2, "sequence_parallel": True}}),
     ],
     "data": [
@@ -63,7 +64,7 @@ LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("dp2z2", {}),
         ("dp2z2", {**zero(2, overlap_comm=True), **ADAM}),
         ("dp2z3", zero(3, stage3_param_persistence_threshold=0)),
-        ("cp2z1", {"context_parallel": {"size": 2}}),
+        ("cp2z1", {"context_parallel": {"size": 2}, **TILED}),
     ],
     "offloaded": [
         ("dp2z2", {**zero(2, offload_optimizer=CPU), **ADAM}),
@@ -90,7 +91,7 @@ def test_bf16(model: str, tmp_path: Path) -> None:
 def test_axes_together(model: str, tmp_path: Path) -> None:
     experts = tiny_model(tmp_path / "mixtral", "mixtral", False, num_local_experts=4)
     jobs = [Job(model, "pp2tp2z1"), Job(model, "pp2dp2z1", schedule("zero-bubble")), Job(model, "tp2dp2z3")]
-    jobs.append(Job(experts, "pp2dp2z0", {"expert_parallel": {"enabled": True, "autoep_size": 2}}))
+    jobs.append(Job(experts, "pp2dp2z0", SPREAD))
     curves = run_ranks(4, train_all, jobs, str(tmp_path), timeout_s=300)[0]
     assert wrong(jobs, curves) == []
 

@@ -8,6 +8,7 @@ updates are the same in every layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from math import sqrt
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -120,7 +121,7 @@ def orthogonal(matrix: Tensor, method: str) -> Tensor:
     """
     rows, columns = matrix.shape[-2:]
     # DeepSpeed's function is compiled. On a CPU that needs a C++ compiler, and takes more time than it saves.
-    with torch.compiler.set_stance("force_eager" if matrix.device.type == "cpu" else "default"):
+    with torch.compiler.set_stance("force_eager") if matrix.device.type == "cpu" else nullcontext():
         found = newton_schulz(matrix.flatten(1) if matrix.ndim == 4 else matrix, method)
     return (found * (sqrt(rows / columns) if rows > columns else 1.0)).to(matrix.dtype).view(matrix.shape)
 

@@ -17,6 +17,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.arguments.themes.script import PYTHON_STDLIB
 from harness.checkpoint.atomic import replace_text
@@ -28,8 +29,10 @@ from harness.data.files.sources import TOKENS, find_files, find_tokens, source_g
 from harness.data.preview import composition
 from harness.errors import UserError, reason
 from harness.training.callbacks import StepRecord
-from harness.training.run import Run
 from harness.wall_clock import CLOCK
+
+if TYPE_CHECKING:  # benchmarks write versions without the imports of training
+    from harness.training.run import Run
 
 DATA_FLAGS = ("train_file", "validation_file")
 MOST_FILES = 1000
