@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 def test_it_compares_and_measures(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     words = [sys.executable, str(ROOT / "scripts/bench/gpu.py"), "--small", "--output", str(output), "--steps", "4"]
-    words += ["--programs", "harness", "harness, Liger", "PyTorch", "nothing"]
+    words += ["--programs", "harness", "harness, Liger", "PyTorch"]
     environment = {**os.environ, **device_environment(), "OMP_NUM_THREADS": "1", "SIMULATED_DEVICE_COUNT": "1"}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -30,5 +30,4 @@ def test_it_compares_and_measures(tmp_path: Path) -> None:
         row = report["speed"][program]
         assert row["tokens_per_second"] > 0 and row["mfu_of_measured_product"] > 0 and row["peak_gib"] > 0, row
     assert report["speed"]["harness, Liger"]["failed"] == "left out: liger-kernel is not installed"
-    assert report["speed"]["nothing"]["failed"] == "failed: KeyError: 'nothing'"  # what does not run is noted
     assert report["speed"]["harness"]["expected"]["memory_gib"]
