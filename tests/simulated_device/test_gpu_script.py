@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,14 @@ def test_it_compares_and_measures(tmp_path: Path) -> None:
         assert row["tokens_per_second"] > 0 and row["mfu_of_measured_product"] > 0 and row["peak_gib"] > 0, row
     assert report["speed"]["harness, Liger"]["failed"] == "left out: liger-kernel is not installed"
     assert report["speed"]["harness"]["expected"]["memory_gib"]
+
+
+def test_a_part_that_fails_or_has_no_time_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
+    clock = import_module("gpu").Clock
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho 'RuntimeError: out of memory' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert clock(60).run(["--part", "harness"]) == "failed: RuntimeError: out of memory"
+    assert clock(10).run(["--part", "harness"]) == "left out: the time is up"
