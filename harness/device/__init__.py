@@ -1,1 +1,1 @@
-"""The process group and the device of this rank: start them, their memory, moments on them."""
+"""The process group and the device of this rank: their start, memory, moments, and operators that are compiled."""

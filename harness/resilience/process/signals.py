@@ -6,20 +6,19 @@ So a thread reads the signals from a pipe. It also ends this rank when the launc
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from types import FrameType
 
+from harness.device.builds import abandon_builds
 from harness.resilience.process import activity
 from harness.resilience.process.launcher import Launcher
-from harness.topology.processes import children_of, command_of, wait_readable
+from harness.topology.processes import wait_readable
 
 # If ranks have received different signals, the one that stands last here is the run's.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
@@ -241,19 +240,3 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-
-def abandon_builds() -> None:
-    """Stop a compilation of DeepSpeed's operators in this process, and release torch's lock on it.
-
-    Torch removes its lock file only when Python exits normally. Otherwise the next run would wait for it for ever.
-    """
-    for child in children_of(os.getpid()):
-        if any(Path(word).name == "ninja" for word in command_of(child)[:2]):
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGTERM)  # ninja ends its compilers, and removes their partial output
-    lock = getattr(sys.modules.get("torch.utils.file_baton"), "FileBaton", None)
-    for held in [thing for thing in gc.get_objects() if type(thing) is lock] if lock else []:
-        with suppress(OSError, TypeError):  # not acquired, or released already
-            if os.path.samestat(os.fstat(held.fd), Path(held.lock_file_path).stat()):
-                held.release()
