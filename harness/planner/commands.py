@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from harness.config import load, resolve
@@ -69,6 +70,7 @@ def plan_lines(found: Found, top: int, devices: MoreDevices | None, memory: More
     yield f"\n{counted(found.tried, 'layout')} tried, {len(found.fitting):,} fit {best.hardware.name}"
     for reason, count in found.reasons.most_common():
         yield f"  {count:>6,}  {reason}"
+    yield from _mask_lines(best)
     yield ""
     if devices is None:
         yield "more devices: none of the next sizes is faster with this global batch"
@@ -81,6 +83,21 @@ def plan_lines(found: Found, top: int, devices: MoreDevices | None, memory: More
     else:
         gain = memory.tokens_per_second / best.tokens_per_second - 1
         yield f"{memory.gib:.1f} GiB more on each device: {gain:+.1%} tokens/s"
+
+
+def _mask_lines(best: Estimate) -> Iterator[str]:
+    """Yield a sentence on masks of all pairs of tokens, where one would not fit beside the rest of the best layout."""
+    one = replace(best.strategy, attention_tile=0)
+    stages = strategy_stages(best.workload, best.strategy)
+    for packed, who in ((False, "the model's window"), (True, "--packing")):
+        mask = max(mask_bytes(best.workload, one, stage, packed=packed) for stage in stages)
+        if mask and best.peak_bytes + mask > best.hardware.limit_bytes:
+            remedy = "the layouts above have" if best.strategy.attention_tile else "set"
+            yield (
+                f"{who} takes a mask of tokens x tokens, {mask / GIB:,.1f} GiB on each rank, which does not fit: "
+                f"{remedy} tiling.attention, which makes it for some queries at a time"
+            )
+            return
 
 
 def _table(rows: Sequence[Estimate]) -> Iterator[str]:

@@ -50,12 +50,6 @@ def test_position_ids_reach_every_layer() -> None:
         assert not torch.equal(three_stages(model, ids), wanted)
 
 
-def test_position_ids_are_refused_where_the_model_takes_none() -> None:
-    ids = torch.zeros(1, 8, dtype=torch.long)
-    with pytest.raises(UserError, match="takes no position_ids"):
-        three_stages(model_of("mpt"), (ids, ids))
-
-
 def test_a_schema_says_what_lies_where() -> None:
     states = (CarriedTensor(name="early", made=-1, used=1), CarriedTensor(name="late", made=1, used=3))
     schema = PayloadSpec(states=states, tokens=True)

@@ -19,37 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
 from harness.errors import UserError
 from harness.hf.forward.payload import ForwardOutput, Tokens
 from harness.hf.layers.call import ASKS_FOR_VALUES, CANNOT_RUN, Call, LayerInputs, LayerOutput
 from harness.hf.layers.facts import LayerFacts
-from harness.parallel.context.masks import masks_by_rows
+from harness.parallel.context.masks import documents_apart, masks_by_rows
 from harness.parallel.plans.lora import without_adapters, wrappers_in
 from harness.parallel.values import Argument, Keyword, Positional
 
 
-@contextmanager
-def _packing_known(is_packed: bool) -> Iterator[None]:
-    """Tell transformers' masks whether samples are packed into rows, which is known from the data.
-
-    transformers would find out from the values of the position ids, for which the host waits in every forward.
-    """
-    found = masking_utils.find_packed_sequence_indices
-    of_rows: Callable[[Tensor], Tensor | None] = _sequence_indices if is_packed else lambda _positions: None
-    vars(masking_utils)["find_packed_sequence_indices"] = of_rows
-    try:
-        yield
-    finally:
-        vars(masking_utils)["find_packed_sequence_indices"] = found
-
-
-def _sequence_indices(position_ids: Tensor) -> Tensor:
-    """Return the number in its row of the sequence that each token belongs to; `position_ids` and result [batch,
-    sequence]."""
-    steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
-    return (steps != 1).cumsum(-1)
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model's forward takes position ids."""
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def find_stack(model: PreTrainedModel) -> str:
@@ -315,7 +298,7 @@ class LiftedForward:
     @property
     def takes_positions(self) -> bool:
         """Whether the model's forward takes position ids."""
-        return "position_ids" in inspect.signature(self.model.forward).parameters
+        return takes_positions(self.model)
 
     def run(self, tokens: Tokens, run: ForwardRun) -> Tensor:
         """Return the logits of the model's forward, in which placeholders do what `run` says."""
@@ -323,14 +306,15 @@ class LiftedForward:
         return logits
 
     def forward(self, tokens: Tokens, run: ForwardRun, **options: object) -> ForwardOutput:
-        """Return the output of that forward, given `options` too."""
-        positions = {} if tokens.positions is None else {"position_ids": tokens.positions}
-        is_packed = bool(positions) and tokens.is_packed
-        if positions and not self.takes_positions:
-            raise UserError(f"{self.described} takes no position_ids: remove them from the samples")
+        """Return the output of that forward, given `options` too.
+
+        A model that takes no position ids has them in its masks alone.
+        """
+        given = tokens.positions is not None and self.takes_positions
+        positions = {"position_ids": tokens.positions} if given else {}
         self._run = run
         try:
-            with _packing_known(is_packed), masks_by_rows(self.mask_queries):
+            with documents_apart(tokens.positions if tokens.is_packed else None), masks_by_rows(self.mask_queries):
                 return self.model(input_ids=tokens.ids, use_cache=False, **positions, **options)
         finally:
             self._run = None

@@ -1,8 +1,9 @@
 """Find out on a tiny copy whether a model keeps the documents of a packed row apart.
 
 A packed row holds several documents, with position ids that begin at 0 in each. A suitable model gives each document
-the same logits as alone. A model that builds masks only from shapes, carries a state along the row, or numbers
-positions by itself does not: its documents would see each other.
+the same logits as alone, with masks that keep documents apart (`harness/parallel/context/masks.py`). A model that makes
+its masks by itself, carries a state along the row, or numbers positions by itself does not: its documents would see
+each other.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.errors import UserError
 from harness.hf.attention import attention_of, choose_attention, is_flash, usual_attention
+from harness.hf.forward.lifted import takes_positions
 from harness.hf.layers.call import CANNOT_RUN
 from harness.hf.verify.comparison import on_device
 from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
+from harness.parallel.context.masks import documents_apart
 
 LENGTHS = (13, 9, 10)
 # Of the largest logit. Over transformers 5.23's families rounding makes 2e-6, the least that a neighbour makes is 5e-3.
@@ -28,7 +31,7 @@ TOLERANCE_OF_HALF = 5e-2  # in half precision only gross faults can be seen: the
 def require_documents_apart(config: PretrainedConfig) -> None:
     """Try a tiny copy of the model of `config` on packed documents, on a CPU; a fraction of a second.
 
-    Raises UserError if its documents see each other, it does not take position ids, or it cannot be tried.
+    Raises UserError if its documents see each other, or it cannot be tried.
     """
     worst = _try(config, usual_attention(config), torch.device("cpu"), torch.float32)
     if not worst <= TOLERANCE:
@@ -79,7 +82,9 @@ def _try(config: PretrainedConfig, attention: str | None, device: torch.device, 
 def _difference(model: PreTrainedModel, ids: Tensor) -> float:
     """Return the largest relative difference between logits of documents packed into row `ids` and of each alone."""
     positions = torch.cat([torch.arange(length, device=ids.device) for length in LENGTHS])[None]
-    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+    given = {"position_ids": positions} if takes_positions(model) else {}
+    with documents_apart(positions):
+        packed = model(input_ids=ids, **given, use_cache=False).logits.float()
     starts = [0, *accumulate(LENGTHS)]
     worst = 0.0
     for start, document in zip(starts, ids.split(LENGTHS, dim=1), strict=False):

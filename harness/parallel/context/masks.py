@@ -1,8 +1,10 @@
-"""Masks that are made for some queries at a time, by the model's own function of them.
+"""Attention masks as transformers makes them for a model, with two changes: by rows, and with documents apart.
 
-A mask of all pairs takes the square of the length: 16 GiB at 131,072 tokens. Where it is asked for, transformers'
-functions that make one are not called: what a model is given in its place makes the rows of some queries when attention
-computes these, and again in the backward. Rows are cut to the keys that some of the queries see.
+A mask of all pairs takes the square of the length: 16 GiB at 131,072 tokens. Inside `masks_by_rows` a model gets a
+`MaskRows` instead. Attention asks it for the rows of some queries when it computes these, and again in the backward.
+
+Inside `documents_apart` a mask lets no token see another document of its packed row. transformers does that only in
+models that give their position ids to the function that makes the mask; gpt_oss, afmoe and others do not.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import masking_utils
+from transformers.masking_utils import AttentionMaskInterface, packed_sequence_compatibility_function
 
 from harness.parallel.tiles import tiles
 from harness.parallel.values import Argument, Keyword
 
 _queries: ContextVar[int] = ContextVar("queries of a mask that is made at a time", default=0)
+_documents: ContextVar[Documents | None] = ContextVar("documents that masks keep apart", default=None)
 _get_function = AttentionMaskInterface.__getitem__
 
 
@@ -60,11 +64,69 @@ class MaskRows:
         return [slice(*pair) for pair in torch.stack(ends).tolist()]
 
 
+@dataclass(eq=False)
+class Documents:
+    """The documents of packed rows.
+
+    Attributes:
+        positions: of each token in its document, [batch, tokens].
+        known: whether the model has given position ids to the mask that is being made, so that transformers keeps the
+            documents apart already.
+    """
+
+    positions: Tensor
+    known: bool = False
+
+    def numbers(self, position_ids: Tensor) -> Tensor:
+        """Return the number in its row of the document that each token belongs to; argument and result [batch,
+        tokens]. transformers calls it in place of its own function, `find_packed_sequence_indices`."""
+        self.known = True
+        return _numbers(position_ids)
+
+    def make(self, function: Callable[..., Argument], **given: Argument) -> Argument:
+        """Call a function of transformers that makes a mask, so that the mask keeps documents apart."""
+        known, self.known = self.known, False
+        if not known:
+            apart = packed_sequence_compatibility_function(
+                given["mask_function"], self.positions, _numbers(self.positions)
+            )
+            given |= {"mask_function": apart, "allow_is_causal_skip": False}
+        return function(**given)
+
+
+def _numbers(positions: Tensor) -> Tensor:
+    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    return (steps != 1).cumsum(-1)
+
+
+@contextmanager
+def documents_apart(positions: Tensor | None) -> Iterator[None]:
+    """Make masks in which documents do not see each other; `positions` [batch, tokens] begin at 0 in each document.
+
+    None: rows are not packed, and no mask is made as if they were. transformers would find that out from the values of
+    the position ids, for which the host waits in every forward.
+    """
+    found = masking_utils.find_packed_sequence_indices
+    documents = None if positions is None else Documents(positions)
+    numbers = (lambda _positions: None) if documents is None else documents.numbers
+    vars(masking_utils)["find_packed_sequence_indices"] = numbers
+    before = _documents.set(documents)
+    try:
+        yield
+    finally:
+        _documents.reset(before)
+        vars(masking_utils)["find_packed_sequence_indices"] = found
+
+
 def _function(self: AttentionMaskInterface, key: str) -> Callable[..., Argument]:
-    """Return transformers' function that makes a mask, or what makes it later."""
+    """Return transformers' function that makes a mask, changed as the contexts that are entered say."""
     function: Callable[..., Argument] = _get_function(self, key)  # type: ignore[no-untyped-call]  # transformers gives it no types
-    queries = _queries.get()
-    return partial(_later, function, key == "sdpa", queries) if queries and key in ("sdpa", "eager") else function
+    queries, documents = _queries.get(), _documents.get()
+    if queries and key in ("sdpa", "eager"):
+        function = partial(_later, function, key == "sdpa", queries)
+    if documents is not None and key in ("sdpa", "eager", "flex_attention"):
+        function = partial(documents.make, function)
+    return function
 
 
 AttentionMaskInterface.__getitem__ = _function  # type: ignore[method-assign, assignment]

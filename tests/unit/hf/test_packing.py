@@ -15,9 +15,16 @@ from tests.unit.hf.test_decoder import build, prepare, run
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_models_that_read_the_position_ids_keep_documents_apart(family: str, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        *((family, kind) for family in ("llama", "gpt2", "gemma3_text", "mixtral") for kind in ("eager", "sdpa")),
+        ("gpt_oss", "eager"),  # gives its masks no position ids
+        ("opt", "sdpa"),
+        ("mpt", "eager"),  # takes none: its slopes say how far apart tokens are
+    ],
+)
+def test_models_whose_masks_transformers_makes_keep_documents_apart(family: str, attention: str) -> None:
     config = CONFIG_MAPPING[family]()
     config._attn_implementation = attention
     require_documents_apart(config)
@@ -26,10 +33,8 @@ def test_models_that_read_the_position_ids_keep_documents_apart(family: str, att
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("bloom", {}),  # slopes made of the mask
         ("mamba", {}),  # a state along the row
-        ("opt", {}),  # masks of shapes alone
-        ("gpt_oss", {}),
+        ("bart", {"is_decoder": True}),  # numbers positions by itself
         ("lfm2", {"layer_types": ["conv"] * 6, "num_hidden_layers": 6}),  # convolutions over the row
     ],
 )
@@ -46,7 +51,7 @@ def test_flash_attention_takes_one_packed_sample_at_a_time() -> None:
     require_flash_apart(CONFIG_MAPPING["llama"](), 2, CPU, torch.float32)  # without flash-attention nothing is asked
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma3_text", "mpt"])
 def test_two_stages_give_packed_documents_the_logits_of_each_alone(family: str) -> None:
     model = tiny_model(shrink(CONFIG_MAPPING[family]()))
     ids, lengths = tiny_ids(model), (5, 1, 17, 9)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness.planner.commands import plan_lines
 from harness.planner.estimate import estimate
 from harness.planner.hardware import load_hardware
 from harness.planner.model_config import text_decoder
@@ -70,6 +71,8 @@ def test_a_million_tokens_find_their_layout() -> None:
     assert best.strategy.loss_tile == TILE
     assert longest(best) >= 2**20
     assert best.strategy.global_batch == 1
+    said = "\n".join(plan_lines(found, 1, None, None))
+    assert "--packing takes a mask of tokens x tokens, 1,024.0 GiB on each rank, which does not fit: set tiling" in said
 
 
 def test_short_samples_are_not_shared() -> None:
