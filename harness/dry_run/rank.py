@@ -118,7 +118,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
             # These two make loops over blocks one pass over everything: blocks are there to fit into a CPU's cache, and
             # without memory they only cost time.
             replaced(gradients, "BLOCK", 2**62),
-            replaced(cross_entropy, "IN_CACHE", cross_entropy.ELEMENTS_AT_ONCE),
+            replaced(cross_entropy, "IN_CACHE", _logits_at_once(plan)),
             replaced(Route, "of", partial(_even_routes, layout=plan.layout)),
             fake_tensors(),
             Ledger(plan.layout, env.rank) as ledger,
@@ -146,6 +146,17 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
             messages=messages,
             notes=[note for note in (untried, EXPERTS if counted_apart else None) if note],
         )
+
+
+def _logits_at_once(plan: DryRun) -> int:
+    """Return how many logits become float32 at a time: as many as on a GPU, or a sixteenth of a tile's if that is more.
+
+    At a million tokens a GPU's number makes hundreds of thousands of operations, each of which takes a tenth of a
+    millisecond here. A sixteenth counts at most half a byte too much for each logit of a tile.
+    """
+    vocabulary = plan.source.config.get_text_config(decoder=True).vocab_size
+    tile = plan.resolved.micro_batch * plan.resolved.loss_tile * vocabulary // plan.layout.tp_size
+    return max(cross_entropy.ELEMENTS_AT_ONCE, tile // 16)
 
 
 def _even_routes(

@@ -4,8 +4,9 @@
 
 Each family has a tiny random model in float32 with a window shorter than the sequence where it takes one. The gradients
 of the mean loss, summed over the ranks, are compared with those of transformers in one process: the Euclidean norm of
-the difference over that of the gradient. A family that is refused is reported with the reason. Each is run with plain
-rows and with two documents in a row. Without --families it writes results/context_parity.json.
+the difference over that of the gradient. Each family is run with plain rows, and with two documents in a row, which the
+one process computes one after the other. A family that is refused is reported with the reason. The table of
+docs/long-context.md is printed in the end; without --families results/context_parity.json is written, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -30,6 +33,7 @@ from transformers import PretrainedConfig, PreTrainedModel, logging
 from harness.hf.causal import assemble
 from harness.hf.context.plan import TokensApart
 from harness.hf.skeleton import ModelSource
+from harness.hf.verify.packing import require_documents_apart
 from harness.hf.verify.stretches import context_plan
 from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 from harness.parallel.comm import TensorParallel
@@ -57,11 +61,15 @@ LENGTH, WINDOW, FIRST = 32, 8, 13
 
 
 def config_of(family: str) -> PretrainedConfig:
-    """Return a tiny config, with a window shorter than the sequence where the family has windows."""
+    """Return a tiny config, with a window shorter than the sequence where the family can have one."""
     config = tiny_config(family)
     config.tie_word_embeddings = False
+    if getattr(config, "use_sliding_window", None) is False:  # qwen has a window in the layers that are told so
+        config.use_sliding_window = True
+        if hasattr(config, "layer_types"):
+            config.layer_types = ["sliding_attention"] * len(config.layer_types)
     for name in ("sliding_window", "attention_chunk_size"):
-        if getattr(config, name, None) is not None:
+        if hasattr(config, name):
             setattr(config, name, WINDOW)
     return config
 
@@ -83,10 +91,12 @@ def sample(model: PreTrainedModel, packed: bool) -> tuple[Tensor, Tensor, Tensor
 
 
 def whole_gradients(model: PreTrainedModel, packed: bool) -> dict[str, Tensor]:
-    """Return the gradients of one process."""
-    ids, positions, labels, count = sample(model, packed)
-    given = {"position_ids": positions} if packed else {}
-    loss_of(model(input_ids=ids, use_cache=False, **given).logits, labels, count).backward()
+    """Return the gradients of one process, which is given each document by itself."""
+    ids, _, labels, count = sample(model, packed)
+    bounds = (0, FIRST, LENGTH) if packed else (0, LENGTH)
+    for start, stop in pairwise(bounds):
+        logits = model(input_ids=ids[:, start:stop], use_cache=False).logits
+        loss_of(logits, labels[:, start:stop], count).backward()
     return taken(model)
 
 
@@ -114,6 +124,8 @@ def by_deepspeed(model: PreTrainedModel, packed: bool, size: int) -> dict[str, T
 
 def by_harness(model: PreTrainedModel, packed: bool, _size: int) -> dict[str, Tensor]:
     """Return this rank's gradients with the layers of the harness."""
+    if packed:
+        require_documents_apart(model.config)
     context = ContextParallel.of(dist.group.WORLD)
     apart = TokensApart(plan=context_plan(model.config), context=context)
     causal = assemble(
@@ -183,8 +195,17 @@ def work(rank: int, size: int, folder: str, families: list[str], program: str) -
     dist.destroy_process_group()
 
 
+def table(found: dict[str, dict[str, dict[str, str]]]) -> Iterator[str]:
+    """Yield the lines of the table in docs/long-context.md, from what each program made of each family and rows."""
+    yield "| family | DeepSpeed | packed | this harness | packed |"
+    yield "|---|---|---|---|---|"
+    for family in found["harness"]:
+        cells = [found[program][family][rows] for program in found for rows in ("plain", "packed")]
+        yield " | ".join([f"| {family}", *("refused" if "refused" in cell else cell for cell in cells)]) + " |"
+
+
 def main() -> int:
-    """Print a line a family and program."""
+    """Print a line a family and program, and the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="that share a sequence (default: 2)")
     parser.add_argument("--families", help="model types, with commas (default: those of docs/long-context.md)")
@@ -195,6 +216,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(work, (args.ranks, folder, families, program), nprocs=args.ranks)
             found[program] = json.loads(Path(folder, f"{program}.json").read_text())
+    for line in table(found):
+        print(line)
     if not args.families:
         write_report(RESULTS / "context_parity.json", {"ranks": args.ranks, **found}, what=str(__doc__))
     return 0
