@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from harness.config.model.shares import Heads, Stretch
+from harness.parallel.comm import Context, apply
 from harness.parallel.context.masks import MaskRows
 from harness.parallel.context.stretches import ContextParallel, exchange_heads, exchange_tokens
 from harness.parallel.draws import expect_heads
@@ -135,10 +136,11 @@ def _attention(
         whole: Tensor = function(module, *projected, mask, *args, **kwargs)[0]
         return whole
     parts, start = [], 0
-    query, *key_value = projected
+    query, key, value = projected
     for own, keys in zip(query.split(mask.queries, 2), mask.keys, strict=True):
+        (key, own_key), (value, own_value) = (apply(_Seen, x, keys) for x in (key, value))
         of_queries = partial(_of_queries, function, module, mask, tuple(kwargs), start, keys)
-        parts.append(computed_again(of_queries, own, *key_value, *args, *kwargs.values()))
+        parts.append(computed_again(of_queries, own, own_key, own_value, *args, *kwargs.values()))
         start += own.shape[2]
     return torch.cat(parts, dim=1)
 
@@ -146,11 +148,33 @@ def _attention(
 def _of_queries(
     function: Attend, module: object, mask: MaskRows, names: tuple[str, ...], start: int, keys: slice, *given: Argument
 ) -> Argument:
+    """Return the attention of a tile of queries, the first of which is number `start`, over the keys that it sees."""
     query, key, value, *rest = given
-    rows = mask.rows(start, start + query.shape[2])[..., keys]
+    rows = mask.rows(start, start + query.shape[2], keys)
     count = len(rest) - len(names)
     named = dict(zip(names, rest[count:], strict=True))
-    return function(module, query, key[:, :, keys], value[:, :, keys], rows, *rest[:count], **named)[0]
+    return function(module, query, key, value, rows, *rest[:count], **named)[0]
+
+
+class _Seen(torch.autograd.Function):
+    """Return x [batch, heads, keys, size] for the next tile, and the keys of it that a tile of queries sees.
+
+    In the backward, which meets the last tile first, each tile adds its gradient to the one of x that the next tile
+    hands back. A plain slice would make a gradient of the length of x for every tile.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
+        ctx.shape, ctx.keys = x.shape, keys
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), x[:, :, keys]
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor | None, seen: Tensor) -> tuple[Tensor, None]:
+        if grad is None:  # of the last tile
+            grad = seen.new_zeros(ctx.shape)
+        grad[:, :, ctx.keys] += seen
+        return grad, None
 
 
 class HeadsOf:

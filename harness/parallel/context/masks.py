@@ -41,10 +41,19 @@ class MaskRows:
     given: Keyword
     queries: int
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Return the mask of queries `start` to `stop` - 1, [batch, 1, queries, keys], as the whole one would be."""
-        first = self.given.get("q_offset", 0) + start
-        return self.make(**{**self.given, "q_length": stop - start, "q_offset": first, "allow_is_causal_skip": False})
+    def rows(self, start: int, stop: int, keys: slice | None = None) -> Tensor:
+        """Return the mask of queries `start` to `stop` - 1, [batch, 1, queries, keys], as the whole one would be.
+
+        `keys`: of which; None: of all.
+        """
+        keys = keys or slice(0, self.given["kv_length"])
+        part = {
+            "q_length": stop - start,
+            "q_offset": self.given.get("q_offset", 0) + start,
+            "kv_length": keys.stop - keys.start,
+            "kv_offset": self.given.get("kv_offset", 0) + keys.start,
+        }
+        return self.make(**{**self.given, **part, "allow_is_causal_skip": False})
 
     def whole(self) -> Tensor:
         """Return the mask of all queries."""
