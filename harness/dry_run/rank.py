@@ -154,7 +154,7 @@ def _logits_at_once(plan: DryRun) -> int:
     At a million tokens a GPU's number makes hundreds of thousands of operations, each of which takes a tenth of a
     millisecond here. A sixteenth counts at most half a byte too much for each logit of a tile.
     """
-    vocabulary = plan.source.config.get_text_config(decoder=True).vocab_size
+    vocabulary: int = plan.source.config.get_text_config(decoder=True).vocab_size
     tile = plan.resolved.micro_batch * plan.resolved.loss_tile * vocabulary // plan.layout.tp_size
     return max(cross_entropy.ELEMENTS_AT_ONCE, tile // 16)
 
