@@ -59,8 +59,8 @@ class SharedSequence:
         return replace(payload, hidden=self.share(hidden), tokens=kept)
 
     def share(self, stretch: Tensor) -> Tensor:
-        """Return this rank's share of a hidden state of its context rank's stretch."""
-        return stretch if self.group is None else split_sequence(stretch, self.group)
+        """Return this rank's share of a hidden state of its context rank's stretch; contiguous, as ranks send it."""
+        return stretch.contiguous() if self.group is None else split_sequence(stretch, self.group)
 
     def length(self, payload: StagePayload) -> int:
         """Return the length of the whole sequence."""

@@ -115,7 +115,7 @@ class _Asked(SharedAttention):
         start, stop = self.context.stretch(self.length)
         if any(x.shape[2] != stop - start for x in (query, key, value)):
             raise RuntimeError("attention gives keys other than those of its tokens")
-        return (value * torch.tanh((query * key).sum(-1, keepdim=True))).transpose(1, 2), None
+        return (value * torch.tanh((query * key).sum(-1, keepdim=True))).transpose(1, 2).contiguous(), None
 
 
 class _LayerTrial:

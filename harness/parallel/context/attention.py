@@ -99,7 +99,7 @@ class SharedAttention:
         if not heads.fit(size):  # each rank computes all of them
             query, key, value = (self.context.join(x, self.length, 2) for x in (query, key, value))
             output = _attention(function, module, (query, key, value), attention_mask, args, kwargs)
-            return self.context.own(output), None
+            return self.context.own(output).contiguous(), None
         queries, keys = heads.queries(size), heads.key_values(size)
         own = queries[self.context.rank]
         query = exchange_heads(query, queries, self.context, self.length)
@@ -114,7 +114,8 @@ class SharedAttention:
                 tuple(map(cut, args)),
                 {name: cut(given) for name, given in kwargs.items()},
             )
-        return exchange_tokens(output.transpose(1, 2), queries, self.context).transpose(1, 2), None
+        # contiguous, as transformers' own functions return it: some models view it
+        return exchange_tokens(output.transpose(1, 2), queries, self.context).transpose(1, 2).contiguous(), None
 
     def _for_all_tokens(self, given: Argument) -> Argument:
         return self.whole.get(id(given), given)
