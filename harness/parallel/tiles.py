@@ -1,8 +1,9 @@
-"""Parts of a model in tiles of tokens: what a part makes of a tile is let go before the next tile is computed.
+"""Parts of a model that are computed for some tokens at a time, a *tile*, so that their insides take less memory.
 
-Where a part works on each token alone, its output for all tokens is that for one tile after the other. For the backward
-a tile's input is kept, and the tile is computed again (Bekman et al. 2025, Arctic Long Sequence Training, arXiv
-2506.13996, section 3.1). So logits, or the inside of a feed-forward block, are never there for more than a tile.
+This is exact for parts that work on each token alone: the output layer with the loss, feed-forward blocks, norms. Only
+the input and the output of a tile are kept. In the backward the tile is computed once more (Bekman et al. 2025, Arctic
+Long Sequence Training, arXiv 2506.13996, section 3.1). So logits, or the inside of a feed-forward block, never exist
+for more tokens than a tile has.
 """
 
 from __future__ import annotations
@@ -19,32 +20,39 @@ from torch.utils.checkpoint import checkpoint
 from harness.parallel.values import Argument
 
 OfTile = Callable[[Tensor, int, int], Tensor]
-"""Of the logits of tokens `start` to `stop` - 1, and these two: the sum of their losses, a scalar."""
+"""Called with the logits of tokens `start` to `stop` - 1, [batch, tokens, vocabulary], and with start and stop; returns
+the sum of their losses, a scalar."""
 
 
 def tiles(length: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of tiles of at most `size` of `length` tokens."""
+    """Yield start and stop of each tile of at most `size` of `length` tokens; of no tokens, one empty tile."""
     yield from ((start, min(start + size, length)) for start in range(0, max(length, 1), size))
 
 
 @dataclass
 class LossTiles:
-    """Lets the epilogue compute the loss, tile by tile, where it is told how; else it gives logits.
+    """Says whether the model's last layer computes the loss, tile by tile, or returns logits.
 
     Attributes:
         tokens: of a tile.
-        loss: of a tile of the micro-batch that passes through now; None where the logits themselves are asked for.
+        loss: computes the loss of a tile of the current micro-batch. None: logits are asked for.
     """
 
     tokens: int
     loss: OfTile | None = None
 
     def sum(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the sum of the losses of all tokens of a hidden state [batch, tokens, width], a scalar."""
+        """Return the sum of the losses of all tokens, a scalar.
+
+        Args:
+            hidden: [batch, tokens, width].
+            logits_of: makes logits of a tile of it.
+        """
         loss = self.loss
         assert loss is not None
         total = torch.zeros((), device=hidden.device)
-        # a split joins the gradients of tiles once; each slice would make one for all tokens
+        # The backward of one split joins the gradients of all tiles. That of a slice would make a gradient of the
+        # length of `hidden` for every tile.
         for (start, stop), tile in zip(tiles(hidden.shape[1], self.tokens), hidden.split(self.tokens, 1), strict=True):
             total = total + computed_again(partial(_loss_of, loss, logits_of, start, stop), tile)
         return total
@@ -57,7 +65,8 @@ def _loss_of(loss: OfTile, logits_of: Callable[[Tensor], Tensor], start: int, st
 def tile_block(block: nn.Module, tokens: int) -> None:
     """Let a module that works on each token alone compute `tokens` tokens at a time.
 
-    Its tensors [batch, sequence, ...] and [batch * sequence, ...] are cut and joined; all others are given as they are.
+    Arguments [batch, sequence, ...] are cut; any other argument is given to every tile as it is. Outputs [batch, tile,
+    ...] or [batch * tile, size] are joined; of any other output the first tile's is returned.
     """
     whole = block.forward
 
@@ -70,7 +79,7 @@ def tile_block(block: nn.Module, tokens: int) -> None:
         cut = [isinstance(x, Tensor) and x.dim() > 2 and tuple(x.shape[:2]) == (batch, length) for x in given]
         count = -(-length // tokens)
         columns = (x.split(tokens, 1) if rows else [x] * count for x, rows in zip(given, cut, strict=True))
-        # tensors are handed on as arguments: what a function holds besides would stay until the backward
+        # Tensors are handed on as arguments. Those that a closure holds would stay in memory until the backward.
         of_tile = partial(_of_tile, whole, spec, cut)
         return _joined([computed_again(of_tile, *tile) for tile in zip(*columns, strict=True)], batch)
 
@@ -85,9 +94,9 @@ def _of_tile(whole: Callable[..., Argument], spec: TreeSpec, cut: list[bool], *g
 
 
 def computed_again(run: Callable[..., Argument], *given: Argument) -> Argument:
-    """Return `run(*given)`; where there will be a backward, it is computed again for that.
+    """Return `run(*given)`, of which nothing but `given` is kept for the backward: that computes it once more.
 
-    It is computed to its end: an exception in its place would hold what its functions have made.
+    `early_stop` is off: torch would end the second computation by an exception, whose frames hold tensors.
     """
     if not torch.is_grad_enabled():
         return run(*given)

@@ -1,4 +1,4 @@
-"""The arguments of a layer for a stretch of the tokens: what has a row a token is cut, a mask of all pairs stays."""
+"""Cut the arguments of a layer to a stretch of the tokens. A mask of all pairs of tokens stays whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.hf.layers.call import LayerInputs
 from harness.parallel.context.stretches import ContextParallel
 
 Leaf: TypeAlias = tuple[int | str, int]
-"""A tensor among a layer's arguments: the place of the argument, and its number within it."""
+"""A tensor among a layer's arguments: the argument's position or name, and the tensor's number within it."""
 
 BATCH, LENGTHS = 2, (11, 13)
 
@@ -26,14 +26,15 @@ class SplitArguments:
     """Cuts the arguments of a model's layers.
 
     Attributes:
-        dims: for each layer, by leaf, the dimension along which it has an entry a token.
+        dims: for each layer, of those tensors that are cut, the dimension along which they have an entry for each
+            token.
     """
 
     dims: tuple[Mapping[Leaf, int], ...]
 
     @classmethod
     def of(cls, outer: OuterForward) -> SplitArguments:
-        """Find what has an entry a token: its shape differs, in one dimension, between two lengths."""
+        """Make the arguments for two lengths. A tensor whose shapes differ in one dimension has its tokens there."""
         runs = []
         for length in LENGTHS:
             ids = torch.zeros((BATCH, length), dtype=torch.long, device=outer.device)
@@ -46,7 +47,7 @@ class SplitArguments:
     ) -> tuple[LayerInputs, dict[int, Tensor]]:
         """Return the arguments of layer `index` for this rank's stretch of sequences of `length` tokens.
 
-        Also returns, by the id of each tensor that was cut, the whole one.
+        Also return the tensors that were cut, whole, by the `id` of what is left of each.
         """
         dims, places = self.dims[index], iter([leaf for leaf, _ in _leaves(inputs)])
         whole: dict[int, Tensor] = {}

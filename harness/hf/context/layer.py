@@ -1,9 +1,10 @@
-"""A decoder layer on a stretch of the tokens: attention exchanges heads, and what else mixes tokens gets all of them.
+"""A decoder layer that computes a stretch of the tokens.
 
-A *block* is a module of the layer that holds matrices: its attention, its feed-forward network. A block that mixes
-tokens otherwise than through transformers' attention interface (a recurrence, a convolution, an attention of its own)
-is *gathered*: it is given the tokens of all ranks, computes the same as in one process, and its rank keeps the output
-of its own tokens. That is exact, and costs the time of one process.
+Its attention exchanges heads (`harness/parallel/context/attention.py`). A *block* is a module of the layer that holds
+matrices: its attention, its feed-forward network. Some blocks mix tokens otherwise than through transformers' interface
+for attention: a recurrence, a convolution, an attention of the model's own. They are *gathered*: such a block is given
+the tokens of all ranks, computes what it would compute in one process, and the rank keeps the output of its stretch.
+That is exact, but every rank takes the time and the memory of one process for it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from harness.parallel.values import Argument, Keyword, Positional
 
 
 def named_blocks(layer: nn.Module, least: int = 2, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a layer that hold matrices, or parameters of `least` dimensions, by their names in it."""
+    """Yield the outermost modules of a layer that hold parameters of at least `least` dimensions, with their names."""
     for name, child in layer.named_children():
         if type(child) in (nn.ModuleList, nn.ModuleDict):  # never called itself
             yield from named_blocks(child, least, f"{prefix}{name}.")
@@ -32,7 +33,7 @@ def named_blocks(layer: nn.Module, least: int = 2, prefix: str = "") -> Iterator
 
 
 def with_whole_masks(inputs: LayerInputs) -> LayerInputs:
-    """Return the arguments with masks of all pairs, where some are made by rows."""
+    """Return the arguments with whole masks in place of those that are made by rows."""
     args, kwargs = tree_map_only(MaskRows, MaskRows.whole, (inputs.args, dict(inputs.kwargs)))
     return LayerInputs(args, kwargs, inputs.key)
 
@@ -42,8 +43,8 @@ class StretchLayer:
 
     Args:
         gathered: names of the blocks that need all tokens.
-        split: cuts its arguments.
-        index: of the layer.
+        split: cuts the layer's arguments.
+        index: number of the layer in the model.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class StretchLayer:
         self.gathered = [layer.get_submodule(name) for name in gathered]
 
     def gather_blocks(self) -> None:
-        """Give the gathered blocks all tokens; called when whatever else changes their inputs has been set up."""
+        """Give the gathered blocks all tokens. Call it last: it must see what other hooks make of their inputs."""
         for block in self.gathered:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
             block.register_forward_hook(self._after, prepend=True, always_call=True)
 
     @contextmanager
     def forward_of(self, inputs: LayerInputs, batch: int, length: int) -> Iterator[LayerInputs]:
-        """Enter a forward; yields the arguments for this rank's stretch of those for `length` tokens."""
+        """Enter a forward of the layer. `inputs` are for `length` tokens; yield those for this rank's stretch."""
         own, whole = self._split.split(self._index, inputs, self._context, length)
         self._whole, self._rows = whole, TokenRows(context=self._context, batch=batch, length=length)
         try:

@@ -1,4 +1,7 @@
-"""Which parts of a model can compute a stretch of the tokens; `harness/hf/verify/stretches.py` finds them by trial."""
+"""Which parts of a model can compute some tokens without the others.
+
+`harness/hf/verify/stretches.py` finds that out by trial on a tiny copy.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from harness.parallel.context.stretches import ContextParallel
 
 @dataclass(frozen=True, kw_only=True)
 class ContextPlan:
-    """What works on a stretch of the tokens.
+    """Which parts of a model can compute a stretch of the tokens.
 
     Attributes:
-        gathered: for each kind of layer that can, the blocks in it that need all tokens.
-        alone: for each kind of layer, the blocks and norms in it that compute each token by itself, without attention.
-        prologue, epilogue: whether what comes before and after the layers can.
-        whole: whether the model passes on tensors of which nothing is known, so that every rank computes all of it.
+        gathered: for each kind of layer that can, the blocks in it that need all tokens. A kind that is missing cannot.
+        alone: for each kind of layer, its blocks and norms that compute each token by itself, without attention.
+        prologue, epilogue: whether the modules before and after the layers can.
+        whole: the model passes on more than a hidden state, so every rank computes all tokens in all layers.
     """
 
     gathered: Mapping[Hashable, frozenset[str]] = field(default_factory=dict)
@@ -42,14 +45,14 @@ class ContextPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensApart:
-    """How a model computes some tokens without the others.
+    """How this rank computes some tokens without the others.
 
     Attributes:
-        plan: which parts of it can.
+        plan: which parts of the model can.
         context: this rank and those that share the sequence with it; None where it is alone.
-        loss_tile, block_tile: tokens of which logits and loss, and feed-forward blocks and norms, are computed at a
-            time; 0: all.
-        attention_tile: queries of which masks and attention are computed at a time, where a mask is needed; 0: all.
+        loss_tile: tokens whose logits and loss are computed at a time; 0: all.
+        block_tile: tokens for which feed-forward blocks and norms are computed at a time; 0: all.
+        attention_tile: queries for which masks and attention are computed at a time, if there is a mask; 0: all.
     """
 
     plan: ContextPlan = field(default_factory=ContextPlan)
@@ -60,7 +63,7 @@ class TokensApart:
 
     @property
     def is_any(self) -> bool:
-        """Whether some tokens are computed without the others at all."""
+        """Whether any part computes some tokens without the others."""
         return self.context is not None or bool(self.loss_tile or self.block_tile or self.attention_tile)
 
 
@@ -69,14 +72,14 @@ TOGETHER = TokensApart()
 
 
 def kind_of_layer(layer: nn.Module) -> Hashable:
-    """Return what layers of a model and of its tiny copy have in common, with adapters and without."""
+    """Return a key that is equal for a layer of a model and for the same layer of its tiny copy, also with adapters."""
     return type(layer).__name__, tuple(
         (name, type(getattr(block, "base_layer", block)).__name__) for name, block in named_blocks(layer)
     )
 
 
 def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:
-    """Return the tokens of this rank's stretch with their positions in the whole sequence."""
+    """Return the tokens of this rank's stretch, with their positions in the whole sequence if the model takes any."""
     positions, is_packed = tokens.positions, tokens.positions is not None
     if positions is None and outer.takes_positions:
         positions = torch.arange(tokens.ids.shape[1], device=tokens.ids.device).expand_as(tokens.ids)

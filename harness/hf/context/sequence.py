@@ -1,4 +1,5 @@
-"""How ranks share the hidden state between layers: context ranks by stretches, tensor-parallel ranks each stretch."""
+"""How ranks share the hidden state between layers: context ranks have a stretch each, and with sequence parallelism the
+tensor-parallel ranks of each context rank have a share of its stretch."""
 
 from __future__ import annotations
 
@@ -16,8 +17,12 @@ from harness.wording import counted
 
 
 def require_enough(tokens: Tokens, contexts: int, tensors: int) -> None:
-    """Raise UserError for sequences of which one of so many context ranks, or of the tensor-parallel ranks that share
-    each stretch, would have no token."""
+    """Raise UserError for sequences so short that a rank would have no token.
+
+    Args:
+        contexts: number of context ranks.
+        tensors: number of tensor-parallel ranks that share each stretch; 1: they do not.
+    """
     length = tokens.ids.shape[1]
     if length < contexts * tensors:
         key = "context_parallel.size" if contexts > 1 else "tensor_parallel.sequence_parallel"
@@ -29,13 +34,13 @@ def require_enough(tokens: Tokens, contexts: int, tensors: int) -> None:
 
 @dataclass(frozen=True)
 class SharedSequence:
-    """Split and join the hidden state between layers, of which each rank holds a share of the tokens.
+    """Splits and joins the hidden state between layers, of which each rank holds a share of the tokens.
 
-    Where the shares are unequal, token ids travel as well: only they tell the length of the whole sequence.
+    If the shares are unequal, token ids are passed on too: only they tell the length of the whole sequence.
 
     Attributes:
-        group: the tensor-parallel ranks that share it; None: each has all of what its context rank has.
-        context: the context ranks, each with a stretch, of which the ranks of `group` then have shares.
+        group: the tensor-parallel ranks that share a stretch; None: each of them has the whole stretch.
+        context: the context ranks, each of which has a stretch.
     """
 
     group: dist.ProcessGroup | None
@@ -51,8 +56,12 @@ class SharedSequence:
         require_enough(tokens, self.context.size, group_size(self.group))
 
     def split(self, payload: StagePayload, tokens: Tokens) -> StagePayload:
-        """Return what is passed on with this rank's share of the hidden state, which was made of `tokens`; it may be of
-        this rank's stretch alone."""
+        """Return the payload with this rank's share of its hidden state.
+
+        Args:
+            payload: its hidden state is of the whole sequence, or of this rank's stretch.
+            tokens: those of the whole sequence.
+        """
         length = tokens.ids.shape[1]
         kept = payload.tokens or (tokens if length % self.size else None)
         hidden = self.context.own(payload.hidden) if payload.hidden.shape[1] == length else payload.hidden
@@ -74,7 +83,7 @@ class SharedSequence:
         return stop - start
 
     def as_whole(self, payload: StagePayload) -> StagePayload:
-        """Return the payload with a hidden state of the whole sequence's shape; a view of one token, so no memory."""
+        """Return the payload with a hidden state of the whole sequence's shape, which is a view of one token."""
         token = payload.hidden.detach()[:, :1]
         return replace(payload, hidden=token.expand(-1, self.length(payload), *token.shape[2:]))
 
@@ -85,7 +94,7 @@ class SharedSequence:
         return replace(payload, hidden=join_sequence(payload.hidden, self.stretch(payload), self.group))
 
     def rows(self, whole: Tensor) -> TokenRows:
-        """Return what tells this rank's rows; `whole` has the shape of the hidden state of the whole sequence."""
+        """Return the cutter of rows for sequences such as `whole`, a hidden state of the whole sequence's shape."""
         return TokenRows(context=self.context, batch=whole.shape[0], length=whole.shape[1])
 
     def join_all(self, payload: StagePayload) -> StagePayload:

@@ -1,9 +1,10 @@
-"""Which parts of a model can compute a stretch of the tokens, found by trial on a tiny copy; no family is named.
+"""Find out by trial on a tiny copy which parts of a model can compute a stretch of the tokens. No family is named.
 
-Each block of a layer is run on all tokens and, with arguments cut as a rank would have them, on a stretch. Where both
-agree on the stretch, and the attention interface is asked the same, the block works on a stretch. Attention itself is
-replaced meanwhile by something that keeps tokens apart, as its ranks exchange heads. The layer around its blocks, what
-comes before the layers and what comes after them are tried likewise.
+Each block of a layer runs on all tokens, and on a stretch with arguments as a rank would have them. If both give the
+same for the stretch, and call transformers' interface for attention with the same mask and options, the block works on
+a stretch. Meanwhile attention is replaced by a function that keeps tokens apart: the mixing of tokens in it is done
+over exchanged heads. The layer around its blocks, and what comes before and after the layers, are tried in the same
+way.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ TRIED = ContextParallel(rank=1, size=3)  # a stretch that is neither at the begi
 
 
 def context_plan(config: PretrainedConfig) -> ContextPlan:
-    """Try a tiny copy of the model of `config`, once a process. Where none runs, every layer needs all tokens."""
+    """Try a tiny copy of the model of `config`; the result is kept. If none runs, all layers need all tokens."""
     return _plan(_Tried(json.dumps(config.to_dict(), sort_keys=True, default=str), attention_of(config), config))
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """A config that is tried; what it says, and the attention that it runs with, tell it from others."""
+    """A config that is tried. It equals another one with the same content and the same implementation of attention."""
 
     said: str
     attention: str | None
@@ -93,7 +94,7 @@ def _trial(model: PreTrainedModel) -> ContextPlan:
 
 @dataclass(kw_only=True)
 class _Asked(SharedAttention):
-    """In the place of attention: keeps tokens apart, and records what else attention is asked for all tokens."""
+    """Stands in for attention: computes each token by itself, and records masks and options of each call."""
 
     asked: list[object] = field(default_factory=list)
 
@@ -119,7 +120,13 @@ class _Asked(SharedAttention):
 
 
 class _LayerTrial:
-    """Tries a layer on a stretch, with its arguments cut."""
+    """Tries a layer on a stretch.
+
+    Args:
+        rows: cuts tensors to the stretch.
+        inputs: the layer's arguments for the stretch.
+        whole: those of all tokens that were cut, by the `id` of what is left of each.
+    """
 
     def __init__(self, layer: nn.Module, rows: TokenRows, inputs: LayerInputs, whole: Mapping[int, Tensor]) -> None:
         self.layer = layer
@@ -130,7 +137,11 @@ class _LayerTrial:
         self.alone: frozenset[str] = frozenset()
 
     def blocks(self, hidden: Tensor, inputs: LayerInputs) -> frozenset[str] | None:
-        """Return the names of the blocks that need all tokens; None where the layer does."""
+        """Return the names of the blocks that need all tokens; None if the layer itself does.
+
+        Args:
+            hidden: the layer's hidden state for all tokens, [batch, tokens, width]; inputs: its other arguments.
+        """
         own = {id(tensor): name for name, tensor in self.whole.items()}  # ids of whole arguments -> of cut ones
         cut = {id(tensor): tensor for tensor in tree_leaves((self.inputs.args, dict(self.inputs.kwargs)))}
         shares = {whole: cut[part] for whole, part in own.items() if part in cut}
@@ -183,7 +194,7 @@ class _LayerTrial:
         self.calls[name][-1] = (given, kept, asked.asked[first:])
 
     def _works(self, block: nn.Module, given: Argument, output: Argument, asked: list[object]) -> bool:
-        """Whether a block gives on a stretch what it gives for all tokens."""
+        """Whether a block gives for a stretch what it gives for all tokens."""
         return self._agrees(lambda: block(*given[0], **given[1]), output, asked)
 
     def _agrees(self, run: Callable[[], Argument], output: Argument, wanted: list[object]) -> bool:

@@ -1,11 +1,12 @@
-"""Attention over whole sequences, whose tokens are spread over context ranks, through transformers' interface.
+"""Attention over sequences whose tokens are spread over context ranks (Ulysses: Jacobs et al. 2023, arXiv 2309.14509).
 
-Every attention of transformers that asks for its function by name (`ALL_ATTENTION_FUNCTIONS.get_interface`) gets
-queries, keys and values of this rank's tokens. They are exchanged for some heads of all tokens, the model's own
-function runs on these, with the mask as the model makes it for the whole sequence, and its output is exchanged back:
-DeepSpeed's Ulysses (Jacobs et al. 2023, arXiv 2309.14509) without a function of its own. What has an entry a head
-(sinks, slopes, biases) is cut for the heads of the rank. Where there are more ranks than heads, or they cannot be dealt
-out, every rank computes all heads.
+Each rank has queries, keys and values of its own tokens, for all heads. An all-to-all exchanges them for those of all
+tokens, for some heads. The model's own function of attention runs on these, with the mask that the model has made for
+the whole sequence, and a second all-to-all brings its output back.
+
+Models of transformers ask `AttentionInterface.get_interface` for their function of attention. That is replaced here, so
+no family is named. Tensors with an entry for each head (sinks, slopes, biases) are cut to the heads of the rank. Where
+there are fewer heads than ranks, or the heads cannot be dealt out, every rank computes all heads.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ _get_interface = AttentionInterface.get_interface
 
 
 Attend: TypeAlias = Callable[..., Argument]
-"""A function of transformers' interface: of a module, query, key, value and mask; gives attention and weights."""
+"""A function of attention as transformers has them.
+
+It takes a module, query, key and value [batch, heads, tokens, size], a mask and more, and returns the attention [batch,
+tokens, heads, size] and its weights."""
 
 
 def _interface(self: AttentionInterface, attn_implementation: str, default: Attend) -> Attend:
-    """Return the function that a model asks for, around which the active layer exchanges heads."""
+    """Return the function that a model asks for; in a layer that works on a stretch, with the exchange around it."""
     function: Attend = _get_interface(self, attn_implementation, default)
     active = _active.get()
     return function if active is None else partial(active.attend, function)
@@ -49,11 +53,12 @@ AttentionInterface.get_interface = _interface  # type: ignore[method-assign]
 
 @dataclass(kw_only=True)
 class SharedAttention:
-    """The attention of a layer that works on a stretch of the tokens.
+    """Exchanges heads around the attention of a layer that works on a stretch of the tokens.
 
     Attributes:
         length: tokens of the whole sequence.
-        whole: arguments of the layer for all tokens, by the ids of this rank's stretches of them.
+        whole: those arguments of the layer that were cut, for all tokens, by the `id` of the tensor that is left of
+            each. Attention sees all tokens, so it is given these.
     """
 
     context: ContextParallel
@@ -62,7 +67,7 @@ class SharedAttention:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Exchange heads around each attention that is called meanwhile."""
+        """Exchange heads around every attention that is called while this is entered."""
         before = _active.set(self)
         try:
             yield
@@ -80,12 +85,12 @@ class SharedAttention:
         *args: Argument,
         **kwargs: Argument,
     ) -> tuple[Tensor, None]:
-        """Call `function` on heads of all tokens; query, key and value are [batch, heads, tokens, size].
+        """Call `function` with the tokens of all ranks; query, key and value are [batch, heads, own tokens, size].
 
-        Returns the attention of this rank's tokens, [batch, tokens, heads, size], and no weights.
+        Return the attention of this rank's tokens, [batch, own tokens, heads, size], and no weights.
 
         Raises:
-            RuntimeError: the keys are not those of this rank's tokens.
+            RuntimeError: the queries or keys are not those of this rank's tokens, as in an attention to something else.
         """
         start, stop = self.context.stretch(self.length)
         if any(x.shape[2] != stop - start for x in (query, key, value)):
@@ -96,7 +101,7 @@ class SharedAttention:
         size = self.context.size
         if size == 1:
             return _attention(function, module, (query, key, value), attention_mask, args, kwargs), None
-        if not heads.fit(size):  # each rank computes all of them
+        if not heads.fit(size):  # every rank computes all heads
             query, key, value = (self.context.join(x, self.length, 2) for x in (query, key, value))
             output = _attention(function, module, (query, key, value), attention_mask, args, kwargs)
             return self.context.own(output).contiguous(), None
@@ -129,9 +134,9 @@ def _attention(
     args: Positional,
     kwargs: Keyword,
 ) -> Tensor:
-    """Return the attention [batch, tokens, heads, size] of queries, keys and values, by a function of transformers.
+    """Return attention [batch, tokens, heads, size]; `projected`: query, key and value [batch, heads, tokens, size].
 
-    With a mask that is made by rows it is computed for some queries at a time, and again for the backward.
+    With a mask that is made by rows, attention is computed for some queries at a time, and once more in the backward.
     """
     if not isinstance(mask, MaskRows):
         whole: Tensor = function(module, *projected, mask, *args, **kwargs)[0]
@@ -179,7 +184,10 @@ class _Seen(torch.autograd.Function):
 
 
 class HeadsOf:
-    """A module as the function of its attention sees it: with some of its heads."""
+    """A module of attention as its function sees it: with this rank's heads alone.
+
+    Functions read some values from the module, such as sinks, and not from their arguments.
+    """
 
     def __init__(self, module: nn.Module, cut: Callable[[object], object], groups: int) -> None:
         self._module = module
@@ -192,7 +200,10 @@ class HeadsOf:
 
 
 def _own_heads(given: Argument, *, heads: int, own: Stretch) -> Argument:
-    """Return of a tensor with an entry a head (heads,), (heads, ...) or (batch, heads, ...) those of this rank's."""
+    """Return this rank's part of a tensor with an entry for each head; anything else as it is.
+
+    Such tensors are [heads], [heads, queries, keys] or [batch, heads, queries, keys].
+    """
     if heads == 1 or not isinstance(given, Tensor):
         return given
     dim = {1: 0, 3: 0, 4: 1}.get(given.dim())
@@ -203,7 +214,7 @@ def _own_heads(given: Argument, *, heads: int, own: Stretch) -> Argument:
 
 @contextmanager
 def whole_attention() -> Iterator[None]:
-    """Exchange nothing around the attentions that are called meanwhile: they are given all tokens."""
+    """Exchange nothing while this is entered, in a block that is given all tokens."""
     before = _active.set(None)
     try:
         yield

@@ -30,11 +30,12 @@ _get_function = AttentionMaskInterface.__getitem__
 
 @dataclass(frozen=True, eq=False)
 class MaskRows:
-    """A mask of which the rows of some queries are made when they are needed.
+    """A mask that makes the rows of some queries when they are asked for.
 
     Attributes:
-        make: transformers' function that makes it; given: its arguments.
-        queries: that attention computes at a time.
+        make: transformers' function that makes a mask.
+        given: the arguments with which the model called it.
+        queries: how many attention computes at a time.
     """
 
     make: Callable[..., Tensor]
@@ -42,10 +43,8 @@ class MaskRows:
     queries: int
 
     def rows(self, start: int, stop: int, keys: slice | None = None) -> Tensor:
-        """Return the mask of queries `start` to `stop` - 1, [batch, 1, queries, keys], as the whole one would be.
-
-        `keys`: of which; None: of all.
-        """
+        """Return the rows of queries `start` to `stop` - 1, [batch, 1, queries, keys], and of them the columns `keys`;
+        None: all columns."""
         keys = keys or slice(0, self.given["kv_length"])
         part = {
             "q_length": stop - start,
@@ -56,14 +55,14 @@ class MaskRows:
         return self.make(**{**self.given, **part, "allow_is_causal_skip": False})
 
     def whole(self) -> Tensor:
-        """Return the mask of all queries."""
+        """Return the mask of all queries, [batch, 1, queries, keys]."""
         return self.rows(0, self.given["q_length"])
 
     @cached_property
     def keys(self) -> Sequence[slice]:
-        """For each tile of queries the keys from the first to the last that one of them sees.
+        """For each tile of queries, the range from the first to the last key that any of them sees.
 
-        Waits for the device, once for all layers that share the mask.
+        Slow, as the host waits for the device; computed once for all layers that share the mask.
         """
         ends = []
         for start, stop in tiles(self.given["q_length"], self.queries):
@@ -142,7 +141,7 @@ AttentionMaskInterface.__getitem__ = _function  # type: ignore[method-assign, as
 
 
 def _later(function: Callable[..., Argument], can_skip: bool, queries: int, **given: Argument) -> Argument:
-    """Return a mask that is made later; None where transformers makes none, as causality says it all."""
+    """Return a mask that is made later; None where transformers makes none, as its attention is plainly causal."""
     window, length = given.get("local_size"), given["kv_length"]
     plain = given.get("attention_mask") is None and given["q_length"] == length and (window is None or length < window)
     if can_skip and given.get("allow_is_causal_skip", True) and plain:
@@ -152,7 +151,7 @@ def _later(function: Callable[..., Argument], can_skip: bool, queries: int, **gi
 
 @contextmanager
 def masks_by_rows(queries: int) -> Iterator[None]:
-    """Have masks made for so many queries at a time while this is entered; 0: as transformers makes them."""
+    """While this is entered, give models masks that are made for so many queries at a time; 0: whole masks."""
     before = _queries.set(queries)
     try:
         yield

@@ -1,9 +1,11 @@
-"""Which tokens of a sequence each context rank keeps, and how stretches become whole sequences and come back.
+"""Context ranks: which tokens of a sequence each keeps, and how ranks exchange tokens and heads.
 
-Context ranks are data ranks: the loss of each counts the tokens of its own stretch, and DeepSpeed sums the gradients
-of all. So every gradient here is *partial*: what a rank computes of all tokens gets a gradient from its own loss alone,
-and joining stretches sums the gradients of all ranks in the backward. Stretches need not be equal: the first ranks keep
-a token more where the ranks do not divide the sequence.
+The tokens that a rank keeps are its *stretch*. Where the ranks do not divide the sequence, the first ones keep a token
+more.
+
+Context ranks are data-parallel ranks: each one's loss counts its own stretch, and DeepSpeed sums the gradients of all
+ranks. So a gradient here is of one rank's loss alone. A tensor that was made of the tokens of all ranks has such a
+gradient on every rank, and the backward of `join` and `exchange_heads` sums them.
 """
 
 from __future__ import annotations
@@ -42,13 +44,15 @@ class ContextParallel:
         return tuple(stop - start for start, stop in (stretch(length, rank, self.size) for rank in range(self.size)))
 
     def own(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's stretch of what is there for all tokens along `dim`, as a view."""
+        """Return this rank's stretch of a tensor that has an entry for each token along `dim`, as a view."""
         start, stop = self.stretch(whole.shape[dim])
         return whole.narrow(dim, start, stop - start)
 
     def join(self, share: Tensor, length: int, dim: int = 1) -> Tensor:
-        """Join the stretches of sequences of `length` tokens along `dim`. Backward: the gradients of all ranks are
-        summed, and each keeps those of its own tokens."""
+        """Return a tensor for all `length` tokens, from the stretches along `dim` that the ranks have.
+
+        Backward: the gradients of all ranks are summed, and each rank keeps those of its own tokens.
+        """
         if self.group is None:
             return share
         joined = apply(_JoinStretches, share.movedim(dim, 1).contiguous(), self.group, self.widths(length))
@@ -61,10 +65,12 @@ ALONE = ContextParallel()
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """Tells by its shape what holds one row a token: [batch, tokens, ...], or flat [batch * tokens, ...].
+    """Recognises by its shape a tensor with a row for each token, and cuts or joins it.
+
+    Such tensors are [batch, tokens, ...], or flat, [batch * tokens, size].
 
     Attributes:
-        batch: samples.
+        batch: samples in the micro-batch.
         length: tokens of a whole sequence.
     """
 
@@ -74,12 +80,12 @@ class TokenRows:
 
     @property
     def tokens(self) -> int:
-        """Of this rank's stretch."""
+        """Number of tokens of this rank's stretch."""
         start, stop = self.context.stretch(self.length)
         return stop - start
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of a tensor that has rows of all tokens; any other tensor as it is."""
+        """Return this rank's rows of a tensor that has a row for each token of all ranks; any other tensor as it is."""
         if _has_rows(whole, self.batch, self.length):
             return self.context.own(whole)
         if _is_flat(whole, self.batch, self.length):
@@ -87,7 +93,8 @@ class TokenRows:
         return whole
 
     def join(self, share: Tensor) -> Tensor:
-        """Return rows of all tokens for a floating tensor that has this rank's; any other tensor as it is."""
+        """Return the rows of all ranks for a floating tensor that has a row for each token of this rank; any other
+        tensor as it is."""
         if not share.is_floating_point():
             return share
         if _has_rows(share, self.batch, self.tokens):
@@ -117,18 +124,24 @@ class _JoinStretches(torch.autograd.Function):
 
 
 def exchange_heads(x: Tensor, heads: list[Stretch], context: ContextParallel, length: int) -> Tensor:
-    """Return some heads of all tokens [batch, own heads, length, size] for all heads of this rank's tokens [batch,
-    heads, tokens, size].
+    """Exchange all heads of this rank's tokens for this rank's heads of all tokens.
 
-    `heads`: those that each rank gets; several ranks may get the same one. Backward: the way back, with a sum over the
-    ranks that have a head.
+    Backward: exchange the gradients back, summed over the ranks that have got the same head.
+
+    Args:
+        x: [batch, heads, own tokens, size].
+        heads: start and stop of those that each rank gets. Several ranks may get the same heads.
+        length: tokens of the whole sequence.
+
+    Returns:
+        [batch, own heads, length, size].
     """
     return apply(_ExchangeHeads, x, heads, context, context.widths(length))
 
 
 def exchange_tokens(x: Tensor, heads: list[Stretch], context: ContextParallel) -> Tensor:
-    """Return all heads of this rank's tokens [batch, heads, tokens, size] for its heads of all tokens [batch, own
-    heads, length, size]; each head is one rank's."""
+    """Exchange this rank's heads of all tokens, x [batch, own heads, length, size], for all heads of this rank's
+    tokens, [batch, heads, own tokens, size]. Each head must belong to one rank, by the starts and stops in `heads`."""
     return apply(_ExchangeTokens, x, heads, context, context.widths(x.shape[2]))
 
 
@@ -183,7 +196,7 @@ def _to_tokens(
 def _all_to_all(
     parts: Iterator[Tensor], shapes: Sequence[tuple[int, ...]], context: ContextParallel
 ) -> Iterator[Tensor]:
-    """Send one tensor to each rank; yield what each rank sent, of these shapes."""
+    """Send one of `parts` to each rank; yield what each rank has sent, in these `shapes`."""
     sent = [part.reshape(-1) for part in parts]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat(sent)
