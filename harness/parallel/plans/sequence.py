@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from harness.deepspeed.zero3_parameters import unpartitioned_shape
 from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, SharedColumnLinear
 from harness.parallel.tensor.sequence import SequenceShare
 from harness.parallel.tensor.shard import shard_of
@@ -46,7 +47,7 @@ def _blocks(layer: nn.Module) -> Iterator[nn.Module]:
     for child in layer.children():
         if type(child) in (nn.ModuleList, nn.ModuleDict):  # never called itself
             yield from _blocks(child)
-        elif any(param.dim() > 1 or shard_of(param) is not None for param in child.parameters()):
+        elif any(_is_matrix(param) or shard_of(param) is not None for param in child.parameters()):
             yield child
 
 
@@ -70,8 +71,13 @@ def _is_cut_otherwise(block: nn.Module) -> bool:
     """Whether `block` has cut matrices outside of linear layers, as fused experts have."""
     linears = [module for module in block.modules() if isinstance(module, (*_COLUMNS, RowParallelLinear))]
     known = {id(param) for linear in linears for param in linear.parameters(recurse=False)}
-    cut = (param for param in block.parameters() if param.dim() > 1 and shard_of(param) is not None)
+    cut = (param for param in block.parameters() if _is_matrix(param) and shard_of(param) is not None)
     return any(id(param) not in known for param in cut)
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    # what ZeRO-3 has partitioned is empty, with one dimension
+    return len(unpartitioned_shape(parameter)) > 1
 
 
 def _gather_inputs(block: nn.Module, share: SequenceShare, *, first_alone: bool) -> None:
