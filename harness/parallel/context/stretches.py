@@ -124,73 +124,64 @@ class _JoinStretches(torch.autograd.Function):
 
 
 def exchange_heads(x: Tensor, heads: list[Stretch], context: ContextParallel, length: int) -> Tensor:
-    """Exchange all heads of this rank's tokens for this rank's heads of all tokens.
+    """Exchange all heads of this rank's tokens, x [batch, heads, own tokens, size], for this rank's heads of all
+    `length` tokens, [batch, own heads, length, size].
 
-    Backward: exchange the gradients back, summed over the ranks that have got the same head.
-
-    Args:
-        x: [batch, heads, own tokens, size].
-        heads: start and stop of those that each rank gets. Several ranks may get the same heads.
-        length: tokens of the whole sequence.
-
-    Returns:
-        [batch, own heads, length, size].
+    `heads` has start and stop for each rank; several may get the same heads. Backward: the gradients are exchanged
+    back, and summed over the ranks that have got the same head.
     """
-    return apply(_ExchangeHeads, x, heads, context, context.widths(length))
+    return apply(_Exchange, x, _Places(heads, context, context.widths(length), x.shape[1]), True)
 
 
 def exchange_tokens(x: Tensor, heads: list[Stretch], context: ContextParallel) -> Tensor:
     """Exchange this rank's heads of all tokens, x [batch, own heads, length, size], for all heads of this rank's
-    tokens, [batch, heads, own tokens, size]. Each head must belong to one rank, by the starts and stops in `heads`."""
-    return apply(_ExchangeTokens, x, heads, context, context.widths(x.shape[2]))
+    tokens, [batch, heads, own tokens, size]. Each head must belong to one rank."""
+    all_heads = max(stop for _, stop in heads)
+    return apply(_Exchange, x, _Places(heads, context, context.widths(x.shape[2]), all_heads), False)
 
 
-class _ExchangeHeads(torch.autograd.Function):
+@dataclass(frozen=True)
+class _Places:
+    """Which heads and how many tokens each rank has.
+
+    Attributes:
+        heads: start and stop, by rank.
+        widths: number of tokens, by rank.
+        all_heads: number of heads.
+    """
+
+    heads: list[Stretch]
+    context: ContextParallel
+    widths: tuple[int, ...]
+    all_heads: int
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        batch, _, _, size = x.shape
+        first, last = self.heads[self.context.rank]
+        parts = (x[:, start:stop] for start, stop in self.heads)
+        shapes = [(batch, last - first, width, size) for width in self.widths]
+        return torch.cat(list(_all_to_all(parts, shapes, self.context)), dim=2)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        batch, _, _, size = x.shape
+        tokens = self.widths[self.context.rank]
+        shapes = [(batch, stop - start, tokens, size) for start, stop in self.heads]
+        whole = x.new_zeros(batch, self.all_heads, tokens, size)
+        received = _all_to_all(iter(x.split(list(self.widths), dim=2)), shapes, self.context)
+        for (start, stop), part in zip(self.heads, received, strict=True):
+            whole[:, start:stop] += part
+        return whole
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Context, x: Tensor, heads: list[Stretch], context: ContextParallel, widths: tuple[int, ...]
-    ) -> Tensor:
-        ctx.heads, ctx.context, ctx.widths, ctx.count = heads, context, widths, x.shape[1]
-        return _to_heads(x, heads, context, widths)
+    def forward(ctx: Context, x: Tensor, places: _Places, to_heads: bool) -> Tensor:
+        ctx.places, ctx.to_heads = places, to_heads
+        return places.to_heads(x) if to_heads else places.to_tokens(x)
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _to_tokens(grad, ctx.heads, ctx.context, ctx.widths, ctx.count), None, None, None
-
-
-class _ExchangeTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context, x: Tensor, heads: list[Stretch], context: ContextParallel, widths: tuple[int, ...]
-    ) -> Tensor:
-        ctx.heads, ctx.context, ctx.widths = heads, context, widths
-        return _to_tokens(x, heads, context, widths, max(stop for _, stop in heads))
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _to_heads(grad, ctx.heads, ctx.context, ctx.widths), None, None, None
-
-
-def _to_heads(x: Tensor, heads: list[Stretch], context: ContextParallel, widths: tuple[int, ...]) -> Tensor:
-    batch, _, _, size = x.shape
-    first, last = heads[context.rank]
-    parts = (x[:, start:stop] for start, stop in heads)
-    shapes = [(batch, last - first, width, size) for width in widths]
-    return torch.cat(list(_all_to_all(parts, shapes, context)), dim=2)
-
-
-def _to_tokens(
-    x: Tensor, heads: list[Stretch], context: ContextParallel, widths: tuple[int, ...], all_heads: int
-) -> Tensor:
-    batch, _, _, size = x.shape
-    tokens = widths[context.rank]
-    shapes = [(batch, stop - start, tokens, size) for start, stop in heads]
-    whole = x.new_zeros(batch, all_heads, tokens, size)
-    for (start, stop), part in zip(
-        heads, _all_to_all(iter(x.split(list(widths), dim=2)), shapes, context), strict=True
-    ):
-        whole[:, start:stop] += part
-    return whole
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (ctx.places.to_tokens(grad) if ctx.to_heads else ctx.places.to_heads(grad)), None, None
 
 
 def _all_to_all(
