@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from report import RESULTS, write_report
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, logging
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harness.hf.causal import assemble
 from harness.hf.context.plan import TokensApart
@@ -114,11 +115,15 @@ def by_deepspeed(model: PreTrainedModel, packed: bool, size: int) -> dict[str, T
 
     state._SEQUENCE_PARALLEL_GROUP = state._SEQUENCE_DATA_PARALLEL_GROUP = None  # noqa: SLF001  # of the family before
     attention = model.config._attn_implementation  # noqa: SLF001  # transformers has no public name for it
-    UlyssesSPAttentionHF.register_with_transformers(model, attention, size, 1, seq_length_is_variable=True)
-    ids, positions, labels, count = sample(model, packed)
-    own = ContextParallel.of(dist.group.WORLD).own
-    logits = model(input_ids=own(ids), position_ids=own(positions), use_cache=False).logits
-    loss_of(logits, own(labels), count).backward()
+    whole = ALL_ATTENTION_FUNCTIONS[attention]  # which DeepSpeed replaces for every model of the process
+    try:
+        UlyssesSPAttentionHF.register_with_transformers(model, attention, size, 1, seq_length_is_variable=True)
+        ids, positions, labels, count = sample(model, packed)
+        own = ContextParallel.of(dist.group.WORLD).own
+        logits = model(input_ids=own(ids), position_ids=own(positions), use_cache=False).logits
+        loss_of(logits, own(labels), count).backward()
+    finally:
+        ALL_ATTENTION_FUNCTIONS[attention] = whole
     return taken(model)
 
 
