@@ -80,7 +80,7 @@ def make_subject(composition: Composition, folder: Path) -> Subject:
         model.save_pretrained(made / "base")
         (made / VOCABULARY).write_text(str(vocabulary_size(model)))
         if training.lora:
-            _adapted(model, training).save_pretrained(str(made / "adapters"))
+            _save_adapters(_adapted(model, training), made)
         made.rename(place)
     return Subject(
         training=training,
@@ -141,6 +141,22 @@ def _adapted(model: PreTrainedModel, training: Training) -> PeftModel:
             if ".lora_" in name:  # peft begins with B = 0, and then no gradient reaches A
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     return adapted
+
+
+def _save_adapters(model: PeftModel, place: Path) -> None:
+    """Save the adapters next to the base model. UserError if peft does not load what it has saved.
+
+    It renames the modules of some models (Laguna's shared experts) when it saves, and then leaves their adapters as
+    they were initialised, with no more than a warning.
+    """
+    from peft import PeftModel
+
+    model.save_pretrained(str(place / "adapters"))
+    base = AutoModelForCausalLM.from_pretrained(place / "base", local_files_only=True)
+    again = dict(PeftModel.from_pretrained(base, str(place / "adapters")).named_parameters())
+    saved = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    if lost := [name for name, parameter in saved.items() if not torch.equal(parameter, again[name])]:
+        raise UserError(f"peft does not load the adapter that it has saved: {lost[0]} ({len(lost)} in all)")
 
 
 # -- samples -----------------------------------------------------------------------------------------------
