@@ -210,15 +210,17 @@ class Agent(LocalElasticAgent):
         """End the start if an agent is lost; have the ranks save and stop if further hosts make a better layout."""
         positions = read_positions(self.ranks.records)
         self.store.set("step", str(max((each.step for each in positions.values()), default=0)))
-        waiting, nodes = self.handler.waiting(), [offer.node for offer in self.leader.team.offers]
-        replaced = set(nodes) - set(self.handler.participants())  # by another launch of the same host
-        if lost := replaced | set(self.heartbeat.lost(nodes)):
+        waiting, nodes = set(self.handler.waiting()), {offer.node for offer in self.leader.team.offers}
+        silent = set(self.heartbeat.lost([*nodes, *waiting]))
+        waiting -= silent
+        replaced = nodes - set(self.handler.participants())  # by another launch of the same host
+        if lost := replaced | (silent & nodes):
             self._tell_over(f"hosts {' '.join(sorted(lost))}")
             return
         if not self._plan["ranks"]:
             if waiting or waited > HOSTS_S:
                 self._tell_over("hosts")
-        elif waiting and positions and not self.leader.grows and self.leader.would_grow(waiting):
+        elif waiting and positions and not self.leader.grows and self.leader.would_grow(len(waiting)):
             self.leader.grows = True
             self.store.set(f"{self._number}/signal", str(int(signal.SIGUSR1)))
 
@@ -294,7 +296,8 @@ class Agent(LocalElasticAgent):
             )
             self._leave(1)
         gone = set(history.gone)
-        if history.start >= 0 and time.monotonic() - self._joins_since > AGAIN_S:  # every agent checks all others
+        number = sorted({*here, self.handler.node}).index(self.handler.node)
+        if waited > AGAIN_S * (1 + number):  # one after another: thousands of agents would ask for all others
             gone |= set(self.heartbeat.lost(here))
         holder.gone = frozenset(gone)
         holder.last_call = AGAIN_S if history.start >= 0 else LAST_CALL_S
@@ -310,13 +313,20 @@ class Agent(LocalElasticAgent):
         raise Left(code)
 
     def _await(self, store: dist.Store, keys: list[str]) -> None:
-        """Wait for keys. Raises Left(LOST) if they do not come: the agent that should set them is lost."""
-        until = time.monotonic() + PLAN_S
+        """Wait for keys in the store of this rendezvous. Raises Left(LOST) if an agent that should set one is lost."""
+        begun = checked = time.monotonic()
         while not store.check(keys):
             if self.store.check(["end"]):
                 self._leave(int(self.store.get("end")))
-            if time.monotonic() > until:
-                raise Left(LOST)
+            now = time.monotonic()
+            if now - checked > HEARTBEAT_S:
+                checked, agents = now, self.handler.participants()
+                lost = self.heartbeat.lost(agents if self._leads else agents[:1])
+                if self._leads and lost:
+                    self.leader.leave_out(lost)
+                    store.set("again", "")
+                if lost or store.check(["again"]) or now - begun > PLAN_S:
+                    raise Left(LOST)
             self._sleep(LOOK_S)
 
     def _pause(self, seconds: float) -> None:

@@ -125,6 +125,11 @@ class Leader:
         put(meeting, "plan", plan)
         return None
 
+    def leave_out(self, lost: Sequence[str]) -> None:
+        """Have the next rendezvous leave out agents that were lost before they took part in a start."""
+        history = self.history
+        self._write(replace(history, gone=(*history.gone, *lost)))
+
     def _problem(self, team: Team) -> Verdict | None:
         """Print that no layout fits, and wait for further hosts if they may come; return a verdict if not."""
         missing = self.store.get("missing").decode() if self.store.check(["missing"]) else ""

@@ -257,14 +257,26 @@ class Rendezvous(DynamicRendezvousHandler):
     def _start_heartbeats(self) -> None:
         """Do nothing: `Heartbeat` replaces torch's heartbeats."""
 
-    def participants(self) -> list[str]:
-        """Return the names of the agents that take part."""
-        return [str(node) for node in self.holder.state.participants]
+    def _get_store(self) -> dist.Store:
+        """Return the store of this rendezvous, with any address in it.
 
-    def waiting(self) -> int:
-        """Return how many further agents wait to take part."""
+        torch would block until agent 0 has written one, and that agent may be lost. Ranks take theirs from the plan.
+        """
+        store: dist.Store = super()._get_store()
+        for key, value in (("MASTER_ADDR", ""), ("MASTER_PORT", "0")):
+            store.set(key, value)
+        return store
+
+    def participants(self) -> list[str]:
+        """Return the names of the agents that take part, in the order of their numbers once these are known."""
+        numbers = self.holder.state.participants
+        return [str(node) for node in sorted(numbers, key=lambda node: numbers[node])]
+
+    def waiting(self) -> list[str]:
+        """Return the names of further agents that wait to take part."""
+        self.holder.gone = frozenset()  # an agent that was lost during the rendezvous may have come back since
         self.holder.sync()
-        return len(self.holder.state.wait_list)
+        return [str(node) for node in self.holder.state.wait_list]
 
 
 def rendezvous_of(

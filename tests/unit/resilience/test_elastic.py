@@ -155,6 +155,17 @@ def test_a_launch_that_was_stopped_joins_again_when_the_others_have_started_with
     assert run.codes() == [0, 0] and second.ranks.ranks == [1]
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_that_is_lost_before_the_first_start_keeps_nobody_waiting(lost: int, tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path, "--nnodes 1:2 --nproc_per_node 1", script=KNOWN_ZERO)
+    first = run.add(trains, index=lost)
+    wait_until(lambda: first.agent is not None and first.agent.handler.participants() != [])
+    first.is_killed = True
+    wait_until(lambda: first.code is not None)
+    run.add(succeeds_at(0), index=1 - lost)
+    assert run.codes() == [-9, 0]
+
+
 KNOWN_ZERO = ("scripts/train.py", "--deepspeed_config", "zero2", "--max_steps", "9")
 
 
