@@ -125,6 +125,8 @@ class Agent(LocalElasticAgent):
         if self._leads:
             keys = [f"offer/{rank}" for rank in range(group_world_size)]
             self._await(store, keys)
+            if not self.handler.takes_part():
+                raise Left(LOST)  # this agent was stopped, and another one leads
             if (verdict := self.leader.plan([take(store, key, Offer) for key in keys], store)) is not None:
                 self._leave(verdict.code or 0)
         self._await(store, ["plan", f"plan/{offer.node}"])
@@ -250,6 +252,8 @@ class Agent(LocalElasticAgent):
             report = Report.of(ranks.records, ranks.exits, seen, self._kills, self._received)
             put(self.store, f"{self._number}/ended/{self._index}", report)
         ranks.end()
+        if self.leader.history.start > self._number:
+            raise Left(LOST)  # the others have gone on without this host, which was stopped: it joins as a new agent
         if self._leads:
             lost = set(detail.split()) if why == "hosts" else set()
             return self.leader.judge(lost, detail if why == "fault" else "", ENDS[why] + ANSWER_S)
@@ -261,10 +265,8 @@ class Agent(LocalElasticAgent):
         verdict = take(self.store, key, Verdict)
         for line in () if self.options.started else verdict.lines:
             self.leader.say(line)
-        history = self.leader.history
-        was_lost = self.handler.node in history.gone or history.start > self._number
-        if was_lost and verdict.code is None and not self._received:
-            raise Left(LOST)  # the others have gone on without this host: it joins them as a new agent
+        if self.handler.node in self.leader.history.gone and verdict.code is None and not self._received:
+            raise Left(LOST)  # the others have counted this host as lost
         return verdict
 
     def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:

@@ -40,6 +40,7 @@ from harness.topology.env import LOOPBACK
 
 T = TypeVar("T")
 HEARTBEAT_S = 2.0
+CLOSE_S = 0.5
 LOST_S = 20.0  # an agent whose counter has not changed for so long is lost; packet loss can delay it by seconds
 PAUSED_S = 10.0  # after a longer gap between two checks this process or the store was stopped: times start anew
 LAST_CALL_S = 30.0  # wait for further hosts before the first start
@@ -158,13 +159,15 @@ class Heartbeat:
         self._store, self._node = store, node
         self._seen: dict[str, tuple[bytes, float]] = {}
         self._checked = -math.inf
-        self._open = True
+        self._closed = threading.Event()
         own.add(_heartbeat_key(node), 1)
-        threading.Thread(target=self._beat, args=(own,), name="heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, args=(own,), name="heartbeat", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop increasing the counter."""
-        self._open = False
+        self._closed.set()
+        self._thread.join(CLOSE_S)  # it may wait for a store that does not answer
 
     def lost(self, nodes: Sequence[str]) -> list[str]:
         """Return the agents whose counters have not changed for LOST_S. Call it every few seconds."""
@@ -178,8 +181,7 @@ class Heartbeat:
         return [node for node in others if now - self._seen[node][1] > LOST_S]
 
     def _beat(self, store: dist.Store) -> None:
-        while self._open:
-            time.sleep(HEARTBEAT_S)
+        while not self._closed.wait(HEARTBEAT_S):
             with suppress(RuntimeError):  # the store does not answer: the agent itself will notice
                 store.add(_heartbeat_key(self._node), 1)
 
@@ -271,6 +273,11 @@ class Rendezvous(DynamicRendezvousHandler):
         """Return the names of the agents that take part, in the order of their numbers once these are known."""
         numbers = self.holder.state.participants
         return [str(node) for node in sorted(numbers, key=lambda node: numbers[node])]
+
+    def takes_part(self) -> bool:
+        """Whether this agent is still one of the participants: it may have been stopped, and counted as lost."""
+        self.holder.sync()
+        return self.node in self.participants()
 
     def waiting(self) -> list[str]:
         """Return the names of further agents that wait to take part."""

@@ -155,8 +155,7 @@ def waited(holds: Callable[[], bool], seconds: float) -> bool:
 
 def beat(self: Heartbeat, store: object) -> None:
     """As `Heartbeat._beat`, but it can be stopped."""
-    while self._open:
-        time.sleep(rendezvous.HEARTBEAT_S)
+    while not self._closed.wait(rendezvous.HEARTBEAT_S):
         if not getattr(self, "is_stopped", False):
             store.add(rendezvous._heartbeat_key(self._node), 1)  # type: ignore[attr-defined]
 

@@ -138,21 +138,30 @@ def test_the_host_that_leads_may_be_lost(tmp_path: Path, capsys: pytest.CaptureF
     assert "no answer from the agent on host-0, in step" in capsys.readouterr().err
 
 
-def test_a_launch_that_was_stopped_joins_again_when_the_others_have_started_without_it(tmp_path: Path) -> None:
+def test_a_launch_that_was_stopped_joins_again_when_the_others_have_started_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has led, and judges nothing any more."""
     run = SimulatedRun(tmp_path, "--nnodes 1:2 --nproc_per_node 1 --max_restarts 3", script=KNOWN_ZERO)
-    goes_on = threading.Event()
+    is_stopped, goes_on = threading.Event(), threading.Event()
 
     def stops(ranks: PlayedRanks) -> None:
-        if ranks.number == 0:
-            assert second.agent is not None
-            second.agent.heartbeat.close()
+        agent = run.hosts[0].agent
+        if ranks.number == 0 and agent is not None:
+            agent.heartbeat.close()
+            is_stopped.set()
             goes_on.wait(20)
         succeeds_at(2)(ranks)
 
-    first, second = run.add(succeeds_at(2)), run.add(stops)
-    wait_until(lambda: first.ranks.number == 1 and not first.ranks.is_ended)
+    def misses_it(ranks: PlayedRanks) -> None:
+        (lost_peer_when(is_stopped.is_set) if ranks.number == 0 else succeeds_at(2))(ranks)
+
+    run.add(stops)
+    other = run.add(misses_it)
+    wait_until(lambda: other.ranks.number == 1 and not other.ranks.is_ended)
     goes_on.set()
-    assert run.codes() == [0, 0] and second.ranks.ranks == [1]
+    assert run.codes() == [0, 0] and other.ranks.ranks == [1]
+    assert "done, after 1 restart" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lost", [0, 1])
