@@ -291,6 +291,8 @@ class Agent(LocalElasticAgent):
         if self.store.check(["end"]):
             raise Left(int(self.store.get("end")))
         holder, history = self.handler.holder, self.leader.history
+        if self.handler.node in history.gone:
+            raise Left(LOST)  # the others leave this name out: it was stopped, and counted as lost
         here, waited = self.handler.participants(), time.monotonic() - self._joins_since
         if self.handler.node in here and waited > HOSTS_S:
             self.leader.say(
