@@ -1,13 +1,18 @@
-"""Tokens that travel to the ranks of their experts, and back.
+"""Send tokens to the ranks of their experts, and the outputs back.
 
-The ranks of a group hold different tokens and different experts. Each rank sorts the pairs of a token and an expert by
-expert, tells the others how many come (one wait for the device a layer), sends the tokens, runs its own experts on
-those that arrive, sends the outputs back, and weighs and sums those of its own tokens. No pair is dropped, and none is
-padded. The backward pass sends the gradients the same ways in reverse.
+The ranks of a group hold different tokens and different experts. A token that is routed to k experts makes k pairs of a
+token and an expert. For each layer a rank
 
-A rank waits for what travels only where it needs it. Between the start and the end of a journey it runs what its block
-computes of its own tokens anyhow, and, where tokens travel in several pieces, the experts on another piece. Autograd
-runs the backward of what was computed later first, so that gradients travel beside the same computations.
+1. sorts its pairs by expert, and tells the other ranks how many it sends for each (one wait for the device);
+2. sends the tokens of its pairs;
+3. runs its own experts on the tokens that arrive, and sends the outputs back;
+4. returns for each of its tokens the weighted sum of its k outputs.
+
+No pair is dropped, and none is padded. The backward pass sends gradients along the same routes in reverse.
+
+A rank waits for tokens only where it needs them. Meanwhile it runs the modules of its block that need no routed tokens
+(`plans/beside.py`), and, if tokens travel in several pieces, its experts on another piece. Autograd runs a graph from
+its end, so that gradients travel beside the backward of the same computations.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ class Neighbours:
 
     Attributes:
         place: this rank's place among them.
-        pieces: in which the tokens of a layer travel, one after the other.
+        pieces: number of pieces in which the tokens of a layer travel, one after the other.
     """
 
     place: TensorParallel = ALONE
@@ -56,16 +61,16 @@ def run_at_owners(
     neighbours: Neighbours,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Return the weighed sums of the experts' outputs for this rank's tokens, in the shape of `hidden`.
+    """Return the weighted sums of the experts' outputs for this rank's tokens, in the shape of `hidden`.
 
     All ranks of the group call it.
 
     Args:
         experts: runs this rank's experts, which it counts from 0.
         hidden: [tokens, width], or [batch, sequence, width].
-        index: of the experts that each token is sent to, [tokens, k]; those outside of `stretches` add nothing.
-        weights: [tokens, k].
-        stretches: of experts that the ranks of the group hold, in rank order, one after the other.
+        index: the experts of each token, [tokens, k]; pairs with an expert outside of `stretches` add nothing.
+        weights: of these pairs in the sum, [tokens, k].
+        stretches: (first, stop) of the experts of each rank of the group, in rank order and without gaps.
         meanwhile: called while the first tokens travel.
     """
     pieces, group = neighbours.pieces, neighbours.place.group
@@ -86,17 +91,26 @@ def run_at_owners(
 
 
 def _outputs(experts: RunExperts, arriving: Tensor, index: Tensor) -> Tensor:
-    """Return the outputs of this rank's experts for the tokens that arrive [pairs, width]."""
+    """Return the outputs [pairs, width] of this rank's experts for the tokens `arriving` [pairs, width].
+
+    Args:
+        index: of the expert of each pair, counted from this rank's first, [pairs].
+    """
     if len(arriving):
         outputs = experts(arriving, index.unsqueeze(1), torch.ones_like(arriving[:, :1]))
-    else:  # nothing arrives: a row of zeros keeps what the other ranks' backward waits for in the graph
+    else:  # a row of zeros keeps the experts and the exchange in the graph: other ranks' backward waits for this one's
         one = arriving.sum(dim=0, keepdim=True)
         outputs = experts(one, index.new_zeros((1, 1)), torch.ones_like(one[:, :1]))[:0]
     return outputs.reshape(-1, outputs.shape[-1])
 
 
 def _weighed(outputs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Return the sums [tokens, width] of the outputs of pairs, which lie in `order`, by `weights` [tokens, k]."""
+    """Return the sums [tokens, width] of the pairs' outputs by `weights` [tokens, k].
+
+    Args:
+        outputs: [pairs, width], in the order in which the pairs were sent.
+        order: number of each of these among all tokens x k pairs, [pairs].
+    """
     of_pairs = outputs.new_zeros((weights.numel(), outputs.shape[1])).index_copy(0, order, outputs)
     return (of_pairs.view(*weights.shape, outputs.shape[1]) * weights.unsqueeze(-1)).sum(dim=1)
 
@@ -106,9 +120,9 @@ class Route:
     """Which pairs of a token and an expert go where.
 
     Attributes:
-        order: of the pairs that are sent, among all pairs of this rank, by expert.
+        order: numbers of this rank's pairs in the order in which they are sent, sorted by expert, [pairs sent].
         sizes: `sizes[i][j]` pairs go from rank i to rank j.
-        experts: which of this rank's experts each pair that arrives is for, counted from 0.
+        experts: the expert of each pair that arrives, counted from this rank's first, [pairs that arrive].
     """
 
     order: Tensor
@@ -117,7 +131,7 @@ class Route:
 
     @classmethod
     def of(cls, pieces: Sequence[Tensor], stretches: Sequence[Stretch], place: TensorParallel) -> list[Route]:
-        """Agree on the ways of pairs, whose experts [tokens, k] are given piece by piece; all ranks call it."""
+        """Return the route of each piece, given the experts [tokens, k] of its tokens; all ranks call it."""
         assert place.group is not None
         first, stop = stretches[0][0], stretches[-1][1]
         widths = [end - start for start, end in stretches]
@@ -142,25 +156,25 @@ class Route:
 
 
 class Journey:
-    """Rows on their way to other ranks, and later their gradients on the way back."""
+    """An exchange of rows [rows, width] among all ranks, and in the backward of their gradients in reverse."""
 
     def __init__(self, rows: Tensor, sizes: list[list[int]], group: dist.ProcessGroup) -> None:
-        """Begin to send each rank its run of `rows`; `sizes[i][j]` are those that rank i sends to rank j."""
+        """Begin to send `rows`, which lie in the order of the ranks that get them: `sizes[i][j]` go from i to j."""
         self._sizes, self._group = sizes, group
         self._wait: Callable[[], Tensor] | None = None
         self._begun = apply(_Send, rows, self)
 
     def end(self) -> Tensor:
-        """Return the rows from all ranks, in their order; their gradients go back."""
+        """Wait for the rows from all ranks, and return them in rank order."""
         return apply(_Arrive, self._begun, self)
 
     def start(self, rows: Tensor, *, back: bool = False) -> None:
-        """Begin to send rows, or gradients of those that arrived, back to where they came from."""
+        """Begin to send rows; with `back`, gradients of those that arrived, to where these came from."""
         sizes = [list(sizes) for sizes in zip(*self._sizes, strict=True)] if back else self._sizes
         self._wait = start_exchange(rows, sizes, self._group)
 
     def wait(self) -> Tensor:
-        """Return what comes from all ranks, of what has begun last."""
+        """Wait for the exchange that was started last, and return the rows that arrive."""
         assert self._wait is not None
         arrived, self._wait = self._wait(), None
         return arrived
@@ -195,8 +209,11 @@ class _Arrive(torch.autograd.Function):
 
 
 class _RowsOfPairs(torch.autograd.Function):
-    """Forward: the token of each pair, [pairs, width]. Backward: a token's gradients are summed in the order of its
-    pairs, so that the sum has the same bits each time."""
+    """Forward: returns the token of each pair, [pairs, width].
+
+    Backward: sums the gradients of a token's pairs in a fixed order. The backward of `index_select` would add them in
+    any order on a GPU, with other bits each time.
+    """
 
     @staticmethod
     def forward(ctx: Context, hidden: Tensor, order: Tensor, chosen: int) -> Tensor:

@@ -1,10 +1,11 @@
-"""What a block computes of its own tokens after its routed experts: it can run while tokens travel to those.
+"""Run a block's shared expert while tokens travel to its routed experts.
 
-A shared expert is called after the routed ones, with the input of the block. Which modules are called so is seen on a
-copy of the block without values. They then run between the sending of the tokens and their arrival, and their own call
-returns what they have made: the same modules run on the same values, once.
+In many families a block calls its shared expert after the routed ones, with the block's own input. Which modules are
+called so is found by running a copy of the block on the meta device. These modules then run between the sending of the
+tokens and their arrival. When the block calls them later, they return what they have computed: each module runs once,
+on the same values as without.
 
-Not on a CPU: the cores that would carry the tokens are those that compute.
+This does not happen on a CPU, whose cores both compute and move the tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Beside:
 
 
 def _taking(kind: type[nn.Module], made: dict[nn.Module, Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
-    """Return a forward that returns what a module has made already, else what it makes."""
+    """Return a forward that returns the output that a module has in `made`, or else runs the module."""
 
     def forward(self: nn.Module, given: Tensor) -> Tensor:
         found = made.pop(self, None)
@@ -64,8 +65,11 @@ def _taking(kind: type[nn.Module], made: dict[nn.Module, Tensor]) -> Callable[[n
 
 
 def _called_after(block: nn.Module, experts: nn.Module, width: int) -> dict[str, int]:
-    """Return the modules of `block` that it calls after its experts with its own input [batch, sequence, width] alone,
-    and in how many dimensions each is given it; none of a block that does not run without values."""
+    """Return the names of the modules that `block` calls after its experts with nothing but its own input.
+
+    Each has the number of dimensions in which it gets that input: 3 for [batch, sequence, width], 2 for [tokens,
+    width]. There are none if the block does not run on the meta device.
+    """
     names = {name for name, child in block.named_children() if child is not experts and _is_plain(child)}
     own = next(name for name, child in block.named_modules() if child is experts)
     trial = copy.deepcopy(block).to("meta")
@@ -94,12 +98,15 @@ def _called_after(block: nn.Module, experts: nn.Module, width: int) -> dict[str,
 
 
 def _is_whole(view: Tensor, given: Tensor) -> bool:
-    """Whether a tensor is another one, or all of its tokens in one dimension; on meta, where there are no addresses."""
+    """Whether `view` has all elements of `given`, perhaps with batch and sequence in one dimension.
+
+    Compares storages, because tensors on the meta device have no addresses.
+    """
     same = view.untyped_storage()._cdata == given.untyped_storage()._cdata  # noqa: SLF001  # what torch compares, too
     return same and view.numel() == given.numel() and view.shape[-1] == given.shape[-1]
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module computes the same whenever it is called, and only its block does anything with its output."""
+    """Whether a module computes the same whenever it is called: it draws no dropout, and no hook sees its output."""
     draws = any(isinstance(part, _DropoutNd) and part.p > 0 for part in module.modules())
     return not draws and not module._forward_hooks  # noqa: SLF001  # torch has no public way to ask

@@ -1,12 +1,15 @@
-"""Expert parallelism: each rank holds some experts whole, instead of all of them, or a part of every one.
+"""Expert parallelism: each rank holds some experts whole, instead of all of them or a part of each.
 
-Experts are dealt among the ranks of a tensor-parallel group, or of several neighbours on the data axis, or both. The
-ranks of a tensor-parallel group see the same tokens and compute the same routing, so between them no token has to
-travel: each rank runs its own experts on the tokens that were sent to them, and the outputs are summed over the group.
-Between neighbours on the data axis tokens travel. Which modules are experts stands in the plan that a model declares
-(transformers: `base_model_ep_plan`, merged as `model.ep_plan`), in transformers' words
-(`transformers.distributed.expert_parallel`): `grouped_gemm` for a parameter whose first dimension counts experts,
-`ep_dispatch_experts` for the module that is given (hidden_states, top_k_index, top_k_weights).
+Experts are dealt first among the ranks of a tensor-parallel group, then among neighbours on the data axis.
+
+- Tensor-parallel ranks see the same tokens and compute the same routing, so no token travels: each rank runs its own
+  experts on the tokens that are routed to them, and the outputs are summed over the group.
+- Neighbours on the data axis see other tokens. These travel to the ranks of their experts
+  (`harness.parallel.token_exchange`).
+
+A model's expert-parallel plan names its experts (transformers: `base_model_ep_plan`, merged as `model.ep_plan`). It has
+two styles of `transformers.distributed.expert_parallel`: `ep_dispatch_experts` for the module that is called with
+(hidden_states, top_k_index, top_k_weights), and `grouped_gemm` for a parameter whose first dimension counts experts.
 """
 
 from __future__ import annotations
@@ -39,12 +42,13 @@ _ADVICE = "remove expert_parallel.autoep_size, so that each expert is split"
 
 
 def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None, *, tp_size: int = 2) -> Plan:
-    """Return the plan of a transformers model with its experts spread as its own expert-parallel plan says, or, of a
-    family without one, the part `experts` of its plan file in the folder `plans`.
+    """Return the plan of a model whose experts stay whole.
 
-    What that says of experts takes the place of all that the tensor-parallel plan (`plan_for`) does with them and
-    their parts; of a family that has none of those, and on one tensor-parallel rank, the rest stays whole on every
-    rank. Raises UserError for a family without an expert-parallel plan, and for a style in it that is not known.
+    Its rules for experts are those of the model's own expert-parallel plan, or else of the part `experts` of the
+    family's file in the folder `plans`. Rules for all other layers come from the tensor-parallel plan (`plan_for`). On
+    one tensor-parallel rank, or for a family without a tensor-parallel plan, all other layers stay whole.
+
+    Raises UserError for a family without an expert-parallel plan, and for an unknown style in it.
     """
     model_type = model.config.model_type
     own = _expert_rules(model, plans)
@@ -57,7 +61,7 @@ def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None, *, t
                 f"for {name}: {_ADVICE}"
             )
     plan = Plan(model_type=model_type, rules={})
-    if tp_size == 1:  # a family may cut other layers too, for the ranks that see the same tokens
+    if tp_size == 1:  # a family's expert-parallel plan may also cut other layers, among tensor-parallel ranks
         return replace(plan, rules={n: rule for n, rule in own.items() if rule.style in (EXPERTS, EXPERT_PARAMETER)})
     with suppress(NoPlan):
         plan = plan_for(model, plans)
@@ -84,17 +88,17 @@ def _expert_rules(model: PreTrainedModel, plans: Path | None) -> dict[str, PlanR
 
 
 def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
-    """Experts of which each rank holds some whole.
+    """Make the module of a layer's experts run this rank's experts alone; its parameters are cut by `cut_experts`.
 
-    Tensor-parallel ranks see the same tokens: each runs its own experts, and the outputs are summed. Neighbours on the
-    data axis see other tokens, which travel (`harness.parallel.token_exchange`).
+    The module is still called with hidden states [tokens, width], and indices and weights of experts [tokens, k], and
+    still returns the outputs of this rank's tokens, [tokens, width].
     """
     module: Any = target.module
     tensor, neighbours = target.tensor, target.neighbours
     experts = getattr(module, "num_experts", None)
     stretches = _dealt(experts, target.name, tensor, neighbours.place)[tensor.rank]
     module.num_experts = _widest(stretches)
-    # tensor-parallel ranks would sum what runs early, too
+    # not with tensor-parallel ranks: the sum over their outputs would include what has run early
     is_alone = tensor.size == 1 and neighbours.place.size > 1
     beside = Beside(target.owner, module, target.config.hidden_size) if is_alone else None
     kind = type(module)
@@ -118,18 +122,18 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
             output = _linked(run(*given), given, self)
         return reduce_from_group(output, tensor.group)
 
-    # transformers' kernels then leave out what is sent to no expert of theirs
+    # tells transformers' kernels to skip pairs whose index is that of no expert here
     module._is_expert_parallel = neighbours.place.size == 1  # noqa: SLF001
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return target.module
 
 
 def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
-    """Return this rank's experts of a parameter that holds all of them along its first dimension, each `target.unit`
-    rows.
+    """Return this rank's part, [own experts x unit, ...], of a parameter [experts x unit, ...]; `unit` is
+    `target.unit`.
 
-    Neighbours on the data axis hold tensors of one size, as ZeRO fills its buckets alike on all of them: zeros follow
-    where a rank has fewer experts than another.
+    All neighbours on the data axis get tensors of one size, because ZeRO fills its buckets alike on all of them. Zeros
+    are appended on a rank with fewer experts than another.
     """
     shape, unit, tensor, neighbours = tuple(param.shape), target.unit, target.tensor, target.neighbours.place
     dealt = _dealt(shape[0] // unit, target.name, tensor, neighbours)
@@ -146,9 +150,9 @@ def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
 
 
 def run_where_aligned(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let the fused experts in `module` that grouped matrix products cannot take run one after the other.
+    """Have transformers run the fused experts in `module` one by one where its grouped products would fail.
 
-    Those products (transformers' default) want rows of whole 16 bytes, also of experts that are not cut.
+    Those products, its default, need rows of a multiple of 16 bytes.
     """
     found: list[Any] = [child for child in module.modules() if hasattr(child, "is_concatenated")]
     for experts in found:
@@ -159,22 +163,24 @@ def run_where_aligned(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def run_experts_by(config: PretrainedConfig, implementation: str | None) -> None:
-    """Let the fused experts of the model with this config run by one of transformers' implementations."""
+    """Choose transformers' implementation of fused experts, "grouped_mm" or "eager", for the model with this config."""
     config._experts_implementation = implementation  # noqa: SLF001  # transformers has no public setter for a part
 
 
 def _own_routing(hidden: Tensor, index: Tensor, weights: Tensor, *, own: Stretch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what this rank's `own` experts are given: others get the index after the last, which is no expert, and
-    weight 0."""
+    """Return the arguments of this rank's experts, which are counted from 0.
+
+    A pair of a token and another rank's expert gets the index after the last, which is no expert, and weight 0.
+    """
     first, stop = own
     elsewhere = (index < first) | (index >= stop)
     return hidden, torch.where(elsewhere, stop - first, index - first), weights.masked_fill(elsewhere, 0.0)
 
 
 def _linked(output: Tensor, args: tuple[Tensor, ...], experts: nn.Module) -> Tensor:
-    """`output`, in the graph even where no token came to this rank and a loop over experts touched nothing.
+    """Return `output`, part of autograd's graph also where no token was routed to this rank's experts.
 
-    The other ranks sum gradients with this one, so its backward must pass the same places.
+    In its backward a rank calls the same collectives as the others, so the experts must be in its graph as in theirs.
     """
     if output.requires_grad or not torch.is_grad_enabled():
         return output
@@ -183,7 +189,7 @@ def _linked(output: Tensor, args: tuple[Tensor, ...], experts: nn.Module) -> Ten
 
 
 class _Linked(torch.autograd.Function):
-    """Forward: the first tensor. Backward: zeros for the others."""
+    """Forward: returns the first tensor. Backward: zeros are the gradients of the others."""
 
     @staticmethod
     def forward(ctx: Context, output: Tensor, *sources: Tensor) -> Tensor:
@@ -196,7 +202,7 @@ class _Linked(torch.autograd.Function):
 
 
 def _dealt(experts: int | None, name: str, tensor: TensorParallel, neighbours: TensorParallel) -> list[list[Stretch]]:
-    """Return the experts of every rank: for each tensor-parallel rank those of its neighbours on the data axis.
+    """Return which experts each rank holds: `[i][j]` is (first, stop) of tensor-parallel rank i, data neighbour j.
 
     Raises UserError where the module does not count them, or they are fewer than the ranks.
     """

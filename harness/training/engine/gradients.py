@@ -71,7 +71,7 @@ def square_sum_of_data_ranks(
 
     Args:
         dense: tensors that are equal on all data-parallel ranks; counted once.
-        experts: tensors that only this rank holds; summed over the ranks.
+        experts: tensors of this rank's own experts; summed over the ranks among which experts are dealt.
     """
     total = square_sum(experts, device)
     if groups.ep_group is not None:
