@@ -14,7 +14,7 @@ from math import ceil
 
 from harness.config.values.layout_keys import GPIPE
 from harness.planner.shape import LayerShape
-from harness.planner.traffic import data_ranks, expert_ranks
+from harness.planner.traffic import expert_ranks
 from harness.planner.workload import Stage, Strategy, Workload, layer_experts, layer_parameters
 
 ALLOCATOR_SHARE = 0.04  # of activations: a GPU's blocks are rounded up, and gaps between them stay unused
@@ -146,7 +146,7 @@ def owned_parameters(strategy: Strategy, held: float, experts: float) -> float:
 
     Each parameter goes to the ranks that hold copies of it: of an expert there are fewer than of the rest.
     """
-    return (held - experts) / data_ranks(strategy) + experts / expert_ranks(strategy)
+    return (held - experts) / strategy.dp_size + experts / expert_ranks(strategy)
 
 
 def _states(workload: Workload, strategy: Strategy, held: float, own: float) -> tuple[float, float, float, float]:

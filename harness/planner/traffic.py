@@ -60,19 +60,14 @@ def tensor_group(hardware: Hardware, strategy: Strategy) -> Group:
     return group_along(hardware, strategy.tp_size, 1)
 
 
-def data_ranks(strategy: Strategy) -> int:
-    """Return the number of ranks that hold copies of one part of the model."""
-    return strategy.dp_size
-
-
 def expert_ranks(strategy: Strategy) -> int:
     """Return how many ranks hold copies of one expert, or of one part of it."""
-    return max(1, strategy.tp_size * data_ranks(strategy) // max(strategy.ep_size, strategy.tp_size))
+    return max(1, strategy.tp_size * strategy.dp_size // max(strategy.ep_size, strategy.tp_size))
 
 
 def data_group(hardware: Hardware, strategy: Strategy) -> Group:
     """Return the ranks that hold copies of one part of the model."""
-    return group_along(hardware, data_ranks(strategy), strategy.tp_size)
+    return group_along(hardware, strategy.dp_size, strategy.tp_size)
 
 
 def expert_group(hardware: Hardware, strategy: Strategy) -> Group:
