@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from harness.checkpoint.atomic import replace_text
 from harness.compat.family_case import CPU, FamilyCase, NotTried, build_case, cut_family, needs_is_decoder
 from harness.compat.stored import stored_difference
+from harness.config.model.plans import spreads_experts
 from harness.config.model.shape import experts_of
 from harness.errors import UserError
 from harness.hf.locate import PLANS
@@ -106,9 +107,8 @@ def _experts(trial: FamilyCase) -> None:
 
 def _has_experts(config: PretrainedConfig) -> bool:
     """Whether a family is a mixture of experts, by its plan or its config."""
-    text = config.get_text_config(decoder=True)
-    declared = getattr(text, "base_model_ep_plan", None) or {}
-    return bool(declared) or experts_of(text.to_dict())[0] > 1
+    text = config.get_text_config(decoder=True).to_dict()
+    return spreads_experts(text) or experts_of(text)[0] > 1
 
 
 def _zero3(trial: FamilyCase, exported: Path | None) -> None:

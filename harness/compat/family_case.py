@@ -52,11 +52,17 @@ def build_case(family: str, work: Path) -> FamilyCase:
     composition = Composition(model=family)
     try:
         config = tiny_config(family, tensor=2)
-        if dist.get_rank() == 0:
-            make_subject(composition, work)
     except UserError as error:
         raise NotTried(str(error)) from error
-    dist.barrier()
+    fault = [""]
+    if dist.get_rank() == 0:
+        try:
+            make_subject(composition, work)
+        except Exception as error:  # rank 1 must hear of it, whatever it is
+            fault = [str(error)]
+    dist.broadcast_object_list(fault, src=0)
+    if fault[0]:
+        raise NotTried(fault[0])
     subject, judge = make_subject(composition, work), Judge()
     if looks_ahead(config, CPU):
         # with other settings it might not look ahead; so a reason that holds for all settings comes first

@@ -48,7 +48,8 @@ def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None, *, t
     family's file in the folder `plans`. Rules for all other layers come from the tensor-parallel plan (`plan_for`). On
     one tensor-parallel rank, or for a family without a tensor-parallel plan, all other layers stay whole.
 
-    Raises UserError for a family without an expert-parallel plan, and for an unknown style in it.
+    Raises UserError for a family without an expert-parallel plan, for an unknown style in it, and for a model without
+    experts of a family that has models with and without.
     """
     model_type = model.config.model_type
     own = _expert_rules(model, plans)
@@ -60,7 +61,10 @@ def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None, *, t
                 f"the expert-parallel plan of model type {model_type!r} has the unknown style {rule.style!r} "
                 f"for {name}: {_ADVICE}"
             )
-    plan = Plan(model_type=model_type, rules={})
+    plan = Plan(model_type=model_type, rules=own)
+    found = (plan.rule_of(name) for name, _ in model.named_modules())
+    if not any(rule is not None and rule.style == EXPERTS for rule in found):
+        raise UserError(f"this {model_type} model has no experts: remove expert_parallel.autoep_size")
     if tp_size == 1:  # a family's expert-parallel plan may also cut other layers, among tensor-parallel ranks
         return replace(plan, rules={n: rule for n, rule in own.items() if rule.style in (EXPERTS, EXPERT_PARAMETER)})
     with suppress(NoPlan):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
+from transformers.utils import output_capturing
 
 from peer_programs.task import LARGEST_NORM, RATE, Task, Work, adamw, loss_of, mean_over_ranks
 
@@ -39,6 +40,7 @@ def autoep(task: Task) -> None:
     """Share the experts out, and the states of the optimizer, which DeepSpeed must make itself."""
     optimizer = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.0, "torch_adam": True}}
     experts = {"enabled": True, "autoep_size": task.size, "preset_model": task.work.family}
+    _read_names()
     experts["use_grouped_mm"] = task.device.type != "cpu"  # with grouped products it activates by a kernel for GPUs
     _train(
         task,
@@ -46,6 +48,17 @@ def autoep(task: Task) -> None:
         {"zero_optimization": {"stage": 1}, "expert_parallel": experts, "optimizer": optimizer},
         optimizer=None,
     )
+
+
+def _read_names() -> None:
+    """Let DeepSpeed 0.19.8's AutoEP ask a registry of transformers 5.23, which takes models alone, for names."""
+    kind: Any = type(output_capturing._CAN_RECORD_REGISTRY)  # noqa: SLF001  # DeepSpeed reads it, too
+    of_model = kind.get
+
+    def get(registry: dict[str, Any], key: object, default: Any = None) -> Any:
+        return dict.get(registry, key, default) if isinstance(key, str) else of_model(registry, key)
+
+    kind.get = get
 
 
 def autotp(task: Task) -> None:

@@ -98,6 +98,12 @@ def test_shares_of_experts_are_padded_to_whole_16_bytes(family: str, sizes: dict
     assert [shard.widths for shard in shards if shard is not None] == [(38, 36), (19, 18)]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_without_experts_of_a_family_that_has_some_is_refused(ranks: int) -> None:
+    with pytest.raises(UserError, match="this gemma4_text model has no experts: remove expert_parallel"):
+        expert_parallel_plan(model_of("gemma4_text", enable_moe_block=False), tp_size=ranks)
+
+
 def test_what_the_plan_does_not_say_is_refused() -> None:
     with pytest.raises(UserError, match="declares no expert-parallel plan"):
         expert_parallel_plan(model_of("llama"))
