@@ -41,7 +41,7 @@ def models(argv: Sequence[str]) -> int:
     parser.add_argument("--compare", action="store_true", help="with --run: show what differs from the stored matrix")
     parser.add_argument("--write", action="store_true", help=f"with --run: store the rows and write {PAGE}")
     parser.add_argument("--results", type=Path, help="with --run: a file of rows; rows in it are not run again")
-    parser.add_argument("--only", choices=("tensor", "experts"), help="with --run: this cell alone, beside stored ones")
+    parser.add_argument("--only", choices=("tensor", "experts"), help="with --run: this cell; others stay as stored")
     parser.add_argument("--limit_s", type=float, default=120.0, help="time limit per family in seconds (default: 120)")
     parser.add_argument("--format", choices=FORMATS, default="text", help="output format")
     args = parser.parse_args(argv)
