@@ -350,6 +350,8 @@ class _Draws(TorchFunctionMode):
 
 
 def _layer_stack(model: Model) -> nn.ModuleList:
-    """Return the decoder layers: the first list of modules that is as long as the model is deep."""
+    """Return the decoder layers: the first list of modules that is as long as the model is deep, but for an encoder of
+    images."""
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
-    return next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth)
+    lists = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth)
+    return next(found for name, found in lists if "image" not in name and "vision" not in name)
