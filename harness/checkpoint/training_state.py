@@ -42,6 +42,7 @@ from harness.deepspeed.optimizer_states import (
     counted,
     make_state,
     states_in_memory,
+    stored_names,
     template,
     torch_optimizer,
     use_stepped_on,
@@ -95,7 +96,7 @@ class EngineState:
             found = _templates(self.engine.optimizer, held)
             require_each_value_once(held, self.groups)
             all_or_none(lambda: require_storable(map(entry_of, held)))
-        return _kinds(found.values())
+        return sorted(_kinds(self.engine.optimizer, found.values()))
 
     def stored(self, progress: TrainingProgress) -> tuple[list[tuple[str, list[LocalShard]]], TrainingProgress]:
         """Return (file, this rank's shards) for each file, and `progress` with the engine's counters.
@@ -110,11 +111,12 @@ class EngineState:
             for each, _ in _stepped(held):
                 found.update(counted(optimizer, each, kept[each.param_group, each.tensor.dim()]))
             counters = dict(zip(found, numbers(list(found.values())), strict=True))
-            own = [name for name in _kinds(kept.values()) if _of_state(optimizer, held, name)]
+            kinds = _kinds(optimizer, kept.values())
+            own = [name for name in kinds if _of_state(optimizer, held, kinds[name])]
             # A stage may have only frozen layers. It must still take part in every file, as writing has collectives.
             of_all = values_of_all((own, counters))
             names = sorted({name for found, _ in of_all for name in found})
-            files = [(self.stem, held), *((name, _of_state(optimizer, held, name)) for name in names)]
+            files = [(self.stem, held), *((name, _of_state(optimizer, held, kinds.get(name))) for name in names)]
             return files, replace(
                 progress,
                 skipped_steps=self.engine.skipped_steps,
@@ -153,13 +155,14 @@ class EngineState:
         with states_in_memory(optimizer, changed=True):
             held = self.held()
             fill(self.stem, held)
+            found = _templates(optimizer, held)
+            kinds = _kinds(optimizer, found.values())
             if progress.optimizer_states:
                 # torch creates optimizer states at the first step. Create them here, as that step would.
-                found = _templates(optimizer, held)
                 for each in {id(each.tensor): each for each, _ in _stepped(held)}.values():
                     make_state(optimizer, each, found[each.param_group, each.tensor.dim()], progress.counters)
                 for name in progress.optimizer_states:
-                    fill(name, _of_state(optimizer, held, name))
+                    fill(name, _of_state(optimizer, held, kinds.get(name)))
             else:  # the checkpoint is from before the first step: drop the states of an engine that has made steps
                 for each, _ in _stepped(held):
                     torch_optimizer(optimizer).state.pop(each.tensor, None)
@@ -178,15 +181,16 @@ def _templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[t
     return found
 
 
-def _kinds(templates: Iterable[Template]) -> list[str]:
-    """Return the names of the states that have a value for each weight (`exp_avg`), one file of a checkpoint each."""
-    return sorted({name for found in templates for name in found.elements})
+def _kinds(optimizer: EngineOptimizer, templates: Iterable[Template]) -> dict[str, str]:
+    """Return the optimizer's own names of the states that have a value for each weight (`exp_avg`), by the name of
+    their file in a checkpoint."""
+    return {name: own for found in templates for name, own in stored_names(optimizer, found).items()}
 
 
-def _of_state(optimizer: EngineOptimizer, held: Sequence[LocalShard], name: str) -> list[LocalShard]:
-    """Return this rank's shards of the optimizer state `name`."""
+def _of_state(optimizer: EngineOptimizer, held: Sequence[LocalShard], own: str | None) -> list[LocalShard]:
+    """Return this rank's shards of the optimizer's state `own`; none if its optimizer has no such state."""
     state = torch_optimizer(optimizer).state
-    found = ((each, state.get(each.stepped[0].tensor, {}).get(name)) for each in held if each.stepped is not None)
+    found = ((each, state.get(each.stepped[0].tensor, {}).get(own)) for each in held if each.stepped is not None)
     return [each.of_state(values) for each, values in found if values is not None]
 
 

@@ -152,6 +152,16 @@ def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> Template:
     )
 
 
+_STORED_AS = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
+"""States that a class of DeepSpeed names otherwise than torch's, under which a checkpoint has them."""
+
+
+def stored_names(optimizer: EngineOptimizer, template: Template) -> dict[str, str]:
+    """Return the optimizer's own name of each state that has a value for each weight, by its name in a checkpoint."""
+    other = _STORED_AS.get(type(torch_optimizer(optimizer)).__name__, {})
+    return {other.get(name, name): name for name in template.elements}
+
+
 def counted(optimizer: EngineOptimizer, stepped: SteppedOn, template: Template) -> dict[str, Counter]:
     """Return the counters that the optimizer keeps for a tensor and its group, by name; none before the first step."""
     inner = torch_optimizer(optimizer)

@@ -21,6 +21,7 @@ from harness.parity.compare import (
     compressed_limit,
     distance,
     half_limit,
+    is_another_course,
     noise_limit,
     numbers_of,
     structure,
@@ -173,10 +174,15 @@ class Judge:
             own = distance(wanted, self.reference(composition, subject, precision="fp32"))
             limit = half_limit(composition, own)
         limit = compressed_limit(composition, limit)
-        if not compresses and not off.within(limit) and not (self._strict and precision != "fp32"):
-            most = MOST if precision == "fp32" else MOST_OF_HALF
-            limit = noise_limit(wanted, lambda seed: reference(composition, subject, rounding=seed), limit, most)
         right = off.within(limit)
+        if not compresses and not right and not (self._strict and precision != "fp32"):
+            most = MOST if precision == "fp32" else MOST_OF_HALF
+
+            def again(seed: int) -> Numbers:
+                return reference(composition, subject, rounding=seed)
+
+            limit = noise_limit(wanted, again, limit, most)
+            right = off.within(limit) or is_another_course(found, again, limit)
         reason = "" if right else f"{off} (limits: {limit})"
         kind = RIGHT if right else WRONG
         return Verdict(composition=composition, kind=kind, reason=reason, off=off, limit=limit, own=own)
