@@ -134,8 +134,7 @@ def run_agent(options: Options, host: HostDevices, script: Script, control: Cont
     finally:
         ranks.close()
         shutil.rmtree(root, ignore_errors=True)
-        assert keeper.stdin is not None
-        keeper.stdin.close()
+        keeper.kill()  # stopped or not: nothing is left for it
         keeper.wait()
 
 
