@@ -24,7 +24,7 @@ from harness.parallel.tiles import tiles
 from harness.parallel.values import Argument, Keyword
 
 _queries: ContextVar[int] = ContextVar("queries of a mask that is made at a time", default=0)
-_documents: ContextVar[Documents | None] = ContextVar("documents that masks keep apart", default=None)
+_documents: ContextVar[Tensor | None] = ContextVar("positions in the documents that masks keep apart", default=None)
 _get_function = AttentionMaskInterface.__getitem__
 
 
@@ -72,53 +72,16 @@ class MaskRows:
         return [slice(*pair) for pair in torch.stack(ends).tolist()]
 
 
-@dataclass(eq=False)
-class Documents:
-    """The documents of packed rows.
-
-    Attributes:
-        positions: of each token in its document, [batch, tokens].
-        known: whether the model has given position ids to the mask that is being made, so that transformers keeps the
-            documents apart already.
-    """
-
-    positions: Tensor
-    known: bool = False
-
-    def numbers(self, position_ids: Tensor) -> Tensor:
-        """Return the number in its row of the document that each token belongs to; argument and result [batch,
-        tokens]. transformers calls it in place of its own function, `find_packed_sequence_indices`."""
-        self.known = True
-        return _numbers(position_ids)
-
-    def make(self, function: Callable[..., Argument], **given: Argument) -> Argument:
-        """Call a function of transformers that makes a mask, so that the mask keeps documents apart."""
-        known, self.known = self.known, False
-        if not known:
-            apart = packed_sequence_compatibility_function(
-                given["mask_function"], self.positions, _numbers(self.positions)
-            )
-            given |= {"mask_function": apart, "allow_is_causal_skip": False}
-        return function(**given)
-
-
-def _numbers(positions: Tensor) -> Tensor:
-    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
-    return (steps != 1).cumsum(-1)
-
-
 @contextmanager
 def documents_apart(positions: Tensor | None) -> Iterator[None]:
-    """Make masks in which documents do not see each other; `positions` [batch, tokens] begin at 0 in each document.
+    """While this is entered, make masks in which no token sees another document of its packed row.
 
-    None: rows are not packed, and no mask is made as if they were. transformers would find that out from the values of
-    the position ids, for which the host waits in every forward.
+    `positions`: [batch, tokens], from 0 in each document; None: rows are not packed. transformers would look for that in
+    the values of the position ids, for which the host waits in every forward.
     """
     found = masking_utils.find_packed_sequence_indices
-    documents = None if positions is None else Documents(positions)
-    numbers = (lambda _positions: None) if documents is None else documents.numbers
-    vars(masking_utils)["find_packed_sequence_indices"] = numbers
-    before = _documents.set(documents)
+    vars(masking_utils)["find_packed_sequence_indices"] = lambda _positions: None
+    before = _documents.set(positions)
     try:
         yield
     finally:
@@ -126,14 +89,22 @@ def documents_apart(positions: Tensor | None) -> Iterator[None]:
         vars(masking_utils)["find_packed_sequence_indices"] = found
 
 
+def _apart(function: Callable[..., Argument], positions: Tensor, **given: Argument) -> Argument:
+    """Call transformers' function that makes a mask, for a mask that keeps documents apart."""
+    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    numbers = (steps != 1).cumsum(-1)  # of each token's document in its row
+    apart = packed_sequence_compatibility_function(given["mask_function"], positions, numbers)
+    return function(**{**given, "mask_function": apart, "allow_is_causal_skip": False})
+
+
 def _function(self: AttentionMaskInterface, key: str) -> Callable[..., Argument]:
     """Return transformers' function that makes a mask, changed as the contexts that are entered say."""
     function: Callable[..., Argument] = _get_function(self, key)  # type: ignore[no-untyped-call]  # transformers gives it no types
-    queries, documents = _queries.get(), _documents.get()
+    queries, positions = _queries.get(), _documents.get()
     if queries and key in ("sdpa", "eager"):
         function = partial(_later, function, key == "sdpa", queries)
-    if documents is not None and key in ("sdpa", "eager", "flex_attention"):
-        function = partial(documents.make, function)
+    if positions is not None and key in ("sdpa", "eager", "flex_attention"):
+        function = partial(_apart, function, positions)
     return function
 
 
