@@ -76,8 +76,8 @@ class MaskRows:
 def documents_apart(positions: Tensor | None) -> Iterator[None]:
     """While this is entered, make masks in which no token sees another document of its packed row.
 
-    `positions`: [batch, tokens], from 0 in each document; None: rows are not packed. transformers would look for that in
-    the values of the position ids, for which the host waits in every forward.
+    `positions`: [batch, tokens], from 0 in each document; None: rows are not packed. transformers would look for that
+    in the values of the position ids, for which the host waits in every forward.
     """
     found = masking_utils.find_packed_sequence_indices
     vars(masking_utils)["find_packed_sequence_indices"] = lambda _positions: None
