@@ -1,6 +1,6 @@
 """Ranks that share a sequence: DeepSpeed's Ulysses and this harness beside one process, family by family.
 
-    python scripts/bench/context_parity.py [--ranks 2] [--families llama,mistral,...]
+    python scripts/bench/context_parity.py [--ranks 2] [--families llama,mistral,...] [--program harness]
 
 Each family has a tiny random model in float32 with a window shorter than the sequence where it takes one. The gradients
 of the mean loss, summed over the ranks, are compared with those of transformers in one process: the Euclidean norm of
@@ -57,6 +57,7 @@ FAMILIES = (
     ),
     *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "qwen3_next", "mamba", "bloom"),
 )
+PROGRAMS = ("deepspeed", "harness")
 LENGTH, WINDOW, FIRST = 32, 8, 13
 """Tokens of a row, of a window, and of the first of two documents of a packed row."""
 
@@ -214,17 +215,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="that share a sequence (default: 2)")
     parser.add_argument("--families", help="model types, with commas (default: those of docs/long-context.md)")
+    parser.add_argument("--program", choices=PROGRAMS, help="run this one, and take the other from the results")
     args = parser.parse_args()
     families = args.families.split(",") if args.families else [*FAMILIES]
-    found = {}
-    for program in ("deepspeed", "harness"):
+    path = RESULTS / "context_parity.json"
+    found = {name: json.loads(path.read_text())[name] for name in PROGRAMS} if args.program else {}
+    for program in [args.program] if args.program else PROGRAMS:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(work, (args.ranks, folder, families, program), nprocs=args.ranks)
             found[program] = json.loads(Path(folder, f"{program}.json").read_text())
     for line in table(found):
         print(line)
     if not args.families:
-        write_report(RESULTS / "context_parity.json", {"ranks": args.ranks, **found}, what=str(__doc__))
+        write_report(path, {"ranks": args.ranks, **found}, what=str(__doc__))
     return 0
 
 
