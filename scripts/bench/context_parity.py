@@ -66,6 +66,8 @@ def config_of(family: str) -> PretrainedConfig:
     """Return a tiny config, with a window shorter than the sequence where the family can have one."""
     config = tiny_config(family)
     config.tie_word_embeddings = False
+    if getattr(config, "head_dim", 0) is None:  # DeepSpeed reads it
+        config.head_dim = config.hidden_size // config.num_attention_heads
     if getattr(config, "use_sliding_window", None) is False:  # qwen has a window in the layers that are told so
         config.use_sliding_window = True
         if hasattr(config, "layer_types"):
@@ -116,7 +118,7 @@ def by_deepspeed(model: PreTrainedModel, packed: bool, size: int) -> dict[str, T
 
     state._SEQUENCE_PARALLEL_GROUP = state._SEQUENCE_DATA_PARALLEL_GROUP = None  # noqa: SLF001  # of the family before
     attention = model.config._attn_implementation  # noqa: SLF001  # transformers has no public name for it
-    whole = ALL_ATTENTION_FUNCTIONS[attention]  # which DeepSpeed replaces for every model of the process
+    whole = ALL_ATTENTION_FUNCTIONS.get(attention)  # which DeepSpeed replaces for every model of the process
     try:
         UlyssesSPAttentionHF.register_with_transformers(model, attention, size, 1, seq_length_is_variable=True)
         ids, positions, labels, count = sample(model, packed)
@@ -124,7 +126,8 @@ def by_deepspeed(model: PreTrainedModel, packed: bool, size: int) -> dict[str, T
         logits = model(input_ids=own(ids), position_ids=own(positions), use_cache=False).logits
         loss_of(logits, own(labels), count).backward()
     finally:
-        ALL_ATTENTION_FUNCTIONS[attention] = whole
+        if whole is not None:
+            ALL_ATTENTION_FUNCTIONS[attention] = whole
     return taken(model)
 
 

@@ -22,7 +22,9 @@ REFUSAL = (
     "tensor_parallel.sequence_parallel: a sequence of 1 token cannot be split over 2 ranks: use longer samples, or "
     "remove it"
 )
-FAMILIES = ("llama", "qwen3", "gemma2", "bloom", "deepseek_v3")
+HEADS = dict(num_key_value_heads=4, head_dim=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16)
+EXPERTS = dict(n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16)
 SAVED = 2  # steps before the checkpoint from which a run goes on
 
 
@@ -103,7 +105,9 @@ def check(cases: list[Case], ranks: int, folder: Path, refused: Case | None = No
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
-    made = {name: tiny_model(folder / name, name, name == "llama") for name in FAMILIES}
+    made = {name: tiny_model(folder / name, name, name == "llama") for name in ("llama", "qwen3", "gemma2", "bloom")}
+    sizes = {**HEADS, **LATENT, **EXPERTS, "first_k_dense_replace": 1}
+    made["deepseek_v3"] = tiny_model(folder / "deepseek_v3", "deepseek_v3", False, **sizes)
     made["gpt2"] = tiny_model(folder / "gpt2", "gpt2", True, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     made["mixtral"] = tiny_model(folder / "mixtral", "mixtral", False, num_local_experts=4, router_jitter_noise=0.1)
     return made
