@@ -18,7 +18,7 @@ from harness import Trainer, TrainerCallback
 from harness.data.tokenizer import ByteTokenizer
 from tests.distributed.training import Job, arguments_of, rows
 from tests.simulated_device import device
-from tests.simulated_device.kernels import stand_ins
+from tests.simulated_device.kernels import CALLED, stand_ins
 
 STEPS = 4
 TEXT = "Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. " * 8
@@ -64,6 +64,7 @@ def spread(outputs: EvalPrediction) -> dict[str, float]:
 
 def make(name: str, run: Run, folder: str) -> dict[str, Any]:
     """Train; return what the metrics say of each step, the samples, and whether steps were skipped."""
+    CALLED.clear()
     output = Path(folder, name)
     arguments = arguments_of(run.job, str(output), **{"max_steps": STEPS, **run.settings})
     data: list[dict[str, Any]] = rows() * STEPS
@@ -103,6 +104,7 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
         "checkpoints": sorted(path.name for path in output.glob("checkpoint-*")),
         "ended": ended,
         "profile": (output / "profile").exists(),
+        "attention": set(CALLED),
     }
 
 

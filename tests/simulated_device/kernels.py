@@ -24,6 +24,8 @@ from transformers import modeling_flash_attention_utils as of_transformers
 from harness.hf import attention
 from tests.simulated_device.device import NAME
 
+CALLED: set[str] = set()
+
 
 def flash_attn_func(
     q: Tensor,
@@ -35,6 +37,7 @@ def flash_attn_func(
     deterministic: bool = False,
 ) -> Tensor:
     """Attention of whole sequences: query, key and value are [batch, tokens, heads, size]."""
+    CALLED.add("flash")
     _require_fit(4, q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     found = scaled_dot_product_attention(
@@ -57,6 +60,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
 ) -> Tensor:
     """Attention of documents one after the other [tokens, heads, size], which begin at the numbers of `cu_seqlens`."""
+    CALLED.add("flash, documents")
     _require_fit(3, q, k, v)
     for starts, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
         assert starts.device == q.device and starts.dtype == torch.int32 and starts.is_contiguous()
@@ -80,6 +84,7 @@ def _require_fit(dims: int, *projected: Tensor) -> None:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor) -> None:
+    CALLED.add("flex")
     assert {x.device.type for x in (query, key, value)} == {NAME}
 
 

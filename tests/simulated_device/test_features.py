@@ -116,6 +116,8 @@ def test_what_a_run_can_do(tmp_path: Path) -> None:
     assert off(found["samples"]["eval"], wanted["samples"]["eval"]) < 2e-6
     assert found["samples"]["samples"] == wanted["samples"]["samples"] != ""
     assert found["profiled"]["profile"]
+    kernels = {"flash": "flash", "packed, flash": "flash, documents", "flex": "flex", "packed, flex": "flex"}
+    assert [name for name, kernel in kernels.items() if kernel not in found[name]["attention"]] == []
     for step in (2, 4):  # one is written while training goes on, the other at its end
         require_alike(*(Path(device, run, f"checkpoint-{step}/model.safetensors") for run in ("saved", "on a CPU")))
     require_alike(Path(device, "resumed/model.safetensors"), Path(device, "on a CPU/checkpoint-4/model.safetensors"))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_experts import FAMILIES
 from tests.distributed.training import Curve, Job, reference, tiny_model, train_all, worst
 
 pytestmark = pytest.mark.ranks
@@ -42,7 +43,6 @@ def wrong(jobs: list[Job], curves: list[Curve], loss: float = LOSS, norm: float 
 
 CPU = {"device": "cpu"}
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True}}}
-SPREAD = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 TILED = {"tiling": {"loss": 7, "feed_forward": 5}, "activation_checkpointing": {"cpu_checkpointing": True}}
 SHARED = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
 LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -89,11 +89,13 @@ def test_bf16(model: str, tmp_path: Path) -> None:
 
 
 def test_axes_together(model: str, tmp_path: Path) -> None:
-    experts = tiny_model(tmp_path / "mixtral", "mixtral", False, num_local_experts=4)
+    shared = FAMILIES["deepseek_v3"]  # a shared expert, which runs while tokens travel
+    experts = tiny_model(tmp_path / "deepseek", "deepseek_v3", False, **shared)
     jobs = [Job(model, "pp2tp2z1"), Job(model, "pp2dp2z1", schedule("zero-bubble")), Job(model, "tp2dp2z3")]
-    jobs.append(Job(experts, "pp2dp2z0", SPREAD))
+    jobs.append(Job(experts, "pp2dp2z0", {"expert_parallel": {"enabled": True, "autoep_size": 2}}))
     curves = run_ranks(4, train_all, jobs, str(tmp_path), timeout_s=300)[0]
-    assert wrong(jobs, curves) == []
+    assert wrong(jobs[:3], curves[:3]) == []
+    assert wrong(jobs[3:], curves[3:], 5e-6, 1e-4) == []  # rounding also moves what the routers compare
 
 
 def test_compiled_layers(model: str, tmp_path: Path) -> None:
