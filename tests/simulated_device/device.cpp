@@ -9,7 +9,7 @@
 //   - a host buffer that is copied to the device without blocking may not change before the host has waited
 //   - memory that another stream still uses may not be freed, unless record_stream says so
 //   - tensors of two devices, or of the host and the device, do not mix: what `x[...]` is given and 0-dim host scalars
-//     that are read alone may be the host's
+//     that are read, not those of a list, may be the host's
 //   - random numbers come from generators of the device
 //   - whatever makes the host wait for the device is told to Python, which counts it
 #include "memory.h"
@@ -270,7 +270,7 @@ struct Operation {
   void take(const at::Tensor& t, bool write, bool may_be_on_host) {
     if (!t.defined()) return;
     if (t.is_cpu()) {
-      TORCH_CHECK((t.dim() == 0 && !write) || may_be_on_host, "simulated device: ", op.schema().operator_name(), ": a tensor of the host, ", t.sizes(), ", among tensors of the device");
+      TORCH_CHECK(may_be_on_host, "simulated device: ", op.schema().operator_name(), ": a tensor of the host, ", t.sizes(), ", among tensors of the device");
       return;
     }
     if (t.device().type() != DEVICE) return;
@@ -282,7 +282,7 @@ struct Operation {
   void lend(c10::IValue& v, const c10::Argument& argument) {  // the host's view of an argument
     bool write = argument.alias_info() && argument.alias_info()->isWrite();
     if (v.isTensor()) {
-      take(v.toTensor(), write, false);
+      take(v.toTensor(), write, !write && v.toTensor().defined() && v.toTensor().dim() == 0);
       v = on_host(v.toTensor());
     } else if (v.isTensorList()) {
       std::vector<at::Tensor> all;

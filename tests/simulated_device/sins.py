@@ -46,6 +46,10 @@ def sum_kept_on_the_host() -> None:
     torch.zeros(()).add_(here(3).sum())
 
 
+def scalars_stacked_with_one_of_the_host() -> None:
+    torch.stack([here(3).sum(), torch.tensor(1.0)])
+
+
 def two_devices() -> None:
     here(3) + torch.ones(3, device=f"{NAME}:1")
 
@@ -111,6 +115,7 @@ ALONE: dict[Callable[[], None], str] = {
     mask_made_on_the_host: "a tensor of the host",
     index_made_on_the_host: "a tensor of the host",
     sum_kept_on_the_host: "cpu",
+    scalars_stacked_with_one_of_the_host: "a tensor of the host",
     two_devices: "found at least two devices, sim:0 and sim:1",
     generator_of_the_host: "expected a generator of the device",
     result_before_its_event: "nothing has waited for it",
