@@ -218,11 +218,12 @@ def _call(worker: Callable[..., Any], args: tuple[Any, ...], process_group: bool
         return worker(*args)
     import torch
     import torch.distributed as dist
+    from torch.utils._pytree import tree_map_only
 
     if simulated.is_installed():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(simulated.BACKEND if simulated.is_installed() else "gloo")
-    result = worker(*args)
+    result = tree_map_only(torch.Tensor, torch.Tensor.cpu, worker(*args))  # the test's process may lack the device
     dist.barrier()  # no rank tears its sockets down while another still computes
     dist.destroy_process_group()
     return result
