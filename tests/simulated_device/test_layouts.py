@@ -44,9 +44,10 @@ def wrong(jobs: list[Job], curves: list[Curve], loss: float = LOSS, norm: float 
 CPU = {"device": "cpu"}
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True}}}
 TILED = {"tiling": {"loss": 7, "feed_forward": 5}, "activation_checkpointing": {"cpu_checkpointing": True}}
+MEASURED = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1, "partition": "measured"}}
 SHARED = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
 LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "stages": [("pp2z0", {}), ("pp2z1", {}), ("pp2z1", schedule("gpipe"))],
+    "stages": [("pp2z0", MEASURED), ("pp2z1", {}), ("pp2z1", schedule("gpipe"))],
     "schedules": [
         ("pp2z1", schedule("zero-bubble")),
         ("pp2z1", schedule("interleaved")),
