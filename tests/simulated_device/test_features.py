@@ -35,6 +35,7 @@ LIKE = {  # runs with the numbers of another one
     "dropout, fused": "dropout, stages",
     "dropout, fused, data": "dropout, stages",
     "experts spread, tensor": "experts, tensor",
+    "experts spread, data": "experts, tensor",
     "experts, ZeRO-3": "experts, tensor",
     "packed, tiles": "packed",
     "packed, flash": "packed",
@@ -60,7 +61,8 @@ def runs_of(folder: Path) -> dict[str, Run]:
         "dropout, fused, data": Run(Job(gpt2, "dp2z1"), within=2e-3),
         "adapters, tensor": Run(Job(llama, "tp2z1"), lora=True),
         "adapters, ZeRO-3": Run(Job(llama, "dp2z3"), lora=True, exports=True),
-        "experts, tensor": Run(Job(experts, "tp2z1")),
+        "experts, tensor": Run(Job(experts, "tp2z1"), exports=True),
+        "experts spread, data": Run(Job(experts, "dp2z1", SPREAD), exports=True),
         "experts spread, tensor": Run(Job(experts, "tp2z1", SPREAD)),
         "experts, ZeRO-3": Run(Job(experts, "dp2z3")),
         "packed": Run(Job(llama, "pp2z1"), PACKING, packed=True),
@@ -128,6 +130,8 @@ def test_what_a_run_can_do(tmp_path: Path) -> None:
     for step in (2, 4):  # one is written while training goes on, the other at its end
         require_alike(*(Path(device, run, f"checkpoint-{step}/model.safetensors") for run in ("saved", "on a CPU")))
     require_alike(Path(device, "resumed/model.safetensors"), Path(device, "on a CPU/checkpoint-4/model.safetensors"))
+    for name in ("experts, tensor", "experts spread, data"):
+        require_alike(Path(device, name, "model.safetensors"), Path(cpu, "experts, tensor/model.safetensors"))
     for file in ("samples/model.safetensors", "adapters, ZeRO-3/adapter_model.safetensors"):
         require_alike(Path(device, file), Path(cpu, file))
     assert found["saved"]["checkpoints"] == ["checkpoint-2", "checkpoint-4"]
