@@ -71,6 +71,21 @@ class Partition:
             group=parameter.ds_process_group,
         )
 
+    @property
+    def start(self) -> int:
+        """Index of this rank's first element."""
+        return min(dist.get_rank(self.group) * self.size, self.total)
+
+
+def held_values(tensor: Tensor) -> Tensor:
+    """Return this rank's values of a tensor: flat if ZeRO-3 has partitioned it, and without the padding of the last
+    ranks, in which DeepSpeed leaves whatever was in the memory."""
+    held = held_tensor(tensor).detach()
+    if not is_partitioned(tensor):
+        return held
+    divided = Partition.of(tensor)
+    return held.view(-1)[: divided.total - divided.start]
+
 
 class PartitionInPlace(deepspeed.zero.Init):
     """`deepspeed.zero.Init` for a module in which each rank has already filled its own part of every parameter.

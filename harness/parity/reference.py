@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 from harness.config.values.json_object import JsonObject
 from harness.data.batches.order import batch_indices
 from harness.data.tokenizer import ByteTokenizer
+from harness.errors import UserError
 from harness.parallel.plans.experts import run_where_aligned
 from harness.parity.composition import Composition, Training
 from harness.parity.subject import (
@@ -40,6 +41,7 @@ from harness.parity.subject import (
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+APART = 1e-4  # of logits: more than rounding, where documents see each other
 ROUNDING = {"fp32": (2e-7, 1), "bf16": (5e-3, 16), "fp16": (7e-4, 16)}
 """Of a training that shows what rounding does, by precision: how far weights are off, relative, and one of how many."""
 
@@ -95,6 +97,8 @@ class _Loop:
     def run(self, rounding: int | None) -> Numbers:
         training = self.training
         before = _exported(self.model)
+        if training.data == "packed" and self._joins_documents:
+            self._require_apart(self.rows[0])
         if rounding is not None:
             self._move_weights(torch.Generator().manual_seed(rounding))
         self._copy()
@@ -154,11 +158,28 @@ class _Loop:
             master.grad = gradient.float() / self.scale if is_used else None
         return total
 
+    @property
+    def _joins_documents(self) -> bool:
+        """Whether a forward has whole rows: what is drawn, and a router's choice, is of a whole micro-batch."""
+        return bool(self.training.dropout or self.training.router)
+
+    @torch.no_grad()
+    def _require_apart(self, row: Mapping[str, list[int]]) -> None:
+        """UserError if the model lets the documents of a packed row see each other."""
+        self.masters.eval()
+        ids, positions = (torch.tensor([row[name]]) for name in ("input_ids", "position_ids"))
+        joined = self.masters(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+        start, stop = _bounds(row)[-2:]
+        alone = self.masters(input_ids=ids[:, start:stop], use_cache=False).logits[0]
+        self.masters.train()
+        if (joined[start:stop] - alone).abs().max() > APART * alone.abs().max():
+            raise UserError("it does not keep the documents of a packed row apart, and one forward has them together")
+
     def _losses(self, part: Sequence[Mapping[str, list[int]]], draws: _Draws | None) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of a micro-batch's labels, and its router loss."""
         training = self.training
         total = router = torch.zeros(())
-        whole = training.dropout or training.router  # what is drawn, and a router's choice, is of a whole micro-batch
+        whole = self._joins_documents
         if whole or training.data != "packed":
             # to a router's loss all tokens count, also padding
             names = {"packed": ["position_ids"], "padded": [] if whole else ["attention_mask"]}.get(training.data, [])
@@ -190,8 +211,12 @@ class _Loop:
     def _continue(self, prompt: str) -> str:
         self.model.eval()
         ids = list(prompt.encode())
+        longest = max(map(len, map(str.encode, self.subject.prompts))) + SAMPLED
         for _ in range(SAMPLED):
-            token = int(self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            # As the harness does, with padding on the right. No token sees it, but among keys with equal scores a
+            # sparse attention (hy_v4, deepseek_v32) chooses others in a longer row.
+            padded = torch.tensor([ids + [ids[-1]] * (longest - len(ids))])
+            token = int(self.model(input_ids=padded, use_cache=False).logits[0, len(ids) - 1].argmax())
             if token == ByteTokenizer().eos_token_id:
                 break
             ids.append(token)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.checkpoint.background_save import NotSaved
 from harness.console import Console
-from harness.deepspeed.zero3_parameters import held_tensor
+from harness.deepspeed.zero3_parameters import held_values
 from harness.errors import UserError
 from harness.parallel.host import numbers
 from harness.topology.agreement import any_rank, spell_ranks, values_of_all
@@ -89,7 +89,7 @@ class NonFinite:
 
 def _not_finite(parameters: Mapping[str, Tensor]) -> str | None:
     """Return the name of a parameter with a non-finite value on this rank (under ZeRO-3, in its part); None if none."""
-    held = {name: held_tensor(parameter).detach() for name, parameter in parameters.items()}
+    held = {name: held_values(parameter) for name, parameter in parameters.items()}
     held = {name: values for name, values in held.items() if not values.is_meta and values.device.type != "meta"}
     # First the sums, in one wait for the device: a tenth of the time of isfinite(). A sum of finite values can
     # overflow, so only suspects are checked exactly.

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from harness import Trainer, TrainingArguments, UserError
 from harness.checkpoint.exporting.weights import gather_zero3
+from harness.deepspeed.zero3_parameters import Partition
 from tests.distributed.ranks import run_ranks, script_on_ranks
-from tests.distributed.training import tiny_model
+from tests.distributed.training import Job, arguments_of, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 
@@ -148,6 +149,26 @@ def test_a_step_that_is_not_finite_moves_no_weight_and_every_rank_decides_alike(
             what = "the loss is nan" if case.value != case.value else "the gradient is not finite"
             assert what in found["message"] and "(first on stage 0, rank" in found["message"], (case, found)
             assert found["unmoved"] and not any(found["still"])
+
+
+def save_with_padding(model: str, folder: str) -> tuple[int, bool]:
+    """Save weights of which a part is padded with NaN; return how many are, and whether there is a checkpoint."""
+    trainer = Trainer(model, arguments_of(Job(model, "dp2z3"), folder), rows())
+    padded = 0
+    for parameter in trainer.engine.deepspeed.module.parameters():
+        divided = Partition.of(parameter)
+        padding = parameter.ds_tensor.view(-1)[divided.total - divided.start :]
+        padding.fill_(float("nan"))
+        padded += len(padding) > 0
+    path = trainer.save_checkpoint()
+    trainer.close()
+    return padded, Path(path).is_dir()
+
+
+def test_what_pads_a_part_of_a_weight_is_not_looked_at(tmp_path: Path) -> None:
+    """DeepSpeed leaves in it what was in the memory."""
+    model = tiny_model(tmp_path / "m", "llama", False, mlp_bias=True, intermediate_size=37)
+    assert run_ranks(2, save_with_padding, model, str(tmp_path)) == [(0, True), (4, True)]
 
 
 def test_the_script_stops_before_it_exports_what_is_not_finite(tmp_path: Path) -> None:

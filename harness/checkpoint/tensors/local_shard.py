@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn, runs, stepped_on
-from harness.deepspeed.zero3_parameters import Partition, held_tensor, is_partitioned
+from harness.deepspeed.zero3_parameters import Partition, held_values, is_partitioned
 from harness.hf.weights.lazy_tensor import Box
 from harness.parallel.tensor.shard import Shard, shard_of
 from harness.parallel.zero import boxes_of_run
@@ -120,9 +119,7 @@ def local_shard_of(name: str, tensor: Tensor, groups: Groups) -> LocalShard:
     shape, owned = tuple(tensor.shape), _is_first_on_data(shard, groups)
     if is_partitioned(tensor):
         divided = Partition.of(tensor)
-        shape, owned = divided.shape, True
-        start = min(dist.get_rank(divided.group) * divided.size, divided.total)
-        values = held_tensor(tensor).detach().view(-1)[: min(divided.size, divided.total - start)]
+        shape, owned, start, values = divided.shape, True, divided.start, held_values(tensor)
     return LocalShard(
         name=name, shape=shape, shard=shard, start=start, values=values, owned=owned and _is_first(shard, groups)
     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from harness.console import Console
 from harness.deepspeed.pipeline import Layer
-from harness.deepspeed.zero3_parameters import held_tensor
+from harness.deepspeed.zero3_parameters import held_values
 from harness.errors import UserError
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
@@ -133,7 +133,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
     for name, tensor in [*module.named_parameters(), *buffers]:
         whole = shard_of(tensor) is None and not getattr(tensor, "tensor_model_parallel", False)
-        yield name, (held_tensor(tensor), whole)
+        yield name, (held_values(tensor), whole)
 
 
 def checksum(tensor: Tensor) -> int:
