@@ -155,7 +155,7 @@ def refusals(model: str, folder: str) -> list[str]:
     """What is said to position ids that the model has not, and to packed samples for a model that mixes them."""
     said = []
     packed = [{"input_ids": [5] * 8, "position_ids": [0, 1, 2, 3, *range(start, start + 4)]} for start in (0, 500) * 4]
-    for name, data in ((model, packed[1:]), (f"{model}-bloom", packed[::2] * 2)):
+    for name, data in ((model, packed[1:]), (f"{model}-mamba", packed[::2] * 2)):
         with pytest.raises(UserError) as caught:
             Trainer(name, TrainingArguments(output_dir=f"{folder}/refused"), train_dataset=data * 3)
         said.append(str(caught.value))
@@ -168,10 +168,10 @@ def in_memory(model: str, folder: str) -> tuple[dict[str, float], dict[str, Step
 
 def test_padded_and_packed_conversations_have_one_loss_in_other_layouts(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", "qwen3", False)
-    tiny_model(tmp_path / "model-bloom", "bloom", False)
+    tiny_model(tmp_path / "model-mamba", "mamba", False)
     losses, curves, said = run_ranks(2, in_memory, model, str(tmp_path), timeout_s=300)[0]
     assert said[0] == "sample 0: position_ids reach 503, but the model has 128 positions: shorten its documents"
-    assert "'bloom' does not separate packed documents" in said[1]
+    assert "'mamba' does not separate packed documents" in said[1]
     first = next(iter(losses.values()))
     assert len(losses) == 9
     assert {name: loss for name, loss in losses.items() if loss != pytest.approx(first, rel=5e-6)} == {}

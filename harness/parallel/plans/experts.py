@@ -122,7 +122,8 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
                 meanwhile=beside.run if beside else None,
             )
         else:
-            given = _own_routing(hidden, index, weights, own=stretches[0])
+            loops = getattr(getattr(self, "config", None), "_experts_implementation", None) == "eager"
+            given = _own_routing(hidden, index, weights, own=stretches[0], loops=loops)
             output = _linked(run(*given), given, self)
         return reduce_from_group(output, tensor.group)
 
@@ -171,14 +172,18 @@ def run_experts_by(config: PretrainedConfig, implementation: str | None) -> None
     config._experts_implementation = implementation  # noqa: SLF001  # transformers has no public setter for a part
 
 
-def _own_routing(hidden: Tensor, index: Tensor, weights: Tensor, *, own: Stretch) -> tuple[Tensor, Tensor, Tensor]:
+def _own_routing(
+    hidden: Tensor, index: Tensor, weights: Tensor, *, own: Stretch, loops: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the arguments of this rank's experts, which are counted from 0.
 
-    A pair of a token and another rank's expert gets the index after the last, which is no expert, and weight 0.
+    A pair of a token and another rank's expert gets weight 0 and the index after the last, which is no expert. Where
+    transformers loops over the experts it gets expert 0, because the loop of gpt_oss refuses any other index.
     """
     first, stop = own
     elsewhere = (index < first) | (index >= stop)
-    return hidden, torch.where(elsewhere, stop - first, index - first), weights.masked_fill(elsewhere, 0.0)
+    nowhere = 0 if loops else stop - first
+    return hidden, torch.where(elsewhere, nowhere, index - first), weights.masked_fill(elsewhere, 0.0)
 
 
 def _linked(output: Tensor, args: tuple[Tensor, ...], experts: nn.Module) -> Tensor:
