@@ -33,7 +33,7 @@ VOCABULARY = "vocabulary"
 Sample: TypeAlias = dict[str, list[int]]
 SAMPLED = 4  # tokens that each prompt is continued by
 SCALE_POWER = 8  # of fp16's loss scale: large enough for small gradients, and no step overflows and is left out
-EPSILON = 1e-6  # of Adam: large enough that rounding in tiny gradients moves no weight by the whole rate
+EPSILON = 1e-6  # of Adam and the like: large enough that rounding in tiny gradients moves no weight by the whole rate
 RATE_OF = {"SGD": 30.0, "RMSprop": 0.3, "Adagrad": 3.0}  # times the rate, so that all optimizers move the weights alike
 
 
@@ -237,6 +237,8 @@ def optimizer_params(training: Training) -> JsonObject:
     params: JsonObject = {"lr": rate(training), "weight_decay": training.decay}
     if training.optimizer in ("Adam", "AdamW"):
         params |= {"betas": [0.9, 0.95], "eps": EPSILON}
+    if training.optimizer in ("Adagrad", "RMSprop"):
+        params["eps"] = EPSILON
     if training.optimizer == "SGD":
         params["momentum"] = 0.9
     return params
