@@ -329,8 +329,7 @@ def run_schedule(
 
     Args:
         training: this stage's instructions in each training step.
-        evaluation: returns its instructions to evaluate a number of micro-batches. It is used only if a stage has
-            several model chunks; else the engine evaluates by DeepSpeed's own schedule.
+        evaluation: returns its instructions to evaluate a number of micro-batches.
         deferral: defers and computes weight gradients, for the instructions that do.
     """
     switch = ChunkSwitch(engine, chunks)
@@ -348,8 +347,7 @@ def run_schedule(
         return begin(training, UPDATE)
 
     engine._train_schedule = train_schedule
-    if chunks.each > 1:
-        engine._inference_schedule = lambda micro_batches: begin(evaluation(micro_batches), (AwaitSends,))
+    engine._inference_schedule = lambda micro_batches: begin(evaluation(micro_batches), (AwaitSends,))
 
 
 def _executors(

@@ -147,8 +147,12 @@ def test_an_unknown_instruction_is_an_error_at_once() -> None:
         engine.train_batch(batches(0))
 
 
-def test_with_one_part_a_stage_deepspeed_evaluates_by_its_own_schedule() -> None:
-    engine, _ = scheduled("zero-bubble", ONE, 2)
-    assert isinstance(engine._inference_schedule(2), of_deepspeed.InferenceSchedule)
-    engine, _ = scheduled("interleaved", TWO, 2)
-    assert isinstance(engine._inference_schedule(2), OwnSchedule)
+@pytest.mark.parametrize(("name", "chunks"), [("zero-bubble", ONE), ("interleaved", TWO)])
+def test_an_evaluation_ends_when_its_sends_have_arrived(name: str, chunks: ModelChunks) -> None:
+    engine, _ = scheduled(name, chunks, 2)
+    schedule = engine._inference_schedule(2)
+    assert isinstance(schedule, OwnSchedule)
+    *passes, last = schedule.steps()
+    forwards = [each for step in passes for each in step if isinstance(each, of_deepspeed.ForwardPass)]
+    assert len(forwards) == 2 * chunks.each
+    assert [type(each) for each in last] == [AwaitSends]
