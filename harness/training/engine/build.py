@@ -116,7 +116,7 @@ def _initialize(
             args=SimpleNamespace() if index is None else SimpleNamespace(device_rank=index),
             model=module,
             model_parameters=groups,
-            optimizer=own_optimizer(config, module, groups, context.args, names),
+            optimizer=own_optimizer(config, module, groups, context.args, context.device, names),
             lr_scheduler=None if "scheduler" in config else schedule(context.args, context.max_steps),
             mpu=grid,
             config=config,

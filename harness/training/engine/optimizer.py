@@ -103,6 +103,10 @@ class LateAdagrad(Optimizer):
         return state
 
 
+_OF_CPU_ADAGRAD = ("amsgrad", "fp32_optimizer_states")
+"""Options of DeepSpeedCPUAdagrad that torch's Adagrad lacks; they change nothing in it in float32."""
+
+
 def makes_adam_by_torch(config: JsonObject, device: torch.device) -> bool:
     """Whether torch's fused Adam replaces DeepSpeed's, which is compiled at its first use.
 
@@ -160,19 +164,22 @@ def own_optimizer(
     module: nn.Module,
     groups: list[ParameterGroup],
     args: TrainingArguments,
+    device: torch.device,
     first_names: Mapping[str, str] = NO_TIES,
 ) -> Optimizer | None:
     """Return the optimizer to pass to DeepSpeed; None if DeepSpeed itself makes the one that `config` names.
 
-    `groups` are the trainable parameters of `module`; `first_names` as in `parameter_groups`.
+    `groups` are the trainable parameters of `module`, which runs on `device`; `first_names` as in `parameter_groups`.
     """
     section = config.get("optimizer")
     if section is None:
         return adamw(groups, args)
     if section["type"].lower() == "muon":
         return muon(module, groups, section.get("params", {}), first_names)
-    if section["type"].lower() == "adagrad" and not _offloads_states(config):
-        return LateAdagrad(groups, **section.get("params", {}))
+    if section["type"].lower() == "adagrad" and (device.type == "cpu" or not _offloads_states(config)):
+        # With states offloaded from a GPU, DeepSpeed compiles its own for the host; on a CPU nothing is gained by that.
+        params = {name: value for name, value in section.get("params", {}).items() if name not in _OF_CPU_ADAGRAD}
+        return LateAdagrad(groups, **params)
     return None
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from harness.errors import UserError
 from harness.parallel.tensor.shard import Shard, mark
 from harness.training.engine.muon import MATRIX_VALUES, OTHER_VALUES, OrthogonalMomentum, muon
-from harness.training.engine.optimizer import own_optimizer, parameter_groups
+from harness.training.engine.optimizer import LateAdagrad, own_optimizer, parameter_groups
 
 
 class Decoder(nn.Module):
@@ -154,8 +154,8 @@ def test_a_step_returns_what_its_closure_returns_and_states_are_kept_and_loaded(
                 "optimizer": {"type": "adagrad"},
                 "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
             },
-            None,
-            id="adagrad-on-the-cpu-is-deepspeeds",
+            "LateAdagrad",
+            id="adagrad-offloaded",
         ),
         pytest.param({"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}, None, id="others-are-deepspeeds"),
     ],
@@ -164,8 +164,21 @@ def test_the_json_says_whose_optimizer_it_is(config: dict[str, Any], kind: str |
     from harness import TrainingArguments
 
     module = Decoder()
-    found = own_optimizer(config, module, parameter_groups(module, 0.1), TrainingArguments())
+    found = own_optimizer(config, module, parameter_groups(module, 0.1), TrainingArguments(), torch.device("cpu"))
     assert (None if found is None else type(found).__name__) == kind
+
+
+def test_adagrad_that_a_gpu_offloads_is_deepspeeds() -> None:
+    from harness import TrainingArguments
+
+    module, arguments = Decoder(), TrainingArguments()
+    config = {
+        "optimizer": {"type": "Adagrad", "params": {"amsgrad": False, "fp32_optimizer_states": True}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    groups = parameter_groups(module, 0.1)
+    assert own_optimizer(config, module, groups, arguments, torch.device("cuda")) is None
+    assert isinstance(own_optimizer(config, module, groups, arguments, torch.device("cpu")), LateAdagrad)
 
 
 @pytest.mark.parametrize(
