@@ -161,6 +161,7 @@ class EngineState:
                 # torch creates optimizer states at the first step. Create them here, as that step would.
                 for each in {id(each.tensor): each for each, _ in _stepped(held)}.values():
                     make_state(optimizer, each, found[each.param_group, each.tensor.dim()], progress.counters)
+                _require_taken(progress.optimizer_states, kinds)
                 for name in progress.optimizer_states:
                     fill(name, _of_state(optimizer, held, kinds.get(name)))
             else:  # the checkpoint is from before the first step: drop the states of an engine that has made steps
@@ -185,6 +186,14 @@ def _kinds(optimizer: EngineOptimizer, templates: Iterable[Template]) -> dict[st
     """Return the optimizer's own names of the states that have a value for each weight (`exp_avg`), by the name of
     their file in a checkpoint."""
     return {name: own for found in templates for name, own in stored_names(optimizer, found).items()}
+
+
+def _require_taken(stored: Iterable[str], kinds: Iterable[str]) -> None:
+    """Raise UserError, on all ranks, if no rank's optimizer has a stored state: it would be lost in silence."""
+    taken = {name for names in values_of_all(list(kinds)) for name in names}
+    if lost := sorted(set(stored) - taken):
+        kept = " and ".join(sorted(taken)) or "none"
+        raise UserError(f"the checkpoint has the optimizer state {lost[0]}, but this optimizer keeps {kept}")
 
 
 def _of_state(optimizer: EngineOptimizer, held: Sequence[LocalShard], own: str | None) -> list[LocalShard]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from harness.checkpoint import training_state
 from harness.checkpoint.background_save import BackgroundSave, Target, Writer
 from harness.checkpoint.directories import MANIFEST, STATE
 from harness.checkpoint.run_lock import unlock_directory
@@ -50,6 +51,17 @@ def test_the_next_steps_are_those_of_the_run_that_was_saved(ours: int, theirs: i
     step(new, 2)
     for name, tensor in values(old).items():  # of flat tensors other elements are computed together: the last bit
         torch.testing.assert_close(values(new)[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_a_state_that_no_optimizer_takes_is_not_lost_in_silence(
+    groups: Groups, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = engine_state(groups, 1), engine_state(groups, 1, seed=1)
+    step(old, 1)
+    checkpoint = written(old, run)
+    monkeypatch.setattr(training_state, "stored_names", lambda *_: {"exp_avg": "exp_avg", "sum": "exp_avg_sq"})
+    with pytest.raises(UserError, match="has the optimizer state exp_avg_sq, but this optimizer keeps exp_avg and sum"):
+        new.load(checkpoint)
 
 
 def test_a_run_in_bf16_goes_on_with_the_weights_that_its_optimizer_steps_on(groups: Groups, run: Path) -> None:
