@@ -5,6 +5,7 @@ The Trainer inherits them; none takes part in training.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -52,7 +53,7 @@ class MicroBatches(Dataset[object]):
         return {**named, "labels": labels}
 
 
-class ScriptMethods:
+class ScriptMethods(ABC):
     """Base class of the Trainer, which sets the attributes."""
 
     run: Run
@@ -61,9 +62,9 @@ class ScriptMethods:
     stream: BatchStream | None
     eval_dataset: EvaluationData
 
+    @abstractmethod
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Write a HuggingFace directory."""
-        raise NotImplementedError
 
     @property
     def model(self) -> Any:
