@@ -20,6 +20,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 from harness.errors import UserError
 from harness.resilience.process import records
+from harness.topology.processes import children_of, command_of
 
 rank, attempt = int(os.environ["RANK"]), int(Path(os.environ["DS_HARNESS_RECORDS"]).name)
 folder = Path(__file__).parent
@@ -42,6 +43,13 @@ KILLED = """
         subprocess.Popen(["sh", "-c", f"setsid sleep 99 & echo $! >{folder}/left"]).wait()
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)"""
+EARLY = """
+    if attempt == 0 and step == 2:
+        for process in children_of(os.getppid()):
+            if "harness.resilience.on_host.keeper" in command_of(process):
+                os.kill(process, signal.SIGSTOP)
+                (folder / "keeper").write_text(str(process))
+        sys.exit(0)"""
 REPEATED = """
     if step == 2:
         time.sleep(rank == 0)
@@ -54,7 +62,7 @@ DEVICE = """
     time.sleep(1)"""
 RUNS: dict[str, tuple[str, tuple[object, ...]]] = {
     "killed": (KILLED, ("--max_restarts", 2)),
-    "early": ("if attempt == 0 and step == 2: sys.exit(0)", ("--max_restarts", 1)),
+    "early": (EARLY, ("--max_restarts", 1)),
     "repeated": (REPEATED, ("--max_restarts", 9)),
     "user": (
         'records.THIS_RANK.step = 0; records.record_failure(UserError("no such file")); sys.exit(1)',
@@ -172,7 +180,10 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(
 
 
 def test_only_the_marker_is_success(runs: Runs) -> None:
-    text = said(runs["early"][1], 0)
+    """The keeper is stopped meanwhile; the launch ends nevertheless."""
+    folder, process = runs["early"]
+    text = said(process, 0)
+    assert is_gone(pid(folder / "keeper"))
     assert "ended with exit code 0 and no reason, before all work was done, in step 2" in text
     assert "restart 1 of 1" in text
 

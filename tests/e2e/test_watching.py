@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.topology.env import free_port
+
 pytestmark = pytest.mark.ranks
 
 HOLDER = """
@@ -33,7 +35,7 @@ with watching_for_stopped_ranks(1.0, plain_console(1)):
 def test_a_rank_that_is_stopped_while_it_holds_a_lock_ends_the_run(tmp_path: Path) -> None:
     lock, held, records = tmp_path / "lock", tmp_path / "held", tmp_path / "records"
     records.mkdir()
-    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getpid()), "WORLD_SIZE": "2"}
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     environment = {**os.environ, **launched, "DS_HARNESS_RECORDS": str(records)}
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock), str(held)], env={**environment, "RANK": "0"})
     while not held.exists():
