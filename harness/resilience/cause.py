@@ -1,4 +1,4 @@
-"""Find why an attempt ended: the first failure, from the ranks' own records and their exit codes."""
+"""Find why a start ended: the first failure, from the ranks' own records and their exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import HANG, STOPPED, Failure, Position
 
 USAGE_ERROR = 2  # Python's and argparse's exit code for a command line that cannot be used
-SAME_TIME_S = 1.0  # errors that peers record within this time of a rank's death are taken for its consequence
+SAME_TIME_S = 1.0  # an error that a peer records within this time of a rank's death counts as its consequence
 # fmt: off
 OF_CODE = frozenset({
     "ArithmeticError", "AssertionError", "AttributeError", "ConfigError", "FloatingPointError", "ImportError",
@@ -24,7 +24,7 @@ OF_CODE = frozenset({
     "UserError", "UserErrors", "ValueError", "ZeroDivisionError",
 })
 # fmt: on
-"""Errors that the same code and data most likely raise again, unless their message names one of PASSING."""
+"""Errors that the same code and data are likely to raise again, unless their message names one of PASSING."""
 PASSING = tuple(
     os.strerror(number).lower()
     for number in (
@@ -32,7 +32,7 @@ PASSING = tuple(
         *(errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EAGAIN),
     )
 )
-"""The system's messages for a disk, a network or a host that may recover: worth a longer pause and more restarts."""
+"""The system's messages for a disk, network or host that may recover: they get longer pauses and more restarts."""
 OOM_COUNTERS = ("/proc/vmstat", "/sys/fs/cgroup/memory.events")
 Device: TypeAlias = tuple[str, int]
 """Name of the host, and number of the device there."""
@@ -40,27 +40,16 @@ Device: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """What ended an attempt.
+    """What ended a start."""
 
-    Attributes:
-        text: one line for the user.
-        step: at which it happened; 0: before the first.
-        rank: that failed first; None if it was no rank.
-        is_final: whether a restart would fail in the same way, because the user must fix it.
-        is_stop: whether a signal ended the ranks, after a checkpoint.
-        may_pass: whether it may go away by itself (a full disk, a network), unlike an error of the code.
-        code: exit code of the launch if there is no restart. More than 128 means a signal to the launch itself.
-        device: of the rank that failed first, if known.
-    """
-
-    text: str
-    step: int = 0
-    rank: int | None = None
-    is_final: bool = False
-    is_stop: bool = False
-    may_pass: bool = False
-    code: int = 1
-    device: Device | None = None
+    text: str  # one line for the user
+    step: int = 0  # at which it happened; 0: before the first
+    rank: int | None = None  # that failed first; None if it was no rank
+    is_final: bool = False  # whether a restart would fail in the same way, because the user must fix it
+    is_stop: bool = False  # whether a signal ended the ranks, after a checkpoint
+    may_pass: bool = False  # whether it may go away by itself (a full disk, a network), unlike an error of the code
+    code: int = 1  # exit code of the launch if there is no restart; more than 128: a signal to the launch itself
+    device: Device | None = None  # of the rank that failed first, if known
 
 
 def first_cause(
@@ -72,7 +61,7 @@ def first_cause(
         failures: records of the ranks, by time.
         exits: of ranks that exited by themselves, without success.
         positions: host and last step of each rank, also of ranks that left no record.
-        oom_kills: processes that the kernel killed for memory during the attempt; None if unknown.
+        oom_kills: number of processes that the kernel killed for lack of memory meanwhile; None if unknown.
     """
     recorded = {failure.rank for failure in failures}
     silent = [end for end in exits if end.rank not in recorded]
@@ -89,7 +78,7 @@ def first_cause(
 
 
 def oom_kills() -> int | None:
-    """Return how many processes the kernel has killed for memory since boot; None if that cannot be read."""
+    """Return how many processes the kernel has killed for lack of memory since boot; None if that is unknown."""
     counts = []
     for path in OOM_COUNTERS:
         with suppress(OSError, ValueError):
@@ -114,9 +103,8 @@ def _recorded(failure: Failure) -> Cause:
 
 
 def _killed(end: Exit, position: Position, kills: int | None) -> Cause:
-    reason = ""
-    if end.code == -signal.SIGKILL:
-        reason = {None: "; killed by the system: memory?", 0: ""}.get(kills, "; killed by the system: out of memory")
+    reasons = {None: "; killed by the system: memory?", 0: ""}
+    reason = reasons.get(kills, "; killed by the system: out of memory") if end.code == -signal.SIGKILL else ""
     text = f"{_who(position)} was killed by {_name(-end.code)} {_when(position)}{reason}"
     return Cause(text=text, step=position.step, rank=end.rank, may_pass=True)
 
@@ -136,12 +124,12 @@ def _silent(end: Exit, position: Position) -> Cause:
     )
 
 
-def _who(position: Position | Failure) -> str:
+def _who(position: Position) -> str:
     stage = "" if position.stage is None else f", stage {position.stage}"
     return f"rank {position.rank} ({position.host}{stage})"
 
 
-def _when(position: Position | Failure) -> str:
+def _when(position: Position) -> str:
     if position.step == 0:
         return "before the first step"
     doing = "" if position.doing == "training" else f" ({position.doing})"
@@ -149,7 +137,4 @@ def _when(position: Position | Failure) -> str:
 
 
 def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

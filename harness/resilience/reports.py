@@ -9,14 +9,7 @@ from pathlib import Path
 
 from harness.resilience.cause import Cause, first_cause, oom_kills
 from harness.resilience.on_host.ranks import Exit
-from harness.resilience.process.records import (
-    STOPPED,
-    Failure,
-    Position,
-    read_failures,
-    read_positions,
-    succeeded,
-)
+from harness.resilience.process.records import STOPPED, Failure, Position, read_failures, read_positions, succeeded
 from harness.resilience.process.signals import SIGNALS
 from harness.resilience.team import Team
 
@@ -30,19 +23,14 @@ BY_SIGNAL = {code for number in SIGNALS for code in (128 + number, -number)}
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How the ranks of a host ended; times are seconds before the report.
-
-    Attributes:
-        success: whether rank 0 has recorded success; None for a program that does not record it.
-        received: signal that asked this host's launch to end; 0 if none did.
-    """
+    """How the ranks of a host ended. Times are in seconds from when this host saw that the start was over."""
 
     exits: list[Exit]
     failures: list[Failure]
     positions: list[Position]
-    success: bool | None
-    kills: int | None
-    received: int
+    success: bool | None  # whether rank 0 has recorded success; None for a program that does not record it
+    kills: int | None  # number of processes that the kernel killed for lack of memory; None if unknown
+    received: int  # signal that asked this host's launch to end; 0 if none did
 
     @classmethod
     def of(
@@ -52,8 +40,8 @@ class Report:
 
         Args:
             exits: of the ranks that exited by themselves.
-            seen: time at which this host saw that the start was over, as all hosts did then. Clocks of hosts differ.
-            kills: how many processes the kernel had killed for memory when the start began; None if unknown.
+            seen: time at which this host saw that the start was over. All hosts see it at once; their clocks differ.
+            kills: what `oom_kills` returned when the start began.
             received: signals that asked the launch to end.
         """
         now = oom_kills()
@@ -68,9 +56,9 @@ class Report:
 
 
 def why_over(records: Path, exits: Sequence[Exit], count: int) -> str:
-    """Return why a start is over, by the `count` ranks of one host; empty while it is not.
+    """Return why a start is over, judged by the `count` ranks of one host; empty while it is not.
 
-    "finished": all have exited with 0, which ends nothing as long as there are ranks elsewhere.
+    "finished": all have exited with 0. The start goes on while other hosts have ranks.
     """
     if not count:
         return ""
@@ -85,7 +73,7 @@ def why_over(records: Path, exits: Sequence[Exit], count: int) -> str:
 
 
 def have_reported(records: Path, exits: Sequence[Exit], count: int, why: str, waited: float) -> bool:
-    """Whether all ranks of a host have ended or recorded why they fail, or `waited` seconds were enough for that."""
+    """Whether all ranks of a host have ended or recorded why they fail, or have had time enough for it."""
     failures = read_failures(records) if count else []
     wrong = [failure for failure in failures if failure.error != STOPPED]
     told = {rank for rank, _, _ in exits} | {failure.rank for failure in wrong}
@@ -95,10 +83,9 @@ def have_reported(records: Path, exits: Sequence[Exit], count: int, why: str, wa
 
 
 def _is_bad(failures: Sequence[Failure], exits: Sequence[Exit]) -> bool:
-    """Whether a rank has failed, otherwise than by a signal after which it saved."""
-    recorded = {failure.rank for failure in failures}
-    wrong = any(failure.error != STOPPED for failure in failures)
-    return wrong or any(code and rank not in recorded for rank, code, _ in exits)
+    """Whether a rank has failed, other than by a signal after which it saved."""
+    errors = {failure.rank: failure.error for failure in failures}
+    return bool({*errors.values()} - {STOPPED}) or any(code and rank not in errors for rank, code, _ in exits)
 
 
 def cause_of(team: Team, reports: Mapping[int, Report], lost: set[str], text: str, last_step: int) -> Cause | None:
@@ -129,11 +116,6 @@ def cause_of(team: Team, reports: Mapping[int, Report], lost: set[str], text: st
     hosts = {each.rank: team.offers[index].host for index, report in reports.items() for each in report.exits}
     positions = {**{rank: Position(rank=rank, host=host) for rank, host in hosts.items()}, **reached}
     cause = first_cause(failures, exits, positions, oom_kills=sum(kills) if kills else None)
-    if cause is not None and not (names and _follows_from_loss(cause)):
+    if cause is not None and not (names and cause.code == 128 + signal.SIGTERM):  # sent when a rank's agent dies
         return replace(cause, device=team.device(cause.rank))
     return Cause(text=f"no answer from the agent on {names or 'a host'}, in step {step}", step=step, may_pass=True)
-
-
-def _follows_from_loss(cause: Cause) -> bool:
-    """Whether a rank was only ended by SIGTERM, which the kernel sends it when its agent dies."""
-    return cause.code == 128 + signal.SIGTERM

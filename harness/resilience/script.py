@@ -20,15 +20,11 @@ HANG_S = 30.0  # --hang_seconds of a script with arguments of its own
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A command line of the script, for a number of ranks.
-
-    Attributes:
-        layout: None if unknown, as for a script with arguments of its own.
-    """
+    """A command line of the script, for a number of ranks."""
 
     words: tuple[str, ...]
     ranks: int
-    layout: Layout | None = None
+    layout: Layout | None = None  # None if unknown, as for a script with arguments of its own
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
@@ -41,7 +37,8 @@ class Script:
     def __init__(self, words: Sequence[str]) -> None:
         self.words = self.plain = tuple(words)  # as typed, and with the flags of config files in place
         self.args: TrainingArguments | None = None
-        self._earlier: frozenset[tuple[int, int]] | None = None  # None: the folder held no run
+        # Identities of the checkpoints that the output directory held before the run; None if it held no run.
+        self.earlier: frozenset[tuple[int, int]] | None = None
         if {"-h", "--help"} & set(words):
             return
         try:
@@ -51,20 +48,13 @@ class Script:
             pass  # the ranks will report the error; or the script has arguments of its own
         else:
             self.args = given[1]
-        self._earlier = _earlier_checkpoints(self._folder())
-
-    @property
-    def earlier(self) -> tuple[tuple[int, int], ...] | None:
-        """The identities of the checkpoints that the folder held before the run; None if it held no run."""
-        return None if self._earlier is None else tuple(sorted(self._earlier))
-
-    @earlier.setter
-    def earlier(self, identities: Sequence[tuple[int, int]] | None) -> None:
-        self._earlier = None if identities is None else frozenset(identities)
+        folder = self._folder()
+        if folder is not None and ((folder / METRICS).exists() or numbered(folder)):
+            self.earlier = frozenset(_identity(path) for _, path in numbered(folder))
 
     @property
     def is_known(self) -> bool:
-        """Whether it is the harness's own. Another script may set variables before its imports: no standby for it."""
+        """Whether it is the harness's own. Others may set variables before they import, so no standby runs them."""
         own = Path(__file__).resolve().parents[2] / "scripts" / "train.py"
         return self.words[0] == "harness.train" or Path(self.words[0]).resolve() == own
 
@@ -92,11 +82,14 @@ class Script:
 
         Before there is one, return `start` itself: `auto` would find a checkpoint of an earlier run.
         """
-        folder, wanted = self._folder(), self._resumed()
-        if wanted != "auto" and (wanted is not None or self._earlier is not None) and folder and not self._has_saved():
-            if wanted is not None and Path(wanted).resolve().parent != folder.resolve():
-                set_aside(folder / METRICS)  # else the folder would seem to hold another run
-            return start
+        folder = self._folder()
+        wanted = value_of(self.words, RESUME) if self.args is None else self.args.resume_from_checkpoint
+        if wanted != "auto" and (wanted is not None or self.earlier is not None) and folder is not None:
+            newest = newest_whole(folder)
+            if newest is None or _identity(newest) in (self.earlier or ()):  # nothing saved yet
+                if wanted is not None and Path(wanted).resolve().parent != folder.resolve():
+                    set_aside(folder / METRICS)  # else the folder would seem to hold another run
+                return start
         return Start(words=tuple(with_resume(start.words)), ranks=start.ranks, layout=start.layout)
 
     def _folder(self) -> Path | None:
@@ -106,27 +99,11 @@ class Script:
         given = value_of(self.words, "--output_dir")
         return None if given is None else Path(given).absolute()
 
-    def _resumed(self) -> str | None:
-        return value_of(self.words, RESUME) if self.args is None else self.args.resume_from_checkpoint
-
-    def _has_saved(self) -> bool:
-        """Whether this launch has saved a checkpoint."""
-        folder = self._folder()
-        newest = newest_whole(folder) if folder is not None else None
-        return newest is not None and _identity(newest) not in (self._earlier or ())
-
     def on_fewer(self, wanted: int, ranks: int) -> Start | None:
         """Return the start on at most `ranks` ranks with the same global batch; None if no layout fits."""
         if self.args is None or (found := on_fewer_ranks(self.plain, wanted, ranks)) is None:
             return None
         return Start(words=found[0], ranks=found[1].world_size, layout=found[1])
-
-
-def _earlier_checkpoints(folder: Path | None) -> frozenset[tuple[int, int]] | None:
-    """Return the identities of the checkpoints in a folder; None if it holds no run."""
-    if folder is None or not ((folder / METRICS).exists() or numbered(folder)):
-        return None
-    return frozenset(_identity(path) for _, path in numbered(folder))
 
 
 def _identity(checkpoint: Path) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The hosts of a start: which devices they offer, which of these are used, and in which layout.
 
-The engine gives each agent as many ranks as it has devices, in the order of addresses, whether or not a layout fits.
+The engine would give each agent as many ranks as it has devices, in the order of addresses, whether a layout fits or
+not.
 """
 
 from __future__ import annotations
@@ -18,38 +19,24 @@ LOST = 75  # exit code of an agent that must join again: the store is gone, or t
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What a host brings to a start.
-
-    Attributes:
-        devices: numbers of its devices for ranks.
-        address: at which other hosts reach it.
-        position: ranks fill the hosts in this order, then by name of the agent.
-        node: name of its agent in the rendezvous.
-        port: free on it, for rank 0.
-        history: as its agent knows it, where the store has none. The store may have been lost.
-    """
+    """What a host brings to a start."""
 
     host: str
-    devices: tuple[int, ...]
-    address: str
-    position: int
-    node: str = ""
-    port: int = 0
-    history: History | None = None
+    devices: tuple[int, ...]  # numbers of its devices for ranks
+    address: str  # at which other hosts reach it
+    position: int  # ranks fill the hosts in this order, then by name of the agent
+    node: str = ""  # name of its agent in the rendezvous
+    port: int = 0  # a free one, for rank 0
+    history: History | None = None  # as its agent knows it, if the store has none: the store may have been lost
 
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The hosts of a start, in the order of their ranks, each with the devices in use; and what they start.
-
-    Attributes:
-        start: None while too few hosts are there to start anything.
-        available: number of devices that it could use.
-    """
+    """The hosts of a start, in the order of their ranks, each with the devices in use; and what they start."""
 
     offers: tuple[Offer, ...]
-    start: Start | None = None
-    available: int = 0
+    start: Start | None = None  # None while too few hosts are there to start anything
+    available: int = 0  # number of devices that it could use
 
     def device(self, rank: int | None) -> Device | None:
         """Return host and device of a rank."""

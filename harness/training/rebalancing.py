@@ -22,7 +22,7 @@ from harness.deepspeed.instructions import watch_instructions
 from harness.device.moments import Moment, moment, seconds_between
 from harness.parallel.pipeline.partition import balanced
 from harness.report.profile.timeline import pipeline_seconds
-from harness.resilience.process.activity import expect_costs, inside
+from harness.resilience.process.activity import ACTIVITY, inside
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.build import build_engine
@@ -72,7 +72,7 @@ def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> 
     run.engine.release()
     run.engine = build_engine(run, trainable.layers, boundaries, trainable.loss, trainable.traits)
     run.boundaries, run.stages = boundaries, stage_lines(trainable, boundaries, run.module, run)
-    expect_costs(stage_costs(trainable.costs, boundaries, run.resolved.chunks))
+    ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, run.resolved.chunks)
 
     def fill(stem: str, want: Sequence[LocalShard]) -> None:
         exchange(kept.pop(stem), want, run.groups.coordinate.stage, run.device)

@@ -1,7 +1,7 @@
-"""Files by which a rank tells the supervisor of `ds-harness launch` its step, why it failed, or that it succeeded.
+"""Files by which a rank tells `ds-harness launch` its step, why it failed, or that it succeeded.
 
-The environment variable DS_HARNESS_RECORDS names the folder of one attempt; without it nothing is written. No torch
-here: a rank that fails before it imports torch leaves a record too.
+The environment variable DS_HARNESS_RECORDS names the folder of one start; without it nothing is written. No torch here:
+a rank that fails before it imports torch leaves a record too.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from harness.checkpoint.atomic import UNFINISHED
 from harness.config.values.json_file import read_json
-from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.env import records_folder
 
+T = TypeVar("T")
 SUCCESS = "success.json"
 EXPECTED = "expected.json"  # says that this program will record success
 STOPPED = "Stopped"  # the error of a rank that a signal ended after a checkpoint
@@ -27,50 +29,31 @@ HANG = "Hang"  # the error of a rank that makes no progress, recorded by another
 LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "ncclremoteerror")
 
 
-@dataclass(slots=True)
+@dataclass
 class Position:
-    """What a rank is doing. Mutable and cheap to set, because it changes with every pipeline instruction.
-
-    Attributes:
-        stage: of the pipeline; None before the layout is known.
-        step: current optimizer step, counted from 1; 0 before the first.
-        doing: for instance "importing", "training", "saving", or a pipeline instruction.
-    """
+    """What a rank is doing. Mutable and cheap to set, because it changes with every pipeline instruction."""
 
     rank: int = 0
     host: str = ""
-    stage: int | None = None
-    step: int = 0
-    doing: str = "starting"
+    stage: int | None = None  # of the pipeline; None before the layout is known
+    step: int = 0  # current optimizer step, counted from 1; 0 before the first
+    doing: str = "starting"  # for instance "importing", "training", "saving", or a pipeline instruction
 
 
 THIS_RANK = Position(host=socket.gethostname())
 """What this process is doing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Why a rank ended, in its own words.
+@dataclass(kw_only=True)
+class Failure(Position):
+    """Why a rank ended, in its own words, and what it was doing."""
 
-    Attributes:
-        error: name of the exception's type.
-        message: its first line.
-        is_user_error: whether the user can fix it, and starting again would not.
-        is_lost_peer: whether the error only says that the connection to another rank broke.
-        time: seconds since the epoch.
-    """
-
-    rank: int
-    host: str
     pid: int
-    stage: int | None
-    step: int
-    doing: str
-    error: str
-    message: str
-    is_user_error: bool
-    is_lost_peer: bool
-    time: float
+    error: str  # name of the exception's type
+    message: str  # its first line
+    is_user_error: bool = False  # whether the user must fix it, so that a restart would fail in the same way
+    is_lost_peer: bool = False  # whether the error only says that the connection to another rank broke
+    time: float  # seconds since the epoch
 
 
 def begin_step(step: int) -> None:
@@ -80,13 +63,12 @@ def begin_step(step: int) -> None:
 
 
 def record_failure(error: BaseException) -> None:
-    """Write why this rank fails."""
-    lines = str(error).strip().splitlines()
+    """Record why this rank fails."""
     record_failure_of(
         THIS_RANK,
         os.getpid(),
         type(error).__name__,
-        lines[0] if lines else "",
+        str(error),
         is_user_error=isinstance(error, UserError),
         is_lost_peer=is_lost_peer(error),
     )
@@ -95,40 +77,32 @@ def record_failure(error: BaseException) -> None:
 def record_failure_of(
     position: Position, pid: int, error: str, message: str, *, is_user_error: bool = False, is_lost_peer: bool = False
 ) -> None:
-    """Write `rank-N.json` unless the rank has one: its first error is the cause.
+    """Record why a rank fails: this one, or one that hangs or is stopped and cannot do it itself.
 
-    It may be another rank, which hangs or is stopped and cannot write it itself.
+    Does nothing if the rank has a record already: its first error is the cause.
     """
     folder, name = records_folder(), f"rank-{position.rank}.json"
-    if folder is None or (folder / name).exists():
-        return
-    failure = Failure(
-        **asdict(position),
-        pid=pid,
-        error=error,
-        message=message,
-        is_user_error=is_user_error,
-        is_lost_peer=is_lost_peer,
-        time=time.time(),
-    )
-    _write(name, asdict(failure))
+    if folder is not None and not (folder / name).exists():
+        line = (message.strip().splitlines() or [""])[0]
+        own = asdict(Failure(**asdict(position), pid=pid, error=error, message=line, time=time.time()))
+        _write(name, {**own, "is_user_error": is_user_error, "is_lost_peer": is_lost_peer})
 
 
 def expect_success() -> None:
-    """Announce that this program records success, so that exit code 0 alone is none. Rank 0 writes it at the start."""
+    """Announce that this program records success, so that exit code 0 alone is none. Rank 0 does it at the start."""
     if THIS_RANK.rank == 0:
         _write(EXPECTED, {"time": time.time()})
 
 
 def record_success() -> None:
-    """Record that all work is done. Rank 0 writes it at the very end."""
+    """Record that all work is done. Rank 0 does it at the very end."""
     if THIS_RANK.rank == 0:
         _write(SUCCESS, {"step": THIS_RANK.step, "time": time.time()})
 
 
 def succeeded(folder: Path) -> bool | None:
     """Whether rank 0 has recorded success; None for a program that does not record it."""
-    return (folder / SUCCESS).exists() or (None if not (folder / EXPECTED).exists() else False)
+    return (folder / SUCCESS).exists() or (False if (folder / EXPECTED).exists() else None)
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -138,28 +112,26 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def read_failures(folder: Path) -> list[Failure]:
     """Return the failures that ranks have recorded, the first one first."""
-    return sorted((Failure(**record) for record in _read(folder, "rank-*.json")), key=lambda failure: failure.time)
+    return sorted(_read(folder, "rank-*.json", Failure), key=lambda failure: failure.time)
 
 
 def read_positions(folder: Path) -> dict[int, Position]:
-    """Return where each rank was at the beginning of its last step."""
-    return {position.rank: position for position in (Position(**record) for record in _read(folder, "position-*.json"))}
+    """Return what each rank was doing when its last step began."""
+    return {position.rank: position for position in _read(folder, "position-*.json", Position)}
 
 
 def _write(name: str, record: dict[str, object]) -> None:
     """Write a record atomically. A failed write (a full disk) is ignored: it must not end the run."""
-    folder = records_folder()
-    if folder is None:
-        return
-    unfinished = folder / f"{UNFINISHED}{THIS_RANK.rank}-{name}"
-    with suppress(OSError):
-        unfinished.write_text(json.dumps(record), encoding="utf-8")
-        unfinished.replace(folder / name)
+    if (folder := records_folder()) is not None:
+        unfinished = folder / f"{UNFINISHED}{THIS_RANK.rank}-{name}"
+        with suppress(OSError):
+            unfinished.write_text(json.dumps(record), encoding="utf-8")
+            unfinished.replace(folder / name)
 
 
-def _read(folder: Path, pattern: str) -> list[JsonObject]:
+def _read(folder: Path, pattern: str, kind: Callable[..., T]) -> list[T]:
     records = []
     for path in sorted(folder.glob(pattern)):
-        with suppress(OSError, ValueError):
-            records.append(read_json(path))
+        with suppress(OSError, ValueError):  # removed, or cut off by a full disk
+            records.append(kind(**read_json(path)))
     return records

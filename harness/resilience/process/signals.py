@@ -1,7 +1,7 @@
 """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP: a run that trains saves and exits; otherwise it exits at once.
 
 Python calls a signal handler only between two instructions of the main thread, which may be blocked in a collective.
-So a thread reads the signals from a pipe. It also ends this rank when the launcher is gone, as nobody else would.
+So a thread reads the signals from a pipe. The thread also ends this rank if the launcher is gone: nobody else would.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from harness.resilience.process import activity
 from harness.resilience.process.launcher import Launcher
 from harness.topology.processes import wait_readable
 
-# If ranks have received different signals, the one that stands last here is the run's.
+# If ranks have received different signals, the run takes the last of them in this order.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-POLL_S = 0.1  # interval of looks at the launcher; it prints a traceback 0.25 s after a SIGINT
+POLL_S = 0.1  # interval of checks of the launcher; it prints a traceback 0.25 s after a SIGINT
 SAME_S = 0.2  # signals within this time of the first count as one
-FORWARDED_S = 2.0  # the launcher's own SIGTERM may follow so late after a signal to the whole process group
+FORWARDED_S = 2.0  # after a signal to the process group, DeepSpeed's launcher may send its own SIGTERM so late
 
 
 class Stopped(SystemExit):
@@ -40,26 +40,15 @@ class Interrupted(Exception):
 
 
 class SignalListener:
-    """Receives the signals of this process inside its `with` block.
-
-    Attributes:
-        say: prints a line for the user.
-        first: number of the signal that asked for the end; 0 if none did.
-        saves: whether the training loop will see `first` and save; else a signal ends the process at once.
-        promise: message for the first signal, if any.
-        where: place named in the message of an exit at once; None: no message.
-    """
+    """Receives the signals of this process inside its `with` block; `say` prints a line for the user."""
 
     def __init__(self, say: Callable[[str], None], launcher: Launcher) -> None:
-        self.launcher = launcher
-        self.say = say
-        self.first = 0
-        self.saves = False
-        self.promise = ""
-        self.where: str | None = "before the first step"
-        self._first_at = 0.0
+        self.say, self.launcher = say, launcher
+        self.first, self._first_at = 0, 0.0  # number of the first signal, which asks for the end, and its time
+        self.saves = False  # whether the training loop checks `first` and saves; else a signal ends the process at once
+        self.promise = ""  # message for the first signal, if any
+        self.where: str | None = "before the first step"  # named in the message of an exit at once; None: no message
         self._wakes = launcher.runner_wakes()
-        self._open = False
 
     def __enter__(self) -> SignalListener:
         self._read, self._write = os.pipe()
@@ -88,42 +77,33 @@ class SignalListener:
 
     def _listen(self) -> None:
         while self._open:
-            for number in self._next(POLL_S):
-                self._receive(number)
+            arrived = os.read(self._read, 512) if wait_readable([self._read], POLL_S) else b""
+            for number in arrived:
+                if number in self.handlers:
+                    self._receive(number)
             if self._runner_is_interrupted() and not self.first:
                 self._receive(signal.SIGINT)
             if not self.first and self.launcher.is_gone():
                 self._receive(signal.SIGTERM)
 
-    def _next(self, seconds: float) -> list[int]:
-        """Return the signals that arrive within `seconds`."""
-        ready = wait_readable([self._read], seconds)
-        return [number for number in os.read(self._read, 512) if number in self.handlers] if ready else []
-
     def _receive(self, number: int) -> None:
-        now = time.monotonic()
+        is_forwarded = self.launcher.is_deepspeed and number == signal.SIGTERM
+        since_first = time.monotonic() - self._first_at
         if number == signal.SIGINT:  # Ctrl-C reaches the `deepspeed` command too
             self._runner_is_interrupted()
-        if not self.saves:
-            self._end(number)
-        elif not self.first:
-            self.first, self._first_at = number, now
+        if self.saves and not self.first:
+            self.first, self._first_at = number, time.monotonic()
             if self.promise:
                 self.say(f"{signal.Signals(number).name}: {self.promise}")
-        elif now - self._first_at > self._apart(number):
+        elif not self.saves or since_first > (FORWARDED_S if is_forwarded else SAME_S):
             self._end(number)
 
     def _runner_is_interrupted(self) -> bool:
         """End the `deepspeed` command if it got a SIGINT; return whether it did."""
         wakes, self._wakes = self._wakes, self.launcher.runner_wakes()
-        interrupted = self.launcher.is_interrupted(wakes)
-        if interrupted:
+        if is_interrupted := self.launcher.is_interrupted(wakes):
             self.launcher.end_runner()
-        return interrupted
-
-    def _apart(self, number: int) -> float:
-        """Seconds after the first signal from which another one ends the process at once."""
-        return FORWARDED_S if self.launcher.is_deepspeed and number == signal.SIGTERM else SAME_S
+        return is_interrupted
 
     def _end(self, number: int) -> None:
         activity.leave()
@@ -131,18 +111,17 @@ class SignalListener:
             self.say(f"{signal.Signals(number).name} {self.where}: the run has ended")
         sys.stdout.flush()
         sys.stderr.flush()
-        for package in ("multiprocessing", "multiprocess"):  # their workers would wait for work for ever
+        for package in ("multiprocessing", "multiprocess"):  # else their workers wait for work for ever
             for child in getattr(sys.modules.get(package), "active_children", list)():
                 child.kill()
         abandon_builds()
-        # The launcher ends the last ranks by SIGTERM, which does not change the exit code.
-        is_stopping = self.where is None and self.first
-        os._exit(128 + (self.first if is_stopping else number))
+        # The launcher ends the last ranks by SIGTERM: the exit code stays that of the signal which stopped the run.
+        os._exit(128 + (self.first if self.where is None and self.first else number))
 
 
 @contextmanager
 def listening(say: Callable[[str], None], parent: str = "") -> Iterator[SignalListener | None]:
-    """Receive signals in this block. Does nothing outside of the main thread, or inside of another such block.
+    """Receive signals in this block. Does nothing outside of the main thread, or inside another such block.
 
     `parent` is `LaunchEnv.parent`.
     """
@@ -170,10 +149,10 @@ def reported_by(say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterator[None]:
-    """Defer signals: the caller asks `received` at the end of each step, saves and stops.
+    """Defer signals in this block: the caller calls `received` after each step, saves and stops.
 
-    After a signal in the last step the script still writes the model, as all work is done. Without an outer `listening`
-    block, that signal is raised again at the end.
+    After a signal in the last step, all work is done, and the script still writes the model. Without an outer
+    `listening` block, that signal is raised again at the end of this one.
     """
     is_outer = _active() is None
     with listening(say, parent) as listener:
@@ -201,20 +180,20 @@ def received() -> int:
 
 
 def precedence(number: int) -> int:
-    """Rank a signal from 1, 0 for none: if ranks received different ones, the run takes the highest.
+    """Return the precedence of a signal, from 1; 0 for none. If ranks received different ones, the highest counts.
 
-    SIGTERM is the lowest, because it also stands for a launcher that is gone, perhaps through another signal.
+    SIGTERM is the lowest, because a rank whose launcher is gone takes that for a SIGTERM, whatever ended the launcher.
     """
     return SIGNALS.index(signal.Signals(number)) + 1 if number else 0
 
 
 def of_precedence(place: int) -> int:
-    """Return the signal of a precedence; 0 for none."""
+    """Return the signal with this precedence; 0 for none."""
     return SIGNALS[place - 1] if place else 0
 
 
 def say_nothing() -> None:
-    """Exit on further signals without a message: another reason is reported."""
+    """Exit on further signals without a message, because another reason is reported."""
     if listener := _active():
         listener.where = None
 
@@ -226,7 +205,7 @@ def resume_command() -> str | None:
 
 
 def _active() -> SignalListener | None:
-    """Return the open listener. Only the installed handler, a bound method, knows it: no global is needed."""
+    """Return the open listener, found by its signal handler, a bound method; so it needs no global variable."""
     listener = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return listener if isinstance(listener, SignalListener) else None
 

@@ -1,6 +1,6 @@
-"""Shared memory of the ranks of one host: each rank writes its own row, and all read all rows.
+"""Shared memory of the ranks of one host: each rank writes its own row and reads all rows.
 
-The mapped file is unlinked once all ranks have opened it, so that nothing is left of it.
+The mapped file is unlinked once all ranks have opened it, so a run that is killed leaves nothing.
 """
 
 from __future__ import annotations
@@ -19,29 +19,19 @@ ROW, VERDICT = 256, 2048
 
 
 class Row(NamedTuple):
-    """What a rank shows. Times are of the monotonic clock of its host.
+    """What a rank shows. Times are of the monotonic clock of its host."""
 
-    Attributes:
-        beat_at: time of its last progress; `beats` counts progress.
-        looked_at: time at which its watching thread last ran.
-        limit: seconds without progress that its phase allows.
-        waits: whether its main thread waits for other ranks.
-        place: the collective that it waits in, else its line of code.
-        work: share of the time in which it does not wait; negative while unknown.
-        ready: whether it has written its stacks and may be ended.
-    """
-
-    beat_at: float
-    beats: int
+    beat_at: float  # time of its last progress
+    beats: int  # count of its progress
     phase: Phase
     step: int
     doing: str
-    looked_at: float
-    limit: float
-    waits: bool
-    work: float
-    ready: bool
-    place: str
+    looked_at: float  # time at which its watching thread last ran
+    limit: float  # seconds without progress that its phase allows
+    waits: bool  # whether its main thread waits for other ranks
+    work: float  # share of the time in which it does not wait; negative while unknown
+    ready: bool  # whether it has written its stacks and may be ended
+    place: str  # the collective that it waits in, else its line of code
 
 
 class Board:
@@ -66,9 +56,8 @@ class Board:
         """Return a row."""
         at = VERDICT + row * ROW
         beat_at, beats, phase, step, doing = MAIN.unpack_from(self._memory, at)
-        looked_at, limit, waits, work, ready, place = WATCHER.unpack_from(self._memory, at + MAIN.size)
-        main = (beat_at, beats, Phase(phase), step, _text(doing))
-        return Row(*main, looked_at, limit, waits, work, ready, _text(place))
+        *watched, place = WATCHER.unpack_from(self._memory, at + MAIN.size)
+        return Row._make((beat_at, beats, Phase(phase), step, _text(doing), *watched, _text(place)))
 
     @property
     def verdict(self) -> str:
@@ -79,7 +68,7 @@ class Board:
     def verdict(self, text: str) -> None:
         content = text.encode(errors="replace")[: VERDICT - 1] + b"\0"
         self._memory[1 : len(content)] = content[1:]
-        self._memory[:1] = content[:1]  # last: readers take a verdict as complete once its first byte is set
+        self._memory[:1] = content[:1]  # last: for readers a verdict is complete once its first byte is set
 
 
 def _text(content: bytes) -> str:

@@ -1,18 +1,19 @@
 """Find the rank that blocks a run: pure rules on the status of all ranks.
 
-Dead: a process is gone that the others need. It is named at once, unless it exited normally or reported its own error.
+Dead: a process that the others need has ended. It is named at once, unless it exited normally or reported its error.
 Silent: a host has not answered for too long.
-Hang: every rank has been without progress for longer than its phase allows. The rank to name is a stopped process, or
-one that does not wait for others itself. A stopped process is named even while others make progress. A run of a
-single rank never hangs: nobody waits for it.
+Hang: no rank has made progress for longer than its phase allows. Named is a rank whose process is stopped, or one that
+does not wait for others itself. A stopped process is named even while others make progress. A run of a single rank
+never hangs: nobody waits for it.
 
-On a GPU collectives return at once: ranks wait later, for their device. If all do, the rank to name is the one that has
-left a call out (`enqueued.py`), or has made less progress than the others of its stage, if there is one.
+On a GPU, collectives return at once, and ranks wait later, for their device. If all ranks wait, the one is named that
+has left a collective out (`enqueued.py`), or has made less progress than the others of its stage, if there is one.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -23,26 +24,13 @@ from harness.topology.agreement import spell_ranks
 ENDING_S = 10.0  # after a rank has reported its own error: time for its launcher to end the others
 FRESH_S = 3.0  # a watching thread that has not run for so long is stuck; it should run five times a second
 SILENT_S = 6.0  # limit for a silent host once a rank has lost a connection
-LONGEST = 250  # characters of a message to other ranks: in any encoding it fits the board
+LONGEST = 250  # characters of a message to other ranks; in UTF-8 it fits the board
 INSIDE = (Phase.STEP, Phase.SLOW)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """The status of a rank; times are in seconds before now.
-
-    Attributes:
-        beats: its count of progress; ranks of one stage count alike within a step.
-        still: time since its last progress.
-        unwatched: time since its own watching thread ran.
-        silent: time since its host was last heard of; 0 on this host.
-        limit: time without progress that its phase allows; 0 for no limit.
-        state: letter of its process in /proc; empty once it is gone.
-        ending: how its process ended, if known.
-        waits: whether its main thread waits for other ranks.
-        place: the collective that it waits in, else its line of code.
-        work: share of its steps in which it does not wait; negative if unknown.
-    """
+    """The status of a rank; times are in seconds."""
 
     rank: int
     stage: int
@@ -50,17 +38,17 @@ class RankStatus:
     pid: int
     phase: Phase
     step: int
-    beats: int
+    beats: int  # count of its progress; ranks of one stage count alike within a step
     doing: str
-    still: float
-    unwatched: float
-    silent: float
-    limit: float
-    state: str
-    ending: str
-    waits: bool
-    place: str
-    work: float
+    still: float  # time since its last progress
+    unwatched: float  # time since its own watching thread ran
+    silent: float  # time since its host last answered; 0 on this host
+    limit: float  # time without progress that its phase allows; 0 for no limit
+    state: str  # letter of its process in /proc; empty once it is gone
+    ending: str  # how its process ended, if known
+    waits: bool  # whether its main thread waits for other ranks
+    place: str  # the collective that it waits in, else its line of code
+    work: float  # share of its steps in which it does not wait; negative if unknown
 
     @property
     def is_gone(self) -> bool:
@@ -97,19 +85,12 @@ class RankStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Why the run ends.
+    """Why the run ends."""
 
-    Attributes:
-        error: Dead, Hang or Silent.
-        culprit: the rank at fault; -1 if every rank waits for another.
-        step: where it happened.
-        message: one line for the user.
-    """
-
-    error: str
-    culprit: int
+    error: str  # Dead, Hang or Silent
+    culprit: int  # the rank at fault; -1 if every rank waits for another
     step: int
-    message: str
+    message: str  # one line for the user
 
     def dump(self) -> str:
         """Serialise for the other ranks."""
@@ -124,7 +105,7 @@ class Verdict:
 def diagnose(statuses: Sequence[RankStatus], *, is_whole: bool = True) -> Verdict | None:
     """Return why the run cannot go on; None while it can.
 
-    `is_whole`: whether `statuses` holds all ranks. If not, all of them may wait for a rank elsewhere that works.
+    `is_whole`: whether `statuses` holds all ranks. If not, all of these may wait for another rank, which works.
     """
     if not any(each.phase in (*INSIDE, Phase.LOST) for each in statuses if not each.is_gone):
         return None
@@ -182,16 +163,14 @@ def _hang(statuses: Sequence[RankStatus], is_whole: bool) -> Verdict | None:
 
 
 def _waits_for_another(statuses: Sequence[RankStatus]) -> bool:
-    """Whether a rank may wait for another: two are in a step or a save, or one waits for a rank that is not."""
+    """Whether a rank may wait for another: two are in a step or a save, or one waits for one that is in neither."""
     working = [each for each in statuses if each.phase in INSIDE and not each.is_gone]
     return len(statuses) > 1 and (len(working) > 1 or any(each.waits for each in working))
 
 
 def _behind(stuck: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks with less progress than others of their stage, the least first."""
-    furthest: dict[int, int] = {}
-    for each in stuck:
-        furthest[each.stage] = max(each.beats, furthest.get(each.stage, 0))
+    furthest = {each.stage: each.beats for each in sorted(stuck, key=lambda each: each.beats)}
 
     def is_behind(each: RankStatus) -> bool:
         first = furthest[each.stage]
@@ -203,22 +182,20 @@ def _behind(stuck: Sequence[RankStatus]) -> list[RankStatus]:
 
 def _places(statuses: Sequence[RankStatus]) -> str:
     """Format where each rank is, with ranks at the same place together."""
-    ranks: dict[str, list[int]] = {}
+    ranks: dict[str, list[int]] = defaultdict(list)
     for each in statuses:
-        ranks.setdefault(each.place, []).append(each.rank)
+        ranks[each.place].append(each.rank)
     return ", ".join(f"{spell_ranks(those)} in {place}" for place, those in ranks.items())
 
 
 def _waiting(waiting: Sequence[RankStatus]) -> str:
-    """Format which ranks wait, in which collective and instruction."""
+    """Format which ranks wait for the culprit, in which collective and instruction."""
     if not waiting:
         return ""
-    kinds: dict[str, list[int]] = {}
-    for each in waiting:
-        kinds.setdefault(f"{each.doing}, {each.place}", []).append(each.rank)
-    (kind, ranks), more = max(kinds.items(), key=lambda item: len(item[1])), len(kinds) - 1
-    text = f"; {spell_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for it ({kind})"
-    return text + (f", and {len(waiting) - len(ranks)} more" if more else "")
+    (kind, count), *others = Counter((each.doing, each.place) for each in waiting).most_common()
+    ranks = spell_ranks([each.rank for each in waiting if (each.doing, each.place) == kind])
+    text = f"; {ranks} {'waits' if count == 1 else 'wait'} for it ({', '.join(kind)})"
+    return text + (f", and {len(waiting) - count} more" if others else "")
 
 
 def _verdict(error: str, culprit: RankStatus, message: str) -> Verdict:

@@ -1,4 +1,4 @@
-"""What the watch reports when it ends a run: an error line, the stacks of all ranks, a record for the supervisor."""
+"""Report why the watch ends a run: an error line, the stacks of all ranks, a record for `ds-harness launch`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from typing import NamedTuple
 
 from harness.console import Console
 from harness.resilience.process.records import HANG, THIS_RANK, Position, record_failure_of
@@ -26,9 +25,9 @@ def stacks_file(output_dir: Path, step: int) -> Path:
 
 
 def announce(verdict: Verdict, statuses: Sequence[RankStatus], path: Path, console: Console) -> None:
-    """Report a verdict: on stderr, at the top of the file of stacks, and to the supervisor.
+    """Report a verdict: on stderr, at the top of the file of stacks, and to `ds-harness launch`.
 
-    No record is left for a dead process: the supervisor knows its exit code.
+    A dead process needs no record: the launch knows its exit code.
     """
     message = verdict.message
     if verdict.error == HANG:
@@ -39,18 +38,16 @@ def announce(verdict: Verdict, statuses: Sequence[RankStatus], path: Path, conso
         _append(path, "\n".join(lines) + "\n")
     console.fail(message)
     named = THIS_RANK.rank if verdict.culprit < 0 else verdict.culprit
-    for each in statuses if verdict.error != "Dead" else []:
-        if each.rank == named:
+    for each in statuses:
+        if each.rank == named and verdict.error != "Dead":
             position = Position(rank=each.rank, host=each.host, stage=each.stage, step=each.step, doing=each.doing)
             record_failure_of(position, each.pid, verdict.error, message)
 
 
 def append_stacks(path: Path) -> None:
     """Add the stacks of this rank's threads."""
-    _append(
-        path,
-        f"\n== rank {THIS_RANK.rank}, host {THIS_RANK.host}, step {THIS_RANK.step}, {THIS_RANK.doing} ==\n{stacks()}",
-    )
+    rank = f"rank {THIS_RANK.rank}, host {THIS_RANK.host}, step {THIS_RANK.step}, {THIS_RANK.doing}"
+    _append(path, f"\n== {rank} ==\n{stacks()}")
 
 
 def _append(path: Path, text: str) -> None:
@@ -64,50 +61,34 @@ def _append(path: Path, text: str) -> None:
 
 
 COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/", "/harness/parallel/collectives/")
-HANDLES = (
-    "/deepspeed/",
-    "/torch/cuda/",
-    "/torch/accelerator/",
-)  # here only methods of the names in WAITS wait for other ranks
-WAITS = ("wait", "synchronize", "wait_stream")
+HANDLES = ("/deepspeed/", "/torch/cuda/", "/torch/accelerator/")
+WAITS = ("wait", "synchronize", "wait_stream")  # the functions in the folders of HANDLES that wait for other ranks
 FOR_DEVICE = re.compile(r"\.(item|tolist|cpu|numpy|synchronize|to|copy_)\(|\b(bool|float|int)\(")
-"""In a line of code: a call that waits for the accelerator."""
+"""A call, in a line of Python, that waits for the accelerator."""
 
 
-@dataclass(frozen=True)
-class StackFrame:
-    """Where a thread is.
+class StackFrame(NamedTuple):
+    """Where a thread is."""
 
-    Attributes:
-        waits: whether it waits for other ranks.
-        text: the collective that it waits in, else file, line and function.
-    """
-
-    waits: bool
-    text: str
+    waits: bool  # whether it waits for other ranks
+    text: str  # the collective that it waits in, else file, line and function
 
 
 def main_frame(*, on_accelerator: bool = False) -> StackFrame:
-    """Return where the main thread is now. Called from another thread.
+    """Return where the main thread is now; call it from another thread.
 
-    On an accelerator whoever waits for the device may wait for other ranks.
+    On an accelerator, a thread that waits for the device may be waiting for other ranks.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001  # its documented name
     if frame is None:
         return StackFrame(False, "")
-    if _waits(frame):
-        return StackFrame(True, frame.f_code.co_name)
-    text = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-    if on_accelerator and FOR_DEVICE.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)):
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    if any(part in file for part in COLLECTIVES) or (name in WAITS and any(part in file for part in HANDLES)):
+        return StackFrame(True, name)
+    text = f"{Path(file).name}:{frame.f_lineno} in {name}"
+    if on_accelerator and FOR_DEVICE.search(linecache.getline(file, frame.f_lineno or 0)):
         return StackFrame(True, f"the device, {text}")
     return StackFrame(False, text)
-
-
-def _waits(frame: FrameType) -> bool:
-    file, name = frame.f_code.co_filename, frame.f_code.co_name
-    if any(part in file for part in COLLECTIVES):
-        return True
-    return name in WAITS and any(part in file for part in HANDLES)
 
 
 def stacks() -> str:

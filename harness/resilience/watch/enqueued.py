@@ -1,14 +1,13 @@
-"""What each rank has given its accelerator to do with others: calls of each group, tensors sent and received.
+"""Count the communication that each rank has enqueued on its accelerator: collectives of each group, sends, receives.
 
 On an accelerator such a call returns before it is done. A rank therefore waits in a later call than the one that hangs,
-often at the end of the step, and where it waits says nothing. But a rank that has left a call out has made one less
-than the others. The calls of a group are counted by its backend, sends and receives here.
+often at the end of the step, and its stack does not help. But a rank that has left a call out has made one less than
+the others. A group's backend counts its collectives; sends and receives are counted here.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,29 +31,16 @@ RECEIVED: Counter[int] = Counter()
 
 @dataclass(frozen=True)
 class Enqueued:
-    """What a rank has enqueued since the process group was made.
+    """What a rank has enqueued since the process group was made."""
 
-    Attributes:
-        calls: number of collectives, by the name of the group.
-        members: the ranks of each group.
-        sent, received: number of tensors, by the other rank.
-    """
-
-    calls: dict[str, int] = field(default_factory=dict)
-    members: dict[str, list[int]] = field(default_factory=dict)
-    sent: dict[int, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)  # number of collectives, by the name of the group
+    members: dict[str, list[int]] = field(default_factory=dict)  # the ranks of each group
+    sent: dict[int, int] = field(default_factory=dict)  # number of tensors, by the other rank
     received: dict[int, int] = field(default_factory=dict)
-
-    @classmethod
-    def load(cls, text: bytes) -> Enqueued:
-        """Read what was written as JSON, whose keys are texts."""
-        read = json.loads(text)
-        sent, received = ({int(rank): n for rank, n in read[name].items()} for name in ("sent", "received"))
-        return cls(calls=read["calls"], members=read["members"], sent=sent, received=received)
 
 
 def count_transfers() -> None:
-    """Count what this process sends and receives from here on. Everything goes through two functions of torch."""
+    """Count what this process sends and receives from now on, all of it through torch's `isend` and `irecv`."""
     module = dist.distributed_c10d
     for name, key, counter in (("isend", "dst", SENT), ("irecv", "src", RECEIVED)):
         begin = getattr(module, name)
@@ -84,7 +70,7 @@ def _counted(begin: Callable[P, R], key: str, counter: Counter[int]) -> Callable
 
 
 def enqueued() -> Enqueued:
-    """Return what this rank has enqueued. Called from another thread than the one that enqueues."""
+    """Return what this rank has enqueued; call it from another thread than the one that enqueues."""
     world = dist.distributed_c10d._world  # noqa: SLF001  # torch has no public list of its groups
     found = Enqueued(sent=dict(SENT), received=dict(RECEIVED))
     for group, ranks in list(world.pg_group_ranks.items()):
@@ -96,10 +82,10 @@ def enqueued() -> Enqueued:
 
 
 def left_out(found: Mapping[int, Enqueued], statuses: Sequence[RankStatus]) -> tuple[int, str] | None:
-    """Return the rank that has left a call out, and which; None if all have made the same.
+    """Return the rank that has left a call out, and which call; None if all ranks have made the same.
 
-    Of several ranks that have made fewer calls than others, the one is chosen that has come at least as far in the step
-    as those others: one that has not may only wait for what another has left out.
+    If several ranks have made fewer calls than others, choose one that is at least as far in the step as those others.
+    One that is not may only be waiting, for the call that another rank has left out.
     """
     places = {each.rank: each for each in statuses}
 
@@ -112,14 +98,14 @@ def left_out(found: Mapping[int, Enqueued], statuses: Sequence[RankStatus]) -> t
 
 
 def _is_before(one: RankStatus, other: RankStatus) -> bool:
-    """Whether a rank has come less far; stages do different things within a step, so there the step decides."""
+    """Whether a rank is behind another. Stages do different things in a step, so between stages the step decides."""
     if one.stage == other.stage:
         return one.beats < other.beats
     return one.beats // BEATS_OF_STEP < other.beats // BEATS_OF_STEP
 
 
 def _behind(found: Mapping[int, Enqueued]) -> Iterator[tuple[int, list[int], str]]:
-    """Yield a rank, the others that have made more calls, and what it lacks."""
+    """Yield each rank with fewer calls, the others that have made more, and what it lacks."""
     for rank, own in found.items():
         for other, sent in own.sent.items():
             arrived = found[other].received.get(rank, 0) if other in found else sent
@@ -141,7 +127,7 @@ def _behind(found: Mapping[int, Enqueued]) -> Iterator[tuple[int, list[int], str
 
 
 def flight_record() -> bytes | None:
-    """Return NCCL's own record of its latest calls, as torch's `fr_trace` reads it; None where there is none."""
+    """Return NCCL's own record of its latest calls, as torch's `fr_trace` reads it; None if there is none."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)  # noqa: SLF001  # its documented name
     with suppress(RuntimeError):
         return dump(includeCollectives=True, includeStackTraces=True, onlyActive=False) if dump is not None else None
@@ -149,6 +135,6 @@ def flight_record() -> bytes | None:
 
 
 def abort_groups() -> None:
-    """Abort what hangs on the accelerator, where the backend can (NCCL): its kernels end, and the device is free."""
+    """Abort what hangs on the accelerator, if the backend can (NCCL): its kernels end, and the device is free."""
     with suppress(Exception):  # this process ends in any case
         dist.distributed_c10d._abort_process_group()  # noqa: SLF001  # torch has no public name for it

@@ -2,67 +2,56 @@
 
 The judging rank of each host writes the status of its host's ranks. The first host, which serves the store, reads those
 of all others and judges the whole run; the others read only the first host's. So the load is linear in the number of
-hosts. A digest stands before the statuses: while all is well, the first host parses nothing else. The exchange has a
-thread and a connection of its own, so that a slow network delays nothing else.
+hosts. Each message has a digest besides the statuses: while all is well, the first host reads nothing else. The
+exchange has a thread and a connection of its own, so that a slow network delays nothing else.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import pickle
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from harness.resilience.process.activity import Phase
 from harness.resilience.watch.diagnosis import FRESH_S, INSIDE, SILENT_S, RankStatus, Verdict
 
 EVERY_S = 1.0
 ANSWER_S = 5.0
 PREFIX = "watch"
 NAMES = tuple(field.name for field in fields(RankStatus))
-NOTHING = b"[]"
+NOTHING = "nothing"
 
 
-@dataclass(frozen=True)
-class Digest:
-    """All that the first host needs of a host while all is well.
+def digest(statuses: Sequence[RankStatus]) -> tuple[float, bool]:
+    """Return all that the first host needs of a host while all is well.
 
-    Attributes:
-        left_s: seconds until all of its ranks would be over their limits without progress.
-        is_odd: whether one of its ranks is gone, failed, stopped or outside of training.
+    Returns:
+        The seconds until all of its ranks would be over their limits without progress, and whether one of its ranks is
+        gone, failed, stopped or outside of training.
     """
-
-    left_s: float
-    is_odd: bool
-
-    @classmethod
-    def of(cls, statuses: Sequence[RankStatus]) -> Digest:
-        """Return the digest of the ranks of a host."""
-        left = max((each.limit - each.still if each.limit else math.inf for each in statuses), default=0.0)
-        is_odd = any(each.is_gone or each.state == "T" or each.phase not in INSIDE for each in statuses)
-        return cls(left, is_odd)
+    left_s = max((each.limit - each.still if each.limit else math.inf for each in statuses), default=0.0)
+    is_odd = any(each.is_gone or each.state == "T" or each.phase not in INSIDE for each in statuses)
+    return left_s, is_odd
 
 
-class _Heard:
+class _Message:
     """The last message of a host."""
 
-    def __init__(self, at: float, content: bytes) -> None:
-        self.at, self.content = at, content
-        digest, _, self._text = content.partition(b"\n")
-        self.digest = Digest(*json.loads(digest)[1:])
+    def __init__(self, content: bytes) -> None:
+        self.at, self.content = time.monotonic(), content
+        _, self.left_s, self.is_odd, self._packed = pickle.loads(content)
         self._rows: list[RankStatus] | None = None
 
     def statuses(self, now: float) -> list[RankStatus]:
         """Return the statuses aged to `now`."""
         if self._rows is None:
-            rows = (dict(zip(NAMES, row, strict=True)) for row in json.loads(self._text))
-            self._rows = [RankStatus(**{**row, "phase": Phase(row["phase"])}) for row in rows]
+            self._rows = [RankStatus(**dict(zip(NAMES, row, strict=True))) for row in pickle.loads(self._packed)]
         silent = now - self.at
         return [replace(row, still=row.still + silent, silent=silent) for row in self._rows]
 
@@ -71,7 +60,7 @@ class OtherHosts:
     """The last statuses of other hosts: of all others on the first host, of the first host elsewhere.
 
     Args:
-        store: store of the process group; a second connection to it is opened.
+        store: of the process group; a second connection to it is opened.
         here: index of this host among `count` hosts.
         run: name of the run, for its keys: an earlier run of the same processes has used the same store.
     """
@@ -84,10 +73,10 @@ class OtherHosts:
         self._here = str(here)
         self._others = [str(number) for number in range(1, count)] if self.judges_all else ["0"]
         self._shown: tuple[float, Sequence[RankStatus]] = (-FRESH_S, ())
-        self._heard: dict[str, _Heard] = {}
+        self._heard: dict[str, _Message] = {}
         self._verdict = ""
         self._open = True
-        self._store.set(self._here, NOTHING.decode())
+        self._store.set(self._here, NOTHING)
         threading.Thread(target=self._run, name="watch-hosts", daemon=True).start()
 
     def close(self) -> None:
@@ -95,21 +84,21 @@ class OtherHosts:
         self._open = False
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
-        """Set the statuses of this host; the thread sends them within EVERY_S."""
+        """Set the statuses of this host; the thread sends them within EVERY_S seconds."""
         self._shown = time.monotonic(), statuses
 
     @property
     def is_whole(self) -> bool:
-        """Whether this host has heard of all others, and so may judge the run."""
+        """Whether this is the first host and has heard of all others, so that it may judge the run."""
         return self.judges_all and len(self._heard) == len(self._others)
 
     def is_well(self, here: Sequence[RankStatus], now: float) -> bool:
         """Whether digests alone rule out a verdict: all hosts answer, all ranks train, and one makes progress."""
-        own = Digest.of(here)
+        left_s, is_odd = digest(here)
         heard = list(self._heard.values())
-        if own.is_odd or any(each.digest.is_odd or now - each.at > SILENT_S for each in heard):
+        if is_odd or any(each.is_odd or now - each.at > SILENT_S for each in heard):
             return False
-        return own.left_s > 0 or any(each.digest.left_s > now - each.at for each in heard)
+        return left_s > 0 or any(each.left_s > now - each.at for each in heard)
 
     def statuses(self, now: float) -> list[RankStatus]:
         """Return the statuses of the hosts that have been heard of, aged to `now`."""
@@ -120,10 +109,10 @@ class OtherHosts:
         return Verdict.load(self._verdict) if self._verdict else None
 
     def claim(self, verdict: Verdict) -> bool:
-        """Tell the other hosts of a verdict; return whether this host is the first to claim one, and so reports it.
+        """Tell the other hosts of a verdict; return whether this host is the first to have one, and so reports it.
 
-        A store that is gone can block for longer than its timeout. So a thread asks, and without an answer in ANSWER_S
-        this host reports, too.
+        A store that is gone can block for longer than its timeout. So a thread asks; without an answer within ANSWER_S
+        seconds this host reports.
         """
         answers: list[bool] = []
 
@@ -142,15 +131,17 @@ class OtherHosts:
     def exchange(self) -> None:
         """Send the statuses of this host, and read those of the others, once."""
         shown_at, statuses = self._shown
-        if time.monotonic() - shown_at > FRESH_S:  # another rank of this host judges now, and this one stops sending
+        if time.monotonic() - shown_at > FRESH_S:  # another rank of this host judges now: this one stops sending
             self._heard = {}
             return
         with suppress(RuntimeError):  # no answer; dist.DistError is a RuntimeError
-            self._store.set(self._here, _text(shown_at, statuses))
+            rows = pickle.dumps([tuple(getattr(each, name) for name in NAMES) for each in statuses])
+            message = pickle.dumps((shown_at, *digest(statuses), rows))  # the time marks equal statuses as new ones
+            self._store.set(self._here, message)  # type: ignore[arg-type]  # torch's stubs know only texts
             for name, content in zip(self._others, self._store.multi_get(self._others), strict=True):
                 known = self._heard.get(name)
-                if content != NOTHING and (known is None or content != known.content):
-                    self._heard[name] = _Heard(time.monotonic(), content)
+                if content != NOTHING.encode() and (known is None or content != known.content):
+                    self._heard[name] = _Message(content)
             if self._store.check(["verdict"]):
                 self._verdict = self._store.get("verdict").decode()
 
@@ -158,10 +149,3 @@ class OtherHosts:
         while self._open:
             time.sleep(EVERY_S)
             self.exchange()
-
-
-def _text(shown_at: float, statuses: Sequence[RankStatus]) -> str:
-    """Return a line of time and digest, then a line of the statuses. The time marks equal statuses as new ones."""
-    digest = Digest.of(statuses)
-    rows = [[getattr(each, name) for name in NAMES] for each in statuses]
-    return f"{json.dumps([shown_at, digest.left_s, digest.is_odd])}\n{json.dumps(rows, separators=(',', ':'))}"

@@ -1,6 +1,6 @@
 """Find a stopped rank of this host before the process group exists.
 
-Until then there is no watch (`watcher`), and the others would wait long for the stopped rank: to join the group, or for
+Until then there is no `watcher`, and the others would wait long for the stopped rank: for it to join the group, or for
 data that it prepares for this host.
 """
 
@@ -19,7 +19,7 @@ from harness.resilience.process.records import HANG, THIS_RANK, Position, record
 from harness.topology.processes import children_of, is_stopped, parent_of, started_with
 
 EVERY_S = 0.5
-PAUSED_S = 5.0  # after a longer gap between two looks this process was stopped itself: times start anew
+PAUSED_S = 5.0  # after a longer gap between two checks this process was stopped itself: times start anew
 
 
 @contextmanager

@@ -1,22 +1,23 @@
-"""Find a slow rank: it works for most of a step while its peers wait for it.
+"""Find a slow rank (a straggler): it works for most of a step while its peers wait for it.
 
-The watching thread samples five times a second whether the main thread waits for other ranks. So no clocks are needed
-around collectives, and the share means the same in every layout. If stages have unequal work, the share is compared
-with the expected cost of the stage.
+The watching thread samples five times a second whether the main thread waits for other ranks. So collectives need not
+be timed, and the share of the time in which a rank works means the same in every layout. If stages have unequal work,
+it is compared with the expected cost of the stage.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Sequence
 
 from harness.console import Console
 from harness.resilience.process.activity import ACTIVITY, Phase
 from harness.resilience.watch.diagnosis import RankStatus
 
-KEPT = 0.98  # decay of the moving average per sample: a memory of about 50 samples, 10 s
-LEAST_LOOKS = 50
-RATIO = 1.5  # least ratio of its share to the median of its peers
+SAMPLES = 100  # number of samples in the share of work: 20 s
+LEAST_SAMPLES = 50
+RATIO = 1.5  # least ratio of a straggler's share to the median of its peers
 BUSY = 0.5  # a rank that works for less than this share of the time delays nobody
 EVERY_S = 5.0
 IN_A_ROW = 4  # comparisons before a warning: 20 s
@@ -24,22 +25,19 @@ AGAIN_S = 300.0  # time until the warning may be repeated
 
 
 class WorkShare:
-    """Moving average of the share of its steps in which a rank does not wait for others."""
+    """Share of the latest samples in which a rank does not wait for others."""
 
     def __init__(self) -> None:
-        self._looks = 0
-        self._seen = self._worked = 0.0
+        self._works: deque[bool] = deque(maxlen=SAMPLES)
 
     def add(self, waits: bool) -> None:
-        """Count one look at the main thread."""
-        self._looks += 1
-        self._seen = self._seen * KEPT + 1.0
-        self._worked = self._worked * KEPT + (not waits)
+        """Add a sample of the main thread."""
+        self._works.append(not waits)
 
     @property
     def value(self) -> float:
-        """The share; negative until there are LEAST_LOOKS samples."""
-        return self._worked / self._seen if self._looks >= LEAST_LOOKS else -1.0
+        """The share; negative until there are LEAST_SAMPLES."""
+        return statistics.fmean(self._works) if len(self._works) >= LEAST_SAMPLES else -1.0
 
 
 class Stragglers:
@@ -52,11 +50,11 @@ class Stragglers:
         self._quiet_until = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to compare the ranks again."""
+        """Whether EVERY_S seconds have passed since the last comparison."""
         return now - self._looked_at >= EVERY_S
 
     def look(self, statuses: Sequence[RankStatus], now: float) -> None:
-        """Compare the ranks, at most every EVERY_S."""
+        """Compare the ranks, at most every EVERY_S seconds."""
         if not self.is_due(now) or len(statuses) < 2:
             return
         self._looked_at = now
@@ -74,7 +72,7 @@ class Stragglers:
 
 
 def slowest_rank(statuses: Sequence[RankStatus], costs: Sequence[float]) -> tuple[RankStatus | None, float]:
-    """Return the rank that clearly delays the others, None if none does, and the median share of the others."""
+    """Return the rank that clearly delays the others (None if none does), and the median share of the others."""
     slowest = max(statuses, key=lambda each: each.work)
     peers = [each for each in statuses if each is not slowest]
     usual = statistics.median(each.work for each in peers)

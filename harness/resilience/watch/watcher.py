@@ -6,8 +6,8 @@ The threads run while the main threads wait in a collective or loop in Python.
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import select
 import signal
 import statistics
@@ -15,10 +15,11 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -31,14 +32,7 @@ from harness.resilience.process.records import HANG, THIS_RANK
 from harness.resilience.watch.board import Board
 from harness.resilience.watch.diagnosis import FRESH_S, RankStatus, Verdict, diagnose
 from harness.resilience.watch.ending import announce, append_stacks, main_frame, stacks_file
-from harness.resilience.watch.enqueued import (
-    Enqueued,
-    abort_groups,
-    count_transfers,
-    enqueued,
-    flight_record,
-    left_out,
-)
+from harness.resilience.watch.enqueued import abort_groups, count_transfers, enqueued, flight_record, left_out
 from harness.resilience.watch.hosts import OtherHosts
 from harness.resilience.watch.stragglers import Stragglers, WorkShare
 from harness.topology.agreement import any_rank, value_of_first, values_beside
@@ -48,7 +42,7 @@ from harness.topology.placement import host_id
 from harness.topology.processes import status_of
 
 POLL_S = 0.2
-STATES_S = 1.0  # interval of looks at process states in /proc; the exit of a process wakes the thread at once
+STATES_S = 1.0  # interval of reads of process states in /proc; the exit of a process wakes the thread at once
 PAUSED_S = 5.0  # if this thread has not run for so long, the whole host may have slept: times start anew
 SLOW_S = 600.0  # limit without progress outside of steps, and in the first step, which may compile
 MEDIANS = 5.0  # limit within a step, in medians of the latest steps' times
@@ -56,34 +50,25 @@ IO_BYTES = 2**20  # reading or writing so much counts as progress outside of ste
 WRITING_S = 3.0  # time for the ranks of a host to write their stacks
 ABORTING_S = 3.0  # time for NCCL to end its kernels
 TELLING_S = 2.5  # time for other hosts to read the verdict from the store, whose server ends with rank 0
+NAMESPACES = ("pid", "net", "mnt")  # ranks in different namespaces cannot see or signal each other's processes
+SHARE_OF_TIMEOUT = 0.8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """What all ranks know of a rank.
-
-    Attributes:
-        started: start time of the process, which tells it from a later one with the same pid.
-    """
+class Member(NamedTuple):
+    """What all ranks know of a rank."""
 
     rank: int
     stage: int
     host: str
     pid: int
-    started: int
+    started: int  # start time of the process, which tells it from a later one with the same pid
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of the seconds without progress.
+class Limits(NamedTuple):
+    """Limits of the seconds without progress."""
 
-    Attributes:
-        hang: the least limit in a step (`--hang_seconds`); 0 turns the search for hangs off.
-        longest: upper bound, below the timeout of a collective: its error would not name the rank at fault.
-    """
-
-    hang: float
-    longest: float
+    hang: float  # the least limit in a step (`--hang_seconds`); 0 turns the search for hangs off
+    longest: float  # below the timeout of a collective, because its error would not name the rank at fault
 
     def of(self, phase: Phase, step_seconds: float | None) -> float:
         """Return the limit in a phase, 0 for none. `step_seconds`: median time of the latest steps, if known."""
@@ -114,26 +99,29 @@ class Watcher:
         others: OtherHosts | None = None,
         store: dist.Store | None = None,
     ) -> None:
-        self.store = store
-        self._told: tuple[object, ...] = ()
-        self.board, self.members, self.me = board, members, me
-        self.limits, self.console, self.output_dir, self.others = limits, console, output_dir, others
-        self.work = WorkShare()
-        self.stragglers = Stragglers(console)
-        self._steps: deque[float] = deque(maxlen=21)
+        self.board, self.members, self.me, self.limits = board, members, me, limits
+        self.console, self.output_dir, self.others, self.store = console, output_dir, others, store
+        self.work, self.stragglers = WorkShare(), Stragglers(console)
+        self._steps: deque[float] = deque(maxlen=21)  # seconds of the latest steps
+        self._step_seconds: float | None = None  # their median; None before the first has ended
         self._first = self._begun = ACTIVITY.steps  # no step has begun under this watch
-        self._begun_at = time.monotonic()
         self._seen: tuple[object, ...] = ()
+        self._told: tuple[object, ...] = ()
         self._statuses: list[RankStatus] = []
         self._states: list[tuple[str, str]] = []
-        self._states_at = 0.0
-        self._io = self._io_at = 0.0
-        self._looked_at = self._resumed_at = time.monotonic()
+        self._states_at = self._io = self._io_at = 0.0
+        self._begun_at = self._looked_at = self._resumed_at = time.monotonic()
         self._open = True
-        self._poll = select.poll()
         self._woken, self._wake = os.pipe()
-        self._poll.register(self._woken, select.POLLIN)
-        self._ends = [self._woken, self._wake, *self._descriptors()]
+        self._ends = [self._woken, self._wake]
+        for row, member in enumerate(members):
+            if row != me:
+                with suppress(OSError):
+                    self._ends.append(os.pidfd_open(member.pid))  # wakes the thread when that process exits
+        self._poll = select.poll()
+        for descriptor in self._ends:
+            if descriptor != self._wake:
+                self._poll.register(descriptor, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
@@ -159,19 +147,9 @@ class Watcher:
             self.others.close()
 
     def publish(self) -> None:
-        """Write progress of this rank to the board."""
-        self.board.show(
-            self.me, time.monotonic(), ACTIVITY.beats, ACTIVITY.phase, THIS_RANK.step, THIS_RANK.doing.encode()[:63]
-        )
-
-    def _descriptors(self) -> Iterator[int]:
-        """Yield a pidfd for each other process: it wakes the thread when that process exits."""
-        for row, member in enumerate(self.members):
-            if row != self.me:
-                with suppress(OSError):
-                    descriptor = os.pidfd_open(member.pid)
-                    self._poll.register(descriptor, select.POLLIN)
-                    yield descriptor
+        """Write the progress of this rank to the board."""
+        doing = THIS_RANK.doing.encode()[:63]
+        self.board.show(self.me, time.monotonic(), ACTIVITY.beats, ACTIVITY.phase, THIS_RANK.step, doing)
 
     def _run(self) -> None:
         while True:
@@ -187,8 +165,7 @@ class Watcher:
                 self._resumed_at = now
             self._looked_at = now
             self._look_at_self(now)
-            verdict = self._verdict(now)
-            if verdict is not None and self._open:
+            if (verdict := self._verdict(now)) is not None and self._open:
                 self._end_run(verdict)
 
     def _look_at_self(self, now: float) -> None:
@@ -201,37 +178,36 @@ class Watcher:
         self._time_steps(now)
         if ACTIVITY.phase is Phase.STEP:
             self.work.add(place.waits)
-        limit = self.limits.of(ACTIVITY.phase, self._median())
+        limit = self.limits.of(ACTIVITY.phase, self._step_seconds)
         self._tell_enqueued(now, limit)
         share = self.work.value if self._steps else -1.0
         self.board.watch(self.me, now, limit, place.waits, share, False, place.text.encode()[:95])
 
     def _tell_enqueued(self, now: float, limit: float) -> None:
-        """Tell the other ranks what this one has enqueued, once, when it has been still for half of what it may."""
+        """Tell the other ranks what this one has enqueued, once, after half of its time without progress."""
         if self.store is None or self._told == self._seen or not 0 < limit / 2 < now - self.board.read(self.me).beat_at:
             return
         self._told = self._seen
         with suppress(RuntimeError):  # the store is gone: the run ends
-            self.store.set(str(THIS_RANK.rank), json.dumps(asdict(enqueued())))
+            self.store.set(str(THIS_RANK.rank), pickle.dumps(enqueued()))  # type: ignore[arg-type]
 
     def _name_by_enqueued(self, verdict: Verdict, statuses: Sequence[RankStatus]) -> Verdict:
-        """Return the verdict on a hang in which all ranks wait, with the rank that has left a call out."""
+        """Complete the verdict on a hang in which all ranks wait: name the rank that has left a call out."""
         if self.store is None or verdict.error != HANG or not all(each.waits for each in statuses):
             return verdict
-        found: dict[int, Enqueued] = {}
+        found = {}
         with suppress(RuntimeError):
             for each in statuses:
                 if self.store.check([str(each.rank)]):
-                    found[each.rank] = Enqueued.load(self.store.get(str(each.rank)))
-        named = left_out(found, statuses)
-        if named is None:
+                    found[each.rank] = pickle.loads(self.store.get(str(each.rank)))
+        if (named := left_out(found, statuses)) is None:
             return verdict
         at_fault = next(each for each in statuses if each.rank == named[0])
         text = f"{at_fault.name} hangs in step {at_fault.step}: it {named[1]}; all ranks wait for their devices"
         return replace(verdict, culprit=at_fault.rank, step=at_fault.step, message=text)
 
     def _time_steps(self, now: float) -> None:
-        """Record the mean time of the steps that have ended since the last look."""
+        """Record the mean time of the steps that have ended since the last call."""
         begun = ACTIVITY.steps
         if begun == self._begun:
             if self._begun == self._first:
@@ -240,6 +216,7 @@ class Watcher:
         ended = begun - max(self._begun, self._first + 1)
         if ended:
             self._steps.append((now - self._begun_at) / ended)
+            self._step_seconds = statistics.median(self._steps)
         self._begun, self._begun_at = begun, now
 
     def _has_read_or_written(self, now: float) -> bool:
@@ -255,7 +232,7 @@ class Watcher:
         return grown
 
     def _verdict(self, now: float) -> Verdict | None:
-        """Return why the run must end. Only the judging rank looks; the others read its verdict from the board."""
+        """Return why the run must end. One rank of each host judges; the others read its verdict from the board."""
         if text := self.board.verdict:
             return Verdict.load(text)
         statuses = [self._status(row, now) for row in range(len(self.members))]
@@ -276,12 +253,11 @@ class Watcher:
                 return None
             statuses = sorted([*statuses, *others.statuses(now)], key=lambda each: each.rank)
         self._statuses = statuses
-        verdict = diagnose(statuses, is_whole=is_whole)
-        if verdict is not None:
-            verdict = self._name_by_enqueued(verdict, statuses)
-        if verdict is None and THIS_RANK.rank == 0:
+        if (verdict := diagnose(statuses, is_whole=is_whole)) is not None:
+            return self._name_by_enqueued(verdict, statuses)
+        if THIS_RANK.rank == 0:
             self.stragglers.look(statuses, now)
-        return verdict
+        return None
 
     def _state(self, row: int) -> tuple[str, str]:
         """Return the /proc state letter of a rank's process, empty if it is gone, and how it ended."""
@@ -294,33 +270,14 @@ class Watcher:
         return (status.state, status.ending) if status is not None and is_same else ("", "")
 
     def _status(self, row: int, now: float) -> RankStatus:
-        member, shown = self.members[row], self.board.read(row)
+        own, shown = self.members[row]._asdict(), self.board.read(row)._asdict()
         state, ending = self._states[row]
-        # A stopped process makes no progress in any phase, so the short limit of a step holds.
-        limit = self.limits.of(Phase.STEP, self._median() or 0.0) if state == "T" else shown.limit
-        return RankStatus(
-            rank=member.rank,
-            stage=member.stage,
-            host=member.host,
-            pid=member.pid,
-            phase=shown.phase,
-            step=shown.step,
-            beats=shown.beats,
-            doing=shown.doing,
-            still=now - max(shown.beat_at, self._resumed_at),
-            unwatched=now - max(shown.looked_at, self._resumed_at),
-            silent=0.0,
-            limit=limit,
-            state=state,
-            ending=ending,
-            waits=shown.waits,
-            place=shown.place,
-            work=shown.work,
-        )
-
-    def _median(self) -> float | None:
-        """Return the median time of the latest steps in seconds; None before the first has ended."""
-        return statistics.median(self._steps) if self._steps else None
+        if state == "T":  # a stopped process makes no progress in any phase, so the short limit of a step holds
+            shown["limit"] = self.limits.of(Phase.STEP, self._step_seconds or 0.0)
+        still = now - max(shown.pop("beat_at"), self._resumed_at)
+        unwatched = now - max(shown.pop("looked_at"), self._resumed_at)
+        del own["started"], shown["ready"]
+        return RankStatus(**own, **shown, still=still, unwatched=unwatched, silent=0.0, state=state, ending=ending)
 
     def _end_run(self, verdict: Verdict) -> None:
         """End this process; the judging rank also ends the other ranks of its host."""
@@ -338,11 +295,14 @@ class Watcher:
         self.board.watch(self.me, time.monotonic(), 0.0, False, -1.0, True, b"")
         rows = [row for row in range(len(self.members)) if row != self.me]
         until = time.monotonic() + WRITING_S
-        while time.monotonic() < until and not all(map(self._is_ready, rows)):
+        while time.monotonic() < until and not all(
+            self.board.read(row).ready or self._state(row)[0] in ("", "Z", "T") for row in rows
+        ):
             time.sleep(POLL_S / 2)
         for row in rows if judges else []:
-            if not self.board.read(row).ready:
-                self._kill(row)
+            if not self.board.read(row).ready and self._state(row)[0]:
+                with suppress(OSError):
+                    os.kill(self.members[row].pid, signal.SIGKILL)  # which also ends a stopped process
         if self.others is not None:
             time.sleep(TELLING_S)
         if self.store is not None:
@@ -351,37 +311,21 @@ class Watcher:
             aborting.join(ABORTING_S)
         os._exit(1)
 
-    def _is_ready(self, row: int) -> bool:
-        """Whether a rank of this host has written its stacks, or cannot."""
-        return self.board.read(row).ready or self._state(row)[0] in ("", "Z", "T")
-
-    def _kill(self, row: int) -> None:
-        """Kill another rank of this host. SIGKILL also ends a stopped process."""
-        member = self.members[row]
-        with suppress(OSError):
-            status = status_of(member.pid)
-            if status is not None and status.started == member.started:
-                os.kill(member.pid, signal.SIGKILL)
-
-
-NAMESPACES = ("pid", "net", "mnt")  # ranks in different namespaces cannot see or signal each other's processes
-SHARE_OF_TIMEOUT = 0.8
-
 
 def watch_run(
     args: TrainingArguments, groups: Groups, console: Console, *, on_accelerator: bool = False
 ) -> Watcher | None:
-    """Start to watch the ranks of a run; a collective. Ends the watch of an earlier run of this process.
+    """Start to watch the ranks of a run, and return the watch; None on a system without /proc.
 
-    Returns:
-        The running watcher; None on a system without /proc.
+    A collective. Ends the watch of an earlier run of this process.
     """
     ACTIVITY.stop_watching()
     status = status_of(os.getpid())
     if any_rank(status is None):
         return None
     assert status is not None
-    here = values_beside(_view(), _myself(groups, status.started))
+    myself = Member(groups.rank, groups.coordinate.stage, THIS_RANK.host, os.getpid(), status.started)
+    here = values_beside(_view(), myself)
     board, name = _shared_board(list(here.values), groups.rank)
     others = OtherHosts(shared_store(), here.number, here.hosts, name) if here.hosts > 1 else None
     store = None
@@ -405,18 +349,8 @@ def watch_run(
 
 
 def _view() -> str:
-    """Return what is equal on ranks that see each other's processes."""
+    """Return a text that is equal on ranks which see each other's processes."""
     return " ".join([host_id(), *(str(Path(f"/proc/self/ns/{name}").readlink()) for name in NAMESPACES)])
-
-
-def _myself(groups: Groups, started: int) -> Member:
-    return Member(
-        rank=groups.rank,
-        stage=groups.coordinate.stage,
-        host=THIS_RANK.host,
-        pid=os.getpid(),
-        started=started,
-    )
 
 
 def _shared_board(ranks: list[int], rank: int) -> tuple[Board, str]:

@@ -55,7 +55,7 @@ from harness.parallel.collectives.of_group import (
 )
 from harness.parallel.memory import keep_freed_memory, malloc_trim
 from harness.planner.estimate import Prediction
-from harness.resilience.process.activity import ACTIVITY, expect_costs
+from harness.resilience.process.activity import ACTIVITY
 from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.resilience.watch.watcher import watch_run
@@ -133,7 +133,7 @@ def prepare_run(inputs: RunInputs) -> Run:
         all_or_none(lambda: directories.require_same_base(checkpoint, base))
     samples = all_or_none(lambda: sample_prompts(plan, trainable))
     boundaries = choose_boundaries(trainable, context, sample)
-    expect_costs(stage_costs(trainable.costs, boundaries, plan.resolved.chunks))
+    ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, plan.resolved.chunks)
 
     # 5. The layers of this rank, and DeepSpeed's engine around them.
     if optimizer := all_or_none(lambda: compiled_optimizer(plan.resolved.config, context.device)):

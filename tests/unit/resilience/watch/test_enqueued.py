@@ -67,11 +67,3 @@ def test_a_stage_that_has_sent_less_than_its_neighbour_receives_is_named() -> No
 def test_a_stage_that_has_received_less_than_its_neighbour_has_sent_is_named() -> None:
     found = {0: Enqueued(sent={1: 4}, received={1: 4}), 1: Enqueued(sent={0: 4}, received={0: 3})}
     assert left_out(found, [at(0), at(1, stage=1)]) == (1, "receives 3 of the 4 tensors that rank 0 has sent to it")
-
-
-def test_what_was_told_is_read_as_it_was() -> None:
-    told = Enqueued(calls={"0": 3}, members={"0": [0, 1]}, sent={1: 2}, received={1: 4})
-    import json
-    from dataclasses import asdict
-
-    assert Enqueued.load(json.dumps(asdict(told)).encode()) == told

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -151,12 +151,12 @@ def test_rows_that_are_too_old_are_not_sent_on(
     monkeypatch.setattr(hosts, "FRESH_S", -1.0)  # whatever is shown is too old
     first.show([rank_status(0)])
     time.sleep(0.1)
-    assert store.get("watch/run/0") == b"[]"
+    assert store.get("watch/run/0") == hosts.NOTHING.encode()
     monkeypatch.setattr(hosts, "FRESH_S", 3.0)
     first.show([rank_status(0)])
-    until(lambda: store.get("watch/run/0") != b"[]")
-    digest, rows = store.get("watch/run/0").splitlines()
-    assert json.loads(digest)[1:] == [pytest.approx(29.9), False] and json.loads(rows)[0][0] == 0
+    until(lambda: store.get("watch/run/0") != hosts.NOTHING.encode())
+    _, left_s, is_odd, rows = pickle.loads(store.get("watch/run/0"))
+    assert (left_s, is_odd) == (pytest.approx(29.9), False) and pickle.loads(rows)[0][0] == 0
 
 
 def test_a_claim_on_a_store_that_is_gone_is_this_hosts_own() -> None:

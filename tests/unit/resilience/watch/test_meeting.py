@@ -18,7 +18,7 @@ from harness.resilience.process.activity import ACTIVITY, BEATS_OF_STEP, Phase, 
 from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch import meeting
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
-from harness.resilience.watch.watcher import SLOW_S, Limits, Watcher, _myself, _view, watch_run
+from harness.resilience.watch.watcher import SLOW_S, Limits, Watcher, _view, watch_run
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
@@ -98,10 +98,12 @@ def test_what_a_rank_does_is_on_its_page_at_once(groups: Groups, tmp_path: Path)
     assert board.read(0).phase is Phase.OUTSIDE
 
 
-def test_a_rank_says_who_it_is_so_that_a_later_process_of_its_number_is_not_taken_for_it(groups: Groups) -> None:
+def test_a_rank_says_who_it_is_so_that_a_later_process_of_its_number_is_not_taken_for_it(
+    groups: Groups, tmp_path: Path
+) -> None:
     status = status_of(os.getpid())
     assert status is not None
-    found = _myself(groups, status.started)
+    (found,) = watch(groups, tmp_path).members
     assert (found.rank, found.stage, found.pid, found.started) == (0, 0, os.getpid(), status.started)
     assert found.host == THIS_RANK.host
     assert _view() == _view() and len(_view().split()) == 5
