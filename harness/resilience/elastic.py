@@ -1,4 +1,4 @@
-"""The agent of a host: torch's elastic agent, with diagnosis and decisions of its own.
+"""The agent of a host: torch's elastic agent, with its own diagnosis and decisions.
 
 The engine's loop is unchanged: rendezvous, give each worker its rank, start the workers, monitor them, and begin again.
 In between the agents exchange messages in the store, under keys that begin with the number of the start:
@@ -31,16 +31,7 @@ from harness.resilience.leading import ANSWER_S, HOSTS_S, LOOK_S, Leader
 from harness.resilience.on_host.ranks import Ranks
 from harness.resilience.options import Options
 from harness.resilience.process.records import read_positions
-from harness.resilience.rendezvous import (
-    AGAIN_S,
-    HEARTBEAT_S,
-    LAST_CALL_S,
-    Heartbeat,
-    put,
-    rendezvous_of,
-    run_store,
-    take,
-)
+from harness.resilience.rendezvous import AGAIN_S, HEARTBEAT_S, LAST_CALL_S, Heartbeat, Rendezvous, put, run_store, take
 from harness.resilience.reports import BY_SIGNAL, ENDS, Report, have_reported, why_over
 from harness.resilience.script import Script
 from harness.resilience.team import LOST, Offer
@@ -49,18 +40,14 @@ from harness.topology.env import free_port, inherited
 NEWS_S = 0.2  # interval at which the store is read
 PLAN_S = 120.0  # a leader that plans no start within this time is lost
 LEAVE_S = 10.0  # an agent whose launch serves the store waits so long for the others to read the last verdict
-SIGNAL_S = 1.0  # Slurm and Kubernetes signal ranks and agent in no order: time for the agent to get its own
-
-
-class Left(SystemExit):
-    """This agent leaves the run: with the exit code of the launch, or with LOST."""
+SIGNAL_S = 1.0  # Slurm and Kubernetes signal ranks and agent in any order: time for the agent to get its own
 
 
 class Agent(LocalElasticAgent):
-    """The agent of one host.
+    """The agent of one host. It leaves the run by SystemExit, with the exit code of the launch or with LOST.
 
     Args:
-        name: of this agent, as `rendezvous_of` takes it.
+        name: of this agent, as `Rendezvous` takes it.
         store: of the agents.
         look: checks the ranks and reads messages of the starter; called several times a second.
         received: signals to the launch.
@@ -85,15 +72,16 @@ class Agent(LocalElasticAgent):
         self.offer, self.options, self.ranks = offer, options, ranks
         self._look, self._received, self._serves = look, received, serves
         self.store = run_store(store, options.rdzv_id)
-        self.handler = rendezvous_of(store, options.rdzv_id, options.nodes, name, self._wait_for_others)
+        self.handler = Rendezvous(store, options.rdzv_id, options.nodes, name, self._wait_for_others)
         self.heartbeat = Heartbeat(self.store, self.handler.node)
-        self.leader = Leader(
-            len(offer.devices), options, script, self.store, self._sleep, received, history or History()
-        )
+        devices, known = len(offer.devices), history or History()
+        self.leader = Leader(devices, options, script, self.store, self._pause, received, known)
         self._leads = False
-        self._number, self._index, self._hosts, self._passed = -1, 0, 0, 0
+        self._plan: JsonObject = {}  # what the leader has planned for this host
+        self._number = -1  # of the start
+        self._hosts = 0  # number of agents that take part
+        self._passed = 0  # number of received signals that were passed on to the ranks
         self._joins, self._joins_since = True, time.monotonic()
-        self._plan: JsonObject = {}
         self._signalled = self._finished = False
         self._kills = oom_kills()
         if serves:
@@ -126,27 +114,25 @@ class Agent(LocalElasticAgent):
             keys = [f"offer/{rank}" for rank in range(group_world_size)]
             self._await(store, keys)
             if not self.handler.takes_part():
-                raise Left(LOST)  # this agent was stopped, and another one leads
+                raise SystemExit(LOST)  # this agent was stopped, and another one leads
             if (verdict := self.leader.plan([take(store, key, Offer) for key in keys], store)) is not None:
                 self._leave(verdict.code or 0)
         self._await(store, ["plan", f"plan/{offer.node}"])
         self._plan = {**take(store, "plan", dict), **take(store, f"plan/{offer.node}", dict)}
-        self._number, self._index = self._plan["start"], self._plan["index"]
-        self._signalled = self._finished = False
+        self._number, self._signalled, self._finished = self._plan["start"], False, False
         first, total = self._plan["first"], self._plan["ranks"]
-        return [
-            Worker(local, first + local, first + local, total, total) for local in range(len(self._plan["devices"]))
-        ]
+        locals_ = range(len(self._plan["devices"]))
+        return [Worker(local, first + local, first + local, total, total) for local in locals_]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the ranks of this host."""
-        plan, size = self._plan, str(len(worker_group.workers))
+        plan, options, size = self._plan, self.options, str(len(worker_group.workers))
         common = {
             "MASTER_ADDR": plan["address"],
             "MASTER_PORT": str(plan["port"]),
             "WORLD_SIZE": str(plan["ranks"]),
             "CROSS_SIZE": str(plan["hosts"]),
-            "CROSS_RANK": str(self._index),
+            "CROSS_RANK": str(plan["index"]),
             "LOCAL_WORLD_SIZE": size,
             "LOCAL_SIZE": size,
         }
@@ -154,23 +140,19 @@ class Agent(LocalElasticAgent):
         if devices != list(range(len(devices))):
             visible = inherited().get(DEVICES, "").split(",")  # a starter may have chosen among those of the host
             common[DEVICES] = ",".join(visible[each] if each < len(visible) > 1 else str(each) for each in devices)
+        python = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]
+        script, *arguments = plan["words"] or [""]
         ranks = []
         for worker in worker_group.workers:
             numbers = {"RANK": str(worker.global_rank), "LOCAL_RANK": str(worker.local_rank)}
-            ranks.append((worker.global_rank, self._command(worker.local_rank), {**common, **numbers}))
+            local = [] if options.no_local_rank else [f"--local_rank={worker.local_rank}"]
+            ranks.append((worker.global_rank, [*python, script, *local, *arguments], {**common, **numbers}))
         self._kills = oom_kills()
         try:
             self.ranks.start(self._number, ranks)
         except OSError as error:
             self._tell_over(f"fault {self.ranks.records}: cannot be made: {error.strerror}")
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-
-    def _command(self, local_rank: int) -> list[str]:
-        options = self.options
-        python = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]
-        script, *arguments = self._plan["words"]
-        local = [] if options.no_local_rank else [f"--local_rank={local_rank}"]
-        return [*python, script, *local, *arguments]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # noqa: ARG002
         """Wait until the start is over, and do what the verdict says: leave, or let the engine begin again."""
@@ -188,7 +170,7 @@ class Agent(LocalElasticAgent):
         """Return why the start is over, once it is."""
         begun = news = checked = time.monotonic()
         while True:
-            self._sleep(LOOK_S)
+            self._pause(LOOK_S)
             if why := self._over_here():
                 self._tell_over(why)
             now = time.monotonic()
@@ -245,32 +227,33 @@ class Agent(LocalElasticAgent):
         why, _, detail = over.partition(" ")
         ranks, seen, begun = self.ranks, time.time(), time.monotonic()
         while not have_reported(ranks.records, ranks.exits, ranks.count, why, time.monotonic() - begun):
-            self._sleep(LOOK_S)
+            self._pause(LOOK_S)
         if any(code in BY_SIGNAL for _, code, _ in ranks.exits):
             self._pause(SIGNAL_S)
         if ranks.count:
             report = Report.of(ranks.records, ranks.exits, seen, self._kills, self._received)
-            put(self.store, f"{self._number}/ended/{self._index}", report)
+            put(self.store, f"{self._number}/ended/{self._plan['index']}", report)
         ranks.end()
         if self.leader.history.start > self._number:
-            raise Left(LOST)  # the others have gone on without this host, which was stopped: it joins as a new agent
+            raise SystemExit(LOST)  # the others went on without this host, which was stopped: it joins as a new agent
         if self._leads:
             lost = set(detail.split()) if why == "hosts" else set()
-            return self.leader.judge(lost, detail if why == "fault" else "", ENDS[why] + ANSWER_S)
+            error = detail if why == "fault" else ""
+            return self.leader.judge(self.leader.team, lost, error, ENDS[why] + ANSWER_S)
         key, until = f"{self._number}/verdict", time.monotonic() + ENDS[why] + 2 * ANSWER_S
         while not self.store.check([key]):
             if time.monotonic() > until:
                 return Verdict()  # the leader is lost: the next leader judges this start
-            self._sleep(NEWS_S)
+            self._pause(NEWS_S)
         verdict = take(self.store, key, Verdict)
         for line in () if self.options.started else verdict.lines:
             self.leader.say(line)
         if self.handler.node in self.leader.history.gone and verdict.code is None and not self._received:
-            raise Left(LOST)  # the others have counted this host as lost
+            raise SystemExit(LOST)  # the others have counted this host as lost
         return verdict
 
     def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
-        """Return an empty event. Nobody reads it, and torch's own asks a name server for this host each time."""
+        """Return an empty event: nobody reads it, and torch's own looks up this host's name in the DNS each time."""
         return Event(state, source)
 
     def run(self, role: str = "rank") -> RunResult:
@@ -289,15 +272,14 @@ class Agent(LocalElasticAgent):
         if self._received:
             self._leave(128 + self._received[0])
         if self.store.check(["end"]):
-            raise Left(int(self.store.get("end")))
+            raise SystemExit(int(self.store.get("end")))
         holder, history = self.handler.holder, self.leader.history
         if self.handler.node in history.gone:
-            raise Left(LOST)  # the others leave this name out: it was stopped, and counted as lost
+            raise SystemExit(LOST)  # the others leave this name out: it was stopped, and counted as lost
         here, waited = self.handler.participants(), time.monotonic() - self._joins_since
         if self.handler.node in here and waited > HOSTS_S:
-            self.leader.say(
-                f"{len(here)} of at least {self.options.nodes[0]} hosts have come within {waited / 60:.0f} minutes"
-            )
+            least = self.options.nodes[0]
+            self.leader.say(f"{len(here)} of at least {least} hosts have come within {waited / 60:.0f} minutes")
             self._leave(1)
         gone = set(history.gone)
         number = sorted({*here, self.handler.node}).index(self.handler.node)
@@ -310,14 +292,14 @@ class Agent(LocalElasticAgent):
 
     def _leave(self, code: int) -> None:
         """Leave with an exit code. If the store ends with this launch, first let the others read the verdict."""
-        count, until = self.store.add("left", 1), time.monotonic() + LEAVE_S
-        while self._serves and count < self._hosts and time.monotonic() < until:
-            self._sleep(LOOK_S)
-            count = self.store.add("left", 0)
-        raise Left(code)
+        until = time.monotonic() + LEAVE_S
+        self.store.add("left", 1)
+        while self._serves and self.store.add("left", 0) < self._hosts and time.monotonic() < until:
+            self._pause(LOOK_S)
+        raise SystemExit(code)
 
     def _await(self, store: dist.Store, keys: list[str]) -> None:
-        """Wait for keys in the store of this rendezvous. Raises Left(LOST) if an agent that should set one is lost."""
+        """Wait for keys in the store of this rendezvous. Leaves as LOST if an agent that should set one is lost."""
         begun = checked = time.monotonic()
         while not store.check(keys):
             if self.store.check(["end"]):
@@ -330,17 +312,17 @@ class Agent(LocalElasticAgent):
                     self.leader.leave_out(lost)
                     store.set("again", "")
                 if lost or store.check(["again"]) or now - begun > PLAN_S:
-                    raise Left(LOST)
-            self._sleep(LOOK_S)
+                    raise SystemExit(LOST)
+            self._pause(LOOK_S)
 
     def _pause(self, seconds: float) -> None:
+        """Wait, and handle signals and the ranks meanwhile. A signal to this launch ends a longer wait."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._received:
-            self._sleep(LOOK_S)
-
-    def _sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-        self._tick()
+        while True:
+            time.sleep(min(seconds, LOOK_S))
+            self._tick()
+            if self._received or time.monotonic() >= until:
+                return
 
     def _tick(self) -> None:
         """Check the ranks and the starter's messages, and pass signals on."""

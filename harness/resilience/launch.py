@@ -1,4 +1,4 @@
-"""`ds-harness launch`: where a run starts. Who starts whom, from the top:
+"""`ds-harness launch`: where a run starts. Who starts what, from the top:
 
     ds-harness launch       this file: reads the flags
       Agent                 elastic.py, in the same process: torch's elastic agent. It meets the agents of other hosts,
@@ -7,8 +7,8 @@
         standby             on_host/standby.py: has imported torch, and forks the ranks of each start
         keeper              on_host/keeper.py: ends the ranks if this command is killed
 
-On several hosts this command runs on each (`--rdzv_endpoint`). With a hostfile, or in a Slurm job, it starts itself on
-each by ssh or srun instead: `starter.py`.
+On several hosts this command runs on each of them (`--rdzv_endpoint`). With a hostfile, or in a Slurm job, it starts
+itself on each by ssh or srun: `starter.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from harness.console import drop_output_without_reader, print_if_heard
 from harness.errors import UserError
 from harness.resilience.hosts import HostDevices, address_here, find_hosts, listen
 from harness.resilience.on_host.keeper import GRACE_S, keep
-from harness.resilience.on_host.lines import LineReader
 from harness.resilience.on_host.processes import become_subreaper
 from harness.resilience.on_host.ranks import Ranks
 from harness.resilience.options import QUIET, USAGE, Options, read_options
@@ -39,7 +38,7 @@ from harness.resilience.script import Script
 from harness.resilience.starter import Starter
 from harness.resilience.team import LOST, Offer
 from harness.topology.env import LOOPBACK, changed_environment, inherited, replace_environment
-from harness.topology.processes import wait_readable
+from harness.topology.processes import LineReader, wait_readable
 
 SILENT_S = 60.0  # a starter on another host that sends nothing for so long counts as gone
 IS_LINUX = sys.platform == "linux"  # a standby process needs a subreaper, which other systems lack
@@ -62,7 +61,7 @@ def launch(argv: Sequence[str]) -> int:
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)  # a thread that waits for a slow store would be unwound through C++ at Python's own exit: SIGABRT
+    os._exit(code)  # at Python's own exit a thread that still waits for a store, inside C++, would cause a SIGABRT
 
 
 class StarterGone(Exception):
@@ -73,13 +72,10 @@ class Control:
     """Signals to this launch: from the system, and from the launch on another host that has started it.
 
     The starter sends lines: first variables for this process, then numbers of signals; 0 only shows that it is alive.
-
-    Attributes:
-        received: the signals so far.
     """
 
     def __init__(self, *, is_started: bool) -> None:
-        self.received: list[int] = []
+        self.received: list[int] = []  # the signals so far
         self._input = LineReader(0) if is_started else None
         self._heard = time.monotonic()
         for number in SIGNALS:
@@ -140,9 +136,8 @@ def run_agent(options: Options, host: HostDevices, script: Script, control: Cont
 
 def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ranks, control: Control) -> int:
     endpoint, listener = _endpoint(options)
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see `rendezvous`
-    replace_environment({**inherited(), **own_store})
-    # The number of this launch in the rendezvous. One that a starter has started again replaces the one before.
+    replace_environment({**inherited(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})  # see `rendezvous`
+    # The number of this launch in the rendezvous. If a starter starts it again, the new one replaces the old one.
     launched = options.node_rank if options.started else int.from_bytes(os.urandom(4), "big") | 1 << 31
     assert launched is not None
     with changed_environment({**QUIET, **inherited(*QUIET)}):  # for this process alone
@@ -165,7 +160,7 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
     for incarnation in itertools.count(int(time.time())):
         try:
             store = connect(reached, wait)
-            offer = _offer(options, host, endpoint)  # only now: before, the endpoint's name may be unknown
+            offer = _offer(options, host, endpoint)  # only now: before, the endpoint's name could not be resolved
             name = (offer.address, launched, incarnation)
             agent = Agent(
                 offer, name, options, script, ranks, store, look, control.received, history, serves=server is not None
@@ -190,25 +185,15 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
 
 def _offer(options: Options, host: HostDevices, endpoint: tuple[str, int]) -> Offer:
     """Return what this host brings to each start."""
-    return Offer(
-        host=options.host or (socket.gethostname() if options.rdzv_endpoint else host.name),
-        devices=host.devices,
-        address=options.local_addr or _address(endpoint, alone=options.nodes[1] == 1),
-        position=options.node_rank or 0,
-    )
-
-
-def _address(endpoint: tuple[str, int], *, alone: bool) -> str:
-    """Return where other hosts reach this one.
-
-    If this host is the endpoint but finds itself by the loopback, that is the endpoint's name.
-    """
-    found = address_here(*endpoint)
-    return endpoint[0] if found.startswith("127.") and not alone else found
+    address = options.local_addr or address_here(*endpoint)
+    if address.startswith("127.") and options.nodes[1] > 1:  # this host is the endpoint: others reach it by that name
+        address = endpoint[0]
+    name = options.host or (socket.gethostname() if options.rdzv_endpoint else host.name)
+    return Offer(host=name, devices=host.devices, address=address, position=options.node_rank or 0)
 
 
 def _endpoint(options: Options) -> tuple[tuple[str, int], socket.socket | None]:
-    """Return where the agents meet, and a socket that listens there if the store is to be served by this launch."""
+    """Return where the agents meet, and a socket that listens there if this launch is to serve the store."""
     if not options.rdzv_endpoint:
         listener = listen(LOOPBACK, 0)
         assert listener is not None

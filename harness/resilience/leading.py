@@ -1,8 +1,8 @@
 """What the leader of a run does for all hosts: it plans each start, and judges it when it is over.
 
-In the engine each agent restarts by itself: at once, up to a number of times, whatever the cause. Here the agent with
-number 0 in the rendezvous is the leader. What must outlive it is in the store, where the next leader finds it: the
-history of the run, and the team of a start that has not been judged.
+In the engine each agent restarts by itself, at once, a number of times, whatever the cause. Here the agent with number
+0 in the rendezvous is the leader. What must outlive it is in the store, where the next leader finds it: the history of
+the run, and the team of a start that has not been judged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from harness.checkpoint.directories import RESTARTS
 from harness.console import print_if_heard
 from harness.errors import UserError
-from harness.resilience.cause import Cause
 from harness.resilience.judging import History, Verdict, judge
 from harness.resilience.options import Options
 from harness.resilience.rendezvous import put, take
@@ -38,16 +37,11 @@ class Leader:
     """Plans and judges.
 
     Args:
-        devices: number of those of this host.
+        devices: number of devices of this host.
         store: of the agents.
-        sleep: waits for some seconds, and handles signals and messages of the starter meanwhile.
+        pause: waits for some seconds, and handles signals and messages of the starter meanwhile.
         received: signals to the launch of this agent.
-        history: as known to an earlier agent of the same launch.
-
-    Attributes:
-        team: the hosts of the current start.
-        grows: whether its ranks were told to save and stop because further hosts are there.
-        known: the history as this agent has last seen it.
+        known: the history of the run, as this agent or an earlier one of the same launch has last seen it.
     """
 
     def __init__(
@@ -56,16 +50,15 @@ class Leader:
         options: Options,
         script: Script,
         store: dist.Store,
-        sleep: Callable[[float], None],
+        pause: Callable[[float], None],
         received: Sequence[int],
-        history: History,
+        known: History,
     ) -> None:
-        self.options, self.script, self.store = options, script, store
+        self.options, self.script, self.store, self.known = options, script, store, known
         self._devices, self._wanted = devices, options.wanted or devices * options.nodes[1]
-        self._sleep, self._received = sleep, received
-        self.team = Team(offers=())
-        self.grows = False
-        self.known = history
+        self._pause, self._received = pause, received
+        self.team = Team(offers=())  # the hosts of the current start
+        self.grows = False  # whether its ranks were told to save and stop because further hosts are there
         self._waits_since = 0.0  # since when there are too few hosts; 0 if there are enough
         least, most = options.nodes
         self._may_wait = least < most or bool(options.max_restarts)
@@ -73,7 +66,7 @@ class Leader:
 
     @property
     def history(self) -> History:
-        """The history of the run: from the store, as another agent may have been the leader; else as known here."""
+        """The history of the run: from the store, because another agent may have led; else as known here."""
         if self.store.check(["history"]):
             self.known = take(self.store, "history", History)
         return self.known
@@ -82,13 +75,17 @@ class Leader:
         """Write what each host starts into the store of the meeting.
 
         Returns:
-            A verdict that ends the run instead: no layout fits, or the start before has already used up the restarts.
+            A verdict that ends the run instead, if no layout fits or the last start has used up the restarts.
         """
         if not self.store.check(["history"]):
             known = [offer.history for offer in offers if offer.history is not None]
             self._write(replace(max(known, key=lambda each: each.start, default=History()), is_open=False))
-        if (history := self.history).is_open:
-            verdict = self._judge_abandoned(history, {offer.node for offer in offers})
+        if (history := self.history).is_open:  # its leader was lost
+            former = take(self.store, f"{history.start}/team", Team)
+            self.store.compare_set(f"{history.start}/over", "", "fault")
+            absent = {offer.node for offer in former.offers} - {offer.node for offer in offers}
+            verdict = self.judge(former, absent, "", ANSWER_S)
+            self._pause(min(verdict.pause, LONGEST_S))
             if verdict.code is not None:
                 return verdict
             history = self.history
@@ -127,19 +124,17 @@ class Leader:
 
     def leave_out(self, lost: Sequence[str]) -> None:
         """Have the next rendezvous leave out agents that were lost before they took part in a start."""
-        history = self.history
-        self._write(replace(history, gone=(*history.gone, *lost)))
+        self._write(replace(self.history, gone=(*self.known.gone, *lost)))
 
     def _problem(self, team: Team) -> Verdict | None:
-        """Print that no layout fits, and wait for further hosts if they may come; return a verdict if not."""
+        """Tell the user if no layout fits the hosts. Returns a verdict that ends the run if no others may come."""
         missing = self.store.get("missing").decode() if self.store.check(["missing"]) else ""
         if team.start is not None:
             self._waits_since = 0.0
             if missing:
                 self.say(f"no answer from {missing}: going on without")
             return None
-        problem = f"{team.available} of {self._wanted} devices are left"
-        problem = f"no answer from {missing}" if missing else problem
+        problem = f"no answer from {missing}" if missing else f"{team.available} of {self._wanted} devices are left"
         now = time.monotonic()
         may_come = self._may_wait and (bool(missing) or len(team.offers) < self.options.nodes[1])
         if not may_come or (self._waits_since and now - self._waits_since > HOSTS_S):
@@ -157,26 +152,15 @@ class Leader:
         better = self.script.first(most) if most == self._wanted else self.script.on_fewer(self._wanted, most)
         return better is not None and better.ranks > used
 
-    def judge(self, lost: set[str], text: str, seconds: float) -> Verdict:
-        """Judge the current start, waiting some seconds for the reports of the hosts; tell all agents the verdict.
+    def judge(self, team: Team, lost: set[str], text: str, seconds: float) -> Verdict:
+        """Judge the last start, waiting some seconds for the reports of its hosts; tell all agents the verdict.
 
         Args:
+            team: its hosts.
             lost: agents that will not report.
             text: error of an agent itself; empty if a rank has failed.
         """
-        return self._judge(self.team, self.history, lost, text, seconds)
-
-    def _judge_abandoned(self, history: History, here: set[str]) -> Verdict:
-        """Judge a start whose leader is lost: its agent was killed, or its host."""
-        team = take(self.store, f"{history.start}/team", Team)
-        self.store.compare_set(f"{history.start}/over", "", "fault")
-        verdict = self._judge(team, history, {offer.node for offer in team.offers} - here, "", ANSWER_S)
-        until = time.monotonic() + min(verdict.pause, LONGEST_S)
-        while time.monotonic() < until and not self._received:
-            self._sleep(LOOK_S)
-        return verdict
-
-    def _judge(self, team: Team, history: History, lost: set[str], text: str, seconds: float) -> Verdict:
+        history = self.history
         if not any(offer.devices for offer in team.offers):
             return self.publish(Verdict(), replace(history, is_open=False, gone=tuple(sorted(lost))))
         reports = self._reports(team, history.start, lost, seconds)
@@ -191,8 +175,7 @@ class Leader:
         elif received and self._can_spare(team, lost | leaving):
             names = ", ".join(offer.host for offer in team.offers if offer.node in leaving)
             goes_on = f"going on without {names}, which was told to stop"
-        known = len(history.faults)
-        verdict, history = judge(
+        verdict, judged = judge(
             history,
             cause,
             most=self.options.max_restarts,
@@ -200,12 +183,15 @@ class Leader:
             received=received[0] if received else 0,
             goes_on=goes_on,
         )
-        if cause is not None and len(history.faults) > known:
-            self._log(cause, str(team.start))
-        return self.publish(verdict, replace(history, gone=tuple(sorted(lost | leaving))))
+        folder = self.script.output_dir
+        if cause is not None and len(judged.faults) > len(history.faults) and folder is not None and folder.is_dir():
+            line = {"time": time.time(), "step": cause.step, "cause": cause.text, "start": str(team.start)}
+            with suppress(OSError), (folder / RESTARTS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        return self.publish(verdict, replace(judged, gone=tuple(sorted(lost | leaving))))
 
     def _reports(self, team: Team, number: int, lost: set[str], seconds: float) -> dict[int, Report]:
-        """Return the reports of the hosts by their place in the team; those that come within some seconds."""
+        """Return the reports that arrive within some seconds, by the host's place in the team."""
         reports: dict[int, Report] = {}
         wanted = {index for index, offer in enumerate(team.offers) if offer.devices and offer.node not in lost}
         until = time.monotonic() + seconds
@@ -214,11 +200,11 @@ class Leader:
                 if self.store.check([f"{number}/ended/{index}"]):
                     reports[index] = take(self.store, f"{number}/ended/{index}", Report)
             if wanted - reports.keys():
-                self._sleep(LOOK_S)
+                self._pause(LOOK_S)
         return reports
 
     def _can_spare(self, team: Team, leaving: set[str]) -> bool:
-        """Whether the run can go on without these agents: enough are left, and none of these serves the store."""
+        """Whether the run can go on without these agents: enough are left, and none of the leaving serves the store."""
         left = [offer.node for offer in team.offers if offer.node not in leaving]
         server = self.store.get("server").decode() if self.store.check(["server"]) else ""
         least, most = self.options.nodes
@@ -237,15 +223,6 @@ class Leader:
     def _write(self, history: History) -> None:
         self.known = history
         put(self.store, "history", history)
-
-    def _log(self, cause: Cause, start: str) -> None:
-        """Add a line to `restarts.jsonl` in the output directory."""
-        folder = self.script.output_dir
-        line = {"time": time.time(), "step": cause.step, "cause": cause.text, "start": start}
-        with suppress(OSError):
-            if folder is not None and folder.is_dir():
-                with (folder / RESTARTS).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
 
     def say(self, text: str) -> None:
         """Print a line for the user."""

@@ -1,8 +1,8 @@
 """The c10d rendezvous of torch.distributed.elastic, with its own rules for which agents are lost and how long to wait.
 
 torch compares times that other hosts have written with its own clock, so hosts whose clocks differ by 15 seconds never
-meet; and each of N agents writes its heartbeat into the state of all N. Here each agent increases a counter in a key of
-its own, and others see by their own clock when it last changed. While ranks run, only the leader reads the counters.
+meet. And each of N agents writes its heartbeat into the state of all N. Here each agent increases a counter under a key
+of its own, and others measure by their own clock when it last changed. While ranks run, only the leader reads them.
 
 The ranks of each start meet in a store of their own. torch 2.13 gives them the store of the agents, which still has the
 addresses of the last start's ranks: gloo connects to a rank that is gone ("connection refused"), or waits for it.
@@ -50,7 +50,7 @@ TRY_S = 10.0  # one attempt to reach the store
 TELL_S = 20.0  # after so long the user is told what the launch waits for
 FIND_S = 600.0  # longest wait for a host that serves the store
 ANSWER_S = 60.0  # timeout of a request to the store
-UNACKNOWLEDGED_S = 30  # a connection to the store on which nothing is acknowledged for so long is closed
+UNACKNOWLEDGED_S = 30  # a connection to the store is closed if the other side acknowledges nothing for so long
 
 
 def serve(endpoint: tuple[str, int], listener: socket.socket) -> dist.TCPStore:
@@ -66,7 +66,7 @@ def serve(endpoint: tuple[str, int], listener: socket.socket) -> dist.TCPStore:
 
 
 def run_store(store: dist.Store, run_id: str) -> dist.Store:
-    """Return the keys of one run in the store of the agents, which several runs may use."""
+    """Return the part of the agents' store that belongs to one run: several runs may use a store."""
     return dist.PrefixStore(f"ds-harness/{run_id}", store)
 
 
@@ -83,10 +83,10 @@ def take(store: dist.Store, key: str, kind: type[T]) -> T:
 
 
 def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:
-    """Return a connection to the store, as soon as somebody serves it; call `look` meanwhile, which may raise.
+    """Return a connection to the store, once somebody serves it; call `look` meanwhile, which may raise.
 
     Each attempt has a thread, because it blocks for ever if another program accepts the connection and does not answer.
-    Raises SystemExit if nobody serves the store within FIND_S.
+    Raises SystemExit if nobody serves the store within FIND_S seconds.
     """
     begun, tried, told = time.monotonic(), -math.inf, False
     found: list[dist.Store] = []
@@ -94,10 +94,9 @@ def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:
     attempt = threading.Thread()
 
     def try_once() -> None:
+        timeout = timedelta(seconds=TRY_S)
         with suppress(RuntimeError, ValueError):
-            found.append(
-                dist.TCPStore(*endpoint, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TRY_S))
-            )
+            found.append(dist.TCPStore(*endpoint, is_master=False, wait_for_workers=False, timeout=timeout))
 
     while True:
         look()
@@ -123,44 +122,36 @@ def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:
 def break_silent_connections(port: int) -> None:
     """Have the kernel close this process's connections to a port if the other side acknowledges nothing.
 
-    Otherwise a request to the store of a host that is gone would block until TCP gives up, after a quarter of an hour.
-    torch has no option for this, so the sockets are found in /proc.
+    Otherwise a request to the store of a host that is gone blocks until TCP gives up, after a quarter of an hour. torch
+    has no option for this, so the sockets are found in /proc.
     """
-    folder = Path("/proc/self/fd")
-    sockets = [each for each in folder.iterdir() if _link(each).startswith("socket:")] if folder.is_dir() else []
-    for each in sockets:
-        with suppress(OSError), socket.socket(fileno=os.dup(int(each.name))) as connection:
-            if connection.getpeername()[1] == port:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option, value in (
-                    (socket.TCP_KEEPIDLE, 5),
-                    (socket.TCP_KEEPINTVL, 5),
-                    (socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_S * 1000),
-                ):
-                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _link(path: Path) -> str:
-    try:
-        return str(path.readlink())
-    except OSError:
-        return ""
+    options = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_USER_TIMEOUT: UNACKNOWLEDGED_S * 1000}
+    for each in list(Path("/proc/self/fd").glob("*")):
+        with suppress(OSError):
+            if not str(each.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(each.name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in options.items():
+                        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Heartbeat:
     """The counters by which agents see that the others are alive. A thread increases that of this agent.
 
     Args:
-        store: of the agents; the thread opens a connection of its own.
+        store: of the agents; the thread opens its own connection.
+        node: name of this agent.
     """
 
     def __init__(self, store: dist.Store, node: str) -> None:
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        self._store, self._node = store, node
+        self._store, self._node = dist.PrefixStore("heartbeat", store), node
+        own: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._seen: dict[str, tuple[bytes, float]] = {}
         self._checked = -math.inf
         self._closed = threading.Event()
-        own.add(_heartbeat_key(node), 1)
+        own.add(node, 1)
         self._thread = threading.Thread(target=self._beat, args=(own,), name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -170,9 +161,9 @@ class Heartbeat:
         self._thread.join(CLOSE_S)  # it may wait for a store that does not answer
 
     def lost(self, nodes: Sequence[str]) -> list[str]:
-        """Return the agents whose counters have not changed for LOST_S. Call it every few seconds."""
+        """Return the agents whose counters have not changed for LOST_S seconds. Call it every few seconds."""
         others = [node for node in nodes if node != self._node]
-        counts = self._store.multi_get([_heartbeat_key(node) for node in others]) if others else []
+        counts = self._store.multi_get(others) if others else []
         now = time.monotonic()
         was_paused, self._checked = now - self._checked > PAUSED_S, now
         for node, count in zip(others, counts, strict=True):
@@ -183,30 +174,20 @@ class Heartbeat:
     def _beat(self, store: dist.Store) -> None:
         while not self._closed.wait(HEARTBEAT_S):
             with suppress(RuntimeError):  # the store does not answer: the agent itself will notice
-                store.add(_heartbeat_key(self._node), 1)
-
-
-def _heartbeat_key(node: str) -> str:
-    return f"heartbeat/{node}"
+                store.add(self._node, 1)
 
 
 class StateHolder(_BackendRendezvousStateHolder):
-    """The state of the rendezvous, without agents that are gone.
-
-    Attributes:
-        gone: names of agents to leave out.
-        expected: number of hosts to wait for.
-        last_call: seconds without a new host after which those that are there start.
-    """
+    """The state of the rendezvous, without agents that are gone."""
 
     def __init__(
         self, backend: C10dRendezvousBackend, settings: RendezvousSettings, node: _NodeDesc, tick: Callable[[], None]
     ) -> None:
         super().__init__(backend, settings)
         self._node, self._tick = node, tick
-        self.gone: frozenset[str] = frozenset()
-        self.expected = settings.max_nodes
-        self.last_call = LAST_CALL_S
+        self.gone: frozenset[str] = frozenset()  # names of agents to leave out
+        self.expected = settings.max_nodes  # number of hosts to wait for
+        self.last_call = LAST_CALL_S  # seconds without a new host after which those that are there start
         self._came: tuple[frozenset[_NodeDesc], float] = (frozenset(), 0.0)
 
     def sync(self) -> bool | None:
@@ -246,14 +227,31 @@ class StateHolder(_BackendRendezvousStateHolder):
 
 
 class Rendezvous(DynamicRendezvousHandler):
-    """The handler for torch's elastic agent."""
+    """The handler for torch's elastic agent.
 
-    holder: StateHolder
-    node: str
+    Args:
+        nodes: least and largest number of agents.
+        name: address of this host, a number for its launch, and a number that grows with each agent of the launch.
+        tick: called at least every few seconds while this agent waits for others.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        run_id: str,
+        nodes: tuple[int, int],
+        name: tuple[str, int, int],
+        tick: Callable[[], None],
+    ) -> None:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        node, without_limit = _NodeDesc(*name), timedelta(seconds=JOIN_S)
+        settings = RendezvousSettings(run_id, *nodes, RendezvousTimeout(join=without_limit), without_limit, 1)
+        self.holder, self.node = StateHolder(C10dRendezvousBackend(store, run_id), settings, node, tick), str(node)
+        super().__init__(node, settings, "c10d", store, self.holder)
 
     @property
     def use_agent_store(self) -> bool:
-        """False: the ranks of each start open a store of their own."""
+        """False: the ranks of each start open their own store."""
         return False
 
     def _start_heartbeats(self) -> None:
@@ -270,7 +268,7 @@ class Rendezvous(DynamicRendezvousHandler):
         return store
 
     def participants(self) -> list[str]:
-        """Return the names of the agents that take part, in the order of their numbers once these are known."""
+        """Return the names of the agents that take part, in the order of their numbers once they have some."""
         numbers = self.holder.state.participants
         return [str(node) for node in sorted(numbers, key=lambda node: numbers[node])]
 
@@ -284,27 +282,3 @@ class Rendezvous(DynamicRendezvousHandler):
         self.holder.gone = frozenset()  # an agent that was lost during the rendezvous may have come back since
         self.holder.sync()
         return [str(node) for node in self.holder.state.wait_list]
-
-
-def rendezvous_of(
-    store: dist.Store,
-    run_id: str,
-    nodes: tuple[int, int],
-    name: tuple[str, int, int],
-    tick: Callable[[], None],
-) -> Rendezvous:
-    """Return the rendezvous of a run.
-
-    Args:
-        nodes: least and largest number of agents.
-        name: address of this host, a number for its launch, and a number that grows with each agent of the launch.
-        tick: called at least every few seconds while this agent waits for others.
-    """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    node = _NodeDesc(*name)
-    timeout = RendezvousTimeout(join=timedelta(seconds=JOIN_S))
-    settings = RendezvousSettings(run_id, *nodes, timeout, timedelta(seconds=JOIN_S), 1)
-    holder = StateHolder(C10dRendezvousBackend(store, run_id), settings, node, tick)
-    found = Rendezvous(node, settings, "c10d", store, holder)
-    found.holder, found.node = holder, str(node)
-    return found

@@ -1,4 +1,4 @@
-"""Read the state of processes from /proc: this one's ancestors, memory, environment."""
+"""Read the state of processes from /proc (this one's ancestors, memory, environment), and what arrives in pipes."""
 
 from __future__ import annotations
 
@@ -156,3 +156,19 @@ def wait_readable(descriptors: Iterable[int], seconds: float) -> list[int]:
         for descriptor in dict.fromkeys(descriptors):
             waiting.register(descriptor, selectors.EVENT_READ)
         return [key.fd for key, _ in waiting.select(seconds)]
+
+
+class LineReader:
+    """Reads whole lines from a file descriptor without blocking."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self.is_closed, self._rest = descriptor, False, b""
+
+    def read(self) -> list[str]:
+        """Return the complete lines that have arrived."""
+        while not self.is_closed and wait_readable([self.descriptor], 0):
+            chunk = os.read(self.descriptor, 1 << 16)
+            self._rest += chunk
+            self.is_closed = not chunk
+        *lines, self._rest = self._rest.split(b"\n")
+        return [line.decode(errors="replace") for line in lines]

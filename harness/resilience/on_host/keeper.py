@@ -1,8 +1,8 @@
 """A process beside a launch that ends what is left of the run on this host if the launch is killed.
 
-It reads from a pipe that the launch holds open. At its end the ranks get SIGTERM, which lets them save, and SIGKILL if
-they are still there after a while. A launch that ends as it should removes the folder of records first. The engine has
-nothing that outlives its agent, and a rank that is stopped does not notice that its parent is gone.
+It reads from a pipe that the launch holds open. When the pipe closes, the ranks get SIGTERM, which lets them save, and
+SIGKILL if they are still there after a while. A launch that ends normally removes the folder of records first. The
+engine has nothing that outlives its agent, and a stopped rank does not notice that its parent is gone.
 """
 
 from __future__ import annotations

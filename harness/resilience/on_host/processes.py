@@ -1,6 +1,6 @@
-"""Find and kill all processes of a run on this host, stopped and re-parented ones too.
+"""Find and kill all processes of a run on this host, also stopped ones and those that have lost their parent.
 
-The engine ends the processes that it has started itself, not what these have left: data workers, compilers, servers.
+The engine ends only the processes that it has started itself, not theirs: data workers, compilers, servers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def signal_when_parent_dies(number: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    with suppress(OSError, AttributeError):  # not Linux: ranks look for their parent themselves
+    with suppress(OSError, AttributeError):  # not Linux: ranks check their parent themselves
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
@@ -67,30 +67,22 @@ def reap() -> list[tuple[int, int]]:
 
 
 def members(records: str, kept: Collection[int] = ()) -> list[int]:
-    """Return the processes of a run but this one: those with its records in their environment, and all descendants."""
+    """Return the other processes of a run: those with its records in their environment, and this one's descendants."""
     parents: dict[int, int] = {}
     marked: set[int] = set()
     marker = f"\0{RECORDS}={records}".encode()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state in "ZX":
-                continue
-            parents[int(folder.name)] = int(parent)
-            environment = b"\0" + (folder / "environ").read_bytes()
-            if marker in environment:
-                marked.add(int(folder.name))
-    marked |= {process for process in parents if _descends(process, [os.getpid()], parents)}
-    left_alone = {process for process in marked if process in kept or _descends(process, kept, parents)}
-    return sorted(marked - left_alone - {os.getpid()})
+            if state not in "ZX":
+                parents[int(folder.name)] = int(parent)
+                if marker in b"\0" + (folder / "environ").read_bytes():
+                    marked.add(int(folder.name))
+    return sorted((marked | _family({os.getpid()}, parents)) - _family(set(kept), parents) - {os.getpid()})
 
 
-def _descends(process: int, ancestors: Collection[int], parents: dict[int, int]) -> bool:
-    seen = 0
-    while process in parents and seen < len(parents):
-        process, seen = parents[process], seen + 1
-        if process in ancestors:
-            return True
-    return False
+def _family(found: set[int], parents: dict[int, int]) -> set[int]:
+    """Return these processes and all their descendants."""
+    while more := {process for process, parent in parents.items() if parent in found} - found:
+        found = found | more
+    return found

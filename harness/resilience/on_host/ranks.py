@@ -1,7 +1,7 @@
-"""The ranks of one host: started, signalled, seen to end, and ended, with all that they have left behind.
+"""Start, signal and end the ranks of one host with all that they leave behind, and note how they end.
 
-The engine's own processes do not serve: when the first rank fails, it ends the others before they have recorded why,
-keeps only that one's exit code, and replaces the signal handlers of the launch.
+The engine's own way does not suffice: when the first rank fails, it ends the others before they have recorded why,
+keeps only that rank's exit code, and replaces the signal handlers of the launch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from harness.resilience.on_host.standby import DONE, Standby
 from harness.topology.env import RECORDS, inherited
 from harness.topology.processes import is_stopped
 
-PAUSED_S = 5.0  # after a longer gap between two looks this process was stopped itself: times start anew
-LOOK_S = 1.0  # interval of looks for stopped ranks
+PAUSED_S = 5.0  # after a longer gap between two checks this process was stopped itself: times start anew
+LOOK_S = 1.0  # interval of checks for stopped ranks
 NOT_FOUND = 127  # exit code of a command that cannot be started
 
 
@@ -42,16 +42,11 @@ class Ranks:
 
     Args:
         root: folder of their records; each start has a folder in it, by which its processes are found.
-        folder: in which they run.
+        folder: their working directory.
         environment: added to that of this process.
-        stopped_s: time after which ranks that are all stopped are killed (0: never). If only some are, the others
-            notice.
+        stopped_s: if all ranks have been stopped for so long, they are killed (0: never). If some are, others notice.
         preloads: whether a process that has done the imports forks them.
         spared: other processes that this one has started, which `end` must leave alone.
-
-    Attributes:
-        alive: the rank of each process.
-        exits: of those that exited by themselves in this start.
     """
 
     def __init__(
@@ -66,34 +61,29 @@ class Ranks:
     ) -> None:
         self.root, self._folder, self._environment = root, folder, environment
         self._stopped_s, self._preloads, self._spared = stopped_s, preloads, spared
-        self.alive: dict[int, int] = {}
-        self.exits: list[Exit] = []
+        self.alive: dict[int, int] = {}  # the rank of each process
+        self.exits: list[Exit] = []  # of the ranks that exited by themselves in this start
         self.records = root
-        self._count = 0
+        self.count = 0  # of the ranks in this start
         self._standby: Standby | None = None
         self._awaited: dict[int, tuple[int, list[str], dict[str, str]]] = {}  # ranks that the standby is to fork
         self._early: dict[int, int] = {}  # exit codes of processes whose rank is not known yet
         self._passed_on = 0  # the last signal to the ranks
         self._started: list[subprocess.Popen[bytes]] = []
-        self._looked = self._went_on = time.monotonic()  # `_went_on`: when some rank was last not stopped
+        self._checked = self._ran_at = time.monotonic()  # `_ran_at`: when not all ranks were stopped
         self._prepare()
 
-    @property
-    def count(self) -> int:
-        """How many ranks the current start has."""
-        return self._count
-
     def start(self, number: int, ranks: Sequence[tuple[int, list[str], dict[str, str]]]) -> None:
-        """Start ranks, each with its number, command and environment. OSError if no folder for records can be made."""
+        """Start ranks (number, command, environment). OSError if no folder for their records can be made."""
         self.end()
         drop_output_without_reader()  # ranks inherit these streams
-        self.exits, self._passed_on, self._count = [], 0, len(ranks)
+        self.exits, self._passed_on, self.count = [], 0, len(ranks)
         self.records = self.root / f"{number:04d}"
         shutil.rmtree(self.records, ignore_errors=True)  # of a start before the store of the agents was lost
         self.records.mkdir(parents=True)
         marked = [(rank, command, {**own, RECORDS: str(self.records)}) for rank, command, own in ranks]
         self._prepare()
-        self._went_on = time.monotonic()
+        self._ran_at = time.monotonic()
         if self._standby is not None and ranks and self._standby.start(marked):
             self._awaited = {each[0]: each for each in marked}
         else:
@@ -115,9 +105,9 @@ class Ranks:
             self._exited(self.alive.pop(process), self._early.pop(process))
         if not self._awaited:
             self._early.clear()
-        if time.monotonic() - self._looked > LOOK_S:
+        if time.monotonic() - self._checked > LOOK_S:
             self._end_stopped()
-            self._looked = time.monotonic()
+            self._checked = time.monotonic()
 
     def end(self) -> None:
         """Kill all processes of the current start."""
@@ -175,9 +165,9 @@ class Ranks:
             self.alive[process.pid] = rank
 
     def _look_at_standby(self, standby: Standby) -> None:
-        """Take over the ranks that the standby has forked. If it was killed before, note the others as ended.
+        """Take over the ranks that the standby has forked. If it was killed before that, note the others as ended.
 
-        Where its imports have failed, the ranks are started by themselves, and say why.
+        If its imports have failed, start the ranks without it: they will report the error.
         """
         has_ended = standby.has_ended()
         for rank, process in standby.started():
@@ -203,9 +193,9 @@ class Ranks:
         """Kill the ranks of this host if all have been stopped for too long: none of them can watch the others."""
         limit, now = self._stopped_s, time.monotonic()
         ranks = self._processes()
-        if not ranks or not all(map(is_stopped, ranks)) or now - self._looked > PAUSED_S:
-            self._went_on = now
-        elif limit and now - self._went_on > limit:
+        if not ranks or not all(map(is_stopped, ranks)) or now - self._checked > PAUSED_S:
+            self._ran_at = now
+        elif limit and now - self._ran_at > limit:
             print_if_heard(f"error: all ranks here have been stopped for {limit:g} s: they are ended", sys.stderr)
             for process in ranks:
                 os.kill(process, signal.SIGKILL)

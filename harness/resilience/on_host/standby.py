@@ -1,12 +1,11 @@
 """A process that has done the imports of a rank, and forks the ranks of its host, start after start.
 
-So neither the first start nor a restart has each rank import torch, transformers and DeepSpeed by itself. For each
-start it forks a child; the child forks the ranks, writes their pids and exits. The agent, a subreaper, becomes the
-ranks' parent: it sees how they end.
+So the ranks need not import torch, transformers and DeepSpeed themselves, neither at the first start nor at a restart.
+For each start it forks a child; the child forks the ranks, writes their pids and exits. The agent, a subreaper, becomes
+the ranks' parent and sees how they end.
 
-multiprocessing's own fork server, which torch's elastic agent can start functions with, does not serve: it blocks the
-agent for ever when it is stopped itself, a rank has to return a value instead of exiting, and no rank can be told from
-another in /proc.
+multiprocessing's own fork server, with which torch's elastic agent can start functions, has three faults: when it is
+stopped it blocks the agent for ever, a rank must return a value and cannot exit, and in /proc all ranks look alike.
 """
 
 from __future__ import annotations
@@ -21,20 +20,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from harness.console import drop_output_without_reader
-from harness.resilience.on_host.lines import LineReader
 from harness.resilience.on_host.processes import signal_when_parent_dies
 from harness.topology.env import RECORDS, inherited, replace_environment
-from harness.topology.processes import present_as
+from harness.topology.processes import LineReader, present_as
 
-# Count devices through NVML: a CUDA context in this process would not work in its forks.
-WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # count devices by NVML: a CUDA context is lost in a fork
 TITLE = "ds-harness: ready for a start"  # its command line in ps
-# Bytes reserved in argv and environ, which a rank overwrites in place with its own: others read them in /proc.
-ROOM = 1 << 12
+ROOM = 1 << 12  # bytes in argv and environ which a rank overwrites with its own: others read them in /proc
 PADDING = "DS_HARNESS_ROOM"
 DONE = [-1, 0]  # follows the pids of a start
 PRELOADED = (
@@ -51,18 +48,10 @@ PRELOADED = (
 
 
 class Standby:
-    """The process, from its agent's side.
-
-    Args:
-        root: folder of the records of the run, by which its processes are found.
-    """
+    """The process, from its agent's side. `root`: folder of the run's records, by which its processes are found."""
 
     def __init__(
-        self,
-        root: str,
-        folder: str,
-        environment: Mapping[str, str],
-        modules: Sequence[str] = PRELOADED,
+        self, root: str, folder: str, environment: Mapping[str, str], modules: Sequence[str] = PRELOADED
     ) -> None:
         self._out = os.dup(1)
         self.process = subprocess.Popen(
@@ -83,18 +72,17 @@ class Standby:
         """Have it fork these ranks (number, command, environment); return False if it has exited."""
         request = {"agent": os.getpid(), "out": self._out, "ranks": ranks}
         assert self.process.stdin is not None
-        try:
+        with suppress(OSError):
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
-        except OSError:
-            return False
-        return self.process.poll() is None
+            return self.process.poll() is None
+        return False
 
     def started(self) -> list[tuple[int, int]]:
-        """Return (rank, process) of the ranks that were forked since the last call; rank -1 ends a start."""
+        """Return (rank, process) of the ranks forked since the last call; rank -1 follows the last of a start."""
         return [(rank, process) for rank, process in map(json.loads, self._answers.read())]
 
     def has_ended(self) -> bool:
-        """Whether it forks no further ranks than those that `started` returns now."""
+        """Whether it forks no ranks besides those that `started` returns now."""
         return self._answers.is_closed or self.process.poll() is not None
 
     def end(self) -> None:
@@ -114,7 +102,7 @@ def main() -> None:
     os.dup2(2, 1)  # output of imports must not mix with the answers
     for module in sys.argv[1:-1]:
         importlib.import_module(module)
-    gc.freeze()  # else each garbage collection of a rank walks all imported objects and copies their pages
+    gc.freeze()  # else each garbage collection in a rank visits all imported objects and so copies their pages
     while line := sys.stdin.readline():
         if (child := os.fork()) == 0:
             if _fork_ranks(json.loads(line), environment, answers):
@@ -150,7 +138,8 @@ def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, 
         os.close(source)
     drop_output_without_reader()
     replace_environment(environment)
-    if _has_driver():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda._is_in_bad_fork():  # noqa: SLF001  # the imports have initialised CUDA
         os.execve(command[0], list(command), environment)
     present_as(command, environment)  # ranks find each other by environment and command line in /proc
     words = [word for word in command[1:] if word != "-u"]
@@ -161,12 +150,6 @@ def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, 
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
     runpy.run_path(words[0], run_name="__main__")
-
-
-def _has_driver() -> bool:
-    """Whether the imports have initialised CUDA, which does not work in a fork."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda._is_in_bad_fork()  # noqa: SLF001
 
 
 if __name__ == "__main__":

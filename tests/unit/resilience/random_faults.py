@@ -157,7 +157,7 @@ def beat(self: Heartbeat, store: object) -> None:
     """As `Heartbeat._beat`, but it can be stopped."""
     while not self._closed.wait(rendezvous.HEARTBEAT_S):
         if not getattr(self, "is_stopped", False):
-            store.add(rendezvous._heartbeat_key(self._node), 1)  # type: ignore[attr-defined]
+            store.add(self._node, 1)  # type: ignore[attr-defined]
 
 
 def shorten_waits() -> None:

@@ -294,6 +294,17 @@ def test_an_agent_that_was_stopped_itself_takes_nobody_for_lost(
     ours.close()
 
 
+def test_only_connections_to_the_store_are_broken_when_nothing_is_acknowledged() -> None:
+    """This process may have sockets of other kinds, as its input under Node.js."""
+    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server, ours, theirs:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            rendezvous.break_silent_connections(port)
+            found = [each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for each in (connection, server)]
+    assert found == [1, 0]
+
+
 def break_connections(port: int) -> None:
     """End this process's connections to a port, as the kernel does when a network is down for long."""
     for path in Path("/proc/self/fd").iterdir():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.resilience.cause import first_cause
-from harness.resilience.on_host.processes import _descends
+from harness.resilience.on_host.processes import _family
 from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import Position, read_failures, read_positions, succeeded
 from harness.resilience.script import Start
@@ -100,17 +100,16 @@ def test_records_are_read_by_time_and_as_far_as_they_are_whole(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("process", "ancestors", "descends"),
+    ("processes", "family"),
     [
-        (4, [1], True),
-        (4, [3], True),
-        (4, [4], False),  # it is no child of its own
-        (1, [4], False),
-        (9, [1], False),  # not known
-        (4, [], False),
-        (6, [5], True),  # even in a circle, which a list of processes that changes may show
-        (6, [1], False),
+        ({1}, {1, 2, 3, 4}),
+        ({3}, {3, 4}),
+        ({4}, {4}),
+        ({9}, {9}),  # not known
+        (set(), set()),
+        ({5}, {5, 6}),  # even in a circle, which a list of processes that changes may show
+        ({2, 6}, {2, 3, 4, 5, 6}),
     ],
 )
-def test_who_descends_from_whom(process: int, ancestors: list[int], descends: bool) -> None:
-    assert _descends(process, ancestors, {4: 3, 3: 2, 2: 1, 5: 6, 6: 5}) == descends
+def test_who_descends_from_whom(processes: set[int], family: set[int]) -> None:
+    assert _family(processes, {4: 3, 3: 2, 2: 1, 5: 6, 6: 5}) == family
