@@ -91,10 +91,12 @@ class RunView:
         return lookup(self.file_as_read, pointer)
 
     def has(self, pointer: str) -> bool:
-        """Whether the file has a key, whatever its value."""
-        section, name = pointer.rsplit("/", 1)
-        parent = lookup(self.data, section) if section else self.data
-        return isinstance(parent, dict) and name in parent
+        """Whether the config has a key, whatever its value."""
+        return _has(self.data, pointer)
+
+    def file_has(self, pointer: str) -> bool:
+        """Whether the file has a key: what arguments and defaults have filled in is not in it."""
+        return _has(self.document.data, pointer)
 
     def on(self, pointer: str) -> bool:
         """Whether a switch is on for DeepSpeed's lenient reader."""
@@ -214,6 +216,12 @@ class RunView:
 def is_comment(name: str) -> bool:
     """Whether a key is a comment for people."""
     return name.startswith(COMMENT_MARKS) or "comment" in name.lower()
+
+
+def _has(values: Mapping[str, object], pointer: str) -> bool:
+    section, name = pointer.rsplit("/", 1)
+    parent = lookup(values, section) if section else values
+    return isinstance(parent, dict) and name in parent
 
 
 def _walk(values: Mapping[str, object], section: Key, pointer: str) -> Iterator[KeyOccurrence]:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
@@ -65,6 +65,8 @@ def verify(argv: Sequence[str]) -> int:
 
 
 def _certify(model: str, arguments: TrainingArguments, world_size: int | None, output: Path | None) -> int:
+    if output is not None:
+        _write(output, "", "a")  # to know now whether it can be written: the trial takes a minute
     from harness.parity.launch import QUIET
     from harness.report import certificate
 
@@ -76,17 +78,22 @@ def _certify(model: str, arguments: TrainingArguments, world_size: int | None, o
 
     found = certify(model, arguments, say, world_size)
     if output is not None:
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from error
+        _write(output, json.dumps(found, indent=2) + "\n")
     if found["compared"] and certificate.store(found) is None:
         print("the certificate cannot be kept for runs: set XDG_CACHE_HOME to a folder of yours", file=sys.stderr)
     print(table(found))
     if found["verdict"] != certificate.EQUAL:
         raise UserError(f"{arguments.deepspeed_config}: {found['verdict']}: {found['reason']}")
     return 0
+
+
+def _write(output: Path, text: str, mode: Literal["w", "a"] = "w") -> None:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from error
 
 
 def table(found: JsonObject) -> str:

@@ -15,7 +15,6 @@ import os
 import pickle
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from harness.topology.env import LOOPBACK, free_port
 from tests.distributed.forkserver import ForkServer
 from tests.simulated_device import device as simulated
 
@@ -122,16 +122,13 @@ def _server(environment: Mapping[str, str]) -> ForkServer:
 
 
 def _environment(n: int, extra: Mapping[str, str]) -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         **os.environ,
         **device_environment(),
         "WORLD_SIZE": str(n),
         "LOCAL_WORLD_SIZE": str(n),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         **extra,

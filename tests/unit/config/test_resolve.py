@@ -168,6 +168,7 @@ def test_zero_buckets_follow_the_hidden_size_and_the_rest_is_left_to_deepspeed()
         ),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "DS501", "ZeRO-3 only"),
         ({"train_batch_size": "8"}, {}, "DS201", '"8"'),
+        ({"gradient_clippin": 0.5}, {}, "DS101", "did you mean gradient_clipping?"),  # the file alone is asked
     ],
 )
 def test_what_cannot_run_is_refused(config, values, code, says):

@@ -9,7 +9,8 @@ import pytest
 
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import read_run_config
-from harness.parity.commands import table
+from harness.errors import UserError
+from harness.parity.commands import table, verify
 from harness.parity.composition import Composition
 from harness.parity.subject import deepspeed_config
 from harness.parity.trial import Verdict
@@ -75,6 +76,13 @@ def test_a_composition_that_runs_refuse_is_said_in_the_certificate(tmp_path: Pat
     assert found["verdict"] == certificate.REFUSED and "DS601" in found["reason"]
     assert found["subject"].keys() == {"config", "layout", "model", "code"}
     assert table(found).endswith("verdict: refused")
+
+
+def test_where_the_certificate_goes_is_tried_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = ["--model_name_or_path", "no such model", "--deepspeed_config", "no such file"]
+    with pytest.raises(UserError, match=r"--output .*/file/c.json: cannot be written: (Not a directory|File exists)"):
+        verify([*command, "--output", str(tmp_path / "file" / "c.json")])
 
 
 def test_a_certificate_is_found_by_all_that_it_holds_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,7 @@ def max_grad_norm_in_optimizer(view: RunView) -> Iterator[Finding]:
     """
     pointer = f"{PARAMS}/max_grad_norm"
     if view.has(pointer):
-        clash = view.has("/gradient_clipping")
+        clash = view.file_has("/gradient_clipping")
         yield Finding(
             pointer=pointer,
             message="max_grad_norm is not a parameter of the optimizer",

@@ -59,7 +59,7 @@ def misspelt_key(view: RunView) -> Iterator[Finding]:
         if meant is None:
             continue
         severity, deepspeed = _consequence(visit)
-        taken = meant in view.section(visit.parent) if visit.parent else meant in view.data
+        taken = view.file_has(f"{visit.parent}/{meant}")
         yield Finding(
             pointer=visit.pointer,
             message=f"unknown key {name_of(visit.pointer)}",
@@ -100,7 +100,7 @@ def misplaced_key(view: RunView) -> Iterator[Finding]:
                 f"remove it: {name_of(place)} is a separate section",
                 edits.remove(view.document, visit.pointer),
             )
-        elif view.has(place):
+        elif view.file_has(place):
             hint, change = f"it belongs at {name_of(place)}, which is set as well; keep one of them", ()
         else:
             hint, change = f"move it to {name_of(place)}", edits.move(view.document, visit.pointer, place)
@@ -212,7 +212,7 @@ def deprecated_key(view: RunView) -> Iterator[Finding]:
 
 def _modern(view: RunView, visit: KeyOccurrence, new: str | None) -> tuple[Edit, ...]:
     """Return the edits that replace the old form by the new one; none if that would change the training."""
-    if new is None or view.has(f"{visit.parent}/{new}"):
+    if new is None or view.file_has(f"{visit.parent}/{new}"):
         return ()
     if new in ("offload_optimizer", "offload_param"):
         if visit.value is not True:
