@@ -143,9 +143,17 @@ def dry_run(
 
 @torch.no_grad()
 def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
-    """Return the shapes of the random numbers that a layer on the meta device draws, until it reads a value."""
+    """Return the shapes of the random numbers that a layer on the meta device draws, until it reads a value.
+
+    The arguments may have another dtype than the layer, as those of a run in 16 bits have.
+    """
+    dtype = next((weight.dtype for weight in layer.parameters() if weight.is_floating_point()), hidden.dtype)
+
+    def placed(tensor: Tensor) -> Tensor:
+        return tensor.to(META, dtype if tensor.is_floating_point() else tensor.dtype)
+
     with DrawnShapes() as drawn, suppress(*ASKS_FOR_VALUES), _any_experts(layer, "batched_mm"):
-        inputs.mapped(lambda tensor: tensor.to(META)).apply(layer, hidden.to(META))
+        inputs.mapped(placed).apply(layer, placed(hidden))
     return drawn.shapes
 
 

@@ -12,11 +12,13 @@ nothing else needs them. So a large vocabulary's logits are in memory once, with
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from harness.config.model.shares import stretch
 from harness.parallel.comm import Context, apply, group_rank, group_size, max_over_group, sum_over_group
@@ -52,15 +54,19 @@ def vocab_parallel_cross_entropy(
 def is_needed(logits: Tensor) -> bool:
     """Whether the logits are needed after the loss: by the caller, or by the backward of the operation that made them.
 
-    Walk the graph upwards as long as nodes share the memory of the logits, and look whether any has saved it. In a part
-    that is computed again for the backward, return True; the second computation asks once more.
+    Walk the graph upwards as long as nodes share the memory of the logits, and look whether any has saved it. Return True
+    for logits of a part that is computed again for the backward, and for a loss in such a part: there the second
+    computation asks once more.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001  # no public name
-    if hooks is not None and torch._C._current_graph_task_id() == -1:  # noqa: SLF001  # no public name; -1: no backward runs
-        return True  # to look at a packed tensor would compute the part at once, and keep it until the backward
+    in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # no public name
+    if hooks is not None and not in_backward:
+        return True
     base = logits._base  # noqa: SLF001  # the tensor of which this is a view: torch has no public name for it
     memory, node = _memory(logits), (logits if base is None else base).grad_fn
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
+        if _has_packed(node) and not in_backward:
+            return True  # a look at a packed tensor would compute the part at once, and keep it until the backward
         saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
         saved += getattr(node, "saved_tensors", ())
         if any(isinstance(value, Tensor) and _memory(value) == memory for value in saved):
@@ -69,6 +75,13 @@ def is_needed(logits: Tensor) -> bool:
             return False  # an ordinary operation: its inputs have other memory
         node = node.next_functions[0][0]
     return True
+
+
+def _has_packed(node: Node) -> bool:
+    """Whether hooks hold what a node has saved, as those of a part that is computed again do."""
+    raw = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
+    each = chain.from_iterable(value if isinstance(value, tuple | list) else (value,) for value in raw)
+    return any(getattr(saved, "unpack_hook", None) is not None for saved in each)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING
 
 from harness.hf.forward.outer_forward import OuterForward
-from harness.hf.layers.call import LayerInputs, dry_run
+from harness.hf.layers.call import LayerInputs, drawn_shapes, dry_run
 from harness.hf.skeleton import build_skeleton
 
 WIDE = {"hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 320}
@@ -56,3 +57,10 @@ def test_experts_of_any_width_run_on_zeros():
 
     hidden = torch.zeros(1, 3, 32)
     assert dry_run(block, LayerInputs((), {}, None), hidden, run).shape == hidden.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_layer_draws_is_known_also_where_its_arguments_have_16_bits(dtype: torch.dtype) -> None:
+    layer = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5)).to("meta")
+    hidden = torch.zeros(2, 3, 4, dtype=dtype)
+    assert drawn_shapes(layer, LayerInputs((), {}, None), hidden) == [torch.Size((2, 3, 6))]

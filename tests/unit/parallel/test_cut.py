@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.errors import UserError
@@ -236,6 +237,22 @@ def test_cross_entropy_is_torch_s_and_its_gradient_too() -> None:
     (grad,) = torch.autograd.grad(got.sum(), logits)
     (expected_grad,) = torch.autograd.grad(expected.sum(), logits)
     assert torch.allclose(grad, expected_grad, atol=1e-7)
+
+
+def test_logits_of_a_part_that_is_computed_again_are_so_only_in_the_backward() -> None:
+    computed = []
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        computed.append(hidden.shape)
+        return hidden @ hidden.mT
+
+    hidden = torch.randn(7, 5, requires_grad=True)
+    logits = checkpoint(head, hidden, use_reentrant=False)
+    loss = vocab_parallel_cross_entropy(logits, torch.arange(7), None, 7).sum()
+    assert len(computed) == 1
+    (grad,) = torch.autograd.grad(loss, hidden)
+    (expected,) = torch.autograd.grad(F.cross_entropy(head(hidden), torch.arange(7), reduction="sum"), hidden)
+    assert torch.allclose(grad, expected, atol=1e-6)
 
 
 HEADS = {
