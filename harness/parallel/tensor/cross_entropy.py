@@ -54,8 +54,8 @@ def vocab_parallel_cross_entropy(
 def is_needed(logits: Tensor) -> bool:
     """Whether the logits are needed after the loss: by the caller, or by the backward of the operation that made them.
 
-    Walk the graph upwards as long as nodes share the memory of the logits, and look whether any has saved it. Return True
-    for logits of a part that is computed again for the backward, and for a loss in such a part: there the second
+    Walk the graph upwards as long as nodes share the memory of the logits, and look whether any has saved it. Return
+    True for logits of a part that is computed again for the backward, and for a loss in such a part: there the second
     computation asks once more.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001  # no public name
