@@ -125,8 +125,9 @@ def gradients_of(engine: DeepSpeedEngine, parameters: Iterable[Tensor]) -> list[
     """Return all gradients that exist now, each once: those on parameters, in the parameter's precision and in the
     optimizer's, and the parts of them that ZeRO keeps."""
     found = [getattr(parameter, name, None) for parameter in parameters for name in GRADIENTS]
-    names = ("averaged_gradients", "grad_partitions_flat_buffer", "single_partition_of_fp32_groups")
-    *kept, offloaded = (getattr(engine.optimizer, name, None) for name in names)
-    kept += [part.grad for part in offloaded or ()]  # where gradients are offloaded, they are here
+    names = ("averaged_gradients", "grad_partitions_flat_buffer")
+    kept = [getattr(engine.optimizer, name, None) for name in names]
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):  # of ZeRO-1 and 2, and of ZeRO-3
+        kept += [part.grad for part in getattr(engine.optimizer, name, None) or ()]  # there where they are offloaded
     found += [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
     return list({id(gradient): gradient for gradient in found if gradient is not None}.values())

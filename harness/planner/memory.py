@@ -170,7 +170,8 @@ def _states(workload: Workload, strategy: Strategy, held: float, own: float) -> 
         gradients, optimizer = own * max(workload.gradient_bytes, width), own * 12
     host = 0.0
     if strategy.offload != "none":
-        host, optimizer = optimizer + gradients, 0.0
+        again = own * 4 if stage == 3 else 0.0  # the optimizer reads a copy of the gradients, which ZeRO-3 keeps
+        host, optimizer = optimizer + gradients + again, 0.0
         gradients = gradients if stage < 2 else 0.0
     if strategy.offload == "optimizer+parameters":
         host, parameters = host + parameters, 0.0
@@ -462,8 +463,11 @@ def _buckets(workload: Workload, strategy: Strategy, load: StageLoad) -> float:
 
 
 def _gathered(workload: Workload, strategy: Strategy, stage: Stage, load: StageLoad) -> float:
-    """Return the bytes of ZeRO-3's gathered parameters at the end of a forward: those that the backward needs soon."""
-    if strategy.dp_size == 1:
+    """Return the bytes of ZeRO-3's gathered parameters at the end of a forward: those that the backward needs soon.
+
+    A rank alone gathers none, but copies those that lie in the host's memory.
+    """
+    if strategy.dp_size == 1 and strategy.offload != "optimizer+parameters":
         return 0.0
     layer = max((_matrix(strategy, layer) for layer, _ in stage.layers), default=0.0)
     return max(min(load.parameters, GATHERED), 2 * layer) * workload.element_bytes

@@ -79,8 +79,12 @@ def kind_of_layer(layer: nn.Module) -> Hashable:
 
 
 def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:
-    """Return the tokens of this rank's stretch, with their positions in the whole sequence if the model takes any."""
-    positions, is_packed = tokens.positions, tokens.positions is not None
+    """Return the tokens of this rank's stretch, with their positions in the whole sequence if the model takes any.
+
+    They count as not packed: what computes a stretch makes its masks for no layer, and one that keeps documents apart
+    could not be made, as transformers looks up tokens by their positions.
+    """
+    positions = tokens.positions
     if positions is None and outer.takes_positions:
         positions = torch.arange(tokens.ids.shape[1], device=tokens.ids.device).expand_as(tokens.ids)
-    return Tokens(context.own(tokens.ids), None if positions is None else context.own(positions), is_packed=is_packed)
+    return Tokens(context.own(tokens.ids), None if positions is None else context.own(positions), is_packed=False)

@@ -53,7 +53,7 @@ class Hardware:
         dispatch_seconds: time in which the host issues one operation.
         node_size: number of devices that the link `node` connects; the link `network` connects nodes.
         host_bytes_per_second: rate between a device and its host's memory.
-        host_memory_bytes: the host's memory for each device.
+        host_memory_bytes: the host's memory for each device that is used.
         host_memory_bytes_per_second: rate of the host's memory for each device.
         crowding: ranks per core, if the device is the host's processor; constants were measured with all cores busy.
         crowded: the link between `crowded_ranks` ranks of a host with fewer cores, if it was measured.
@@ -114,8 +114,8 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def load_hardware(name: str, world_size: int = 1) -> Hardware:
-    """Return a packaged device, or that of a file, as one of `world_size` ranks sees it.
+def load_hardware(name: str, world_size: int | None = None) -> Hardware:
+    """Return a packaged device, or that of a file, as one of `world_size` ranks sees it; None: ranks on whole hosts.
 
     Raises UserError if there is no such device, or the file is not valid.
     """
@@ -136,12 +136,18 @@ def read_device(name: str) -> tuple[JsonObject, str]:
     return content, str(path)
 
 
-def device_of(content: object, path: str, world_size: int = 1) -> Hardware:
-    """Return the device that a file's content describes, as one of `world_size` ranks sees it."""
+def device_of(content: object, path: str, world_size: int | None = None) -> Hardware:
+    """Return the device that a file's content describes, as one of `world_size` ranks sees it.
+
+    A file says how much of the host's memory there is for each of its devices. Ranks that are fewer have all of it.
+    """
     hardware = _read(content, path)
     if isinstance(content, Mapping) and "cores" in content:
-        return _shared(hardware, world_size, _number(content, path, "cores"))
-    return hardware
+        return _shared(hardware, world_size or 1, _number(content, path, "cores"))
+    assert isinstance(content, Mapping)
+    of_host = _count(content, path, "host", "devices") if "devices" in content["host"] else hardware.node_size
+    more = max(1.0, of_host / (world_size or of_host))
+    return replace(hardware, host_memory_bytes=hardware.host_memory_bytes * more)
 
 
 def _shared(hardware: Hardware, ranks: int, cores: float) -> Hardware:

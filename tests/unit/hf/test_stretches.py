@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from harness.hf.causal import CausalModel, assemble
-from harness.hf.context.plan import TokensApart
+from harness.hf.context.plan import TokensApart, own_tokens
+from harness.hf.forward.outer_forward import OuterForward
+from harness.hf.forward.payload import Tokens
 from harness.hf.skeleton import ModelSource
 from harness.hf.verify.comparison import find_difference
 from harness.hf.verify.stretches import context_plan
-from harness.hf.verify.tiny_copy import tiny_config
+from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 from harness.parallel.comm import TensorParallel
 from harness.parallel.context.masks import MaskRows
+from harness.parallel.context.stretches import ContextParallel
 
 CPU = torch.device("cpu")
 
@@ -47,6 +50,17 @@ def test_blocks_and_norms_compute_each_token_by_itself() -> None:
 
 def test_a_model_that_passes_on_more_than_a_hidden_state_is_computed_whole() -> None:
     assert context_plan(tiny_config("gemma3n_text")).whole
+
+
+@torch.no_grad()
+def test_a_stretch_of_a_packed_row_begins_inside_of_a_document() -> None:
+    model = tiny_model(tiny_config("git")).eval()  # whose masks look up tokens by their positions in the document
+    outer = OuterForward(ModelSource.of_model(model).skeleton(), CPU)
+    modules = {name: model.get_submodule(name) for name in outer.prologue}
+    tokens = Tokens(torch.arange(16).reshape(2, 8), torch.arange(8).expand(2, 8))
+    own = own_tokens(tokens, outer, ContextParallel(rank=1, size=2))
+    whole, part = (outer.enter(each, modules, training=False).hidden for each in (tokens, own))
+    assert torch.equal(part, whole[:, 4:])
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss"])

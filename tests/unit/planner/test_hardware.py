@@ -38,6 +38,14 @@ def test_units_of_a_file_become_bytes_and_seconds() -> None:
     assert device.node_size == 4 and not device.is_host
 
 
+@pytest.mark.parametrize(("devices", "ranks", "share"), [(8, None, 1), (8, 16, 1), (8, 2, 4), (8, 1, 8), (72, 1, 4)])
+def test_fewer_ranks_than_devices_share_the_memory_of_a_whole_host(devices: int, ranks: int | None, share: int) -> None:
+    device = content(node__devices=devices, host__memory_gib=100)
+    if devices == 72:  # a link between several hosts
+        device["host"]["devices"] = 4
+    assert device_of(device, "x", ranks).host_memory_bytes == share * 100 * GIB
+
+
 @pytest.mark.parametrize(("changes", "rate"), [({}, 0.0), ({"node__exchange_efficiency": {"value": 0.25}}, 112.5e9)])
 def test_a_file_may_say_what_an_all_to_all_reaches(changes: dict[str, Any], rate: float) -> None:
     assert device_of(content(**changes), "x").node.exchange_bytes_per_second == rate
