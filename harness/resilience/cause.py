@@ -68,7 +68,12 @@ def first_cause(
     killed = min((end for end in silent if end.code < 0), key=lambda end: end.time, default=None)
     own = next((failure for failure in failures if not failure.is_lost_peer), None)
     if killed is not None and (own is None or killed.time < own.time + SAME_TIME_S):
-        return _killed(killed, positions[killed.rank], oom_kills)
+        position, reasons = positions[killed.rank], {None: "; killed by the system: memory?", 0: ""}
+        reason = (
+            reasons.get(oom_kills, "; killed by the system: out of memory") if killed.code == -signal.SIGKILL else ""
+        )
+        text = f"{_who(position)} was killed by {_name(-killed.code)} {_when(position)}{reason}"
+        return Cause(text=text, step=position.step, rank=killed.rank, may_pass=True)
     if own is not None:
         return _recorded(own)
     if silent:
@@ -100,13 +105,6 @@ def _recorded(failure: Failure) -> Cause:
         is_final=failure.is_user_error and failure.step == 0,
         may_pass=failure.error not in OF_CODE or any(what in failure.message.lower() for what in PASSING),
     )
-
-
-def _killed(end: Exit, position: Position, kills: int | None) -> Cause:
-    reasons = {None: "; killed by the system: memory?", 0: ""}
-    reason = reasons.get(kills, "; killed by the system: out of memory") if end.code == -signal.SIGKILL else ""
-    text = f"{_who(position)} was killed by {_name(-end.code)} {_when(position)}{reason}"
-    return Cause(text=text, step=position.step, rank=end.rank, may_pass=True)
 
 
 def _silent(end: Exit, position: Position) -> Cause:

@@ -44,7 +44,7 @@ SIGNAL_S = 1.0  # Slurm and Kubernetes signal ranks and agent in any order: time
 
 
 class Agent(LocalElasticAgent):
-    """The agent of one host. It leaves the run by SystemExit, with the exit code of the launch or with LOST.
+    """The agent of one host. `run` ends by SystemExit, with the exit code of the launch or with LOST.
 
     Args:
         name: of this agent, as `Rendezvous` takes it.
@@ -108,8 +108,7 @@ class Agent(LocalElasticAgent):
         self._joins, self._leads, self._hosts = False, group_rank == 0, group_world_size
         history = None if self.store.check(["history"]) else self.leader.known
         port = self.options.master_port or free_port()
-        offer = replace(self.offer, node=self.handler.node, port=port, history=history)
-        put(store, f"offer/{group_rank}", offer)
+        put(store, f"offer/{group_rank}", replace(self.offer, node=self.handler.node, port=port, history=history))
         if self._leads:
             keys = [f"offer/{rank}" for rank in range(group_world_size)]
             self._await(store, keys)
@@ -117,12 +116,11 @@ class Agent(LocalElasticAgent):
                 raise SystemExit(LOST)  # this agent was stopped, and another one leads
             if (verdict := self.leader.plan([take(store, key, Offer) for key in keys], store)) is not None:
                 self._leave(verdict.code or 0)
-        self._await(store, ["plan", f"plan/{offer.node}"])
-        self._plan = {**take(store, "plan", dict), **take(store, f"plan/{offer.node}", dict)}
+        self._await(store, ["plan", own := f"plan/{self.handler.node}"])
+        self._plan = {**take(store, "plan", dict), **take(store, own, dict)}
         self._number, self._signalled, self._finished = self._plan["start"], False, False
-        first, total = self._plan["first"], self._plan["ranks"]
-        locals_ = range(len(self._plan["devices"]))
-        return [Worker(local, first + local, first + local, total, total) for local in locals_]
+        first, total, here = self._plan["first"], self._plan["ranks"], range(len(self._plan["devices"]))
+        return [Worker(local, first + local, first + local, total, total) for local in here]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start the ranks of this host."""
@@ -255,14 +253,6 @@ class Agent(LocalElasticAgent):
     def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
         """Return an empty event: nobody reads it, and torch's own looks up this host's name in the DNS each time."""
         return Event(state, source)
-
-    def run(self, role: str = "rank") -> RunResult:
-        """Run until this agent leaves, which it does by SystemExit."""
-        try:
-            result: RunResult = super().run(role)
-            return result
-        finally:
-            self.heartbeat.close()
 
     def _wait_for_others(self) -> None:
         """Handle signals, lost hosts and the end of the run while the rendezvous waits, which calls this often."""

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,33 +28,27 @@ COUNT_DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('
 # Prefixes of variables that the `deepspeed` command, too, passes to other hosts.
 EXPORTED = ("PYTHON", "NCCL", "UCX", "MLFLOW", "MV2", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "GLOO_", "DS_", "HF_",
             "PYTORCH_", "TORCH_")  # fmt: skip
-ENVIRONMENT_FILES = (Path.home() / ".deepspeed_env", Path(".deepspeed_env"))
+ENVIRONMENT_FILES = (Path.home() / ".deepspeed_env", Path(".deepspeed_env"))  # lines `NAME=VALUE` for other hosts
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostDevices:
-    """A host and the numbers of its devices, one for each rank.
-
-    Attributes:
-        slurm: whether processes are started there by srun.
-    """
+    """A host and the numbers of its devices, one for each rank."""
 
     name: str
     devices: tuple[int, ...]
-    slurm: bool = False
+    slurm: bool = False  # whether processes are started there by srun
 
     @property
     def is_here(self) -> bool:
-        """Whether the host is this one."""
-        if self.name in (LOCALHOST, socket.gethostname()):
-            return not self.slurm or self.name == LOCALHOST
-        try:
-            with socket.socket() as probe:
-                probe.bind((socket.gethostbyname(self.name), 0))
-        except OSError:
-            return False
-        return not self.slurm
+        """Whether the host is this one, and no srun is needed to start a process there."""
+        if self.slurm or self.name in (LOCALHOST, socket.gethostname()):
+            return self.name == LOCALHOST or not self.slurm
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind((socket.gethostbyname(self.name), 0))
+            return True
+        return False
 
     def command(self, words: Sequence[str], ssh_port: int | None) -> list[str]:
         """Return the command that runs `ds-harness launch` with these words there."""
@@ -75,15 +70,15 @@ class HostDevices:
         names = [visible[i] if i < len(visible) and visible[i] else str(i) for i in self.devices]
         chosen = {DEVICES: ",".join(names)}
         shown = {} if self.devices == tuple(range(len(self.devices))) else chosen
-        return shown if self.is_here or self.slurm else {**inherited(*EXPORTED), **_environment_files(), **shown}
+        if self.is_here or self.slurm:
+            return shown
+        lines = [line.strip() for path in ENVIRONMENT_FILES if path.is_file() for line in path.read_text().splitlines()]
+        stated = [line.partition("=") for line in lines if "=" in line and not line.startswith("#")]
+        return {**inherited(*EXPORTED), **{name: value for name, _, value in stated}, **shown}
 
 
 def find_hosts(options: Options) -> tuple[HostDevices, ...]:
-    """Return the hosts of a run with the devices to use.
-
-    Raises:
-        UserError: a flag names an unknown host or device, or no host is left.
-    """
+    """Return the hosts of a run with the devices to use. UserError if one is unknown, or no host is left."""
     hosts = _all_hosts(options)
     if options.include or options.exclude:
         hosts = _filtered(hosts, options)
@@ -96,19 +91,17 @@ def find_hosts(options: Options) -> tuple[HostDevices, ...]:
 
 def _all_hosts(options: Options) -> list[HostDevices]:
     wanted = options.num_accelerators
-    if options.rdzv_endpoint:
-        return [HostDevices(name=LOCALHOST, devices=tuple(range(wanted or _count_devices())))]
     path = options.hostfile or (HOSTFILE if Path(HOSTFILE).is_file() else None)
-    if path:
+    allocation = None if options.rdzv_endpoint or path else Allocation.from_environ(inherited())
+    if path and not options.rdzv_endpoint:
         found = [(host.name, wanted or host.slots) for host in read_hostfile(path)]
-        return [HostDevices(name=name, devices=tuple(range(slots))) for name, slots in found]
-    if allocation := Allocation.from_environ(inherited()):
-        count = wanted or allocation.tasks_per_node
-        names = allocation.hosts
-        return [HostDevices(name=name, devices=tuple(range(count)), slurm=True) for name in names]
-    stated = [slots for name, slots in _node_list(options.include) if name == LOCALHOST]
-    count = wanted or (max(map(max, stated)) + 1 if all(stated) and stated else _count_devices())
-    return [HostDevices(name=LOCALHOST, devices=tuple(range(count)))]
+    elif allocation is not None:
+        found = [(name, wanted or allocation.tasks_per_node) for name in allocation.hosts]
+    else:
+        stated = [slots for name, slots in _node_list(options.include) if name == LOCALHOST]
+        found = [(LOCALHOST, wanted or (max(map(max, stated)) + 1 if all(stated) and stated else _count_devices()))]
+    slurm = allocation is not None
+    return [HostDevices(name=name, devices=tuple(range(slots)), slurm=slurm) for name, slots in found]
 
 
 def _count_devices() -> int:
@@ -149,13 +142,6 @@ def _node_list(spec: str) -> list[tuple[str, list[int]]]:
         except ValueError:
             raise UserError(f"{node!r} is not HOST or HOST:NUMBER,NUMBER") from None
     return nodes
-
-
-def _environment_files() -> dict[str, str]:
-    """Return the variables of `.deepspeed_env` in the home folder and in the current one."""
-    lines = [line for path in ENVIRONMENT_FILES if path.is_file() for line in path.read_text().splitlines()]
-    pairs = [line.partition("=") for line in map(str.strip, lines) if "=" in line and not line.startswith("#")]
-    return {name: value for name, _, value in pairs}
 
 
 def address_here(host: str, port: int = 1) -> str:

@@ -36,13 +36,7 @@ class Verdict:
 
 
 def judge(
-    history: History,
-    cause: Cause | None,
-    *,
-    most: int,
-    leaves_out: bool,
-    received: int = 0,
-    goes_on: str = "",
+    history: History, cause: Cause | None, *, most: int, leaves_out: bool, received: int = 0, goes_on: str = ""
 ) -> tuple[Verdict, History]:
     """Return what follows a start that `cause` ended (None: success), and the history with it.
 

@@ -38,7 +38,7 @@ from harness.resilience.script import Script
 from harness.resilience.starter import Starter
 from harness.resilience.team import LOST, Offer
 from harness.topology.env import LOOPBACK, changed_environment, inherited, replace_environment
-from harness.topology.processes import LineReader, wait_readable
+from harness.topology.processes import LineReader
 
 SILENT_S = 60.0  # a starter on another host that sends nothing for so long counts as gone
 IS_LINUX = sys.platform == "linux"  # a standby process needs a subreaper, which other systems lack
@@ -76,30 +76,27 @@ class Control:
 
     def __init__(self, *, is_started: bool) -> None:
         self.received: list[int] = []  # the signals so far
-        self._input = LineReader(0) if is_started else None
-        self._heard = time.monotonic()
+        self._input: LineReader | None = None
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, lambda number, _: self.received.append(number))
-        while self._input is not None:
-            wait_readable([0], 1.0)
-            if lines := self._input.read():
-                replace_environment({**inherited(), **json.loads(lines[0])})
-                self.received += [int(line) for line in lines[1:] if line != "0"]
-                break
-            if self._input.is_closed:
+        if is_started:
+            with open(0, "rb", buffering=0, closefd=False) as pipe:  # unbuffered: signals may follow
+                variables = pipe.readline()
+            if not variables:
                 raise UserError("the launch that has started this one is gone")
+            replace_environment({**inherited(), **json.loads(variables)})
+            self._input = LineReader(0)
+        self._heard = time.monotonic()
 
     def look(self) -> None:
         """Read messages of the starter. Raises StarterGone."""
-        if self._input is None:
-            return
-        for line in self._input.read():
-            self._heard = time.monotonic()
-            if line != "0":
-                self.received.append(int(line))
-        if self._input.is_closed or time.monotonic() - self._heard > SILENT_S:
-            raise StarterGone
+        if self._input is not None:
+            for line in self._input.read():
+                self._heard = time.monotonic()
+                self.received += [int(line)] if line != "0" else []
+            if self._input.is_closed or time.monotonic() - self._heard > SILENT_S:
+                raise StarterGone
 
 
 def run_agent(options: Options, host: HostDevices, script: Script, control: Control) -> int:
@@ -115,12 +112,7 @@ def run_agent(options: Options, host: HostDevices, script: Script, control: Cont
     saves_time = options.max_restarts or len(host.devices) > 1
     preloads = bool(saves_time) and script.is_known and not (options.no_standby or options.no_python) and IS_LINUX
     ranks = Ranks(
-        root,
-        str(Path.cwd()),
-        host.environment(),
-        stopped_s=script.hang_seconds,
-        preloads=preloads,
-        spared=[keeper.pid],
+        root, str(Path.cwd()), host.environment(), stopped_s=script.hang_seconds, preloads=preloads, spared=[keeper.pid]
     )
     try:
         return _meet_and_run(options, host, script, ranks, control)
@@ -162,14 +154,14 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
             store = connect(reached, wait)
             offer = _offer(options, host, endpoint)  # only now: before, the endpoint's name could not be resolved
             name = (offer.address, launched, incarnation)
-            agent = Agent(
-                offer, name, options, script, ranks, store, look, control.received, history, serves=server is not None
-            )
+            received, serves = control.received, server is not None
+            agent = Agent(offer, name, options, script, ranks, store, look, received, history, serves=serves)
             if server is None:  # a store in this process stays, also while the network is down
                 break_silent_connections(endpoint[1])
             try:
                 agent.run()
             finally:
+                agent.heartbeat.close()
                 history = agent.leader.known
         except SystemExit as end:
             assert isinstance(end.code, int)

@@ -14,20 +14,20 @@ from harness.errors import UserError
 from harness.topology.env import inherited
 from harness.topology.launchers import HostPlace
 
-HERE = {  # flags with a value that a launch which starts others by ssh or srun has followed itself
+HERE = {  # flags with a value which a launch that starts others by ssh or srun applies itself
     *("--hostfile", "-H", "--include", "-i", "--exclude", "-e", "--num_nodes", "--num_accelerators", "--num_gpus"),
     *("--nproc_per_node", "--nproc-per-node", "--ssh_port"),
 }
 ON_EACH = "run `ds-harness launch --rdzv_endpoint HOST:PORT` on each host, by what starts commands there"
 BY_DEEPSPEED = "only the `deepspeed` command can do this, without restarts"
-ELSEWHERE = {  # flags that are not of this command any more, or of the `deepspeed` command alone
+ELSEWHERE = {  # flags that this command had, or that only the `deepspeed` command has
     "--slurm": "use `ds-harness cluster slurm --output FILE`",
     "--slurm_seconds": "use `ds-harness cluster slurm --save_seconds S`",
     **dict.fromkeys(("--launcher", "--launcher_args", "--no_ssh"), ON_EACH),
     **dict.fromkeys(("--bind_cores_to_rank", "--bind_core_list"), "use `--no_python numactl ...` instead"),
     **dict.fromkeys(("--autotuning", "--venv_script", "--enable_each_rank_log", "--save_pid"), BY_DEEPSPEED),
 }
-QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}  # else each failed call of a store prints a page of C++ frames
+QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}  # else each failed request to a store prints a page of C++ frames
 HOSTFILE = "/job/hostfile"  # where the `deepspeed` command looks
 EXAMPLE = """example:
   ds-harness launch --max_restarts 20 --num_accelerators 8 scripts/train.py --deepspeed_config pipeline_3d \\
@@ -46,19 +46,10 @@ that fails goes on from its newest checkpoint, on the hosts that answer, with th
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to start a run, and how often.
+    """How to start a run, and how often."""
 
-    Attributes:
-        script: what runs on each rank, with its arguments.
-        flags: what stands before it.
-        nnodes: least and largest number of hosts that run this command, as `2:4`; None for the only one.
-        rdzv_endpoint: HOST:PORT where they meet.
-        node_rank: place of this host among them; None if unknown.
-        started: whether another launch has started this one, and gives it the name `host` and its number of ranks.
-    """
-
-    script: tuple[str, ...]
-    flags: tuple[str, ...]
+    script: tuple[str, ...]  # what runs on each rank, with its arguments
+    flags: tuple[str, ...]  # the words before it
     max_restarts: int
     min_ranks: int | None
     num_accelerators: int | None
@@ -73,14 +64,14 @@ class Options:
     no_python: bool
     no_local_rank: bool
     no_standby: bool
-    nnodes: str | None
-    rdzv_endpoint: str
+    nnodes: str | None  # least and largest number of hosts that run this command, as `2:4`; None: this one alone
+    rdzv_endpoint: str  # HOST:PORT where they meet
     rdzv_id: str
-    node_rank: int | None
+    node_rank: int | None  # place of this host among them; None if unknown
     local_addr: str
-    started: bool
-    host: str
-    wanted: int | None
+    started: bool  # whether another launch has started this one; if so, it also sets:
+    host: str  # the name of this host
+    wanted: int | None  # the number of ranks on all hosts
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -98,11 +89,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_options(argv: Sequence[str]) -> Options:
-    """Return the flags before the script, and the script with its arguments. UserError for what cannot be."""
+    """Return the flags before the script, and the script with its arguments. UserError if they are wrong."""
     parser = _parser()
     given = vars(parser.parse_args(argv))
     start = len(argv) - len(given.pop("arguments")) - 1
-    start -= argv[start] != given.pop("script")  # argparse swallows a "--" behind the script
+    start -= argv[start] != given.pop("script")  # argparse swallows a "--" after the script
     for name in ("no_ssh_check", "force_multi", "quiet", "log_level", "rdzv_backend"):
         given.pop(name)
     _fill_from_launcher(given)
@@ -112,22 +103,17 @@ def read_options(argv: Sequence[str]) -> Options:
 
 
 def _fill_from_launcher(given: JsonObject) -> None:
-    """Set what was not given and what a launcher of hosts says of this one: Kubeflow, JobSet, Slurm and others."""
-    if any(given[name] for name in ("hostfile", "include", "exclude", "num_nodes", "rdzv_endpoint")):
-        return
-    if (host := HostPlace.from_environ(inherited())) is None:
-        return
-    found = {
-        "nnodes": host.nodes,
-        "rdzv_endpoint": host.endpoint,
-        "node_rank": host.rank,
-        "num_accelerators": host.ranks,
-    }
-    given.update({name: value for name, value in found.items() if given[name] is None or given[name] == ""})
+    """Set flags that were not given from the launcher of this host: Kubeflow, JobSet, Slurm and others."""
+    chosen = any(given[name] for name in ("hostfile", "include", "exclude", "num_nodes", "rdzv_endpoint"))
+    host = None if chosen else HostPlace.from_environ(inherited())
+    if host is not None:
+        found = {"nnodes": host.nodes, "rdzv_endpoint": host.endpoint, "node_rank": host.rank}
+        found["num_accelerators"] = host.ranks
+        given.update({name: value for name, value in found.items() if given[name] in (None, "")})
 
 
 def _require(options: Options) -> None:
-    """Raise UserError for flags that exclude each other, and for values out of range."""
+    """Raise UserError for flags that exclude each other and for values out of range."""
     if options.include and options.exclude:
         raise UserError("--include and --exclude: give one of them")
     if (options.include or options.exclude) and (options.num_nodes or options.num_accelerators):
@@ -146,7 +132,7 @@ def _require(options: Options) -> None:
 
 
 def _require_meeting(options: Options) -> None:
-    """Raise UserError for flags of the meeting of several hosts that are not of the right form, or not enough."""
+    """Raise UserError for wrong or missing flags of several hosts that meet."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", options.nnodes or "1")
     if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise UserError(f"--nnodes {options.nnodes}: must be a number of hosts, or the least and the largest, as 2:4")
@@ -157,9 +143,8 @@ def _require_meeting(options: Options) -> None:
         raise UserError(f"--rdzv_endpoint {options.rdzv_endpoint}: must be HOST:PORT")
     chosen = [name for name in ("hostfile", "include", "exclude", "num_nodes") if getattr(options, name)]
     if options.rdzv_endpoint and chosen:
-        raise UserError(
-            f"--{chosen[0]} and --rdzv_endpoint: give one of them; with --rdzv_endpoint each host starts its own"
-        )
+        text = "give one of them; with --rdzv_endpoint each host starts its own"
+        raise UserError(f"--{chosen[0]} and --rdzv_endpoint: {text}")
 
 
 def _parser() -> argparse.ArgumentParser:

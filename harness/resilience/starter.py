@@ -1,4 +1,4 @@
-"""Start `ds-harness launch` on each host by ssh or srun, again on hosts that were lost, and serve the agents' store.
+"""Start `ds-harness launch` on each host by ssh or srun, and again on lost hosts; serve the store of the agents.
 
 The engine starts nothing on other hosts.
 """
@@ -37,8 +37,8 @@ class HostLaunch:
 
     def __init__(self, host: HostDevices, words: Sequence[str], ssh_port: int | None) -> None:
         drop_output_without_reader()  # ranks inherit these streams
-        self.host, self.begun = host, time.monotonic()
-        self._ran = time.monotonic()  # when it was last seen not stopped
+        self.host = host
+        self.begun = self._ran_at = time.monotonic()  # `_ran_at`: when it was not stopped
         self.process = subprocess.Popen(
             host.command(words, ssh_port),
             stdin=subprocess.PIPE,
@@ -57,10 +57,10 @@ class HostLaunch:
             self.process.stdin.write(line.encode() + b"\n")
 
     def is_lost(self) -> bool:
-        """Whether it has exited, or has been stopped for STOPPED_S."""
+        """Whether it has exited, or has been stopped for STOPPED_S seconds."""
         if not is_stopped(self.process.pid):
-            self._ran = time.monotonic()
-        return self.process.poll() is not None or time.monotonic() - self._ran > STOPPED_S
+            self._ran_at = time.monotonic()
+        return self.process.poll() is not None or time.monotonic() - self._ran_at > STOPPED_S
 
     def end(self) -> int:
         """Kill it: its keeper ends what it leaves. Returns its exit code."""
@@ -71,19 +71,12 @@ class HostLaunch:
 
 
 class Starter:
-    """Keeps a launch on each host until the run is over.
-
-    Args:
-        received: signals that this process gets.
-
-    Attributes:
-        missing: when each host without a launch is tried again.
-    """
+    """Keeps a launch on each host until the run is over. `received`: signals that this process gets."""
 
     def __init__(self, options: Options, hosts: Sequence[HostDevices], received: Sequence[int]) -> None:
         self.options, self.hosts, self.received = options, hosts, received
         self.launches: dict[int, HostLaunch] = {}
-        self.missing: dict[int, float] = {}
+        self.missing: dict[int, float] = {}  # when each host without a launch is tried again
         self._told = ""
         self._address = LOOPBACK
         for host in hosts:

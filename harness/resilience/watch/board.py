@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 class Board:
-    """The rows of one host's ranks, and the verdict on which they end."""
+    """The rows of one host's ranks, and the verdict that ends them."""
 
     def __init__(self, path: Path, rows: int) -> None:
         size = VERDICT + rows * ROW

@@ -144,7 +144,9 @@ def _silent(statuses: Sequence[RankStatus]) -> Verdict | None:
 def _hang(statuses: Sequence[RankStatus], is_whole: bool) -> Verdict | None:
     """Find whether all ranks have stopped making progress, and which one is at fault."""
     stopped = [each for each in statuses if each.state == "T" and each.is_still]
-    if not stopped and not (is_whole and _waits_for_another(statuses) and all(each.is_still for each in statuses)):
+    working = [each for each in statuses if each.phase in INSIDE and not each.is_gone]
+    may_wait = len(statuses) > 1 and (len(working) > 1 or any(each.waits for each in working))  # one for another
+    if not stopped and not (is_whole and may_wait and all(each.is_still for each in statuses)):
         return None
     stuck = stopped or [each for each in statuses if each.is_stuck]
     if len(stuck) == len(statuses) > 1 and not stopped:
@@ -160,12 +162,6 @@ def _hang(statuses: Sequence[RankStatus], is_whole: bool) -> Verdict | None:
     waiting = [each for each in statuses if each not in stuck and each.waits]
     text = f"{first.name} hangs in step {first.step}, during: {first.doing}, {where}, for {first.still:.0f} s{others}"
     return _verdict(HANG, first, text + _waiting(waiting))
-
-
-def _waits_for_another(statuses: Sequence[RankStatus]) -> bool:
-    """Whether a rank may wait for another: two are in a step or a save, or one waits for one that is in neither."""
-    working = [each for each in statuses if each.phase in INSIDE and not each.is_gone]
-    return len(statuses) > 1 and (len(working) > 1 or any(each.waits for each in working))
 
 
 def _behind(stuck: Sequence[RankStatus]) -> list[RankStatus]:

@@ -90,18 +90,15 @@ def left_out(found: Mapping[int, Enqueued], statuses: Sequence[RankStatus]) -> t
     places = {each.rank: each for each in statuses}
 
     def is_on_its_way(case: tuple[int, list[int], str]) -> bool:
-        rank, others, _ = case
-        return any(_is_before(places[rank], places[other]) for other in others if other in places)
+        one = places[case[0]]
+        for other in (places[rank] for rank in case[1] if rank in places):
+            unit = 1 if one.stage == other.stage else BEATS_OF_STEP  # stages do different things within a step
+            if one.beats // unit < other.beats // unit:
+                return True
+        return False
 
     cases = sorted((case for case in _behind(found) if case[0] in places), key=is_on_its_way)
     return (cases[0][0], cases[0][2]) if cases else None
-
-
-def _is_before(one: RankStatus, other: RankStatus) -> bool:
-    """Whether a rank is behind another. Stages do different things in a step, so between stages the step decides."""
-    if one.stage == other.stage:
-        return one.beats < other.beats
-    return one.beats // BEATS_OF_STEP < other.beats // BEATS_OF_STEP
 
 
 def _behind(found: Mapping[int, Enqueued]) -> Iterator[tuple[int, list[int], str]]:

@@ -8,15 +8,13 @@ it is compared with the expected cost of the stage.
 from __future__ import annotations
 
 import statistics
-from collections import deque
 from collections.abc import Sequence
 
 from harness.console import Console
 from harness.resilience.process.activity import ACTIVITY, Phase
 from harness.resilience.watch.diagnosis import RankStatus
 
-SAMPLES = 100  # number of samples in the share of work: 20 s
-LEAST_SAMPLES = 50
+SAMPLES, LEAST_SAMPLES = 100, 50  # number of the latest samples in the share of work: 20 s, at least 10 s
 RATIO = 1.5  # least ratio of a straggler's share to the median of its peers
 BUSY = 0.5  # a rank that works for less than this share of the time delays nobody
 EVERY_S = 5.0
@@ -24,20 +22,9 @@ IN_A_ROW = 4  # comparisons before a warning: 20 s
 AGAIN_S = 300.0  # time until the warning may be repeated
 
 
-class WorkShare:
-    """Share of the latest samples in which a rank does not wait for others."""
-
-    def __init__(self) -> None:
-        self._works: deque[bool] = deque(maxlen=SAMPLES)
-
-    def add(self, waits: bool) -> None:
-        """Add a sample of the main thread."""
-        self._works.append(not waits)
-
-    @property
-    def value(self) -> float:
-        """The share; negative until there are LEAST_SAMPLES."""
-        return statistics.fmean(self._works) if len(self._works) >= LEAST_SAMPLES else -1.0
+def share_of_work(samples: Sequence[bool]) -> float:
+    """Return the share of the samples in which a rank does not wait for others; negative if there are too few."""
+    return statistics.fmean(samples) if len(samples) >= LEAST_SAMPLES else -1.0
 
 
 class Stragglers:

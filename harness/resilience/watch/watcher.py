@@ -34,7 +34,7 @@ from harness.resilience.watch.diagnosis import FRESH_S, RankStatus, Verdict, dia
 from harness.resilience.watch.ending import announce, append_stacks, main_frame, stacks_file
 from harness.resilience.watch.enqueued import abort_groups, count_transfers, enqueued, flight_record, left_out
 from harness.resilience.watch.hosts import OtherHosts
-from harness.resilience.watch.stragglers import Stragglers, WorkShare
+from harness.resilience.watch.stragglers import SAMPLES, Stragglers, share_of_work
 from harness.topology.agreement import any_rank, value_of_first, values_beside
 from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
@@ -101,7 +101,8 @@ class Watcher:
     ) -> None:
         self.board, self.members, self.me, self.limits = board, members, me, limits
         self.console, self.output_dir, self.others, self.store = console, output_dir, others, store
-        self.work, self.stragglers = WorkShare(), Stragglers(console)
+        self.stragglers = Stragglers(console)
+        self._works: deque[bool] = deque(maxlen=SAMPLES)  # whether this rank worked, in each sample of a step
         self._steps: deque[float] = deque(maxlen=21)  # seconds of the latest steps
         self._step_seconds: float | None = None  # their median; None before the first has ended
         self._first = self._begun = ACTIVITY.steps  # no step has begun under this watch
@@ -177,10 +178,10 @@ class Watcher:
             self.publish()
         self._time_steps(now)
         if ACTIVITY.phase is Phase.STEP:
-            self.work.add(place.waits)
+            self._works.append(not place.waits)
         limit = self.limits.of(ACTIVITY.phase, self._step_seconds)
         self._tell_enqueued(now, limit)
-        share = self.work.value if self._steps else -1.0
+        share = share_of_work(self._works) if self._steps else -1.0
         self.board.watch(self.me, now, limit, place.waits, share, False, place.text.encode()[:95])
 
     def _tell_enqueued(self, now: float, limit: float) -> None:
@@ -220,16 +221,13 @@ class Watcher:
         self._begun, self._begun_at = begun, now
 
     def _has_read_or_written(self, now: float) -> bool:
-        if now - self._io_at < 1.0:
-            return False
-        self._io_at = now
-        try:
-            lines = Path("/proc/self/io").read_text().split()
-            count = float(lines[1]) + float(lines[3])
-        except (OSError, IndexError, ValueError):
-            return False
-        grown, self._io = count - self._io > IO_BYTES, count
-        return grown
+        has_grown = False
+        with suppress(OSError, IndexError, ValueError):
+            if now - self._io_at >= 1.0:
+                self._io_at = now
+                _, read, _, written, *_ = Path("/proc/self/io").read_text().split()
+                has_grown, self._io = int(read) + int(written) - self._io > IO_BYTES, int(read) + int(written)
+        return has_grown
 
     def _verdict(self, now: float) -> Verdict | None:
         """Return why the run must end. One rank of each host judges; the others read its verdict from the board."""

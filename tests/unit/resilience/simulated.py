@@ -130,7 +130,10 @@ class Host:
                 name = (offer.address, self.index, incarnation)
                 script = Script(options.script)
                 self.agent = Agent(offer, name, options, script, self.ranks, store, self._look, self.received, history)  # type: ignore[arg-type]
-                self.agent.run()
+                try:
+                    self.agent.run()
+                finally:
+                    self.agent.heartbeat.close()
             except (RuntimeError, RendezvousError):
                 history = None if self.agent is None else self.agent.leader.known  # the store is gone
             except SystemExit as end:

@@ -16,9 +16,8 @@ from harness.resilience.watch.stragglers import (
     EVERY_S,
     IN_A_ROW,
     LEAST_SAMPLES,
-    SAMPLES,
     Stragglers,
-    WorkShare,
+    share_of_work,
 )
 from tests.unit.resilience.watch.test_diagnosis import rank_status
 
@@ -98,18 +97,7 @@ def test_a_stage_with_more_work_is_expected_to_work_longer(monkeypatch: pytest.M
     assert len(warnings_of(*looks)) == 1
 
 
-def test_the_share_of_work_is_unknown_at_first_and_forgets() -> None:
-    share = WorkShare()
-    for _ in range(LEAST_SAMPLES - 1):
-        share.add(waits=False)
-        assert share.value < 0
-    share.add(waits=False)
-    assert share.value == 1.0
-    values = []
-    for _ in range(SAMPLES):
-        share.add(waits=True)
-        values.append(share.value)
-    assert values == sorted(values, reverse=True) and values[-1] == 0.0
-    for waits in (True, False) * 300:
-        share.add(waits)
-    assert share.value == pytest.approx(0.5, abs=0.02)
+def test_the_share_of_work_is_unknown_at_first() -> None:
+    assert share_of_work([True] * (LEAST_SAMPLES - 1)) < 0
+    assert share_of_work([True] * LEAST_SAMPLES) == 1.0
+    assert share_of_work([True, False, False, False] * LEAST_SAMPLES) == 0.25
