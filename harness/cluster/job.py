@@ -7,32 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run on a cluster.
-
-    Attributes:
-        nodes: number of hosts.
-        least: number of hosts that the run may shrink to.
-        ranks: number of ranks on each host.
-        gpus: whether each rank has a GPU.
-        restarts: restarts after which `ds-harness launch` gives up.
-        grace_s: seconds between the cluster's signal to end and its kill, in which the run saves.
-        words: the training script and its arguments.
-        volume: PersistentVolumeClaim that holds the output directory; `mount` is its path in the pods.
-        shared_gib: size of /dev/shm in GiB.
-    """
+    """A run on a cluster."""
 
     name: str
-    nodes: int
-    least: int
-    ranks: int
-    gpus: bool
-    restarts: int
-    grace_s: int
-    words: tuple[str, ...]
+    nodes: int  # number of hosts
+    least: int  # number of hosts that the run may shrink to
+    ranks: int  # number of ranks on each host
+    gpus: bool  # whether each rank has a GPU
+    restarts: int  # number of restarts after which `ds-harness launch` gives up
+    grace_s: int  # seconds from the cluster's signal until it kills the run, which saves in that time
+    words: tuple[str, ...]  # the training script and its arguments
     image: str = ""
-    volume: str = ""
-    mount: str = "/data"
+    volume: str = ""  # PersistentVolumeClaim that holds the output directory
+    mount: str = "/data"  # its path in the pods
     namespace: str = ""
     cpus: str = ""
     memory: str = ""
-    shared_gib: int = 16
+    shared_gib: int = 16  # size of /dev/shm in GiB

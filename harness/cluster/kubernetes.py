@@ -15,15 +15,15 @@ from harness.config.values.json_object import JsonObject
 Document: TypeAlias = JsonObject
 PORT = 29400
 SAVED = (129, 130, 138, 143)  # 128 + signal: the ranks have saved; a new pod goes on, and no failure is counted
-BY_SIGNAL = tuple(range(129, 160))  # with any other code the launch has given up: a new pod would fail alike
-NODE = "node"  # Kubeflow's runtimes require this name for the job of the pods that train, and for their container
+BY_SIGNAL = tuple(range(129, 160))  # with any other code the launch has given up: a new pod would fail, too
+NODE = "node"  # Kubeflow's runtimes require this name for the replicated job that trains, and for its container
 BACKOFF = 100  # pods that may be lost (out of memory, a dead host) before the job fails
 
 
 def train_job(job: Job) -> list[Document]:
-    """Return a TrainingRuntime, `torch-distributed` with our failure policy, and a TrainJob that uses it.
+    """Return a TrainingRuntime and a TrainJob that uses it.
 
-    A TrainJob itself has no field for a failure policy.
+    The runtime is Kubeflow's `torch-distributed` with a failure policy, for which a TrainJob has no field.
     """
     runtime = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",

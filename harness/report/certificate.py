@@ -95,7 +95,7 @@ def _path(subject: Mapping[str, object], versions: Mapping[str, object]) -> Path
 
 
 def told(certificate: Mapping[str, object]) -> str:
-    """Return a few words on a certificate: its date, the number of trainings compared, the reason."""
+    """Summarise a certificate in a few words: its date, the number of trainings compared, the reason."""
     rows = certificate.get("compared")
     count = len(rows) if isinstance(rows, list) else 0
     words = [f"verified {str(certificate.get('date', ''))[:10]}", counted(count, "training"), certificate.get("reason")]

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # Colours that people with any kind of colour vision can tell apart, on white and on near-black.
-#
 # Source: Okabe and Ito 2008, Color Universal Design; blue and vermilion are a little lighter here, for dark pages.
-
-
 BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = "#2b83c6", "#e0712c", "#009e73", "#cc79a7", "#e6b91e", "#56b4e9"
 GREY, PALE = "#8a8f98", "rgba(138,143,152,0.28)"
 RUNS = (BLUE, ORANGE, GREEN, PINK, YELLOW, SKY)
@@ -73,22 +70,16 @@ class LineChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """Bars of one kind: bar i is in `rows[i]`, starts at `starts[i]`, and is `lengths[i]` long.
-
-    Attributes:
-        texts: short texts to write into the bars where they fit.
-        hovers: text for each bar, shown under the pointer.
-        is_hidden: shown only after a click on the legend.
-    """
+    """Bars of one kind: bar i is in `rows[i]`, starts at `starts[i]`, and is `lengths[i]` long."""
 
     name: str
     color: str
     rows: Sequence[str]
     starts: Sequence[float]
     lengths: Sequence[float]
-    hovers: Sequence[str]
-    texts: Sequence[str] = ()
-    is_hidden: bool = False
+    hovers: Sequence[str]  # a text for each bar, shown when the pointer is on it
+    texts: Sequence[str] = ()  # short texts to write into the bars if they fit
+    is_hidden: bool = False  # until a click on its name in the legend
 
 
 @dataclass(frozen=True, kw_only=True)

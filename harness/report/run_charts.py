@@ -57,7 +57,7 @@ def marks_of(run: RunFiles, *, with_name: bool = False) -> list[Mark]:
 def _left_out(run: RunFiles) -> Iterator[tuple[int, int]]:
     """Yield the steps before which a rollback has left out samples, and how many.
 
-    It shows as more samples consumed between two consecutive steps than a step takes.
+    Between two such steps, more samples were consumed than one step takes.
     """
     batch = run.config.get("train_batch_size")
     counted = [(row["step"], row.get("consumed_samples")) for row in run.steps]
@@ -106,7 +106,7 @@ def _evaluations(run: RunFiles, key: str) -> dict[str, str]:
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Return about `MOST_POINTS` points at most: of each interval of a curve the lowest, the highest, and a gap."""
+    """Reduce a curve to about `MOST_POINTS` points: the lowest and highest of each interval, and its gap if any."""
     stretch = 2 * -(-len(points) // MOST_POINTS)
     if len(points) <= MOST_POINTS:
         return points

@@ -28,7 +28,7 @@ class RunFiles:
         name: unique among the runs of a report.
         about: content of `run.json`; empty if there is none.
         steps: rows of `metrics.jsonl` that have a step, in order.
-        evaluations: rows of `evaluations.jsonl`, likewise.
+        evaluations: the same of `evaluations.jsonl`.
         restarts: rows of `restarts.jsonl`: the steps at which ranks failed, and why.
         checkpoints: steps of the checkpoints that exist.
         profiles: the profiled steps of this run in its newest layout.
@@ -115,7 +115,7 @@ def _read_about(path: Path) -> tuple[JsonObject, str | None]:
 
 
 def _by_step(path: Path) -> Iterator[JsonObject]:
-    """Yield the rows of a file that have a step; the last line, which may be half written, is left out if so."""
+    """Yield the rows of a file that have a step. A last line that is half written is left out."""
     try:
         lines = regular_bytes(path).decode("utf-8", errors="replace").splitlines()
     except (OSError, ValueError):
@@ -137,7 +137,7 @@ MOST_OFF = 0.03  # relative error of the planner's parameter count above which i
 
 
 def predict_run(run: RunFiles, hardware: Hardware | None) -> Prediction | None:
-    """Return the planner's prediction for a run; None if it cannot read the model or the config.
+    """Return the planner's prediction for a run; None if the planner cannot read its model or config.
 
     Without `hardware` it predicts memory, but no times.
     """
@@ -171,7 +171,7 @@ def _boundaries(run: RunFiles, layers: int, chunks: int) -> tuple[int, ...] | No
 
 
 def measured_parts(stage: StageMemory) -> dict[str, float]:
-    """Return predicted bytes by the parts that a profile measures; of a step's own tensors it measures only the sum."""
+    """Return the predicted bytes of each part that a profile measures; it measures a step's own tensors as one sum."""
     made = stage.activations + stage.logits + stage.buffers
     return {
         "parameters": stage.parameters,

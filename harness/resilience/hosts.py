@@ -153,13 +153,10 @@ def address_here(host: str, port: int = 1) -> str:
 
 
 def listen(host: str, port: int, *, always: bool = False) -> socket.socket | None:
-    """Listen at an address; None if it is not of this host, or another launch of this host listens there already.
+    """Listen at an address; None if it is another host's, or another launch of this host listens there already.
 
-    Args:
-        always: whether this host listens in any case, as behind a load balancer: then at all of its addresses.
-
-    Raises:
-        UserError: no such host, or the port cannot be opened.
+    `always`: listen at all addresses of this host if the address seems not to be its own, as behind a load balancer.
+    Raises UserError if there is no such host, or the port cannot be opened.
     """
     try:
         listener = listen_at(host, port, BACKLOG)

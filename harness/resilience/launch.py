@@ -147,7 +147,7 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
         if control.received:
             raise SystemExit(128 + control.received[0])
 
-    server, history = None if listener is None else serve(endpoint, listener), None
+    server, history = None if listener is None else serve(listener), None
     reached = endpoint if server is None else (server.host, server.port)
     for incarnation in itertools.count(int(time.time())):
         try:

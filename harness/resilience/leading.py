@@ -102,16 +102,10 @@ class Leader:
             self.script.earlier = history.earlier
             start = self.script.again(start)
         self.team, self.grows = team, False
-        several = len([offer for offer in team.offers if offer.devices]) > 1
-        first = team.offers[0]
-        plan = {
-            "start": number,
-            "words": start.words if start else (),
-            "ranks": start.ranks if start else 0,
-            "hosts": len(team.offers),
-            "address": self.options.master_addr or (first.address if several else LOOPBACK),
-            "port": first.port,
-        }
+        several, first = len([offer for offer in team.offers if offer.devices]) > 1, team.offers[0]
+        address = self.options.master_addr or (first.address if several else LOOPBACK)
+        plan = {"start": number, "hosts": len(team.offers), "address": address, "port": first.port}
+        plan |= {"words": start.words if start else (), "ranks": start.ranks if start else 0}
         self.store.set(f"{number}/over", "")
         self.store.set(f"{number}/signal", "0")
         put(self.store, f"{number}/team", team)
@@ -175,14 +169,8 @@ class Leader:
         elif received and self._can_spare(team, lost | leaving):
             names = ", ".join(offer.host for offer in team.offers if offer.node in leaving)
             goes_on = f"going on without {names}, which was told to stop"
-        verdict, judged = judge(
-            history,
-            cause,
-            most=self.options.max_restarts,
-            leaves_out=bool(self.options.min_ranks),
-            received=received[0] if received else 0,
-            goes_on=goes_on,
-        )
+        most, leaves_out, first = self.options.max_restarts, bool(self.options.min_ranks), [*received, 0][0]
+        verdict, judged = judge(history, cause, most=most, leaves_out=leaves_out, received=first, goes_on=goes_on)
         folder = self.script.output_dir
         if cause is not None and len(judged.faults) > len(history.faults) and folder is not None and folder.is_dir():
             line = {"time": time.time(), "step": cause.step, "cause": cause.text, "start": str(team.start)}

@@ -53,16 +53,11 @@ ANSWER_S = 60.0  # timeout of a request to the store
 UNACKNOWLEDGED_S = 30  # a connection to the store is closed if the other side acknowledges nothing for so long
 
 
-def serve(endpoint: tuple[str, int], listener: socket.socket) -> dist.TCPStore:
+def serve(listener: socket.socket) -> dist.TCPStore:
     """Serve the store of the agents in this process, and return a connection to it."""
-    address = listener.getsockname()[0]
-    return dist.TCPStore(
-        LOOPBACK if address in ("0.0.0.0", "::") else address,
-        endpoint[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    address, port = listener.getsockname()[:2]
+    address, listening = LOOPBACK if address in ("0.0.0.0", "::") else address, listener.detach()
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
 
 
 def run_store(store: dist.Store, run_id: str) -> dist.Store:

@@ -97,7 +97,7 @@ class Starter:
         with changed_environment({**QUIET, **inherited(*QUIET)}):
             from harness.resilience.rendezvous import run_store, serve  # imports torch, as the launches do meanwhile
 
-        self.store = run_store(serve(self._endpoint, self._listener), self.options.rdzv_id)
+        self.store = run_store(serve(self._listener), self.options.rdzv_id)
         try:
             return self._keep()
         finally:

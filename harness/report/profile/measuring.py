@@ -128,7 +128,7 @@ class _Doing:
 
 @dataclass
 class SpanLog:
-    """A log of spans that do not overlap: one that begins within another interrupts it, and splits it in two.
+    """A log of spans that do not overlap: a span that begins within another interrupts it and splits it in two.
 
     Attributes:
         inner: the log of finer spans (layers within instructions); those end when a span here begins or ends.
@@ -318,7 +318,7 @@ def _begin_backward(log: SpanLog, name: str, index: int, _gradient: Tensor) -> N
     log.begin("backward", name, index)
 
 
-DEPTH = 4  # levels of lists and dictionaries in which an optimizer's tensors are looked for
+DEPTH = 4  # levels of nested lists and dictionaries that are searched for an optimizer's tensors
 
 
 @dataclass
@@ -400,5 +400,5 @@ def _tensors(value: object, is_gradient: bool = False, depth: int = 0) -> Iterat
 
 
 def _names_gradients(name: object) -> bool:
-    """Whether a key, which may be a tensor instead of a name, names gradients; DeepSpeed calls its buckets ipg."""
+    """Whether a key names gradients ("ipg" in DeepSpeed's buckets); it may also be a tensor, which names nothing."""
     return isinstance(name, str) and ("grad" in name or "ipg" in name)

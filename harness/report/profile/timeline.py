@@ -1,4 +1,4 @@
-"""Find out what ranks of a pipeline wait for, and the share of a step that they lose to it: the bubble."""
+"""Find out what the ranks of a pipeline wait for, and the share of a step that they lose by it: the bubble."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def bubble(profile: StepProfile) -> Bubble | None:
 
 
 def with_answers(profile: StepProfile) -> Iterator[tuple[RankProfile, list[tuple[Span, Answer | None]]]]:
-    """Yield each rank with its instructions, each with the other side of its message, if it sends or receives one.
+    """Yield each rank with its instructions; a send or receive comes with the instruction on its other side.
 
     The n-th send of a chunk belongs to the n-th receive of its neighbour: messages between two chunks keep their order.
     """
@@ -106,9 +106,9 @@ def _chunk(rank: RankProfile, span: Span) -> int:
 
 
 def with_waits(profile: StepProfile) -> Iterator[tuple[RankProfile, list[Span]]]:
-    """Yield each rank with its instructions, after cutting from each message the `wait` before the other side begins.
+    """Yield each rank with its instructions; the time of a message until the other side begins is a `wait` of its own.
 
-    Sends wait only in DeepSpeed's own schedule; in the harness's they return at once.
+    Sends wait only in DeepSpeed's own schedule; in those of the harness they return at once.
     """
     for rank, spans in with_answers(profile):
         found = []

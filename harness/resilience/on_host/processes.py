@@ -35,14 +35,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 def sweep(records: str, kept: Collection[int] = ()) -> list[int]:
-    """Kill all processes of a run but this one, and wait until they are gone.
+    """Kill the other processes of a run; return those that could not be killed within SWEEP_S seconds.
 
     Args:
-        records: prefix of the records folders of the attempts to kill, as in DS_HARNESS_RECORDS.
+        records: prefix of the folders in DS_HARNESS_RECORDS by which they are found.
         kept: processes to leave alone, with their descendants.
-
-    Returns:
-        The processes that could not be killed within SWEEP_S.
     """
     until = time.monotonic() + SWEEP_S
     while found := members(records, kept):

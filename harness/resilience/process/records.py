@@ -64,14 +64,8 @@ def begin_step(step: int) -> None:
 
 def record_failure(error: BaseException) -> None:
     """Record why this rank fails."""
-    record_failure_of(
-        THIS_RANK,
-        os.getpid(),
-        type(error).__name__,
-        str(error),
-        is_user_error=isinstance(error, UserError),
-        is_lost_peer=is_lost_peer(error),
-    )
+    kinds = {"is_user_error": isinstance(error, UserError), "is_lost_peer": is_lost_peer(error)}
+    record_failure_of(THIS_RANK, os.getpid(), type(error).__name__, str(error), **kinds)
 
 
 def record_failure_of(

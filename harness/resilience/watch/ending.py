@@ -19,11 +19,6 @@ from harness.resilience.process.records import HANG, THIS_RANK, Position, record
 from harness.resilience.watch.diagnosis import RankStatus, Verdict
 
 
-def stacks_file(output_dir: Path, step: int) -> Path:
-    """Return the file for the stacks of a hang."""
-    return output_dir / f"hang-{step}.txt"
-
-
 def announce(verdict: Verdict, statuses: Sequence[RankStatus], path: Path, console: Console) -> None:
     """Report a verdict: on stderr, at the top of the file of stacks, and to `ds-harness launch`.
 

@@ -31,7 +31,7 @@ from harness.resilience.process.activity import ACTIVITY, Phase
 from harness.resilience.process.records import HANG, THIS_RANK
 from harness.resilience.watch.board import Board
 from harness.resilience.watch.diagnosis import FRESH_S, RankStatus, Verdict, diagnose
-from harness.resilience.watch.ending import announce, append_stacks, main_frame, stacks_file
+from harness.resilience.watch.ending import announce, append_stacks, main_frame
 from harness.resilience.watch.enqueued import abort_groups, count_transfers, enqueued, flight_record, left_out
 from harness.resilience.watch.hosts import OtherHosts
 from harness.resilience.watch.stragglers import SAMPLES, Stragglers, share_of_work
@@ -280,7 +280,7 @@ class Watcher:
     def _end_run(self, verdict: Verdict) -> None:
         """End this process; the judging rank also ends the other ranks of its host."""
         signals.say_nothing()
-        path, judges = stacks_file(self.output_dir, verdict.step), not self.board.verdict
+        path, judges = self.output_dir / f"hang-{verdict.step}.txt", not self.board.verdict
         if judges:
             if self.others is None or self.others.claim(verdict):
                 announce(verdict, self._statuses, path, self.console)
@@ -331,16 +331,9 @@ def watch_run(
         count_transfers()
         own: dist.Store = shared_store().clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         store = dist.PrefixStore(f"enqueued/{name}", own)
-    watcher = Watcher(
-        board,
-        list(here.values.values()),
-        list(here.values).index(groups.rank),
-        Limits(hang=args.hang_seconds, longest=SHARE_OF_TIMEOUT * run_timeout().total_seconds()),
-        console,
-        Path(args.output_dir).absolute(),
-        others,
-        store,
-    )
+    limits = Limits(hang=args.hang_seconds, longest=SHARE_OF_TIMEOUT * run_timeout().total_seconds())
+    members, me, folder = list(here.values.values()), list(here.values).index(groups.rank), Path(args.output_dir)
+    watcher = Watcher(board, members, me, limits, console, folder.absolute(), others, store)
     watcher.start()
     dist.barrier()  # each rank has written its row before any rank judges by it
     return watcher

@@ -39,7 +39,7 @@ MOST_FILES = 1000
 
 
 def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
-    """Return the origin of a run for `run.json`: command, date, git state, data, tokenizer; `hosts` has one a rank."""
+    """Return the origin of a run for `run.json`: command, date, git state, data, tokenizer. `hosts`: of each rank."""
     tokenizer = run.data.tokenizer
     return {
         "command": masked_by_name(shlex.join([sys.executable, *sys.argv])),
@@ -79,7 +79,7 @@ def data_files(flags: Mapping[str, object]) -> JsonObject:
 
 
 def git_state(folder: Path) -> JsonObject | None:
-    """Return commit, branch and whether tracked files have changes; None outside of a git checkout."""
+    """Return commit, branch and whether tracked files have changes; None outside a git checkout."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5, check=True)
@@ -108,7 +108,7 @@ class MetricsFile:
         self._file = self._cut(first_step)
 
     def write(self, record: StepRecord | JsonObject) -> None:
-        """Append one object, unbuffered, so that a killed run keeps it. If that fails, warn, and try again later."""
+        """Append one object, unbuffered, so that it survives a kill. If that fails, warn and try again later."""
         content = record.as_dict() if isinstance(record, StepRecord) else record
         self._waiting += (json.dumps(_finite(self._secrets.without(content)), default=str) + "\n").encode()
         self._attempt(self._reopen)
@@ -129,9 +129,9 @@ class MetricsFile:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def _cut(self, first_step: int) -> FileIO:
-        """Open the file, without lines of `first_step` and later steps, and without lines that are not ours.
+        """Open the file and drop the lines of `first_step` and later steps, and lines that are no metrics.
 
-        The file is truncated at the first of them, which works on a full disk too; later lines that must stay are
+        The file is truncated at the first line to drop, which works on a full disk, too. Later lines that must stay are
         written again with the next write.
         """
         if self._path.exists() and not self._path.is_file():  # opening a pipe would block
@@ -146,7 +146,7 @@ class MetricsFile:
         return file
 
     def _reopen(self) -> None:
-        """Continue in a new file if somebody has deleted this one, or its folder."""
+        """Continue in a new file if somebody has deleted this one or its folder."""
         with suppress(FileNotFoundError):
             if not self._file.closed and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
                 return
@@ -170,7 +170,7 @@ def write_run(output_dir: Path, content: JsonObject) -> None:
 
 
 def note_wall_clock(output_dir: Path, first_step: float | None = None) -> None:
-    """Add to `run.json` how this process has spent its time so far, in seconds; `first_step` is kept if not given."""
+    """Add to `run.json` how this process has spent its time, in seconds; without `first_step` keep the one there."""
     path = output_dir / RUN
     # A full disk, or a file that somebody has replaced: not worth an error.
     with suppress(OSError, ValueError, AttributeError, TypeError):

@@ -1,7 +1,7 @@
-"""Write to TensorBoard, W&B, Comet and CSV files: each value once, under one name and step, by rank 0.
+"""Write to TensorBoard, W&B, Comet and CSV files: rank 0 writes each value once, under one name and step.
 
-DeepSpeed's engine gets no monitors: it would write loss and learning rate again under its own names. A run that goes
-back to an earlier step drops what was written for later steps.
+DeepSpeed's engine gets no monitors, because it would write loss and learning rate again under its own names. A run that
+goes back to an earlier step drops what was written for later steps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Monitors:
             self._comet = _comet(sections["comet"])
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write numbers by name, such as `train/loss`; warn if that fails, as on a full disk."""
+        """Write numbers by name, such as `train/loss`. Warn if that fails, for instance on a full disk."""
         with _warning("TensorBoard's events"):
             for name, value in values.items():
                 if self._tensorboard is not None:
@@ -73,7 +73,7 @@ class Monitors:
                 self._tensorboard.add_text(name, text, step)
 
     def rewind(self, step: int) -> None:
-        """Drop the values of steps after `step`, where the monitor can."""
+        """Drop the values of steps after `step`, if the monitor can."""
         self._close_tensorboard()
         with _warning("TensorBoard's events and the CSV tables"):
             self._open(step + 1)

@@ -38,7 +38,7 @@ SHOWN = (
 
 
 class Recorder:
-    """Context for the training loop that records a run; on ranks other than 0 it writes nothing."""
+    """Records a run; the training loop runs inside this context. Only rank 0 writes."""
 
     def __init__(self, run: Run, state: TrainerState) -> None:
         self.run = run
@@ -88,7 +88,7 @@ class Recorder:
             note_wall_clock(self.run.output_dir, self._first_step)
 
     def rewind(self, step: int) -> None:
-        """Drop everything recorded for steps after `step`, which will be repeated."""
+        """Drop everything recorded for steps after `step`: they will be repeated."""
         self.state.log_history[:] = [logs for logs in self.state.log_history if logs["step"] <= step]
         del self._losses[max(0, step - self._begun_at) :]
         self._unlogged = [record for record in self._unlogged if record.step <= step]
@@ -97,7 +97,7 @@ class Recorder:
                 file.rewind(step)
 
     def _open(self, path: Path) -> MetricsFile:
-        """Open a file of metrics for appending; a fresh run renames the file of an earlier run first."""
+        """Open a file of metrics to append to; a run from step 1 first renames the file of an earlier run."""
         first_step = self.state.global_step + 1
         kept = set_aside(path) if first_step == 1 else None
         if kept is not None:
@@ -120,7 +120,7 @@ class Recorder:
 
     @property
     def mean_loss(self) -> float:
-        """The mean loss of all steps that were not skipped; 0 without any, as in HuggingFace."""
+        """The mean loss of all steps that were not skipped; 0 if there are none, as in HuggingFace."""
         counted = [loss for loss in self._losses if isfinite(loss)]
         return mean(counted) if counted else 0.0
 

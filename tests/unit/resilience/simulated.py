@@ -150,7 +150,7 @@ class SimulatedRun:
         listener = listen("127.0.0.1", 0)
         assert listener is not None
         self.endpoint: tuple[str, int] = listener.getsockname()[:2]
-        self.store: dist.Store = serve(self.endpoint, listener)
+        self.store: dist.Store = serve(listener)
         meeting = ["--rdzv_endpoint", f"{self.endpoint[0]}:{self.endpoint[1]}"]
         self.options = read_options([*flags.split(), *meeting, *script])
         self.hosts: list[Host] = []
@@ -163,7 +163,7 @@ class SimulatedRun:
         while listener is None:
             time.sleep(0.05)
             listener = listen(*self.endpoint)
-        self.store = serve(self.endpoint, listener)
+        self.store = serve(listener)
 
     def add(self, play: Callable[[PlayedRanks], None], index: int | None = None) -> Host:
         host = Host(self, len(self.hosts) if index is None else index, play)

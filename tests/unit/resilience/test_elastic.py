@@ -258,9 +258,9 @@ def test_a_launch_whose_connection_to_its_own_store_breaks_starts_again(
 ) -> None:
     ports: list[int] = []
 
-    def serve(endpoint: tuple[str, int], listener: socket.socket) -> dist.TCPStore:
-        ports.append(endpoint[1])
-        return real_serve(endpoint, listener)
+    def serve(listener: socket.socket) -> dist.TCPStore:
+        ports.append(listener.getsockname()[1])
+        return real_serve(listener)
 
     def play(ranks: PlayedRanks) -> None:
         if starts.count(ranks.records) == 0:

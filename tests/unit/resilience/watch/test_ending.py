@@ -12,7 +12,7 @@ import pytest
 from harness.console import Console
 from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.diagnosis import RankStatus, Verdict
-from harness.resilience.watch.ending import announce, append_stacks, stacks_file
+from harness.resilience.watch.ending import announce, append_stacks
 from harness.topology.env import RECORDS
 from tests.unit.resilience.watch.test_diagnosis import rank_status
 
@@ -38,7 +38,7 @@ def recorded(folder: Path) -> dict[str, dict[str, Any]]:
 def test_a_hang_leaves_a_line_the_ranks_and_a_record_of_the_one_to_blame(tmp_path: Path, records: Path) -> None:
     verdict = Verdict(error="Hang", culprit=1, step=7, message="rank 1 hangs in step 7")
     statuses = [rank_status(0), rank_status(1, state="T", doing="Forward(3)"), rank_status(2)]
-    path = stacks_file(tmp_path, 7)
+    path = tmp_path / "hang-7.txt"
     line = said(verdict, statuses, path)
     assert line == f"error: rank 1 hangs in step 7; the Python stacks of all ranks are in {path}\n"
     text = path.read_text().splitlines()
@@ -69,7 +69,7 @@ def test_of_a_rank_that_is_dead_there_is_a_line_alone(tmp_path: Path, records: P
 
 
 def test_each_rank_adds_its_stacks_behind_what_is_there(tmp_path: Path) -> None:
-    path = stacks_file(tmp_path, 3)
+    path = tmp_path / "hang-3.txt"
     path.write_text("of another rank\n")
     append_stacks(path)
     text = path.read_text()
