@@ -5,19 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.env import inherited
 from harness.topology.launchers import HostPlace
 
-HERE = {  # flags with a value which a launch that starts others by ssh or srun applies itself
-    *("--hostfile", "-H", "--include", "-i", "--exclude", "-e", "--num_nodes", "--num_accelerators", "--num_gpus"),
-    *("--nproc_per_node", "--nproc-per-node", "--ssh_port"),
-}
 ON_EACH = "run `ds-harness launch --rdzv_endpoint HOST:PORT` on each host, by what starts commands there"
 BY_DEEPSPEED = "only the `deepspeed` command can do this, without restarts"
 ELSEWHERE = {  # flags that this command had, or that only the `deepspeed` command has
@@ -44,40 +40,63 @@ Signals go to the ranks: they save and stop, and the exit code is 128 + the sign
 that fails goes on from its newest checkpoint, on the hosts that answer, with the same global batch."""
 
 
+def _flag(kind: type, default: object, metavar: str, what: str, *names: str) -> Any:
+    return field(default=default, metadata={"kind": kind, "metavar": metavar, "help": what, "names": names})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to start a run, and how often."""
+    """How to start a run, and how often. Each field but the first two is the flag of its name, with further names."""
 
     script: tuple[str, ...]  # what runs on each rank, with its arguments
     flags: tuple[str, ...]  # the words before it
-    max_restarts: int
-    min_ranks: int | None
-    num_accelerators: int | None
-    num_nodes: int | None
-    hostfile: str | None
-    include: str
-    exclude: str
-    master_addr: str
-    master_port: int | None
-    ssh_port: int | None
-    module: bool
-    no_python: bool
-    no_local_rank: bool
-    no_standby: bool
-    nnodes: str | None  # least and largest number of hosts that run this command, as `2:4`; None: this one alone
-    rdzv_endpoint: str  # HOST:PORT where they meet
-    rdzv_id: str
-    node_rank: int | None  # place of this host among them; None if unknown
-    local_addr: str
-    started: bool  # whether another launch has started this one; if so, it also sets:
-    host: str  # the name of this host
-    wanted: int | None  # the number of ranks on all hosts
+    max_restarts: int = _flag(int, 0, "N", "start again up to N times (default: 0)")
+    min_ranks: int | None = _flag(int, None, "K", "wait for hosts rather than go on with fewer ranks (default: 1)")
+    num_accelerators: int | None = _flag(
+        int,
+        None,
+        "N",
+        "ranks on each host (default: all devices)",
+        "--num_gpus",
+        "--nproc_per_node",
+        "--nproc-per-node",
+    )
+    nnodes: str | None = _flag(
+        str, None, "N[:M]", "hosts that run this command, or the least and the largest number of them"
+    )
+    rdzv_endpoint: str = _flag(str, "", "HOST:PORT", "where they meet: one of them", "--rdzv-endpoint")
+    rdzv_id: str = _flag(str, "run", "ID", "tells runs with one endpoint apart", "--rdzv-id")
+    node_rank: int | None = _flag(int, None, "N", "order of this host (default: by address)", "--node-rank")
+    local_addr: str = _flag(str, "", "A", "address of this host (default: found)", "--local-addr")
+    num_nodes: int | None = _flag(int, None, "N", "use the first N hosts")
+    hostfile: str | None = _flag(str, None, "FILE", f"lines `host slots=N` (default: {HOSTFILE} if there is one)", "-H")
+    include: str = _flag(str, "", "SPEC", "hosts and devices to use, as host-a@host-b:0,2", "-i")
+    exclude: str = _flag(str, "", "SPEC", "hosts and devices not to use", "-e")
+    master_addr: str = _flag(str, "", "A", "where rank 0 listens (default: the first host)")
+    master_port: int | None = _flag(int, None, "P", "its port (default: a free one at each start)")
+    ssh_port: int | None = _flag(int, None, "P", "port of sshd on the other hosts")
+    module: bool = _flag(bool, False, "", "the script is a module, as in `python -m`")
+    no_python: bool = _flag(bool, False, "", "the script is a command of its own")
+    no_local_rank: bool = _flag(bool, False, "", "do not pass --local_rank to the script")
+    no_standby: bool = _flag(bool, False, "", "keep no process ready on each host for the next restart")
+    # Another launch has started this one, and tells it its name and the number of ranks on all hosts.
+    started: bool = _flag(bool, False, "", argparse.SUPPRESS)
+    host: str = _flag(str, "", "", argparse.SUPPRESS)
+    wanted: int | None = _flag(int, None, "", argparse.SUPPRESS)
 
     @property
     def nodes(self) -> tuple[int, int]:
         """The least and the largest number of hosts that run this command."""
         least, _, most = (self.nnodes or "1").partition(":")
         return int(least), int(most or least)
+
+
+BY_STARTER = {  # flags with a value which a launch that starts others by ssh or srun applies itself
+    name
+    for each in fields(Options)
+    if each.name in ("hostfile", "include", "exclude", "num_nodes", "num_accelerators", "ssh_port")
+    for name in (f"--{each.name}", *each.metadata["names"])
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -148,38 +167,17 @@ def _require_meeting(options: Options) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
-        prog="ds-harness launch",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "ds-harness launch", description=DESCRIPTION, epilog=EXAMPLE, allow_abbrev=False, formatter_class=raw
     )
     add = parser.add_argument
-    add("--max_restarts", type=int, default=0, metavar="N", help="start again up to N times (default: 0)")
-    add("--min_ranks", type=int, metavar="K", help="wait for hosts rather than go on with fewer ranks (default: 1)")
-    per_host = ("--num_accelerators", "--num_gpus", "--nproc_per_node", "--nproc-per-node")
-    add(*per_host, type=int, metavar="N", help="ranks on each host (default: all devices)")
-    add("--nnodes", metavar="N[:M]", help="hosts that run this command, or the least and the largest number of them")
-    add("--rdzv_endpoint", "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where they meet: one of them")
-    add("--rdzv_id", "--rdzv-id", default="run", metavar="ID", help="tells runs with one endpoint apart")
+    for each in fields(Options)[2:]:
+        about, kind = each.metadata, each.metadata["kind"]
+        flags = sorted([f"--{each.name}", *about["names"]], key=lambda name: name[1] == "-")  # -H before --hostfile
+        more = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": about["metavar"]}
+        add(*flags, default=each.default, help=about["help"], **more)
     add("--rdzv_backend", "--rdzv-backend", choices=["c10d"], help=argparse.SUPPRESS)
-    add("--node_rank", "--node-rank", type=int, metavar="N", help="order of this host (default: by address)")
-    add("--local_addr", "--local-addr", default="", metavar="A", help="address of this host (default: found)")
-    add("--num_nodes", type=int, metavar="N", help="use the first N hosts")
-    add("-H", "--hostfile", metavar="FILE", help=f"lines `host slots=N` (default: {HOSTFILE} if there is one)")
-    add("-i", "--include", default="", metavar="SPEC", help="hosts and devices to use, as host-a@host-b:0,2")
-    add("-e", "--exclude", default="", metavar="SPEC", help="hosts and devices not to use")
-    add("--master_addr", default="", metavar="A", help="where rank 0 listens (default: the first host)")
-    add("--master_port", type=int, metavar="P", help="its port (default: a free one at each start)")
-    add("--ssh_port", type=int, metavar="P", help="port of sshd on the other hosts")
-    add("--module", action="store_true", help="the script is a module, as in `python -m`")
-    add("--no_python", action="store_true", help="the script is a command of its own")
-    add("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
-    add("--no_standby", action="store_true", help="keep no process ready on each host for the next restart")
-    add("--started", action="store_true", help=argparse.SUPPRESS)
-    add("--host", default="", help=argparse.SUPPRESS)
-    add("--wanted", type=int, help=argparse.SUPPRESS)
     for names in (("--no_ssh_check",), ("--force_multi",), ("-q", "--quiet")):
         add(*names, action="store_true", help=argparse.SUPPRESS)
     add("--log_level", default="", help=argparse.SUPPRESS)

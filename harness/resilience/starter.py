@@ -20,7 +20,7 @@ from harness.console import drop_output_without_reader, print_if_heard
 from harness.errors import UserError
 from harness.resilience.hosts import HostDevices, address_here, listen
 from harness.resilience.on_host.processes import become_subreaper, signal_when_parent_dies
-from harness.resilience.options import HERE, QUIET, Options
+from harness.resilience.options import BY_STARTER, QUIET, Options
 from harness.topology.env import LOOPBACK, changed_environment, inherited
 from harness.topology.processes import is_stopped
 
@@ -116,7 +116,7 @@ class Starter:
             "--host": host.name,
             "--wanted": str(sum(len(each.devices) for each in self.hosts)),
         }
-        flags = [*without(options.flags, HERE), *(word for pair in words.items() for word in pair), "--started"]
+        flags = [*without(options.flags, BY_STARTER), *(word for pair in words.items() for word in pair), "--started"]
         self.launches[index] = HostLaunch(host, [*flags, *options.script], options.ssh_port)
 
     def _keep(self) -> int:
