@@ -7,13 +7,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.env import inherited
 from harness.topology.launchers import HostPlace
 
+T = TypeVar("T")
 ON_EACH = "run `ds-harness launch --rdzv_endpoint HOST:PORT` on each host, by what starts commands there"
 BY_DEEPSPEED = "only the `deepspeed` command can do this, without restarts"
 ELSEWHERE = {  # flags that this command had, or that only the `deepspeed` command has
@@ -40,7 +41,7 @@ Signals go to the ranks: they save and stop, and the exit code is 128 + the sign
 that fails goes on from its newest checkpoint, on the hosts that answer, with the same global batch."""
 
 
-def _flag(kind: type, default: object, metavar: str, what: str, *names: str) -> Any:
+def _flag(kind: type, default: T, metavar: str, what: str, *names: str) -> T:
     return field(default=default, metadata={"kind": kind, "metavar": metavar, "help": what, "names": names})
 
 
