@@ -155,6 +155,12 @@ class ModelLayer(nn.Module):
         self.schema = blueprint.schema
         self.sequence = blueprint.sequence
 
+    def __call__(self, value: Value) -> Value:
+        """Run the layer. Each tensor is an argument of its own: torch's backward hooks see none in a tuple, and ZeRO-3
+        would reduce a leaf's gradients before they are there."""
+        output: Value = super().__call__(*value) if isinstance(value, tuple) else super().__call__(value)
+        return output
+
     def compiled_parts(self) -> Sequence[nn.Module]:
         """Return the modules that torch.compile compiles separately."""
         return ()
@@ -174,7 +180,7 @@ class Prologue(ModelLayer):
         if blueprint.noise is not None:
             self.get_submodule(blueprint.noise.module).register_forward_hook(blueprint.noise)
 
-    def forward(self, inputs: Value) -> Value:
+    def forward(self, *inputs: Tensor) -> Value:
         modules = {name: self.get_submodule(name) for name in self.names}
         tokens = Tokens.of(inputs)
         own = tokens
@@ -226,7 +232,7 @@ class DecoderLayer(ModelLayer):
     def compiled_parts(self) -> Sequence[nn.Module]:
         return [self.get_submodule(self.name)]
 
-    def forward(self, value: Value) -> Value:
+    def forward(self, *value: Tensor) -> Value:
         payload = self.schema.open(self.index, value)
         if self.sequence is None:
             hidden, inputs = self.outer.arguments(self.index, payload)
@@ -308,7 +314,7 @@ class Epilogue(ModelLayer):
         self.takes_stretch = stays and not any(map(has_dropout, blueprint.outer.epilogue.values()))
         self.capture = blueprint.capture
 
-    def forward(self, value: Value) -> Value:
+    def forward(self, *value: Tensor) -> Value:
         modules = {name: self.get_submodule(name) for name in self.names}
         payload = self.schema.open(len(self.outer.layers), value)
         rows = None

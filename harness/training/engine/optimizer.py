@@ -8,6 +8,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.expert_groups import EXPERT_GROUP, is_expert
+from harness.deepspeed.zero3_parameters import unpartitioned_shape
 from harness.errors import UserError
 from harness.topology.env import inherited
 from harness.training.engine.context import is_offloaded
@@ -40,13 +42,18 @@ def parameter_groups(
     in float32 get groups of their own, as DeepSpeed flattens each group into one tensor. So do experts that are not on
     every data-parallel rank, as they are reduced over another group.
 
+    In a group, parameters of a multiple of 8 elements come first, so each of them starts at a multiple of 16 bytes of
+    that tensor also in 16 bits. A GPU's grouped products of experts need that. Other parameters are few and small, such
+    as `sinks`.
+
     Args:
         first_names: name of a tied parameter in `module` -> its name in the first layer that has it. The first name
             decides; otherwise two stages would update copies of one weight differently.
     """
     in_no_layer_norm = set(get_parameter_names(module, [nn.LayerNorm]))
     groups: dict[tuple[bool, bool, bool], ParameterGroup] = {}
-    for name, parameter in module.named_parameters():
+    ordered = sorted(module.named_parameters(), key=lambda named: prod(unpartitioned_shape(named[1])) % 8 > 0)
+    for name, parameter in ordered:
         if parameter.requires_grad:
             is_decayed = name in in_no_layer_norm and not NOT_DECAYED.search(first_names.get(name, name).lower())
             key = is_decayed, getattr(parameter, "kept_in_fp32", False), is_expert(parameter)

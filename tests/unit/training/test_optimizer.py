@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -47,6 +49,16 @@ def test_adapters_are_decayed_as_by_transformers_and_frozen_weights_are_in_no_gr
 def test_layers_of_a_users_own_follow_the_same_rule() -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1, bias=False))
     assert decayed_here(module) == {"0.weight", "2.weight"}
+
+
+def test_weights_begin_at_a_multiple_of_16_bytes_where_a_group_becomes_one_tensor() -> None:
+    config = tiny_config("gpt_oss")
+    config.num_attention_heads = 4
+    model = build_skeleton(config)
+    assert model.model.layers[0].self_attn.sinks.numel() % 8, "nothing would be out of line in any order"
+    for group in parameter_groups(model, 0.1):
+        starts = [0, *itertools.accumulate(parameter.numel() for parameter in group["params"])]
+        assert [start for start, p in zip(starts, group["params"], strict=False) if p.ndim == 3 and start % 8] == []
 
 
 def test_a_tied_parameter_is_decayed_as_in_the_first_layer_that_has_it() -> None:
