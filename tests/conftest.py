@@ -36,6 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.update(device.environment())
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip on the simulated device what cannot hold there, with the reason that the test gives."""
+    for item in items if config.getoption("--device") == "simulated" else []:
+        for mark in item.iter_markers("on_host"):
+            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare collections of garbage, of which a Trainer asks for some, all that was imported: it is half their time."""
     gc.freeze()

@@ -39,7 +39,8 @@ def _whole(parts: tuple[tuple[str, Shard, Tensor], ...]) -> Tensor:
 def differences(model: Any, part: Any, group: dist.ProcessGroup, vocabulary: int) -> dict[str, float]:
     """The largest difference of the logits and of each gradient, relative to the whole model's largest value of its
     kind; that of a gradient which only one of them has is infinite."""
-    ids, labels = torch.randint(vocabulary, (2, 2, 13), generator=torch.Generator().manual_seed(1))
+    drawn = torch.randint(vocabulary, (2, 2, 13), generator=torch.Generator().manual_seed(1), device="cpu")
+    ids, labels = drawn.to(model.device)
     logits, got = (m(input_ids=ids, use_cache=False).logits for m in (model, part))
     for each in (logits, got):
         F.cross_entropy(each.flatten(0, 1), labels.flatten()).backward()

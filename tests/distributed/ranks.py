@@ -10,6 +10,7 @@ the first one to fail on top; a rank that runs out of time prints where it stand
 """
 
 import faulthandler
+import functools
 import importlib
 import os
 import pickle
@@ -21,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,24 @@ def run_ranks(
         if code != 0:
             pytest.fail(_report(name, n, job, code), pytrace=False)
         return [pickle.loads((job / f"rank_{rank}.result").read_bytes()) for rank in range(n)]
+
+
+def here() -> Any:
+    """Return the device of this rank, on which tensors lie that ranks exchange."""
+    import torch
+
+    return torch.device(f"{simulated.NAME}:{os.environ['LOCAL_RANK']}" if simulated.is_installed() else "cpu")
+
+
+def on_device(worker: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a worker make its tensors, which name no device, on the device of its rank."""
+
+    @functools.wraps(worker)
+    def run(*args: Any) -> Any:
+        with here() if simulated.is_installed() else nullcontext():
+            return worker(*args)
+
+    return run
 
 
 def words_of_failing_ranks(n: int, worker: Callable[..., Any], *args: Any, timeout_s: float = 60) -> str:

@@ -16,7 +16,7 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.lora import cut_with_adapters
 from harness.parallel.plans.plan import plan_for
 from tests.distributed.comparing import differences
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import on_device, run_ranks
 from tests.distributed.test_parallel_models import CASES, VOCABULARY, tiny
 from tests.plan_models import PLANS, SHAPES, plan_model
 
@@ -45,6 +45,7 @@ def compare(model: Any) -> str | dict[str, float]:
     return differences(model, part, group, VOCABULARY)
 
 
+@on_device
 def run_cases() -> dict[str, str | dict[str, float]]:
     """What every rank does."""
     found = {case: compare(tiny(case)) for case in CASES}

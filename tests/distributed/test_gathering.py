@@ -14,6 +14,7 @@ from harness import Trainer
 from harness.parallel.collectives.host_memory import HostMemory
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import BATCH, Curve, Job, arguments_of, rows
+from tests.simulated_device.process_group import Group
 
 pytestmark = pytest.mark.ranks
 STEPS, MICRO_BATCHES = 4, 4
@@ -39,7 +40,7 @@ def job(interval: int, zero: dict[str, Any]) -> Job:
 def train(interval: int, zero: dict[str, Any], folder: str) -> tuple[Curve, list[float]]:
     """Losses and norms of the steps, and how often each of them gathers all parameters."""
     numbers = 0
-    whole_of_deepspeed = HostMemory.all_gather
+    whole_of_deepspeed, of_device = HostMemory.all_gather, Group.allgather_into_tensor_coalesced
 
     def counted(memory: HostMemory, x: Tensor, out: Tensor | None = None) -> Tensor:
         nonlocal numbers
@@ -47,8 +48,16 @@ def train(interval: int, zero: dict[str, Any], folder: str) -> tuple[Curve, list
         numbers += whole.numel()
         return whole
 
+    def counted_on_device(group: Group, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        nonlocal numbers
+        numbers += sum(output.numel() for output in outputs)
+        return of_device(group, outputs, inputs, opts)
+
     curve, gathered = [], []
-    with patch.object(HostMemory, "all_gather", counted):
+    with (
+        patch.object(HostMemory, "all_gather", counted),
+        patch.object(Group, "allgather_into_tensor_coalesced", counted_on_device),
+    ):
         trainer = Trainer("tiny-llama", arguments_of(job(interval, zero), folder), train_dataset=rows())
         total = sum(parameter.ds_numel for parameter in trainer.run.module.parameters())
         for _ in range(STEPS):

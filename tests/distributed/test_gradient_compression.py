@@ -27,7 +27,7 @@ from harness import Trainer
 from harness.dry_run.ledger import Ledger
 from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, measure, wire_share
 from harness.parallel.tensor.shard import shard_of
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import DEVICE, here, on_device, run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model, without_shared_memory, worst
 
 pytestmark = pytest.mark.ranks
@@ -46,7 +46,7 @@ def compressed(job: Job, bits: int | str) -> Job:
 
 
 def reduction(bits: int) -> CompressedReduction:
-    return CompressedReduction(bits=bits, group=dist.group.WORLD, device=torch.device("cpu"), sizes=SIZES, kinds=KINDS)
+    return CompressedReduction(bits=bits, group=dist.group.WORLD, device=here(), sizes=SIZES, kinds=KINDS)
 
 
 def gradients(step: int) -> list[Tensor]:
@@ -61,6 +61,7 @@ def mean(step: int) -> list[Tensor]:
     return [value / dist.get_world_size() for value in values]
 
 
+@on_device
 def reduce_alone() -> dict[str, Any]:
     """What a reduction does to gradients without a model: errors of a step and of the sum of 30, and the rest."""
     found: dict[str, Any] = {}
@@ -90,7 +91,7 @@ def reduce_alone() -> dict[str, Any]:
     whole = gradients(0)
     reduction(8).average(whole)
     found["in parts"] = [torch.equal(a, b) for a, b in zip(in_parts, whole, strict=True)]
-    found["choice"] = measure(dist.group.WORLD, torch.device("cpu")).bits
+    found["choice"] = measure(dist.group.WORLD, here()).bits
     return found
 
 
@@ -121,7 +122,7 @@ def of_small_buckets(values: list[Tensor]) -> tuple[int, list[Tensor]]:
 
 
 def digest(value: Tensor) -> str:
-    return hashlib.sha256(value.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+    return hashlib.sha256(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
 def copies(module: nn.Module) -> dict[str, str]:
@@ -201,7 +202,8 @@ def test_two_ranks_train_with_few_bits_and_resume_to_the_bit(tmp_path: Path) -> 
         assert worst(run["curve"], exact)[0] <= most, (job, run["curve"], exact)
         if bits:
             assert run["curve"] != exact, job
-    assert runs[1]["sent"] <= 0.27 * runs[0]["sent"] and runs[2]["sent"] <= 0.15 * runs[0]["sent"]
+    if DEVICE[0] == "cpu":  # the ledger sees no group that is written in Python
+        assert runs[1]["sent"] <= 0.27 * runs[0]["sent"] and runs[2]["sent"] <= 0.15 * runs[0]["sent"]
     assert max(worst(runs[1]["curve"], runs[3]["curve"])) < 1e-5  # ZeRO-0 and ZeRO-1
     for number in range(len(jobs)):
         copies_agree(ranks, number)
@@ -229,7 +231,7 @@ def test_four_ranks_hold_the_same_weights_and_resume_to_the_bit(tmp_path: Path) 
     for number, of in enumerate((0, 0, 0, 3, 3, 0)):
         assert worst(runs[number]["curve"], runs[of]["curve"])[0] < 5e-4
         copies_agree(ranks, number)
-    assert runs[1]["sent"] <= 0.27 * runs[0]["sent"]
+    assert DEVICE[0] != "cpu" or runs[1]["sent"] <= 0.27 * runs[0]["sent"]
     assert ranks[0]["resumed"]["resumed"] == ranks[0]["resumed"]["whole"]
     assert ranks[0]["resumed"]["other"] == pytest.approx(ranks[0]["resumed"]["whole"], rel=5e-4)
     assert wire_share(8) < 0.27 and wire_share(4) < 0.15

@@ -19,7 +19,7 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.plan import Plan, PlanRule, wildcard
 from harness.parallel.tensor.shared_input import SharedInput
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import on_device, run_ranks
 from tests.distributed.test_parallel_layers import IN, OUT, TOKENS, TOLERANCE, Errors, compare
 
 pytestmark = pytest.mark.ranks
@@ -130,6 +130,7 @@ def inputs_kept(group: dist.ProcessGroup) -> int:
         gc.enable()
 
 
+@on_device
 def run_cases() -> tuple[dict[str, Errors], list[str], int]:
     """What every rank does."""
     group = dist.group.WORLD

@@ -36,7 +36,7 @@ from harness.parallel.tensor.layers import (
     overlap_sums,
 )
 from harness.parallel.tensor.shard import shard_of
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import on_device, run_ranks
 
 pytestmark = pytest.mark.ranks
 TOLERANCE = 1e-12  # float64; the cross entropy sums in float32
@@ -313,6 +313,7 @@ CASES: dict[str, Callable[[dist.ProcessGroup], Errors]] = {
 }
 
 
+@on_device
 def run_cases() -> dict[str, dict[int, Errors]]:
     """What every rank does: every case, in its group of two and in the group of all four."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

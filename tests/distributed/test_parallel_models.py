@@ -26,7 +26,7 @@ from harness.parallel.plans.plan import plan_for
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.tensor.shard import shard_of
 from tests.distributed.comparing import whole_grads
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import on_device, run_ranks
 
 pytestmark = pytest.mark.ranks
 TOLERANCE = 1e-5  # float32, sums in another order
@@ -227,6 +227,7 @@ def compare(case: str, group: dist.ProcessGroup, local_logits: bool) -> dict[str
     }
 
 
+@on_device
 def run_cases() -> dict[tuple[str, int, bool], dict[str, float]]:
     """What every rank does: every case, in both group sizes, with gathered and with local logits."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

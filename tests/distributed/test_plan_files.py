@@ -16,7 +16,7 @@ from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import run_where_aligned
 from harness.parallel.plans.plan import plan_for
 from tests.distributed.comparing import differences
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import on_device, run_ranks
 from tests.plan_models import (
     ODD_SHAPES,
     ODD_SIZES,
@@ -45,11 +45,13 @@ def compare(family: str, shape: dict[str, Any]) -> dict[str, float]:
     return {MORE_THAN_HALF: held - 1 / SIZE, **differences(model, part, group, VOCABULARY)}
 
 
+@on_device
 def run_shapes() -> dict[str, list[dict[str, float]]]:
     """What every rank does."""
     return {family: [compare(family, shape) for shape in shapes] for family, shapes in SHAPES.items()}
 
 
+@on_device
 def run_odd_shapes() -> dict[str, dict[str, float] | str]:
     """What every rank does with shares that are not equal: differences, or why a family was refused."""
     found: dict[str, dict[str, float] | str] = {}

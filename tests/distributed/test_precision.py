@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
 from harness.hf.verify.tiny_copy import tiny_config, tiny_model
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import DEVICE, run_ranks
 from tests.distributed.training import Job
 
 pytestmark = pytest.mark.ranks
@@ -78,5 +78,8 @@ def test_what_a_family_keeps_in_float32_stays_so_and_gradients_are_summed_in_it(
     results = run_ranks(2, first_steps, str(tmp_path / "model"), data, str(tmp_path / "out"), timeout_s=300)[0]
     for layout, (got_loss, got_norm, got_exact) in zip(LAYOUTS, results, strict=True):
         allowed = 5e-4 if layout.endswith("z3") else 1e-4  # gradients of activations are rounded to bf16 elsewhere
-        assert abs(got_loss / loss - 1) < 1e-6 and abs(got_norm / norm - 1) < allowed, (layout, got_loss, got_norm)
+        alike = 1e-6
+        if DEVICE[0] != "cpu":  # other kernels of attention round in bf16 elsewhere
+            alike, allowed = 1e-4, 5e-3
+        assert abs(got_loss / loss - 1) < alike and abs(got_norm / norm - 1) < allowed, (layout, got_loss, got_norm)
         assert len(got_exact) == len(exact), layout  # under the names of the checkpoint

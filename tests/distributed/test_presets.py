@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.cli import main
 from harness.deepspeed.process_wide import avoid_compiling
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import here, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -43,7 +43,7 @@ def train(config: dict[str, Any]) -> tuple[int, bool]:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    ids = torch.arange(16).view(1, 16)
+    ids = torch.arange(16, device=here()).view(1, 16)
     loss = engine(input_ids=ids, labels=ids).loss
     engine.backward(loss)
     engine.step()
@@ -56,7 +56,7 @@ def train_stages(config: dict[str, Any]) -> tuple[int, bool]:
     module = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
-    batch = (torch.ones(8, 4), torch.zeros(8, 4))
+    batch = (torch.ones(8, 4, device=here()), torch.zeros(8, 4, device=here()))
     loss = engine.train_batch(iter([batch] * engine.gradient_accumulation_steps()))
     return engine.train_batch_size(), bool(torch.isfinite(loss))
 

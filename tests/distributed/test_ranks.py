@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import on_device, run_ranks
 
 pytestmark = pytest.mark.ranks
 
 
+@on_device
 def add_up(start: int) -> tuple[int, int, str]:
     total = torch.tensor(start + dist.get_rank())
     dist.all_reduce(total)

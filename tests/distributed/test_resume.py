@@ -187,6 +187,7 @@ class RemovedDirectory(TrainerCallback):
             shutil.rmtree(self.place)
 
 
+@pytest.mark.on_host("the simulated group exchanges files, the size of which is limited here")
 def test_a_full_disk_and_a_removed_directory_cost_checkpoints_and_no_step(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "m", "llama", True)
     results = run_ranks(2, save_in_spite_of_faults, model, str(tmp_path))

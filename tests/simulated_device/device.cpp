@@ -152,7 +152,11 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   {
     std::lock_guard<std::recursive_mutex> guard(lock);
     who = agent_now();
+    // between two devices the streams of both wait, before and after, as CUDA's do
+    int other = to_host || from_host ? who : agent_of(to.device().index(), stream_now[to.device().index()]);
+    join(clocks[who], Clock(clocks[other]));
     time = next(who);
+    join(clocks[other], Clock(clocks[who]));
     if (!from_host) touch("a copy", self, who, time, false);
     if (!to_host) touch("a copy", to, who, time, true);
     for (HostCopy& copy : host_copies)  // what has come in the same stream before is sent again
@@ -249,6 +253,8 @@ const std::set<std::string> WAITING = {"aten::nonzero", "aten::masked_select", "
 const std::map<std::string, const char*> FOR = {{"aten::convolution_overrideable", "aten::convolution"},
                                                 {"aten::convolution_backward_overrideable", "aten::convolution_backward"}};
 
+at::Tensor state_of(const at::Generator& generator) { return at::Tensor::wrap_tensor_impl(generator.unsafeGetGeneratorImpl()->get_state()); }
+
 struct Operation {
   const c10::OperatorHandle& op;
   torch::jit::Stack* stack;
@@ -302,7 +308,7 @@ struct Operation {
       at::Generator own = v.isNone() ? hooks.getDefaultGenerator(-1) : v.toGenerator();
       TORCH_CHECK(own.device().type() == DEVICE, "simulated device: ", op.schema().operator_name(), ": expected a generator of the device, found one of ", own.device());
       at::Generator host = at::detail::createCPUGenerator();
-      host.set_state(at::Tensor::wrap_tensor_impl(own.unsafeGetGeneratorImpl()->get_state()));
+      host.set_state(state_of(own));
       generators.emplace_back(own, host);
       v = host;
     }
@@ -340,6 +346,14 @@ struct Operation {
     bool resizes = std::any_of(arguments.begin(), arguments.end(), [](auto& a) { return a.is_out(); });
     bool waits = WAITING.count(name) || masks || (name == "aten::repeat_interleave" && !given.back().isInt());
     if (waits) host_waits(clock_of(who), name.c_str());
+    // dropout in a kernel draws from the default generator, and takes none
+    std::optional<at::Generator> of_host;
+    if (op.hasTag(at::Tag::nondeterministic_seeded) && generators.empty()) {
+      of_host = at::detail::getDefaultCPUGenerator();
+      generators.emplace_back(hooks.getDefaultGenerator(-1), *of_host);
+    }
+    at::Tensor kept = of_host ? state_of(*of_host) : at::Tensor();
+    if (of_host) of_host->set_state(state_of(generators[0].first));
     quiet++;
     try {
       if (resizes) {  // torch's own fallback: it may give the tensors of `out` another size
@@ -358,7 +372,8 @@ struct Operation {
       throw;
     }
     quiet--;
-    for (auto& [own, host] : generators) own.set_state(at::Tensor::wrap_tensor_impl(host.unsafeGetGeneratorImpl()->get_state()));
+    for (auto& [own, host] : generators) own.set_state(state_of(host));
+    if (of_host) of_host->set_state(kept);
     if (!resizes) give_back(schema, given);
   }
   void give_back(const c10::FunctionSchema& schema, const std::vector<c10::IValue>& given) {

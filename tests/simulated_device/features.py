@@ -6,15 +6,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from peft import LoraConfig
-from transformers import EvalPrediction
+from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedModel
 
 from harness import Trainer, TrainerCallback
+from harness.data.batches.order import SeveralSources
 from harness.data.tokenizer import ByteTokenizer
 from tests.distributed.training import Job, arguments_of, rows
 from tests.simulated_device import device
@@ -31,6 +35,7 @@ class Run:
     Attributes:
         settings: of the harness, besides those of the job.
         exports: whether it writes the model at its end.
+        in_memory: whether each rank begins with a model of its own, of which that of rank 0 is trained.
         resumes: name of the run whose checkpoint it begins with.
         within: relative difference of its losses from those of one process that is rounding.
     """
@@ -41,9 +46,28 @@ class Run:
     packed: bool = False
     evaluates: bool = False
     exports: bool = False
+    in_memory: bool = False
     resumes: str | None = None
     signal_at: int | None = None
     within: float = 2e-6
+
+
+class OfTwoSources(SeveralSources):
+    """Samples by turns of two sources, the losses of which are reported."""
+
+    names = ("even", "odd")
+
+    def __init__(self, samples: list[dict[str, Any]]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.samples[index]
+
+    def sources_of(self, rows: Sequence[int]) -> list[int]:
+        return [row % 2 for row in rows]
 
 
 class Signal(TrainerCallback):
@@ -62,18 +86,24 @@ def spread(outputs: EvalPrediction) -> dict[str, float]:
     return {"spread": float(np.std(outputs.predictions))}
 
 
+def begun_apart(model: str) -> PreTrainedModel:
+    """Return a model that is another one on each rank but the first."""
+    found = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        found.model.norm.weight.add_(dist.get_rank())
+    return found
+
+
 def make(name: str, run: Run, folder: str) -> dict[str, Any]:
     """Train; return what the metrics say of each step, the samples, and whether steps were skipped."""
     CALLED.clear()
     output = Path(folder, name)
     arguments = arguments_of(run.job, str(output), **{"max_steps": STEPS, **run.settings})
-    data: list[dict[str, Any]] = rows() * STEPS
-    if run.packed:
-        data = [{"text": TEXT[at : at + size]} for size in (7, 12, 20, 5, 16) for at in range(0, 300, 20)]
+    texts = [{"text": TEXT[at : at + size]} for size in (7, 12, 20, 5, 16) for at in range(0, 300, 20)]
     trainer = Trainer(
-        run.job.model,
+        begun_apart(run.job.model) if run.in_memory else run.job.model,
         arguments,
-        train_dataset=data,
+        train_dataset=texts if run.packed else OfTwoSources(rows() * STEPS),
         eval_dataset=rows()[:3] if run.evaluates else None,
         compute_metrics=spread if run.evaluates else None,
         processing_class=ByteTokenizer() if run.evaluates or run.packed else None,
@@ -89,6 +119,7 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
         ended = type(error).__name__
     if run.exports:
         trainer.save_model()
+    brought = trainer.trained_model() if run.evaluates else None
     skipped = trainer.run.engine.deepspeed.skipped_steps
     trainer.close()
     steps, evaluations = (
@@ -104,6 +135,7 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
         "checkpoints": sorted(path.name for path in output.glob("checkpoint-*")),
         "ended": ended,
         "profile": (output / "profile").exists(),
+        "brought": {} if brought is None else dict(brought.state_dict()),
         "attention": set(CALLED),
     }
 

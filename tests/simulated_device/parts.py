@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
@@ -10,14 +11,19 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from harness.checkpoint import generation
 from harness.checkpoint.background_save import KeptBuffer
 from harness.device.moments import moment, seconds_between
 from harness.device.process_group import mixed_devices
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.parallel.collectives import of_group
+from harness.parallel.comm import TensorParallel
+from harness.parallel.draws import DrawKey, KeyedDraws
 from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, measure
 from harness.parallel.host import brought_to_host, numbers, to_device
+from tests.models import model_of
 from tests.simulated_device import device
 from tests.simulated_device.device import NAME
 
@@ -44,6 +50,16 @@ def copies(folder: str) -> dict[str, bool]:
         into = torch.empty(tuple(lazy.shape), device=place)
         lazy.read_into(into)
         found[f"read {name}"] = into.sum().item() == {"a": 15.0, "b": 36.0}[name]
+    model = model_of("llama").to(place)
+    words = argparse.Namespace(seed=1, temperature=1.0, max_new_tokens=2)
+    found["generated"] = len(generation._continued(model, [1, 2], None, words)) == 4
+    key = DrawKey(seed=1, first_sample=0, samples=1, tensor=TensorParallel(), device=place)
+    x, masked = torch.ones(1, 2, 8, 4, device=place), []
+    for _ in range(2):
+        with KeyedDraws(key, 0):
+            masked.append(scaled_dot_product_attention(x, x, x, dropout_p=0.5))
+        torch.rand(3, device=place)  # another draw in between
+    found["masks of a kernel"] = torch.equal(*masked)
     begun = moment(place)
     there[0] + 1
     found["moments"] = seconds_between(begun, moment(place)) >= 0

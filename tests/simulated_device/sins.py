@@ -152,6 +152,7 @@ def virtues() -> dict[str, object]:
     found["another stream"] = (y + 1).tolist()
     del x
     pinned, pageable = torch.full((3,), 5.0).pin_memory(), torch.full((3,), 5.0)
+    found["another device"] = (here(3).to(f"{NAME}:1") + 1).tolist()
     found["is_pinned"] = [pinned.is_pinned(), pinned[1:].is_pinned(), pageable.is_pinned()]
     host = torch.zeros(3).pin_memory()
     host.copy_(pinned.to(NAME, non_blocking=True) + 1, non_blocking=True)

@@ -76,7 +76,7 @@ def runs_of(folder: Path) -> dict[str, Run]:
         "saved": Run(Job(llama, "dp2z1"), {**BESIDE, "lr_scheduler_type": "cosine"}),
         "resumed": Run(Job(llama, "tp2z2"), {"lr_scheduler_type": "cosine"}, resumes="on a CPU", exports=True),
         "drawn weights": Run(Job(fresh, "dp2z2")),
-        "profiled": Run(Job(llama, "dp2z3"), {"profile": 2}),
+        "profiled": Run(Job(llama, "dp2z3"), {"profile": 2}, in_memory=True),
         "rebalanced": Run(Job(llama, "pp2z1", UNEVEN), {"rebalance_steps": 2}),
         "signalled": Run(Job(llama, "pp2z1"), signal_at=2),
     }
@@ -130,6 +130,9 @@ def test_what_a_run_can_do(tmp_path: Path) -> None:
     for step in (2, 4):  # one is written while training goes on, the other at its end
         require_alike(*(Path(device, run, f"checkpoint-{step}/model.safetensors") for run in ("saved", "on a CPU")))
     require_alike(Path(device, "resumed/model.safetensors"), Path(device, "on a CPU/checkpoint-4/model.safetensors"))
+    exported = load_file(Path(device, "samples/model.safetensors"))
+    brought = found["samples"]["brought"]
+    assert brought.keys() == exported.keys() and all(torch.equal(brought[key], exported[key]) for key in exported)
     for name in ("experts, tensor", "experts spread, data"):
         require_alike(Path(device, name, "model.safetensors"), Path(cpu, "experts, tensor/model.safetensors"))
     for file in ("samples/model.safetensors", "adapters, ZeRO-3/adapter_model.safetensors"):

@@ -22,6 +22,7 @@ def test_what_is_right_is_not_reported() -> None:
         "indices and scalars of the host": [2.0, 2.0],
         "generator": True,
         "another stream": [2.0, 2.0, 2.0],
+        "another device": [2.0, 2.0, 2.0],
         "is_pinned": [True, True, False],
         "before": True,
         "after": [6.0, 6.0, 6.0],
