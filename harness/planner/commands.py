@@ -91,7 +91,8 @@ def _mask_lines(best: Estimate) -> Iterator[str]:
     stages = strategy_stages(best.workload, best.strategy)
     for packed, who in ((False, "the model's window"), (True, "--packing")):
         mask = max(mask_bytes(best.workload, one, stage, packed=packed) for stage in stages)
-        if mask and best.peak_bytes + mask > best.hardware.limit_bytes:
+        within = max(mask_bytes(best.workload, best.strategy, stage) for stage in stages)
+        if mask and best.peak_bytes - within + mask > best.hardware.limit_bytes:
             remedy = "the layouts above have" if best.strategy.attention_tile else "set"
             yield (
                 f"{who} takes a mask of tokens x tokens, {mask / GIB:,.1f} GiB on each rank, which does not fit: "
@@ -109,6 +110,7 @@ def _table(rows: Sequence[Estimate]) -> Iterator[str]:
 
 def _cells(number: int, one: Estimate) -> tuple[str, ...]:
     row, strategy = one.row(), one.strategy
+    tiles = ("loss", strategy.loss_tile), ("ffn", strategy.block_tile), ("mask", strategy.attention_tile)
     return (
         str(number),
         str(strategy.pp_size),
@@ -120,7 +122,7 @@ def _cells(number: int, one: Estimate) -> tuple[str, ...]:
         "host" if strategy.host_activations else "yes" if row["activation_checkpointing"] else "no",
         _schedule(strategy),
         {"none": "no", "optimizer": "states", "optimizer+parameters": "all"}[strategy.offload],
-        " ".join(word for word, tile in (("loss", strategy.loss_tile), ("ffn", strategy.block_tile)) if tile) or "-",
+        " ".join(word for word, tile in tiles if tile) or "-",
         f"{row['memory_gib']['max']:.1f}",
         f"{longest(one) // 1024:,}k",
         f"{row['step_seconds']['total']:.3g}",

@@ -79,6 +79,15 @@ def test_millions_of_tokens_find_their_layout(device: str, ranks: int, length: i
     assert f"--packing takes a mask of tokens x tokens, {gib} on each rank, which does not fit: set tiling" in said
 
 
+@pytest.mark.parametrize(("length", "fits"), [(131_072, True), (262_144, False)])
+def test_a_mask_that_a_layout_has_room_for_is_not_said_to_be_too_large(length: int, fits: bool) -> None:
+    config = {**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096, "num_hidden_layers": 4}
+    found = search(task_of(config, "mistral", load_hardware("h100", 8), world_size=8, sequence=length, global_batch=8))
+    said = "\n".join(plan_lines(found, 1, None, None))
+    assert ("does not fit" in said) != fits
+    assert ("mask" in said.splitlines()[1]) != fits, "the row says that masks are made by rows"
+
+
 def test_short_samples_are_not_shared() -> None:
     task = task_of(LLAMA_8B, "llama-8b", load_hardware("h100", 8), world_size=8, sequence=4096, global_batch=64)
     assert {one.strategy.cp_size for one in search(task).fitting} == {1}
