@@ -82,7 +82,7 @@ def test_float32(kind: str, model: str, tmp_path: Path) -> None:
     assert wrong(jobs, curves) == []
 
 
-def test_bf16_also_beside_norms_in_float32(model: str, tmp_path: Path) -> None:
+def test_bf16(model: str, tmp_path: Path) -> None:
     section = {"bf16": {"enabled": True}}
     jobs = [Job(model, layout, section) for layout in ("pp2z1", "tp2z1", "pp2z0")]
     jobs.append(Job(tiny_model(tmp_path / "gpt_oss", "gpt_oss", False, **FAMILIES["gpt_oss"]), "dp2z3", section))
