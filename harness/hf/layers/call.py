@@ -10,7 +10,7 @@ import copy
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias, TypeVar
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.parallel.draws import DrawnShapes
+from harness.parallel.generators import own_generators
 from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.values import Argument, Keyword, Positional
 
@@ -141,20 +142,23 @@ def dry_run(
     return attempt(last)
 
 
-@torch.no_grad()
 def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
-    """Return the shapes of the random numbers that a layer on the meta device draws, until it reads a value.
+    """Return the shapes of the random numbers that a layer on the meta device draws.
 
     The arguments may have another dtype than the layer, as those of a run in 16 bits have.
     """
     dtype = next((weight.dtype for weight in layer.parameters() if weight.is_floating_point()), hidden.dtype)
 
-    def placed(tensor: Tensor) -> Tensor:
-        return tensor.to(META, dtype if tensor.is_floating_point() else tensor.dtype)
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    with DrawnShapes() as drawn, suppress(*ASKS_FOR_VALUES), _any_experts(layer, "batched_mm"):
-        inputs.mapped(placed).apply(layer, placed(hidden))
-    return drawn.shapes
+    def run(zeros: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
+        with DrawnShapes() as drawn:
+            inputs.apply(zeros, hidden)
+        return drawn.shapes
+
+    with own_generators(0, hidden.device):  # what the layer draws besides comes from generators that the run needs
+        return dry_run(layer, inputs.mapped(cast), cast(hidden), run)
 
 
 @contextmanager

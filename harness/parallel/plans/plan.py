@@ -23,7 +23,8 @@ names of modules and parameters to styles: transformers' words, and a few of our
   entries (the name of a size in the config; without it, of one run), and the rank keeps its share of each run.
 - `experts`: styles by which whole experts are dealt, for a family that declares none
   (`harness.parallel.plans.experts`).
-- `cases`: the same keys for models whose config has all the values in `if`; they are merged over the rest, in order.
+- `cases`: the same keys for models whose config has all the values in `if`, where `true` stands for any value but 0 and
+  null; they are merged over the rest, in order.
 - `"extends": true`: the file contains only what the family's declared plan lacks or has wrong.
 """
 
@@ -55,7 +56,7 @@ def read_parts(path: Path, config: PretrainedConfig) -> JsonObject:
     parts: JsonObject = {"styles": dict(data["styles"])}
     parts |= {name: dict(data.get(name, {})) for name in _PARTS[1:]}
     for case in data.get("cases", []):
-        if all(getattr(config, field) == value for field, value in case["if"].items()):
+        if all(_is(getattr(config, field), value) for field, value in case["if"].items()):
             if "refuse" in case:
                 raise UserError(
                     f"model type {path.stem!r} cannot be cut for tensor parallelism with "
@@ -68,6 +69,10 @@ def read_parts(path: Path, config: PretrainedConfig) -> JsonObject:
     for name, words in parts["attributes"].items():
         _require_words(name, words)
     return {**parts, "extends": data.get("extends", False)}
+
+
+def _is(found: object, wanted: object) -> bool:
+    return bool(found) if wanted is True else found == wanted
 
 
 def _require_words(name: str, words: dict[str, str]) -> None:

@@ -72,3 +72,13 @@ class Scores(nn.Linear):
 def test_what_a_layer_draws_is_known_also_where_its_arguments_have_16_bits(dtype: torch.dtype) -> None:
     hidden = torch.zeros(2, 3, 3, dtype=dtype)
     assert drawn_shapes(Scores(3, 6, device="meta"), LayerInputs((), {}, None), hidden) == [hidden.shape]
+
+
+def test_what_a_layer_draws_is_known_also_where_it_reads_values_before() -> None:
+    class Reads(Scores):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden + hidden.max().item())
+
+    hidden, before = torch.zeros(2, 3, 3), torch.get_rng_state()
+    assert drawn_shapes(Reads(3, 6, device="meta"), LayerInputs((), {}, None), hidden) == [hidden.shape]
+    assert torch.equal(torch.get_rng_state(), before)

@@ -123,6 +123,9 @@ def test_a_case_may_refuse_a_config() -> None:
         "model type 'stablelm' cannot be cut for tensor parallelism with qk_layernorm True: each head has a norm of "
         "its own: set tensor_parallel.autotp_size to 1"
     )
+    assert plan_for(on_meta("jetmoe"), PLANS)
+    with pytest.raises(UserError, match="with attention_dropout True: a rank's heads are not next to each other"):
+        plan_for(on_meta("jetmoe", attention_dropout=0.1), PLANS)
 
 
 def test_a_number_that_a_plan_names_comes_before_any_number() -> None:
