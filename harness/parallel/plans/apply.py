@@ -142,7 +142,8 @@ def _adapt_modules(place: _Place, *, local_logits: bool) -> None:
         _cut_inputs(child, full_name, plan.inputs.get(pattern, {}), tensor, inside, place.config)
         if child is place.module or (pattern.endswith(".*") and pattern.count("*") == 1):  # a decoder layer
             local = local_logits and plan.splits_head and _holds(child, full_name, plan.head)
-            sum_partial_gradients(child, full_name, tensor, output_kind=Values.SPLIT if local else Values.WHOLE)
+            kind, whole = Values.SPLIT if local else Values.WHOLE, child is place.module
+            sum_partial_gradients(child, full_name, tensor, output_kind=kind, takes_payload=whole)
 
 
 def _repeat_borrowed_keys_less(attention: nn.Module, heads: Heads, tensor: TensorParallel) -> None:

@@ -237,7 +237,12 @@ def _before(name: str, kind: Values) -> Values:
 
 
 def sum_partial_gradients(
-    module: nn.Module, name: str, tensor: TensorParallel, *, output_kind: Values = Values.WHOLE
+    module: nn.Module,
+    name: str,
+    tensor: TensorParallel,
+    *,
+    output_kind: Values = Values.WHOLE,
+    takes_payload: bool = False,
 ) -> None:
     """Have the first forward of `module` with gradients find the partial ones, and have them summed from then on.
 
@@ -249,12 +254,13 @@ def sum_partial_gradients(
 
     Args:
         output_kind: kind of the first output, unless `module.works_on_share` is set.
+        takes_payload: whether positional arguments behind the first are what earlier layers have left.
     """
 
     given = [NOTHING_GIVEN]
 
     def before_forward(_module: nn.Module, args: Positional, kwargs: Keyword) -> None:
-        given[0] = GivenTensors.of(args, kwargs)
+        given[0] = GivenTensors.of((args,) if takes_payload else args, kwargs)
 
     def after_forward(_module: nn.Module, _args: Positional, output: object) -> None:
         inputs, given[0] = given[0], NOTHING_GIVEN
