@@ -43,6 +43,7 @@ def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     yield place
     subprocess.run(["umount", "-l", place], check=True)
     if server is not None:
+        server.terminate()  # a test of network namespaces may have copied the mount meanwhile, which keeps it up
         server.wait(10)
 
 
