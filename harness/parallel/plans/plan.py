@@ -60,7 +60,7 @@ def read_parts(path: Path, config: PretrainedConfig) -> JsonObject:
             if "refuse" in case:
                 raise UserError(
                     f"model type {path.stem!r} cannot be cut for tensor parallelism with "
-                    f"{', '.join(f'{field} {value}' for field, value in case['if'].items())}: {case['refuse']}: "
+                    f"{', '.join(f'{field} {getattr(config, field)}' for field in case['if'])}: {case['refuse']}: "
                     "set tensor_parallel.autotp_size to 1"
                 )
             for name in _PARTS:
