@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from harness.arguments.config_file import ConfigFlag, read_config_file
-from harness.arguments.flags import ALIASES, Flags, Help, groups, hints_of, require_one_name, shown_default
 from harness.arguments.other_programs import advice, is_idle, refusal
+from harness.arguments.themes.flags import ALIASES, Flags, Help, groups, hints_of, require_one_name, shown_default
 from harness.config.values.typed import takes
 from harness.errors import UserError, UserErrors, refuse_all
 from harness.verb_parser import argument_in_type

@@ -12,8 +12,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from harness.arguments.flags import ALIASES, require_one_name
 from harness.arguments.other_programs import advice, is_section
+from harness.arguments.themes.flags import ALIASES, require_one_name
 from harness.config.values.json_file import regular_bytes
 from harness.config.values.typed import takes
 from harness.errors import UserError, UserErrors

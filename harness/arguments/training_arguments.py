@@ -9,8 +9,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 from harness.arguments.command_line import own_arguments
-from harness.arguments.flags import ALIASES, noting_given
 from harness.arguments.themes.checkpoints import CheckpointArguments
+from harness.arguments.themes.flags import ALIASES, noting_given
 from harness.arguments.themes.reporting import ReportingArguments
 from harness.arguments.themes.run import RunArguments
 from harness.arguments.themes.training import BatchArguments, LayoutArguments, ModelArguments, OptimizerArguments

@@ -20,7 +20,6 @@ from transformers.core_model_loading import build_glob_alternation
 
 from harness.config.model.shape import experts_of
 from harness.errors import UserError
-from harness.hf.attention import on_any_device
 from harness.hf.context.arguments import SplitArguments
 from harness.hf.context.plan import TOGETHER, TokensApart
 from harness.hf.context.sequence import SharedSequence
@@ -32,6 +31,7 @@ from harness.hf.decoder import (
 )
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.router_loss import RouterCapture, router_capture
+from harness.hf.layers.attention import on_any_device
 from harness.hf.locate import PLANS
 from harness.hf.lora import Adaptation, AdaptedWeights, inject, plain_name
 from harness.hf.skeleton import ModelSource, build_skeleton, foreign_modules

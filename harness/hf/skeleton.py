@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from harness.errors import UserError
-from harness.hf.attention import attention_of
+from harness.hf.layers.attention import attention_of
 from harness.hf.locate import model_directory
 from harness.hf.weights.tensor_files import has_tensors
 

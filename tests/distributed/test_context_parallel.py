@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, masking_utils
 from transformers.integrations import flex_attention as flex_of_transformers
 
 from harness import Trainer, UserError
-from harness.hf import attention
+from harness.hf.layers import attention
 from tests.distributed.ranks import here, run_ranks
 from tests.distributed.training import BATCH, BLOCK, STEPS, Curve, Job, arguments_of, by_torch, rows, tiny_model, worst
 

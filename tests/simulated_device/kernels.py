@@ -21,7 +21,7 @@ from torch.nn.attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import modeling_flash_attention_utils as of_transformers
 
-from harness.hf import attention
+from harness.hf.layers import attention
 from tests.simulated_device.device import NAME
 
 CALLED: set[str] = set()

@@ -197,6 +197,18 @@ def test_no_import_goes_in_a_circle():
     assert graph == {}, "these modules import each other, or import such a module"
 
 
+def test_no_two_folders_import_each_other():
+    """A folder and those inside it are left out: its files are what they are made of, and what is made of them."""
+    pairs = {
+        (path.parent, MODULES[target].parent)
+        for name, path in MODULES.items()
+        for target in imported(path)
+        if target in MODULES and (name, target) not in FOR_TYPES_ALONE
+    }
+    both = {(str(one), str(other)) for one, other in pairs if one < other and (other, one) in pairs}
+    assert {(one, other) for one, other in both if not other.startswith(f"{one}/")} == set()
+
+
 def test_configs_are_read_without_torch():
     heavy = [
         f"{name} imports {target}"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from harness.arguments.flags import Flags, flag
+from harness.arguments.themes.flags import Flags, flag
 from harness.errors import UserError
 
 STRATEGIES = ("no", "steps", "epoch")

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
-from harness.arguments.flags import Flags, flag, noting_given
+from harness.arguments.themes.flags import Flags, flag, noting_given
 from harness.errors import UserError
 
 if TYPE_CHECKING:

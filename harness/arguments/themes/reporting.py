@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from harness.arguments.flags import Flags, flag
+from harness.arguments.themes.flags import Flags, flag
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 

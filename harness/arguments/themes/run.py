@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from harness.arguments.flags import Flags, flag
+from harness.arguments.themes.flags import Flags, flag
 from harness.errors import UserError
 
 NONFINITE = ("stop", "skip", "warn", "rollback")

@@ -5,7 +5,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
-from harness.arguments.flags import Flags, flag, noting_given
+from harness.arguments.themes.flags import Flags, flag, noting_given
 from harness.errors import UserError
 from harness.hf.locate import DEFAULT_MODEL
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from harness.arguments.flags import Flags, flag
+from harness.arguments.themes.flags import Flags, flag
 from harness.config.values.arguments import OPTIMIZERS, AutoValues
 from harness.errors import UserError
 

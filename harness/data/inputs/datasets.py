@@ -33,8 +33,8 @@ from harness.data.streaming.source import RowsAsTheyAre, Streamed, StreamedSourc
 from harness.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, load_tokenizer
 from harness.device.process_group import shared_store, start
 from harness.errors import UserError
-from harness.hf.attention import with_attention
 from harness.hf.causal import require_cut
+from harness.hf.layers.attention import with_attention
 from harness.hf.locate import model_directory
 from harness.hf.skeleton import ModelSource, build_skeleton, position_limit, vocabulary_size
 from harness.hf.verify.packing import require_documents_apart

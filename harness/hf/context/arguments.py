@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from harness.hf.attention import on_any_device
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
+from harness.hf.layers.attention import on_any_device
 from harness.hf.layers.call import LayerInputs
 from harness.parallel.context.stretches import ContextParallel
 

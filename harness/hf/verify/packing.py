@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.attention import attention_of, choose_attention, is_flash, usual_attention
 from harness.hf.forward.lifted import takes_positions
+from harness.hf.layers.attention import attention_of, choose_attention, is_flash, usual_attention
 from harness.hf.layers.call import CANNOT_RUN
 from harness.hf.verify.comparison import on_device
 from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.errors import UserError
-from harness.hf.attention import attention_of, on_any_device
 from harness.hf.context.arguments import SplitArguments
 from harness.hf.context.layer import named_blocks
 from harness.hf.context.plan import ContextPlan, kind_of_layer, own_tokens
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import StagePayload, Tokens
+from harness.hf.layers.attention import attention_of, on_any_device
 from harness.hf.layers.call import CANNOT_RUN, LayerInputs, same
 from harness.hf.skeleton import ModelSource
 from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model

@@ -24,7 +24,7 @@ from harness.deepspeed.engine import stepping_optimizer
 from harness.deepspeed.orthogonal import newton_schulz
 from harness.deepspeed.zero3_parameters import unpartitioned_shape
 from harness.errors import UserError
-from harness.parallel.matrices import MatrixPart, locate_matrices
+from harness.parallel.tensor.matrices import MatrixPart, locate_matrices
 from harness.parallel.tensor.shard import shard_of
 from harness.topology.groups import Groups
 

@@ -11,9 +11,9 @@ from harness.data.batches.collate import IGNORED, Collator, MapDataset, MicroBat
 from harness.data.batches.stream import dataset_length, read_micro_batch
 from harness.data.inputs.given import require_short
 from harness.errors import UserError
-from harness.hf.attention import require_available, with_attention
 from harness.hf.context.sequence import require_enough
 from harness.hf.forward.payload import Tokens
+from harness.hf.layers.attention import require_available, with_attention
 from harness.hf.skeleton import ModelSource, position_limit
 from harness.hf.verify.packing import require_documents_apart, require_flash_apart
 from harness.training.engine.context import EngineContext

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig, read_run_config
-from harness.arguments.flags import Help
+from harness.arguments.themes.flags import Help
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
     require_same_adapters,

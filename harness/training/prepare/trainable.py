@@ -21,10 +21,10 @@ from harness.config.values.json_object import JsonObject
 from harness.data.batches.collate import MicroBatch
 from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
-from harness.hf.attention import require_available, with_attention
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.context.plan import TOGETHER, TokensApart
 from harness.hf.fused import fuse
+from harness.hf.layers.attention import require_available, with_attention
 from harness.hf.liger import liger_kernels
 from harness.hf.lora import Adaptation, adapted_model, lora_config
 from harness.hf.skeleton import ModelSource, read_source

@@ -9,7 +9,7 @@ from transformers import AutoConfig, BloomConfig, LlamaConfig
 
 from harness.arguments import TrainingArguments
 from harness.errors import UserError
-from harness.hf.attention import on_any_device, require_available, with_attention
+from harness.hf.layers.attention import on_any_device, require_available, with_attention
 from harness.hf.skeleton import build_skeleton
 
 CPU = torch.device("cpu")

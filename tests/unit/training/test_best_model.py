@@ -1,4 +1,4 @@
-"""Which evaluation is the best, when a run stops for want of a better one, and what a checkpoint says of it."""
+"""The best evaluation, when a run stops early, and what a checkpoint says of both."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ import transformers
 from harness import TrainingArguments, UserError
 from harness.arguments import LoraArguments, expanded, parse
 from harness.arguments.command_line import known_flags
-from harness.arguments.flags import ALIASES
 from harness.arguments.other_programs import other_programs
+from harness.arguments.themes.flags import ALIASES
 from harness.arguments.themes.script import ScriptArguments
 from harness.train import main
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from harness import TrainingArguments, UserError
 from harness.arguments import LoraArguments
 from harness.arguments.configure import read_run_config
-from harness.arguments.flags import Flags, flag, groups, shown_default
+from harness.arguments.themes.flags import Flags, flag, groups, shown_default
 from harness.arguments.themes.script import ScriptArguments
 from harness.config.values.typed import typed
 from harness.errors import UserErrors

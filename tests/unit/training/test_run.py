@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.arguments.flags import Help
+from harness.arguments.themes.flags import Help
 from harness.checkpoint.run_lock import HELD
 from harness.config.rules.rule import Finding
 from harness.console import plain_console

@@ -1,4 +1,4 @@
-"""Which layers stand on which stage: as the config's method says, by what they cost, told in one line a stage."""
+"""Layers are assigned to stages by the config's method and by cost, and each stage is reported in one line."""
 
 from __future__ import annotations
 

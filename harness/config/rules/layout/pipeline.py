@@ -83,9 +83,11 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     With p stages and m micro-batches (gradient_accumulation_steps) every stage idles for (p - 1) / (m + p -
     1) of a step. From 4 (p - 1) micro-batches on that is at most a fifth. `"schedule": "zero-bubble"` leaves
     a third of the idle time, (p - 1) / (3 m + p - 1) of a step; schedules with several model chunks a
-    stage leave less, as docs/layouts.md says. The layout never changes the number of micro-batches; the
-    start of a run says how much is idle where it is more. Sources: GPipe, arXiv 1811.06965, section 2.3; Zero
-    Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1.
+    stage leave less, as docs/layouts.md says.
+
+    The layout never changes the number of micro-batches; the start of a run says how much is idle where it is
+    more. Sources: GPipe, arXiv 1811.06965, section 2.3; Zero Bubble Pipeline Parallelism, arXiv 2401.10241,
+    section 3.1.
     """
     steps = view.size("/gradient_accumulation_steps")
     if (
