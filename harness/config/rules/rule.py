@@ -1,15 +1,17 @@
 """A rule: a function over one config, with a code, a page and two examples.
 
-The function's docstring is the page that `ds-harness explain CODE` prints. `wrong` is a config in which the rule finds
-something, `right` a minimally different one in which it does not. `claim` states what DeepSpeed itself does with
-`wrong`; a test checks that.
+The function's docstring is the page that `ds-harness explain CODE` prints. It ends with the examples: `Wrong:` is a
+config in which the rule finds something, `Right:` a minimally different one in which it does not. `claim` states what
+DeepSpeed itself does with the wrong one; a test checks that.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from harness.config.diagnostic import Edit, Severity
@@ -47,15 +49,29 @@ class Rule:
     name: str
     severity: Severity
     claim: Claim
-    wrong: str
-    right: str
     options: JsonObject  # how `check` is called for the examples: world_size, model, target
     check: Check
+
+    @cached_property
+    def _docstring(self) -> list[str]:
+        """The page, the wrong example and the right one."""
+        text = inspect.cleandoc(self.check.__doc__ or "")
+        return [part.replace("\n       ", "\n") for part in re.split(r"\n+(?:Wrong|Right): ", text)]
 
     @property
     def page(self) -> str:
         """The rule's documentation."""
-        return inspect.cleandoc(self.check.__doc__ or "")
+        return self._docstring[0]
+
+    @property
+    def wrong(self) -> str:
+        """The JSON of a config in which the rule finds something."""
+        return self._docstring[1]
+
+    @property
+    def right(self) -> str:
+        """The JSON of a config like it in which it does not."""
+        return self._docstring[2]
 
     @property
     def title(self) -> str:
@@ -63,21 +79,10 @@ class Rule:
         return self.page.split("\n\n")[0].replace("\n", " ")
 
 
-def rule(
-    code: str, name: str, severity: Severity, *, claim: Claim, wrong: str, right: str, **options: object
-) -> Callable[[Check], Rule]:
+def rule(code: str, name: str, severity: Severity, *, claim: Claim, **options: object) -> Callable[[Check], Rule]:
     """Make a function a rule."""
 
     def decorate(check: Check) -> Rule:
-        return Rule(
-            code=code,
-            name=name,
-            severity=severity,
-            claim=claim,
-            wrong=wrong,
-            right=right,
-            options=options,
-            check=check,
-        )
+        return Rule(code=code, name=name, severity=severity, claim=claim, options=options, check=check)
 
     return decorate

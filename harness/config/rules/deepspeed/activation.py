@@ -17,22 +17,18 @@ def _severity(view: RunView) -> Severity | None:
     return Severity.ERROR if view.target == "harness" and recomputes else None
 
 
-@rule(
-    "DS701",
-    "contiguous-without-partition",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true,'
-    ' "number_checkpoints": 4}}',
-    right='{"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true,'
-    ' "number_checkpoints": 4, "partition_activations": true}}',
-)
+@rule("DS701", "contiguous-without-partition", Severity.WARNING, claim="runs")
 def contiguous_without_partition(view: RunView) -> Iterator[Finding]:
     """contiguous_memory_optimization without partition_activations.
 
     DeepSpeed copies activations into one buffer only after it has shared them out. It raises an
     AssertionError as soon as its activation checkpointing is configured; a program that never does that
     does not notice.
+
+    Wrong: {"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true,
+           "number_checkpoints": 4}}
+    Right: {"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true,
+           "number_checkpoints": 4, "partition_activations": true}}
     """
     if view.on(f"{SECTION}/contiguous_memory_optimization") and not view.on(f"{SECTION}/partition_activations"):
         yield Finding(
@@ -44,21 +40,17 @@ def contiguous_without_partition(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS702",
-    "contiguous-without-number",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true,'
-    ' "partition_activations": true}}',
-    right='{"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true,'
-    ' "partition_activations": true, "number_checkpoints": 4}}',
-)
+@rule("DS702", "contiguous-without-number", Severity.WARNING, claim="runs")
 def contiguous_without_number(view: RunView) -> Iterator[Finding]:
     """contiguous_memory_optimization without number_checkpoints.
 
     The buffer's size is the number of checkpointed layers times that of one; DeepSpeed raises an
     AssertionError when its activation checkpointing is configured without it.
+
+    Wrong: {"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true,
+           "partition_activations": true}}
+    Right: {"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true,
+           "partition_activations": true, "number_checkpoints": 4}}
     """
     number = view.section(SECTION).get("number_checkpoints")
     if view.on(f"{SECTION}/contiguous_memory_optimization") and number is None:
@@ -71,21 +63,17 @@ def contiguous_without_number(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS703",
-    "nothing-is-checkpointed",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "activation_checkpointing": {"cpu_checkpointing": true}}',
-    right='{"train_batch_size": 8, "activation_checkpointing": {"cpu_checkpointing": true},'
-    ' "pipeline": {"activation_checkpoint_interval": 1}}',
-)
+@rule("DS703", "nothing-is-checkpointed", Severity.WARNING, claim="runs")
 def nothing_is_checkpointed(view: RunView) -> Iterator[Finding]:
     """Options for activation checkpointing are set, but it is off.
 
     The section only sets options of deepspeed.checkpointing. With the harness, and in a PipelineModule,
     `pipeline.activation_checkpoint_interval` says that every so many layers are recomputed; it is 0 by
     default. With other programs the model's own code decides, so this is reported for `--target harness` only.
+
+    Wrong: {"train_batch_size": 8, "activation_checkpointing": {"cpu_checkpointing": true}}
+    Right: {"train_batch_size": 8, "activation_checkpointing": {"cpu_checkpointing": true},
+           "pipeline": {"activation_checkpoint_interval": 1}}
     """
     section = view.section(SECTION)
     wanted = [name for name in section if view.on(f"{SECTION}/{name}") and name != "number_checkpoints"]

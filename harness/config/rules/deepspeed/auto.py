@@ -49,15 +49,7 @@ def _autos(view: RunView) -> Iterator[KeyOccurrence]:
             yield visit
 
 
-@rule(
-    "DS303",
-    "auto-that-nobody-resolves",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}',
-    right='{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}',
-    target="deepspeed",
-)
+@rule("DS303", "auto-that-nobody-resolves", Severity.ERROR, claim="refuses", target="deepspeed")
 def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
     """ "auto" where nobody replaces it with a value.
 
@@ -65,6 +57,9 @@ def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
     DeepSpeed sees it, but only in the places that they know. In an unchecked section it stays a string among
     numbers: the batch sizes cause a TypeError at once, an optimizer's argument when the optimizer is
     built, other keys when they are first used.
+
+    Wrong: {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    Right: {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}
     """
     for visit in _autos(view):
         if visit.section.is_pydantic or view.target == "harness":
@@ -82,19 +77,15 @@ def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS304",
-    "auto-that-means-the-default",
-    Severity.INFO,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": "auto"}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": true}}',
-)
+@rule("DS304", "auto-that-means-the-default", Severity.INFO, claim="runs")
 def auto_that_means_the_default(view: RunView) -> Iterator[Finding]:
     """ "auto" where neither the harness nor the HuggingFace Trainer has a value for it.
 
     In a section that DeepSpeed checks, DeepSpeed drops the key; elsewhere the harness does. The default applies, and
     the message gives it.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": "auto"}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": true}}
     """
     for visit in _autos(view):
         dropped = visit.section.is_pydantic or view.target == "harness"
@@ -110,18 +101,14 @@ def auto_that_means_the_default(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS305",
-    "auto-zero-stage",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": "auto"}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
-)
+@rule("DS305", "auto-zero-stage", Severity.WARNING, claim="runs")
 def auto_zero_stage(view: RunView) -> Iterator[Finding]:
     """The ZeRO stage is "auto", which means stage 0.
 
     DeepSpeed drops every "auto" in this section, so the default applies: nothing is partitioned.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": "auto"}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
     """
     if view.section("/zero_optimization").get("stage") == AUTO:
         yield Finding(

@@ -19,19 +19,15 @@ from harness.config.values.pointers import AUTO, whole
 from harness.config.view import RunView
 
 
-@rule(
-    "DS301",
-    "no-batch-size",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"gradient_accumulation_steps": 8}',
-    right='{"gradient_accumulation_steps": 8, "train_micro_batch_size_per_gpu": 1}',
-)
+@rule("DS301", "no-batch-size", Severity.ERROR, claim="refuses")
 def no_batch_size(view: RunView) -> Iterator[Finding]:
     """Neither train_batch_size nor train_micro_batch_size_per_gpu is given.
 
     The number of accumulation steps alone says nothing about the batch. With the harness and the
     HuggingFace Trainer `"train_micro_batch_size_per_gpu": "auto"` takes the size from the arguments.
+
+    Wrong: {"gradient_accumulation_steps": 8}
+    Right: {"gradient_accumulation_steps": 8, "train_micro_batch_size_per_gpu": 1}
     """
     if view.in_file(TRAIN) is None and view.in_file(MICRO) is None:
         value = '"auto"' if view.target != "deepspeed" else "a number"
@@ -43,14 +39,7 @@ def no_batch_size(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS302",
-    "batch-sizes-disagree",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}',
-    right='{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}',
-)
+@rule("DS302", "batch-sizes-disagree", Severity.ERROR, claim="refuses")
 def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
     """The batch sizes do not agree.
 
@@ -58,6 +47,9 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
     ranks. Without `--world_size` this is reported only if no number of ranks would fit. With the
     harness only ranks that read different samples count: ranks / (pipeline stages x tensor-parallel ranks
     x context ranks).
+
+    Wrong: {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    Right: {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     """
     in_file = [view.in_file(pointer) for pointer in ARGUMENTS]
     if any(size not in (None, AUTO) and (whole(size) or 0) < 1 for size in in_file):

@@ -11,17 +11,14 @@ from harness.config.view import RunView
 SAMPLING = "/data_efficiency/data_sampling"
 
 
-@rule(
-    "DS711",
-    "curriculum-without-metrics",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": true}}}}',
-    right='{"train_batch_size": 8, "data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": true,'
-    ' "curriculum_metrics": {}}}}}',
-)
+@rule("DS711", "curriculum-without-metrics", Severity.ERROR, claim="refuses")
 def curriculum_without_metrics(view: RunView) -> Iterator[Finding]:
-    """Curriculum learning is on, but the metric of difficulty is missing."""
+    """Curriculum learning is on, but the metric of difficulty is missing.
+
+    Wrong: {"train_batch_size": 8, "data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": true}}}}
+    Right: {"train_batch_size": 8, "data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": true,
+           "curriculum_metrics": {}}}}}
+    """
     here = f"{SAMPLING}/curriculum_learning"
     if view.get(f"{here}/enabled") and not view.has(f"{here}/curriculum_metrics"):
         yield Finding(
@@ -32,17 +29,14 @@ def curriculum_without_metrics(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS712",
-    "dynamic-batching-without-tokens",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": true}}}}',
-    right='{"train_batch_size": 8, "data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": true,'
-    ' "max_tokens": 4096}}}}',
-)
+@rule("DS712", "dynamic-batching-without-tokens", Severity.ERROR, claim="refuses")
 def dynamic_batching_without_tokens(view: RunView) -> Iterator[Finding]:
-    """Dynamic batching is on, but the number of tokens in a batch is missing."""
+    """Dynamic batching is on, but the number of tokens in a batch is missing.
+
+    Wrong: {"train_batch_size": 8, "data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": true}}}}
+    Right: {"train_batch_size": 8, "data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": true,
+           "max_tokens": 4096}}}}
+    """
     here = f"{SAMPLING}/dynamic_batching"
     if view.get(f"{here}/enabled") and not view.has(f"{here}/max_tokens"):
         yield Finding(

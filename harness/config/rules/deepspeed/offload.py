@@ -18,19 +18,15 @@ def offloads(view: RunView, section: str) -> bool:
     return view.as_read(f"{ZERO}/{section}/device") in ("cpu", "nvme")
 
 
-@rule(
-    "DS501",
-    "offload-param-below-stage-3",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
-)
+@rule("DS501", "offload-param-below-stage-3", Severity.WARNING, claim="runs")
 def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
     """Parameters are to be offloaded at a stage that does not partition them.
 
     DeepSpeed accepts that and keeps them on the device. The harness refuses it, because the memory that you
     expect to be free would not be.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     """
     if offloads(view, "offload_param") and view.zero_stage in (0, 1, 2):
         yield Finding(
@@ -42,18 +38,15 @@ def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS502",
-    "nvme-without-path",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}},'
-    ' "optimizer": {"type": "AdamW", "params": {"torch_adam": true}}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme",'
-    ' "nvme_path": "/local_nvme"}}, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}}}',
-)
+@rule("DS502", "nvme-without-path", Severity.ERROR, claim="engine")
 def nvme_without_path(view: RunView) -> Iterator[Finding]:
-    """Offloading to NVMe, without the folder to write to."""
+    """Offloading to NVMe, without the folder to write to.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}},
+           "optimizer": {"type": "AdamW", "params": {"torch_adam": true}}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme",
+           "nvme_path": "/local_nvme"}}, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}}}
+    """
     for section in ("offload_param", "offload_optimizer"):
         here = f"{ZERO}/{section}"
         path = view.get(f"{here}/nvme_path")
@@ -67,19 +60,15 @@ def nvme_without_path(view: RunView) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "DS504",
-    "partial-offload-below-stage-3",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2,'
-    ' "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3,'
-    ' "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
-    target="deepspeed",
-)
+@rule("DS504", "partial-offload-below-stage-3", Severity.ERROR, claim="refuses", target="deepspeed")
 def partial_offload_below_stage_3(view: RunView) -> Iterator[Finding]:
-    """Only a part of the optimizer state is to be offloaded, which works at stage 3 only."""
+    """Only a part of the optimizer state is to be offloaded, which works at stage 3 only.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu",
+           "ratio": 0.5}}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu",
+           "ratio": 0.5}}}
+    """
     ratio = as_float(view.section(f"{ZERO}/offload_optimizer").get("ratio", 1.0))
     if ratio is not None and ratio < 1 and view.zero_stage in (0, 1, 2):
         yield Finding(
@@ -91,21 +80,17 @@ def partial_offload_below_stage_3(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS509",
-    "contiguous-gradients-forced",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "contiguous_gradients": false,'
-    ' "offload_optimizer": {"device": "cpu"}}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "contiguous_gradients": true,'
-    ' "offload_optimizer": {"device": "cpu"}}}',
-)
+@rule("DS509", "contiguous-gradients-forced", Severity.WARNING, claim="runs")
 def contiguous_gradients_forced(view: RunView) -> Iterator[Finding]:
     """contiguous_gradients is off, but offloading turns it on again.
 
     At stages 1 and 2 gradients travel to the CPU through the contiguous buffer, so it is always there, with
     the memory that it takes.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "contiguous_gradients": false,
+           "offload_optimizer": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "contiguous_gradients": true,
+           "offload_optimizer": {"device": "cpu"}}}
     """
     off = view.get(f"{ZERO}/contiguous_gradients") is False
     if off and view.zero_stage in (1, 2) and offloads(view, "offload_optimizer"):
@@ -118,20 +103,16 @@ def contiguous_gradients_forced(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS512",
-    "offload-optimizer-without-effect",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},'
-    ' "zero_force_ds_cpu_optimizer": false}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 0}}',
-)
+@rule("DS512", "offload-optimizer-without-effect", Severity.WARNING, claim="runs")
 def offload_optimizer_without_effect(view: RunView) -> Iterator[Finding]:
     """The optimizer state is to be offloaded at a stage that does not offload it there.
 
     Stages 1 to 3 offload it to the CPU, stage 3 alone to NVMe. At other stages DeepSpeed keeps the state where
     the parameters are.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+           "zero_force_ds_cpu_optimizer": false}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 0}}
     """
     device = view.as_read(f"{ZERO}/offload_optimizer/device")
     stages = {"cpu": "1 to 3", "nvme": "3"}.get(device) if isinstance(device, str) else None

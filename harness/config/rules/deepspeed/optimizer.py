@@ -69,18 +69,14 @@ def is_tested_with_zero(view: RunView) -> bool:
     return is_tested or bool(view.get("/zero_allow_untested_optimizer"))
 
 
-@rule(
-    "DS801",
-    "unknown-optimizer",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "AdamWW"}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "AdamW"}}',
-)
+@rule("DS801", "unknown-optimizer", Severity.ERROR, claim="engine")
 def unknown_optimizer(view: RunView) -> Iterator[Finding]:
     """The optimizer is neither DeepSpeed's own nor a class of torch.optim.
 
     DeepSpeed's own names are taken in any case; those of torch.optim as torch writes them.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamWW"}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
     """
     name = _unknown(view)
     if name is not None and name.lower().replace("_", "") not in _REMOVED:
@@ -92,16 +88,13 @@ def unknown_optimizer(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS802",
-    "removed-optimizer",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4}}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}',
-)
+@rule("DS802", "removed-optimizer", Severity.ERROR, claim="engine")
 def removed_optimizer(view: RunView) -> Iterator[Finding]:
-    """OneBitAdam, OneBitLamb and ZeroOneAdam are no longer part of DeepSpeed."""
+    """OneBitAdam, OneBitLamb and ZeroOneAdam are no longer part of DeepSpeed.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    """
     name = _unknown(view)
     instead = _REMOVED.get(name.lower().replace("_", "")) if name is not None else None
     if instead is not None:
@@ -112,19 +105,15 @@ def removed_optimizer(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS803",
-    "unknown-optimizer-parameter",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.99]}}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}',
-)
+@rule("DS803", "unknown-optimizer-parameter", Severity.ERROR, claim="engine")
 def unknown_optimizer_parameter(view: RunView) -> Iterator[Finding]:
     """The optimizer's class has no argument of this name.
 
     Which class is built depends on the config: Adam is FusedAdam, with an offloaded optimizer
     DeepSpeedCPUAdam, and with `"torch_adam": true` torch's own, and they do not take the same arguments.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.99]}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
     """
     name = kind(view)
     if name == "muon" and view.target == "harness":
@@ -162,18 +151,14 @@ def _unknown_to_muon(view: RunView) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "DS804",
-    "max-grad-norm-in-optimizer",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "max_grad_norm": 1.0}}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "gradient_clipping": 1.0}',
-)
+@rule("DS804", "max-grad-norm-in-optimizer", Severity.ERROR, claim="engine")
 def max_grad_norm_in_optimizer(view: RunView) -> Iterator[Finding]:
     """The clipping norm is set among the optimizer's parameters.
 
     Gradients are clipped by the engine: the key is gradient_clipping, at the top level.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "max_grad_norm": 1.0}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "gradient_clipping": 1.0}
     """
     pointer = f"{PARAMS}/max_grad_norm"
     if view.has(pointer):
@@ -187,22 +172,18 @@ def max_grad_norm_in_optimizer(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS805",
-    "untested-optimizer",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD",'
-    ' "params": {"lr": 0.1}}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD",'
-    ' "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": true}',
-)
+@rule("DS805", "untested-optimizer", Severity.ERROR, claim="engine")
 def untested_optimizer(view: RunView) -> Iterator[Finding]:
     """ZeRO with an optimizer that DeepSpeed has not tested it with.
 
     ZeRO flattens the parameters, which is right for optimizers that treat each element alone (Adam,
     Adagrad, Lion) and wrong for those that look at a whole tensor (Lamb, Adafactor). DeepSpeed therefore
     wants zero_allow_untested_optimizer for all others.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD",
+           "params": {"lr": 0.1}}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD",
+           "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": true}
     """
     if is_tested_with_zero(view) or view.zero_stage in (0, None):
         return
@@ -213,16 +194,13 @@ def untested_optimizer(view: RunView) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "DS806",
-    "lamb-with-fixed-loss-scale",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 128}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 0}}',
-)
+@rule("DS806", "lamb-with-fixed-loss-scale", Severity.ERROR, claim="engine")
 def lamb_with_fixed_loss_scale(view: RunView) -> Iterator[Finding]:
-    """Lamb with a fixed loss scale; it works with an adaptive one only, whether fp16 is on or not."""
+    """Lamb with a fixed loss scale; it works with an adaptive one only, whether fp16 is on or not.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 128}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 0}}
+    """
     scale = view.get("/fp16/loss_scale")
     if kind(view) == "lamb" and scale != AUTO and as_float(scale) not in (None, 0.0):
         yield Finding(
@@ -234,21 +212,17 @@ def lamb_with_fixed_loss_scale(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS807",
-    "offload-without-cpu-optimizer",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}},'
-    ' "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}},'
-    ' "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
-)
+@rule("DS807", "offload-without-cpu-optimizer", Severity.WARNING, claim="runs")
 def offload_without_cpu_optimizer(view: RunView) -> Iterator[Finding]:
     """The optimizer is offloaded, but DeepSpeed has no CPU version of it.
 
     DeepSpeed has CPU versions of Adam, Adagrad and Lion. Another optimizer steps in PyTorch on the CPU, and
     every rank waits for it.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}},
+           "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2,
+           "offload_optimizer": {"device": "cpu"}}}
     """
     name = kind(view)
     if name is None or _unknown(view) is not None or not offloads(view, "offload_optimizer") or not view.zero_stage:

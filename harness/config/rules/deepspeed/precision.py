@@ -26,16 +26,13 @@ def _kind(name: object) -> str | None:
     return next((kind for kind, names in _KINDS.items() if name in names), None)
 
 
-@rule(
-    "DS401",
-    "fp16-and-bf16",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}',
-    right='{"train_batch_size": 8, "fp16": {"enabled": false}, "bf16": {"enabled": true}}',
-)
+@rule("DS401", "fp16-and-bf16", Severity.ERROR, claim="refuses")
 def fp16_and_bf16(view: RunView) -> Iterator[Finding]:
-    """fp16 and bf16 are both enabled; a model has one precision."""
+    """fp16 and bf16 are both enabled; a model has one precision.
+
+    Wrong: {"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}
+    Right: {"train_batch_size": 8, "fp16": {"enabled": false}, "bf16": {"enabled": true}}
+    """
     if view.on("/fp16/enabled") and view.on(f"/{view.bf16_section}/enabled"):
         yield Finding(
             pointer="/fp16/enabled",
@@ -46,18 +43,14 @@ def fp16_and_bf16(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS402",
-    "loss-scale-in-bf16",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "bf16": {"enabled": true, "loss_scale": 0}}',
-    right='{"train_batch_size": 8, "bf16": {"enabled": true}}',
-)
+@rule("DS402", "loss-scale-in-bf16", Severity.ERROR, claim="refuses")
 def loss_scale_in_bf16(view: RunView) -> Iterator[Finding]:
     """A loss scale is set for bf16.
 
     bfloat16 has the range of float32, so no loss is scaled; the section refuses the key.
+
+    Wrong: {"train_batch_size": 8, "bf16": {"enabled": true, "loss_scale": 0}}
+    Right: {"train_batch_size": 8, "bf16": {"enabled": true}}
     """
     for section in ("/bf16", "/bfloat16"):
         if view.get(f"{section}/loss_scale") not in (None, AUTO):
@@ -70,19 +63,15 @@ def loss_scale_in_bf16(view: RunView) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "DS403",
-    "impossible-loss-scaling",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "fp16": {"enabled": true, "min_loss_scale": 0}}',
-    right='{"train_batch_size": 8, "fp16": {"enabled": true, "min_loss_scale": 1}}',
-)
+@rule("DS403", "impossible-loss-scaling", Severity.ERROR, claim="refuses")
 def impossible_loss_scaling(view: RunView) -> Iterator[Finding]:
     """Adaptive loss scaling with a window or a floor of 0 or less, or a loss scale that is a switch.
 
     The window divides the number of steps, and a scale that may fall to 0 makes every gradient 0. With a
     fixed loss_scale the two are not used, and any number passes.
+
+    Wrong: {"train_batch_size": 8, "fp16": {"enabled": true, "min_loss_scale": 0}}
+    Right: {"train_batch_size": 8, "fp16": {"enabled": true, "min_loss_scale": 1}}
     """
     fp16 = view.section("/fp16")
     adaptive = view.on("/fp16/enabled") and (as_float(fp16.get("loss_scale", 0)) or 0) == 0
@@ -99,20 +88,16 @@ def impossible_loss_scaling(view: RunView) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "DS404",
-    "low-precision-masters-without-zero",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}',
-    right='{"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true,'
-    ' "bf16_optimizer_states": true}, "zero_optimization": {"stage": 1}}',
-)
+@rule("DS404", "low-precision-masters-without-zero", Severity.ERROR, claim="refuses")
 def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
     """Master weights or optimizer states in 16 bits, without ZeRO or without its CPU Adam.
 
     Only ZeRO's optimizers can keep them so; master weights alone only with an offloaded optimizer state.
     bf16_optimizer_states also needs bf16_master_weights_and_grads.
+
+    Wrong: {"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}
+    Right: {"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true,
+           "bf16_optimizer_states": true}, "zero_optimization": {"stage": 1}}
     """
     bf16 = f"/{view.bf16_section}"
     masters = f"{bf16}/bf16_master_weights_and_grads"
@@ -141,16 +126,13 @@ def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "DS405",
-    "param-dtype-conflict",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}}',
-    right='{"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "bf16"}}',
-)
+@rule("DS405", "param-dtype-conflict", Severity.ERROR, claim="engine")
 def param_dtype_conflict(view: RunView) -> Iterator[Finding]:
-    """data_types.param_dtype says one precision, and fp16 or bf16 another."""
+    """data_types.param_dtype says one precision, and fp16 or bf16 another.
+
+    Wrong: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}}
+    Right: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "bf16"}}
+    """
     wanted = _kind(view.get("/data_types/param_dtype"))
     undecided = AUTO in (view.get("/bf16/enabled"), view.get("/fp16/enabled"))
     if wanted is not None and wanted != view.precision and not undecided:
@@ -163,19 +145,15 @@ def param_dtype_conflict(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS406",
-    "accumulation-in-another-type",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}',
-    right='{"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"},'
-    ' "zero_optimization": {"stage": 1}}',
-)
+@rule("DS406", "accumulation-in-another-type", Severity.ERROR, claim="engine")
 def accumulation_in_another_type(view: RunView) -> Iterator[Finding]:
     """Gradients are to be accumulated in another type than the model's, without ZeRO.
 
     Without ZeRO there is no buffer of another type to accumulate in.
+
+    Wrong: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
+    Right: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"},
+           "zero_optimization": {"stage": 1}}
     """
     wanted = _kind(view.get("/data_types/grad_accum_dtype"))
     undecided = AUTO in (view.get("/bf16/enabled"), view.get("/fp16/enabled"))
@@ -189,20 +167,16 @@ def accumulation_in_another_type(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS407",
-    "fp16-without-zero",
-    Severity.WARNING,
-    claim="elsewhere",
-    wrong='{"train_batch_size": 8, "fp16": {"enabled": true}}',
-    right='{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}',
-)
+@rule("DS407", "fp16-without-zero", Severity.WARNING, claim="elsewhere")
 def fp16_without_zero(view: RunView) -> Iterator[Finding]:
     """fp16 at ZeRO stage 0, which the harness runs at stage 1.
 
     DeepSpeed's optimizer for fp16 at stage 0 clips by a norm that depends on the layout. Stage 1 gives the numbers of
     one process with less memory, so the harness uses it instead. It partitions flattened parameters: an optimizer that
     looks at whole tensors, such as Lamb, is refused there unless zero_allow_untested_optimizer is true.
+
+    Wrong: {"train_batch_size": 8, "fp16": {"enabled": true}}
+    Right: {"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}
     """
     if view.target != "harness" or view.precision != "fp16" or view.zero_stage != 0:
         return

@@ -14,21 +14,16 @@ from harness.config.view import RunView
 BETAS = "/optimizer/params/betas"
 
 
-@rule(
-    "DS951",
-    "argument-in-conflict",
-    Severity.ERROR,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}',
-    right='{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": "auto"}',
-    arguments={"max_grad_norm": 0.5},
-)
+@rule("DS951", "argument-in-conflict", Severity.ERROR, claim="elsewhere", arguments={"max_grad_norm": 0.5})
 def argument_in_conflict(view: RunView) -> Iterator[Finding]:
     """The file and an argument of the run give different values.
 
     Neither wins: the run is refused, and the message names both. `"auto"` in the file takes the argument.
     The layout (`--pipeline_parallel_size`, `--tensor_parallel_size`, `--expert_parallel_size`,
     `--context_parallel_size`) is the exception: there the argument overrides the file.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
+    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": "auto"}
     """
     values = view.arguments
     if values is None:

@@ -23,18 +23,15 @@ def _known(view: RunView) -> tuple[str | None, dict[str, list[str]] | None]:
     return name, signatures()["deepspeed_schedulers"].get(name) or signatures()["torch_schedulers"].get(name)
 
 
-@rule(
-    "DS811",
-    "unknown-scheduler",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},'
-    ' "scheduler": {"type": "WarmupDecay"}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},'
-    ' "scheduler": {"type": "WarmupLR", "params": {}}}',
-)
+@rule("DS811", "unknown-scheduler", Severity.ERROR, claim="engine")
 def unknown_scheduler(view: RunView) -> Iterator[Finding]:
-    """The schedule is neither DeepSpeed's own nor a class of torch.optim.lr_scheduler."""
+    """The schedule is neither DeepSpeed's own nor a class of torch.optim.lr_scheduler.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupDecay"}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupLR", "params": {}}}
+    """
     name, arguments = _known(view)
     if name is None or arguments is not None:
         return
@@ -49,20 +46,16 @@ def unknown_scheduler(view: RunView) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "DS812",
-    "parameter-of-another-scheduler",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": {"type":'
-    ' "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_max_lr": 0.1}}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": {"type":'
-    ' "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_min_ratio": 0.1}}}',
-)
+@rule("DS812", "parameter-of-another-scheduler", Severity.ERROR, claim="engine")
 def parameter_of_another_scheduler(view: RunView) -> Iterator[Finding]:
     """The schedule has no argument of this name; often another one has.
 
     WarmupCosineLR, for one, scales the optimizer's learning rate by ratios and takes no warmup_max_lr.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_max_lr": 0.1}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_min_ratio": 0.1}}}
     """
     name, arguments = _known(view)
     if arguments is None:
@@ -82,20 +75,16 @@ def parameter_of_another_scheduler(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS813",
-    "missing-scheduler-parameter",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": {"type":'
-    ' "WarmupDecayLR", "params": {"warmup_num_steps": 10}}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": {"type":'
-    ' "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}}}',
-)
+@rule("DS813", "missing-scheduler-parameter", Severity.ERROR, claim="engine")
 def missing_scheduler_parameter(view: RunView) -> Iterator[Finding]:
     """The schedule needs an argument that is not given, or `params` is missing altogether.
 
     WarmupDecayLR and WarmupCosineLR need total_num_steps; `"auto"` takes it from the arguments.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}}}
     """
     name, arguments = _known(view)
     if arguments is None:
@@ -113,21 +102,17 @@ def missing_scheduler_parameter(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS814",
-    "no-warmup-steps",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": {"type":'
-    ' "WarmupLR", "params": {"warmup_num_steps": 0}}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": {"type":'
-    ' "WarmupLR", "params": {"warmup_num_steps": 1}}}',
-)
+@rule("DS814", "no-warmup-steps", Severity.ERROR, claim="engine")
 def no_warmup_steps(view: RunView) -> Iterator[Finding]:
     """warmup_num_steps is not a whole number of at least 1.
 
     DeepSpeed's warm-up divides by it; older versions took 0 for 2, this one refuses it. 1 is as good as
     none, and the harness, as the HuggingFace Trainer does with "auto", writes 1 where the file says 0.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1}}}
     """
     name, _ = _known(view)
     steps = view.get(f"{PARAMS}/warmup_num_steps")

@@ -107,20 +107,16 @@ SWITCHED = ("/comms_logger", "/flops_profiler", "/torch_autocast", "/compile", "
 """Sections that do nothing while their `enabled` is absent, and that no argument of a run turns on."""
 
 
-@rule(
-    "DS110",
-    "setting-without-its-switch",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "flops_profiler": {"profile_step": 5}}',
-    right='{"train_batch_size": 8, "flops_profiler": {"enabled": true, "profile_step": 5}}',
-)
+@rule("DS110", "setting-without-its-switch", Severity.WARNING, claim="runs")
 def setting_without_its_switch(view: RunView) -> Iterator[Finding]:
     """A key acts only together with another one, which is off.
 
     Examples are settings of the swap to NVMe if nothing is swapped, of a section that is not enabled, and of a dynamic
     loss scale if the scale is fixed. DeepSpeed accepts them and does nothing. A section whose `enabled` is false is off
     on purpose, and is not reported.
+
+    Wrong: {"train_batch_size": 8, "flops_profiler": {"profile_step": 5}}
+    Right: {"train_batch_size": 8, "flops_profiler": {"enabled": true, "profile_step": 5}}
     """
     for needs in NEEDS:
         if needs.holds(view):

@@ -20,19 +20,15 @@ def _acts(value: object, default: object) -> bool:
     return value not in (None, AUTO) and (is_other(value, default) if isinstance(value, bool) else True)
 
 
-@rule(
-    "DS503",
-    "key-of-another-stage",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9}}',
-)
+@rule("DS503", "key-of-another-stage", Severity.WARNING, claim="runs")
 def key_of_another_stage(view: RunView) -> Iterator[Finding]:
     """A key that has no effect at this ZeRO stage.
 
     It is accepted and does nothing: `stage3_*` keys, sub_group_size, ZeRO++ (zero_hpz_partition_size,
     zero_quantized_*) act at stage 3, round_robin_gradients and parameter_alignment at stages 1 and 2.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9}}
     """
     stage = view.zero_stage
     if stage is None or isinstance(view.get(ZERO), bool):
@@ -52,20 +48,16 @@ def key_of_another_stage(view: RunView) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "DS505",
-    "no-gradient-norm",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 3, "compute_grad_norm": false}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "compute_grad_norm": false},'
-    ' "gradient_clipping": 0}',
-)
+@rule("DS505", "no-gradient-norm", Severity.ERROR, claim="refuses")
 def no_gradient_norm(view: RunView) -> Iterator[Finding]:
     """The gradient norm is disabled where DeepSpeed needs it.
 
     It can be left out at stages 1 and 2, and only if nothing is clipped; an absent gradient_clipping clips
     at 1.0.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "compute_grad_norm": false}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "compute_grad_norm": false},
+           "gradient_clipping": 0}
     """
     value = view.section(ZERO).get("compute_grad_norm", True)
     if value == AUTO or view.on(f"{ZERO}/compute_grad_norm") or value is True:
@@ -83,18 +75,14 @@ def no_gradient_norm(view: RunView) -> Iterator[Finding]:
     yield Finding(pointer=f"{ZERO}/compute_grad_norm", message=message, hint=hint, deepspeed=deepspeed)
 
 
-@rule(
-    "DS506",
-    "summed-gradients",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}',
-    right='{"train_batch_size": 8, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}}',
-)
+@rule("DS506", "summed-gradients", Severity.ERROR, claim="refuses")
 def summed_gradients(view: RunView) -> Iterator[Finding]:
     """Gradients are to be summed over the ranks, with something that averages them.
 
     ZeRO-3, ZenFlow and DeepCompile know the mean only.
+
+    Wrong: {"train_batch_size": 8, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}
+    Right: {"train_batch_size": 8, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}}
     """
     if str(view.get("/gradient_allreduce_op")).lower() != "sum":
         return
@@ -116,21 +104,17 @@ def summed_gradients(view: RunView) -> Iterator[Finding]:
             return
 
 
-@rule(
-    "DS507",
-    "prescaled-gradients",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "prescale_gradients": true, "optimizer": {"type": "Adam", "params":'
-    ' {"torch_adam": true}}, "zero_optimization": {"stage": 2}}',
-    right='{"train_batch_size": 8, "prescale_gradients": true, "optimizer": {"type": "Adam", "params":'
-    ' {"torch_adam": true}}, "zero_optimization": {"stage": 2, "reduce_scatter": false}}',
-)
+@rule("DS507", "prescaled-gradients", Severity.ERROR, claim="engine")
 def prescaled_gradients(view: RunView) -> Iterator[Finding]:
     """Gradients are to be scaled before they are reduced, and reduce-scatter cannot do that.
 
     prescale_gradients and a gradient_predivide_factor other than 1 exclude reduce_scatter, which is on by
     default, at stages 2 and 3.
+
+    Wrong: {"train_batch_size": 8, "prescale_gradients": true, "optimizer": {"type": "Adam",
+           "params": {"torch_adam": true}}, "zero_optimization": {"stage": 2}}
+    Right: {"train_batch_size": 8, "prescale_gradients": true, "optimizer": {"type": "Adam",
+           "params": {"torch_adam": true}}, "zero_optimization": {"stage": 2, "reduce_scatter": false}}
     """
     scatters = view.section(ZERO).get("reduce_scatter", True)
     if view.zero_stage not in (2, 3) or not (scatters == AUTO or view.on(f"{ZERO}/reduce_scatter") or scatters is True):
@@ -149,18 +133,15 @@ def prescaled_gradients(view: RunView) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "DS508",
-    "legacy-stage-1",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},'
-    ' "zero_optimization": {"stage": 1, "legacy_stage1": true}}',
-    right='{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},'
-    ' "zero_optimization": {"stage": 1}}',
-)
+@rule("DS508", "legacy-stage-1", Severity.ERROR, claim="engine")
 def legacy_stage_1(view: RunView) -> Iterator[Finding]:
-    """The first implementation of ZeRO-1 is selected, which DeepSpeed has removed."""
+    """The first implementation of ZeRO-1 is selected, which DeepSpeed has removed.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},
+           "zero_optimization": {"stage": 1, "legacy_stage1": true}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},
+           "zero_optimization": {"stage": 1}}
+    """
     if view.on(f"{ZERO}/legacy_stage1") and view.zero_stage in (1, 2, 3):
         yield Finding(
             pointer=f"{ZERO}/legacy_stage1",
@@ -171,20 +152,15 @@ def legacy_stage_1(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS510",
-    "secondary-partition-does-not-fit",
-    Severity.ERROR,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}',
-    world_size=8,
-)
+@rule("DS510", "secondary-partition-does-not-fit", Severity.ERROR, claim="elsewhere", world_size=8)
 def secondary_partition_does_not_fit(view: RunView) -> Iterator[Finding]:
     """The number of data-parallel ranks is not a multiple of zero_hpz_partition_size.
 
     The secondary copy of the parameters (ZeRO++ hpZ) is partitioned over groups of that many ranks, normally
     the ranks of one host.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
     """
     size = view.size(f"{ZERO}/zero_hpz_partition_size") or 1
     ranks = view.dp_size
@@ -198,18 +174,16 @@ def secondary_partition_does_not_fit(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS511",
-    "quantized-weights-under-autocast",
-    Severity.ERROR,
-    claim="engine",
-    wrong='{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bfloat16"}, "optimizer": {"type":'
-    ' "Adam", "params": {"torch_adam": true}}, "zero_optimization": {"stage": 3, "zero_quantized_weights": true}}',
-    right='{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bfloat16"}, "optimizer": {"type":'
-    ' "Adam", "params": {"torch_adam": true}}, "zero_optimization": {"stage": 3}}',
-)
+@rule("DS511", "quantized-weights-under-autocast", Severity.ERROR, claim="engine")
 def quantized_weights_under_autocast(view: RunView) -> Iterator[Finding]:
-    """torch_autocast and quantized weights (ZeRO++ qwZ) are both on, and exclude each other."""
+    """torch_autocast and quantized weights (ZeRO++ qwZ) are both on, and exclude each other.
+
+    Wrong: {"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bfloat16"},
+           "optimizer": {"type": "Adam", "params": {"torch_adam": true}}, "zero_optimization": {"stage": 3,
+           "zero_quantized_weights": true}}
+    Right: {"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "bfloat16"},
+           "optimizer": {"type": "Adam", "params": {"torch_adam": true}}, "zero_optimization": {"stage": 3}}
+    """
     if view.on("/torch_autocast/enabled") and view.on(f"{ZERO}/zero_quantized_weights"):
         yield Finding(
             pointer=f"{ZERO}/zero_quantized_weights",

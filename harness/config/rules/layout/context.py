@@ -16,20 +16,16 @@ def context_pointer(view: RunView) -> str:
     return DEEPSPEED_CONTEXT if view.has(DEEPSPEED_CONTEXT) and not view.has(CONTEXT) else CONTEXT
 
 
-@rule(
-    "DS321",
-    "context-sizes-in-conflict",
-    Severity.ERROR,
-    claim="runs",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}, "sequence_parallel_size": 4}',
-    right='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}',
-)
+@rule("DS321", "context-sizes-in-conflict", Severity.ERROR, claim="runs")
 def context_sizes_in_conflict(view: RunView) -> Iterator[Finding]:
     """Two places say how many ranks share a sequence, and they differ.
 
     The harness reads DeepSpeed's `sequence_parallel_size` as `context_parallel.size`.
     `--context_parallel_size` overrides the latter, as the other flags of the layout do, but not DeepSpeed's
     key, which a program beside the harness may read too.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}, "sequence_parallel_size": 4}
+    Right: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}
     """
     deepspeed = view.size(DEEPSPEED_CONTEXT)
     if view.target != "harness" or deepspeed is None:
@@ -46,18 +42,14 @@ def context_sizes_in_conflict(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS322",
-    "context-with-compile",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}, "compile": {"enabled": true}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}',
-)
+@rule("DS322", "context-with-compile", Severity.ERROR, claim="refuses")
 def context_with_compile(view: RunView) -> Iterator[Finding]:
     """Context parallelism is on together with torch.compile.
 
     Context ranks exchange attention heads inside of a layer, where a compiled layer could not.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}, "compile": {"enabled": true}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}
     """
     if view.target == "harness" and view.cp_size > 1 and view.compile_backend is not None:
         yield Finding(
@@ -69,20 +61,15 @@ def context_with_compile(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS323",
-    "more-context-ranks-than-heads",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 1009}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}',
-    model="tiny-llama",
-)
+@rule("DS323", "more-context-ranks-than-heads", Severity.WARNING, claim="runs", model="tiny-llama")
 def more_context_ranks_than_heads(view: RunView) -> Iterator[Finding]:
     """There are more context ranks than attention heads on a tensor-parallel rank.
 
     Context ranks deal out the heads. Where there are fewer heads than ranks, every rank computes the attention
     of all heads over all tokens: right, but no faster than on one rank, and with the memory of one.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 1009}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}
     """
     heads = view.model.heads if view.model is not None else None
     if view.target != "harness" or heads is None or view.cp_size == 1:
@@ -100,17 +87,13 @@ def more_context_ranks_than_heads(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS324",
-    "context-without-effect",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}',
-    right='{"train_micro_batch_size_per_gpu": 1}',
-    target="deepspeed",
-)
+@rule("DS324", "context-without-effect", Severity.WARNING, claim="runs", target="deepspeed")
 def context_without_effect(view: RunView) -> Iterator[Finding]:
-    """context_parallel is set, but the config is not for the harness, which alone reads it."""
+    """context_parallel is set, but the config is not for the harness, which alone reads it.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}
+    Right: {"train_micro_batch_size_per_gpu": 1}
+    """
     if view.target != "harness" and (view.size(CONTEXT) or 1) > 1:
         yield Finding(
             pointer=CONTEXT,
@@ -120,15 +103,7 @@ def context_without_effect(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS325",
-    "mask-of-all-pairs",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "tiling": {"loss": 4096}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "tiling": {"loss": 4096, "attention": 1024}}',
-    model="tiny-mistral",
-)
+@rule("DS325", "mask-of-all-pairs", Severity.WARNING, claim="runs", model="tiny-mistral")
 def mask_of_all_pairs(view: RunView) -> Iterator[Finding]:
     """A config for long sequences lets a model with a window make masks of all pairs of tokens.
 
@@ -136,6 +111,9 @@ def mask_of_all_pairs(view: RunView) -> Iterator[Finding]:
     1 GiB at 32,768 tokens, 16 GiB at 131,072, on every rank, however many share the sequence. `tiling.attention`
     makes it for some queries at a time; on a GPU `--attn_implementation flex_attention` makes it in blocks.
     A run whose mask alone exceeds the memory is refused before it starts.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "tiling": {"loss": 4096}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "tiling": {"loss": 4096, "attention": 1024}}
     """
     window = view.model.window if view.model is not None else None
     is_long = view.cp_size > 1 or (view.size(LOSS_TILE) or 0) > 0

@@ -19,20 +19,15 @@ _REFUSED = (*EXPERT_ROUTING, EXPERT_PARTS)  # where the section is enabled: DS10
 SEQUENCE_PARALLEL = "/tensor_parallel/sequence_parallel"
 
 
-@rule(
-    "DS311",
-    "layout-does-not-fit",
-    Severity.ERROR,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 3}}',
-    world_size=3,
-)
+@rule("DS311", "layout-does-not-fit", Severity.ERROR, claim="elsewhere", world_size=3)
 def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
     """The number of ranks is not a multiple of pipeline stages x context ranks x tensor-parallel ranks.
 
     That product is the number of ranks that read the same samples. Left-over ranks would be idle, so the harness
     refuses to start. It is checked with `--world_size`, and at the start of a run.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 3}}
     """
     copy = view.pp_size * view.tp_size * view.cp_size
     if view.target == "harness" and view.world_size is not None and view.world_size % copy:
@@ -48,14 +43,7 @@ def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS313",
-    "autotp-option-in-the-harness",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "tp_overlap_comm": true}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
-)
+@rule("DS313", "autotp-option-in-the-harness", Severity.WARNING, claim="runs")
 def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
     """An option of DeepSpeed's AutoTP or AutoEP, which do not run under the harness.
 
@@ -63,6 +51,9 @@ def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
     `tensor_parallel.autotp_size`, `tensor_parallel.sequence_parallel`, and, where `enabled`,
     `expert_parallel.autoep_size` and `expert_parallel.token_pieces` from these sections, which are not handed
     on to DeepSpeed. Options of AutoEP by which a model would compute something else are refused (DS108).
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "tp_overlap_comm": true}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}
     """
     if view.target != "harness":
         return
@@ -80,17 +71,7 @@ def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "DS314",
-    "experts-over-other-ranks",
-    Severity.ERROR,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4},'
-    ' "expert_parallel": {"enabled": true, "autoep_size": 2}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
-    ' "expert_parallel": {"enabled": true, "autoep_size": 4}}',
-    world_size=8,
-)
+@rule("DS314", "experts-over-other-ranks", Severity.ERROR, claim="elsewhere", world_size=8)
 def experts_over_other_ranks(view: RunView) -> Iterator[Finding]:
     """Experts are to be dealt among a number of ranks that does not fit the layout.
 
@@ -99,6 +80,11 @@ def experts_over_other_ranks(view: RunView) -> Iterator[Finding]:
     `tensor_parallel.autotp_size` that divides the ranks of a stage. Without `expert_parallel` each tensor-parallel
     rank has a part of every expert. How many data-parallel ranks there are is known with `--world_size`, and at
     the start of a run.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4},
+           "expert_parallel": {"enabled": true, "autoep_size": 2}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},
+           "expert_parallel": {"enabled": true, "autoep_size": 4}}
     """
     fault = expert_fault(view.ep_size, view.tp_size, view.dp_size) if view.target == "harness" else None
     if fault is not None:
@@ -111,20 +97,16 @@ def experts_over_other_ranks(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS315",
-    "size-that-is-none",
-    Severity.ERROR,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 0}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 1}}',
-)
+@rule("DS315", "size-that-is-none", Severity.ERROR, claim="elsewhere")
 def size_that_is_none(view: RunView) -> Iterator[Finding]:
     """A size of the layout is 0, negative, a fraction, a string, or a switch.
 
     DeepSpeed reads `pipeline.stages`, `pipeline.activation_checkpoint_interval` and
     `expert_parallel.autoep_size` without a check. The harness needs valid sizes for its layout, and does not
     guess. `tensor_parallel.autotp_size` may be 0, which DeepSpeed reads as off.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 0}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 1}}
     """
     if view.target != "harness":
         return
@@ -144,21 +126,16 @@ def size_that_is_none(view: RunView) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "DS316",
-    "key-of-the-harness",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "sequence_parallel": true}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
-    target="deepspeed",
-)
+@rule("DS316", "key-of-the-harness", Severity.ERROR, claim="refuses", target="deepspeed")
 def key_of_the_harness(view: RunView) -> Iterator[Finding]:
     """A key that only the harness knows, in a config that is not for the harness.
 
     These are `tensor_parallel.sequence_parallel` (tensor-parallel ranks share the sequence between the blocks
     of a layer; Korthikanti et al. 2022, arXiv 2205.05198), `compile.enabled` and `compile.backend`
     (torch.compile of the decoder layers). DeepSpeed checks these sections, and refuses keys that it does not know.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "sequence_parallel": true}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}
     """
     if view.target == "harness":
         return
@@ -174,19 +151,15 @@ def key_of_the_harness(view: RunView) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "DS317",
-    "sequence-parallel-on-one-rank",
-    Severity.WARNING,
-    claim="refuses",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "sequence_parallel": true}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
-)
+@rule("DS317", "sequence-parallel-on-one-rank", Severity.WARNING, claim="refuses")
 def sequence_parallel_on_one_rank(view: RunView) -> Iterator[Finding]:
     """tensor_parallel.sequence_parallel is on, but there is no tensor parallelism.
 
     Sequence parallelism splits the sequence over the ranks of a tensor-parallel group, so it needs at least
     two of them.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "sequence_parallel": true}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}
     """
     if view.target == "harness" and view.tp_size == 1 and view.on(SEQUENCE_PARALLEL):
         yield Finding(

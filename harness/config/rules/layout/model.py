@@ -14,19 +14,14 @@ from harness.wording import counted
 _TINY = "tiny-llama"
 
 
-@rule(
-    "DS901",
-    "fewer-layers-than-stages",
-    Severity.ERROR,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4096, "pipeline": {"stages": 1000}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2}}',
-    model=_TINY,
-)
+@rule("DS901", "fewer-layers-than-stages", Severity.ERROR, claim="elsewhere", model=_TINY)
 def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
     """The model has fewer decoder layers than the pipeline has stages, so some stages would be empty.
 
     Where the schedule gives a stage several model chunks, no chunk may be empty.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4096, "pipeline": {"stages": 1000}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2}}
     """
     layers = view.model.layers if view.model is not None else None
     if view.target == "harness" and layers is not None and layers < 1:
@@ -54,19 +49,14 @@ def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS902",
-    "fewer-heads-than-ranks",
-    Severity.ERROR,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1009}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}',
-    model=_TINY,
-)
+@rule("DS902", "fewer-heads-than-ranks", Severity.ERROR, claim="elsewhere", model=_TINY)
 def fewer_heads_than_ranks(view: RunView) -> Iterator[Finding]:
     """The model has fewer attention heads than a tensor-parallel group has ranks, so some ranks would have none.
 
     Key-value heads may be fewer than ranks: then several ranks hold one.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1009}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
     """
     heads = view.model.heads if view.model is not None else None
     if view.target == "harness" and heads is not None and view.tp_size > heads:
@@ -79,21 +69,16 @@ def fewer_heads_than_ranks(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS903",
-    "unequal-shares",
-    Severity.WARNING,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 3}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4}}',
-    model=_TINY,
-)
+@rule("DS903", "unequal-shares", Severity.WARNING, claim="elsewhere", model=_TINY)
 def unequal_shares(view: RunView) -> Iterator[Finding]:
     """Attention heads, or the width between a layer's projections, cannot be shared equally by the ranks.
 
     The numbers stay those of one process, but in every layer the other ranks wait for the one with the largest
     share. Heads go to the ranks together with the key-value head that they belong to. The message says how
     large the largest share is.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 3}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4}}
     """
     model = view.model
     if view.target != "harness" or model is None or (view.tp_size == 1 and view.ep_size == 1):
@@ -126,22 +111,17 @@ def unequal_shares(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS904",
-    "fewer-experts-than-ranks",
-    Severity.ERROR,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1009},'
-    ' "expert_parallel": {"enabled": true, "autoep_size": 1009}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},'
-    ' "expert_parallel": {"enabled": true, "autoep_size": 2}}',
-    model="tiny-mixtral",
-)
+@rule("DS904", "fewer-experts-than-ranks", Severity.ERROR, claim="elsewhere", model="tiny-mixtral")
 def fewer_experts_than_ranks(view: RunView) -> Iterator[Finding]:
     """A layer has fewer experts than there are ranks to share them, so some ranks would have none.
 
     Every rank takes whole experts. Without `expert_parallel` each expert is cut instead, and their number
     does not matter.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1009},
+           "expert_parallel": {"enabled": true, "autoep_size": 1009}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2},
+           "expert_parallel": {"enabled": true, "autoep_size": 2}}
     """
     experts = view.model.experts if view.model is not None else None
     if view.target == "harness" and experts and experts < view.ep_size:
@@ -154,20 +134,15 @@ def fewer_experts_than_ranks(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS905",
-    "no-tensor-parallel-plan",
-    Severity.ERROR,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}',
-    model=planless_family(),
-)
+@rule("DS905", "no-tensor-parallel-plan", Severity.ERROR, claim="elsewhere", model=planless_family())
 def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
     """The model cannot be cut for tensor parallelism.
 
     Its family declares no plan in transformers and none comes with the harness, or the plan refuses what the
     model's config.json says. A plan is one file: `models/plans/MODEL_TYPE.json`.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}
     """
     refusal = view.model.plan_refusal if view.model is not None else None
     spreads_experts = view.ep_size > 1  # then the ranks may hold all else whole
@@ -181,20 +156,15 @@ def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS906",
-    "no-expert-parallel-plan",
-    Severity.ERROR,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": true, "autoep_size": 2}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": true, "autoep_size": 1}}',
-    model=_TINY,
-)
+@rule("DS906", "no-expert-parallel-plan", Severity.ERROR, claim="elsewhere", model=_TINY)
 def no_expert_parallel_plan(view: RunView) -> Iterator[Finding]:
     """The model has no experts, or none that can be dealt whole among ranks.
 
     Which of a model's modules are experts stands in the plan that its family declares in transformers
     (`base_model_ep_plan`), or in the plan file of the family: `models/plans/MODEL_TYPE.json`.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": true, "autoep_size": 2}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": true, "autoep_size": 1}}
     """
     refusal = view.model.expert_plan_refusal if view.model is not None else None
     if view.target == "harness" and view.ep_size > 1 and refusal is not None:

@@ -13,20 +13,16 @@ from harness.config.view import RunView
 from harness.wording import counted
 
 
-@rule(
-    "DS601",
-    "zero-2-with-pipeline",
-    Severity.WARNING,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}',
-)
+@rule("DS601", "zero-2-with-pipeline", Severity.WARNING, claim="elsewhere")
 def zero_2_with_pipeline(view: RunView) -> Iterator[Finding]:
     """Pipeline stages together with ZeRO-2 or ZeRO-3.
 
     A stage needs its gradients until all micro-batches have passed, and its parameters for each of
     them, so partitioning them would save nothing. DeepSpeed's PipelineEngine refuses it, but only
     after every rank has built its model; the harness refuses it at once. ZeRO-1 works with a pipeline.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}
     """
     if view.pp_size > 1 and view.zero_stage in (2, 3):
         yield Finding(
@@ -39,16 +35,7 @@ def zero_2_with_pipeline(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS602",
-    "reentrant-checkpointing",
-    Severity.WARNING,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,'
-    ' "activation_checkpoint_interval": 1, "use_reentrant": true}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,'
-    ' "activation_checkpoint_interval": 1, "use_reentrant": false}}',
-)
+@rule("DS602", "reentrant-checkpointing", Severity.WARNING, claim="elsewhere")
 def reentrant_checkpointing(view: RunView) -> Iterator[Finding]:
     """Activation checkpointing in a pipeline, in its reentrant form.
 
@@ -56,6 +43,11 @@ def reentrant_checkpointing(view: RunView) -> Iterator[Finding]:
     ids, so backward ends with "element 0 of tensors does not require grad" on the first stage, and the
     others report a lost connection. Reentrant is DeepSpeed's default; the harness sets `use_reentrant` to
     false unless the file says otherwise.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,
+           "activation_checkpoint_interval": 1, "use_reentrant": true}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,
+           "activation_checkpoint_interval": 1, "use_reentrant": false}}
     """
     interval = view.size("/pipeline/activation_checkpoint_interval")
     value = view.get("/pipeline/use_reentrant")
@@ -69,14 +61,7 @@ def reentrant_checkpointing(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS603",
-    "pipeline-bubble",
-    Severity.INFO,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "pipeline": {"stages": 4}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 16, "pipeline": {"stages": 4}}',
-)
+@rule("DS603", "pipeline-bubble", Severity.INFO, claim="elsewhere")
 def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     """Too few micro-batches to keep the stages busy.
 
@@ -88,6 +73,9 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     The layout never changes the number of micro-batches; the start of a run says how much is idle where it is
     more. Sources: GPipe, arXiv 1811.06965, section 2.3; Zero Bubble Pipeline Parallelism, arXiv 2401.10241,
     section 3.1.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "pipeline": {"stages": 4}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 16, "pipeline": {"stages": 4}}
     """
     steps = view.size("/gradient_accumulation_steps")
     if (
@@ -111,20 +99,16 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "DS604",
-    "unknown-partition",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"partition": "fair"}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"partition": "balanced"}}',
-)
+@rule("DS604", "unknown-partition", Severity.WARNING, claim="runs")
 def unknown_partition(view: RunView) -> Iterator[Finding]:
     """pipeline.partition does not name a known partition method.
 
     The harness knows `balanced` (by cost), `measured` (by time), `uniform` (by layers), `parameters` and
     `type:REGEX` (by class name), and refuses another word when more than one stage is asked for. DeepSpeed
     itself reads the key and does nothing with it; `best`, its default, stands for balanced.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"partition": "fair"}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"partition": "balanced"}}
     """
     if partition_method(view.get("/pipeline/partition")) is None:
         yield unknown_word(view, "partition", PARTITION_FORMS, "does nothing with it")
@@ -143,18 +127,15 @@ def unknown_word(view: RunView, key: str, known: Iterable[str], deepspeed: str) 
     )
 
 
-@rule(
-    "DS605",
-    "overlap-in-pipeline",
-    Severity.WARNING,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2},'
-    ' "zero_optimization": {"stage": 1, "overlap_comm": true}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2},'
-    ' "zero_optimization": {"stage": 1, "overlap_comm": false}}',
-)
+@rule("DS605", "overlap-in-pipeline", Severity.WARNING, claim="elsewhere")
 def overlap_in_pipeline(view: RunView) -> Iterator[Finding]:
-    """overlap_comm is on in a pipeline, where gradients are reduced once, after the last micro-batch."""
+    """overlap_comm is on in a pipeline, where gradients are reduced once, after the last micro-batch.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2},
+           "zero_optimization": {"stage": 1, "overlap_comm": true}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2},
+           "zero_optimization": {"stage": 1, "overlap_comm": false}}
+    """
     if view.pp_size > 1 and view.zero_stage == 1 and view.on("/zero_optimization/overlap_comm"):
         yield Finding(
             pointer="/zero_optimization/overlap_comm",
@@ -165,23 +146,19 @@ def overlap_in_pipeline(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS606",
-    "gradients-partitioned-alone",
-    Severity.WARNING,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8,'
-    ' "tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2, "pipe_partitioned": false}}',
-    right='{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8,'
-    ' "tensor_parallel": {"autotp_size": 2},'
-    ' "pipeline": {"stages": 2, "pipe_partitioned": false, "grad_partitioned": false}}',
-)
+@rule("DS606", "gradients-partitioned-alone", Severity.WARNING, claim="elsewhere")
 def gradients_partitioned_alone(view: RunView) -> Iterator[Finding]:
     """Gradients between stages are partitioned over the tensor-parallel ranks, but activations are not.
 
     A stage then sends its gradient in two parts, but the previous stage, which sent its activation whole,
     waits for one whole tensor. grad_partitioned is on by default, so switching only pipe_partitioned off
     causes this.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8,
+           "tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2, "pipe_partitioned": false}}
+    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8,
+           "tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2, "pipe_partitioned": false,
+           "grad_partitioned": false}}
     """
     whole = view.get("/pipeline/pipe_partitioned") is False
     if whole and view.get("/pipeline/grad_partitioned") is not False and view.tp_size > 1 and view.pp_size > 1:
@@ -193,20 +170,15 @@ def gradients_partitioned_alone(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS607",
-    "pipeline-without-a-pipeline",
-    Severity.WARNING,
-    claim="elsewhere",
-    wrong='{"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}}',
-    right='{"train_micro_batch_size_per_gpu": 1}',
-    target="hf",
-)
+@rule("DS607", "pipeline-without-a-pipeline", Severity.WARNING, claim="elsewhere", target="hf")
 def pipeline_without_a_pipeline(view: RunView) -> Iterator[Finding]:
     """A pipeline section in a config for the HuggingFace Trainer, which has no pipeline.
 
     DeepSpeed reads the section for a model that is a PipelineModule. The HuggingFace Trainer hands it the whole
     model: every rank holds all layers and is data-parallel.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}}
+    Right: {"train_micro_batch_size_per_gpu": 1}
     """
     for name in ("stages", "partition", "schedule", "parts_per_stage", "activation_checkpoint_interval"):
         value = view.get(f"/pipeline/{name}")

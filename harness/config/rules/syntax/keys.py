@@ -38,14 +38,7 @@ def _meant(visit: KeyOccurrence) -> str | None:
     return None if isinstance(visit.value, dict) and not takes_object else meant
 
 
-@rule(
-    "DS101",
-    "misspelt-key",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "zero_optimisation": {"stage": 3}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 3}}',
-)
+@rule("DS101", "misspelt-key", Severity.WARNING, claim="runs")
 def misspelt_key(view: RunView) -> Iterator[Finding]:
     """An unknown key that looks like a misspelling of a known one.
 
@@ -53,6 +46,9 @@ def misspelt_key(view: RunView) -> Iterator[Finding]:
     stage 0, and `gradient_cliping` leaves clipping at its default of 1.0. Sections that are checked refuse
     such a key, and there it is an error. Renaming makes the key take effect, so that is one of the
     `--unsafe-fixes`.
+
+    Wrong: {"train_batch_size": 8, "zero_optimisation": {"stage": 3}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
     """
     for visit in unknown(view):
         meant = _meant(visit)
@@ -71,19 +67,15 @@ def misspelt_key(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS102",
-    "misplaced-key",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "pipeline": {"partition_activations": true}}',
-    right='{"train_batch_size": 8, "activation_checkpointing": {"partition_activations": true}}',
-)
+@rule("DS102", "misplaced-key", Severity.WARNING, claim="runs")
 def misplaced_key(view: RunView) -> Iterator[Finding]:
     """A key is in the wrong section.
 
     The classic is `partition_activations` under `pipeline`, where nothing reads it. `--unsafe-fixes` moves the
     key to where it acts, unless that key is set already.
+
+    Wrong: {"train_batch_size": 8, "pipeline": {"partition_activations": true}}
+    Right: {"train_batch_size": 8, "activation_checkpointing": {"partition_activations": true}}
     """
     for visit in unknown(view):
         if _meant(visit) is not None:
@@ -116,20 +108,16 @@ def misplaced_key(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS103",
-    "unknown-key",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "frobnicate": true}',
-    right='{"train_batch_size": 8}',
-)
+@rule("DS103", "unknown-key", Severity.WARNING, claim="runs")
 def unknown_key(view: RunView) -> Iterator[Finding]:
     """An unknown key that resembles no known one.
 
     In the sections that DeepSpeed checks it is an error. Everywhere else, the top level included, the key
     is silently ignored. A key that starts with `_` or `$`, or has "comment" in its name, counts as a
     comment.
+
+    Wrong: {"train_batch_size": 8, "frobnicate": true}
+    Right: {"train_batch_size": 8}
     """
     for visit in unknown(view):
         if _meant(visit) is not None or elsewhere(visit.name, visit.parent) is not None:
@@ -144,19 +132,15 @@ def unknown_key(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS104",
-    "removed-feature",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "elasticity": {"enabled": false}}',
-    right='{"train_batch_size": 8}',
-)
+@rule("DS104", "removed-feature", Severity.ERROR, claim="refuses")
 def removed_feature(view: RunView) -> Iterator[Finding]:
     """A key of a feature that DeepSpeed has removed.
 
     DeepSpeed refuses it even when it is switched off, so that nobody trains without what the config asks
     for. Where the section says `"enabled": false`, `--fix` takes it out.
+
+    Wrong: {"train_batch_size": 8, "elasticity": {"enabled": false}}
+    Right: {"train_batch_size": 8}
     """
     for visit in view.visits:
         hint = visit.section.removed(visit.name)
@@ -173,18 +157,14 @@ def removed_feature(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS105",
-    "deprecated-key",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": true}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
-)
+@rule("DS105", "deprecated-key", Severity.WARNING, claim="runs")
 def deprecated_key(view: RunView) -> Iterator[Finding]:
     """An old name of a key, or an old form of a section.
 
     It still works until a release drops it.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": true}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     """
     for visit in view.visits:
         if visit.key is None or not visit.key.spec.get("deprecated") or visit.value == AUTO:
@@ -222,20 +202,16 @@ def _modern(view: RunView, visit: KeyOccurrence, new: str | None) -> tuple[Edit,
     return edits.rename(view.document, visit.pointer, new)
 
 
-@rule(
-    "DS106",
-    "deprecated-key-beside-its-replacement",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": false,'
-    ' "offload_optimizer": {"device": "cpu"}}}',
-    right='{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
-)
+@rule("DS106", "deprecated-key-beside-its-replacement", Severity.ERROR, claim="refuses")
 def deprecated_key_beside_its_replacement(view: RunView) -> Iterator[Finding]:
     """The old and the new form of one setting are both set.
 
     DeepSpeed refuses that whatever the two values are, because it cannot tell which one is meant. The same
     holds for two names of one key, such as prefetch_bucket_size and stage3_prefetch_bucket_size.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": false,
+           "offload_optimizer": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     """
     for visit in view.visits:
         if visit.key is not None and visit.name != visit.key.name and view.has(f"{visit.parent}/{visit.key.name}"):

@@ -22,38 +22,32 @@ _NAMES = {
 }
 
 
-@rule(
-    "DS001",
-    "unreadable-config",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8,, }',
-    right='{"train_batch_size": 8}',
-)
+@rule("DS001", "unreadable-config", Severity.ERROR, claim="refuses")
 def unreadable_config(_view: RunView) -> Iterator[Finding]:
     """The file cannot be read as a config at all.
 
     It is missing, a directory, binary, far too large, or its text is broken in a way that neither a JSON
     reader nor DeepSpeed's own (which is more lenient) can follow. Nothing else can be said about such a
     file.
+
+    Wrong: {"train_batch_size": 8,, }
+    Right: {"train_batch_size": 8}
     """
     yield from ()  # loading raises it: a view exists of readable configs only
 
 
-@rule(
-    "DS002",
-    "not-plain-json",
-    Severity.INFO,
-    claim="runs",
-    wrong='{"train_batch_size": 8, // samples\n}',
-    right='{"train_batch_size": 8\n}',
-)
+@rule("DS002", "not-plain-json", Severity.INFO, claim="runs")
 def not_plain_json(view: RunView) -> Iterator[Finding]:
     """The file is not plain JSON, though DeepSpeed reads it.
 
     DeepSpeed reads Hjson: comments, missing and trailing commas, unquoted keys. Most other programs read
     JSON and stop: HuggingFace's Trainer and Accelerate among them, so with `--target hf` this is an error.
     `--fix` rewrites the text and strips the comments.
+
+    Wrong: {"train_batch_size": 8, // samples
+           }
+    Right: {"train_batch_size": 8
+           }
     """
     found = [odd for odd in view.document.oddities if odd.kind in _NAMES]
     if not found:
@@ -91,19 +85,19 @@ def _plain(text: str, odd: NonJsonSyntax) -> Iterator[Edit]:
         yield Edit(start=start, end=end, new=json.dumps(text[start:end]))
 
 
-@rule(
-    "DS003",
-    "word-read-as-string",
-    Severity.WARNING,
-    claim="runs",
-    wrong='{"train_batch_size": 8,\n "wandb": {"project": mine\n}}',
-    right='{"train_batch_size": 8,\n "wandb": {"project": "mine"\n}}',
-)
+@rule("DS003", "word-read-as-string", Severity.WARNING, claim="runs")
 def word_read_as_string(view: RunView) -> Iterator[Finding]:
     """An unquoted word is read as a string, up to the end of its line.
 
     In Hjson `True,` is not the value true but the string "True,", comma included; a template's `${stage},`
     is a string too. Where the word is a literal in another language's spelling, `--unsafe-fixes` writes it as JSON.
+
+    Wrong: {"train_batch_size": 8,
+            "wandb": {"project": mine
+           }}
+    Right: {"train_batch_size": 8,
+            "wandb": {"project": "mine"
+           }}
     """
     for odd in view.document.oddities:
         if odd.kind != "bare-word":
@@ -122,18 +116,14 @@ def word_read_as_string(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DS004",
-    "duplicate-key",
-    Severity.ERROR,
-    claim="refuses",
-    wrong='{"train_batch_size": 8, "train_batch_size": 16}',
-    right='{"train_batch_size": 8}',
-)
+@rule("DS004", "duplicate-key", Severity.ERROR, claim="refuses")
 def duplicate_key(view: RunView) -> Iterator[Finding]:
     """A key appears twice in one section.
 
     Most JSON readers silently keep the last value; DeepSpeed refuses the file. Only you know which value is meant.
+
+    Wrong: {"train_batch_size": 8, "train_batch_size": 16}
+    Right: {"train_batch_size": 8}
     """
     for odd in view.document.oddities:
         if odd.kind == "duplicate-key":
