@@ -8,12 +8,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from schedule_timeline import UNITS, end_of, idle_share, timeline
 from svg import COLOURS, GREY, INK, PALE, RULE, Drawing
 
 from harness.config.values.layout_keys import DEEPSPEED_1F1B, DUALPIPE_V, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V
 from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.parallel.pipeline.schedules.orders import ORDERS, Kind
-from harness.parallel.pipeline.schedules.timeline import UNITS, end_of, idle_share, timeline
 
 LAYERS = ("embedding", "layer 1", "layer 2", "layer 3", "layer 4", "head")
 ROW, WIDE = 22, 120

@@ -19,10 +19,10 @@ from harness import Trainer, TrainingArguments
 from harness.parity.commands import verify
 from harness.parity.composition import Composition
 from harness.parity.launch import run_on_ranks
-from harness.parity.search import Families, draw
 from harness.parity.trial import REFUSED, RIGHT, UNTRIED, Judge, try_all
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import rows
+from tests.random_compositions import Families, draw
 
 pytestmark = pytest.mark.ranks
 

@@ -30,7 +30,7 @@ from harness.parallel.pipeline.schedules.instructions import (
     most_kept,
 )
 from harness.parallel.pipeline.schedules.orders import ORDERS, Kind, Pass, one_forward_one_backward, zero_bubble_h1
-from harness.parallel.pipeline.schedules.timeline import end_of, idle_share, timeline
+from scripts.schedule_timeline import end_of, idle_share, timeline
 
 SIZES = list(product(range(1, 8), (1, 2, 3, 4, 7, 8, 13)))  # stages, micro-batches
 # Transfers, by the direction in which they go: a stage does those of a direction one after the other.

@@ -10,8 +10,8 @@ import pytest
 
 from harness.errors import UserError
 from harness.parity.composition import Composition, Execution, Training
-from harness.parity.search import Families, draw, features, pairs, shrink
 from harness.parity.subject import make_subject
+from tests.random_compositions import Families, draw, features, pairs, shrink
 
 FIXED = Path(__file__).parents[2] / "distributed" / "compositions.txt"
 

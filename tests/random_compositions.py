@@ -48,8 +48,8 @@ class Families:
 
     @classmethod
     def read(cls) -> Families:
-        """Return what `usual.json` and the matrix say."""
-        said = json.loads((Path(__file__).parent / "usual.json").read_text(encoding="utf-8"))
+        """Return what random_compositions.json and the matrix say."""
+        said = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
         rows = read_matrix().families
         able = sorted(name for name, row in rows.items() if all(row.get(cell) == YES for cell in LAYOUTS))
         return cls(usual=said["families"], others=able, routed=said["with_router_loss"])
