@@ -49,26 +49,7 @@ _HOMES = {
     "read_run_config": "harness.arguments.configure",
 }
 
-__all__ = [
-    "ByteTokenizer",
-    "ColumnParallelLinear",
-    "ConfigError",
-    "Diagnostic",
-    "EarlyStoppingCallback",
-    "LoraArguments",
-    "RowParallelLinear",
-    "RunConfig",
-    "Severity",
-    "Trainer",
-    "TrainerCallback",
-    "TrainingArguments",
-    "UserError",
-    "UserErrors",
-    "VocabParallelEmbedding",
-    "check",
-    "load",
-    "read_run_config",
-]
+__all__ = list(_HOMES)
 
 # without a handler Python would print the warnings, which the console has printed already
 logging.getLogger(__name__).addHandler(logging.NullHandler())

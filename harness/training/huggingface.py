@@ -6,6 +6,7 @@ An overridden method that is never called, or a keyword that is dropped, would s
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -13,66 +14,17 @@ from pathlib import Path
 from harness.config.schema.suggest import nearest
 from harness.errors import UserError, refuse_all
 
-OPTIMIZER = "set optimizer and scheduler in the DeepSpeed JSON, or use the arguments"
-LOADER = "give train_dataset, eval_dataset and data_collator"
-LOSS = "give Trainer(loss_fn=...), which is called with (logits, labels)"
-EVALUATION = "override evaluate(), or use a TrainerCallback with on_evaluate"
-LOOP = "use a TrainerCallback"
-
-METHODS = {
-    "compute_loss": LOSS,
-    "compute_loss_context_manager": LOSS,
-    "training_step": f"here it takes no batch: {LOSS}, or {LOOP}",
-    "prediction_step": EVALUATION,
-    "evaluation_loop": EVALUATION,
-    "create_optimizer": OPTIMIZER,
-    "create_scheduler": OPTIMIZER,
-    "create_optimizer_and_scheduler": OPTIMIZER,
-    "get_optimizer_cls_and_kwargs": OPTIMIZER,
-    "get_decay_parameter_names": OPTIMIZER,
-    "get_train_dataloader": LOADER,
-    "get_eval_dataloader": LOADER,
-    "get_test_dataloader": LOADER,
-    "_get_train_sampler": LOADER,
-    "_get_eval_sampler": LOADER,
-    "get_batch_samples": LOADER,
-    "_prepare_inputs": LOADER,
-    "log": "use a TrainerCallback with on_log",
-    "hyperparameter_search": "start a run for each choice of arguments",
-    "create_accelerator_and_postprocess": LOOP,
-    "num_examples": "take len(trainer.train_dataset)",
-    "floating_point_ops": "`ds-harness estimate` counts them",
-    "_save": "override save_model()",
-    "_save_checkpoint": "override save_checkpoint()",
-}
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+METHODS, ATTRIBUTES, ARGUMENTS = (
+    {name: row["instead"] for row in _TABLE[kind] for name in row["names"]}
+    for kind in ("methods", "attributes", "arguments")
+)
+"""What to use instead of those of HuggingFace's Trainer that ours does not have, by name."""
 
 NOT_CALLED = frozenset(["get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"])
 """Methods that programs may call, but that training never calls: overriding them would have no effect."""
 
-ATTRIBUTES = {
-    "accelerator": "there is no accelerate here: trainer.model_wrapped is DeepSpeed's engine",
-    "callback_handler": "use add_callback, pop_callback and remove_callback",
-    "tokenizer": "take trainer.processing_class",
-    "deepspeed": "take trainer.model_wrapped",
-    "label_names": "labels are called labels",
-    "is_in_train": "a TrainerCallback's on_train_begin and on_train_end tell",
-    "hp_search_backend": "start a run for each choice of arguments",
-    **dict.fromkeys(("is_model_parallel", "place_model_on_device"), "see trainer.run.layout"),
-    **dict.fromkeys(("is_fsdp_enabled", "is_fsdp_xla_enabled", "is_tp_enabled"), "see trainer.run.layout"),
-    "model_init": "give the model, or a config, which is initialised from the seed",
-    "model_accepts_loss_kwargs": "the loss is the mean over the global batch, whatever the model takes",
-    "hub_model_id": "give repo_id to push_to_hub",
-    "compute_loss_func": LOSS,
-    "preprocess_logits_for_metrics": "take trainer.run.preprocess_logits_for_metrics",
-}
-"""Attributes of HuggingFace's Trainer that ours does not have, and what to use instead."""
-
-ARGUMENTS = {
-    "tokenizer": "give it as processing_class",
-    "optimizers": OPTIMIZER,
-    "optimizer_cls_and_kwargs": OPTIMIZER,
-    "model_init": "give the model, or a config, which is initialised from the seed",
-}
+LOOP = "use a TrainerCallback"
 
 MODEL_FILES = [
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),

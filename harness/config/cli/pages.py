@@ -13,38 +13,11 @@ from harness.config.rules.registry import RULES
 from harness.config.rules.rule import Rule
 from harness.config.schema import supported
 
-_CLAIMS = {
-    "refuses": "DeepSpeed's config parser refuses the wrong example",
-    "engine": "DeepSpeed's parser takes the wrong example, `deepspeed.initialize` refuses it",
-    "runs": "DeepSpeed takes the wrong example and starts",
-    "elsewhere": "it shows in a run of several ranks, or with a model",
-}
-
-# why some values are errors although DeepSpeed's parser accepts them
-STRICTER = {
-    "/train_micro_batch_size_per_gpu": "a fraction of a sample passes the arithmetic, but no loader can deliver it",
-    "/gradient_accumulation_steps": "a fraction of a micro-batch passes the arithmetic, but no step can run it",
-    "/sequence_parallel_size": "the parser divides by it only when it is given a dictionary, and not a file",
-    "/vocabulary_size": "an empty string, list or object counts as absent",
-    "/torch_autocast/lower_precision_safe_modules": "the keys of an object pass for names",
-    "/optimizer/params": "without a type it is never looked at",
-    "/scheduler/params": "it is looked at when the schedule is built",
-    "/timers": "a string or list is searched for the word throughput",
-    "/gradient_compression": "only the harness reads the section",
-    "/context_parallel": "only the harness reads the section",
-    "/tiling": "only the harness reads the section",
-    "/expert_parallel": "an empty value counts as absent",
-    "/data_efficiency/data_sampling/dynamic_batching/min_batch_size": "a fraction is cut, and a string converted",
-    "/data_efficiency/data_sampling/dynamic_batching/max_batch_size": "a fraction is cut, and a string converted",
-    "/autotuning/results_dir": "anything that is not empty passes for a folder",
-    "/autotuning/exps_dir": "anything that is not empty passes for a folder",
-}
-# why some values pass although DeepSpeed's parser refuses them on some machines
-LENIENT = {
-    "/aio/use_gds": "it is refused only where the accelerator is not CUDA, which a file does not say",
-    "/wall_clock_breakdown": "a number above 1e10 is a float, and refused",
-    "/flops_profiler/enabled": "a number above 1e10 is a float, and refused",
-}
+_TABLE: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+STRICTER = _TABLE["stricter"]
+"""Why some values are errors although DeepSpeed's parser accepts them, by pointer."""
+LENIENT = _TABLE["lenient"]
+"""Why some values pass although DeepSpeed's parser refuses them on some machines."""
 
 
 def page(rule: Rule) -> str:
@@ -58,7 +31,7 @@ def page(rule: Rule) -> str:
             "",
             rule.page,
             "",
-            f"Raised by `ds-harness {verb}{options}{arguments}`; {_CLAIMS[rule.claim]}.",
+            f"Raised by `ds-harness {verb}{options}{arguments}`; {_TABLE['claims'][rule.claim]}.",
             "",
             "```json",
             pretty(rule.wrong),
