@@ -39,26 +39,6 @@ from harness.planner.workload import ELEMENT_BYTES, HABITS, Strategy
 from harness.verb_parser import VerbParser, positive, run_arguments
 from harness.wording import counted
 
-HEADER = (
-    "",
-    "pp",
-    "tp",
-    "dp",
-    "ZeRO",
-    "micro",
-    "accum",
-    "ckpt",
-    "schedule",
-    "offload",
-    "tiles",
-    "GiB",
-    "longest",
-    "step s",
-    "bubble",
-    "tokens/s",
-    "MFU",
-)
-
 
 def plan_lines(found: Found, top: int, devices: MoreDevices | None, memory: MoreMemory | None) -> Iterator[str]:
     """Yield the table of the best layouts, the reasons against the others, and the gain from more devices or memory."""
@@ -102,34 +82,36 @@ def _mask_lines(best: Estimate) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Estimate]) -> Iterator[str]:
-    cells = [HEADER, *(_cells(number, one) for number, one in enumerate(rows, 1))]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(HEADER))]
-    for row in cells:
+    columns = [_cells(number, one) for number, one in enumerate(rows, 1)]
+    table = [tuple(columns[0]), *(tuple(cells.values()) for cells in columns)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
 
 
-def _cells(number: int, one: Estimate) -> tuple[str, ...]:
+def _cells(number: int, one: Estimate) -> dict[str, str]:
+    """Return the cells of a row by the heads of their columns."""
     row, strategy = one.row(), one.strategy
     tiles = ("loss", strategy.loss_tile), ("ffn", strategy.block_tile), ("mask", strategy.attention_tile)
-    return (
-        str(number),
-        str(strategy.pp_size),
-        _tensor(strategy),
-        f"{strategy.dp_size}{f' cp{strategy.cp_size}' * (strategy.cp_size > 1)}",
-        str(strategy.zero_stage),
-        str(strategy.micro_batch),
-        str(strategy.accumulation),
-        "host" if strategy.host_activations else "yes" if row["activation_checkpointing"] else "no",
-        _schedule(strategy),
-        {"none": "no", "optimizer": "states", "optimizer+parameters": "all"}[strategy.offload],
-        " ".join(word for word, tile in tiles if tile) or "-",
-        f"{row['memory_gib']['max']:.1f}",
-        f"{longest(one) // 1024:,}k",
-        f"{row['step_seconds']['total']:.3g}",
-        f"{row['bubble_fraction']:.0%}",
-        f"{row['tokens_per_second']:,.0f}",
-        f"{row['mfu']:.1%}",
-    )
+    return {
+        "": str(number),
+        "pp": str(strategy.pp_size),
+        "tp": _tensor(strategy),
+        "dp": f"{strategy.dp_size}{f' cp{strategy.cp_size}' * (strategy.cp_size > 1)}",
+        "ZeRO": str(strategy.zero_stage),
+        "micro": str(strategy.micro_batch),
+        "accum": str(strategy.accumulation),
+        "ckpt": "host" if strategy.host_activations else "yes" if row["activation_checkpointing"] else "no",
+        "schedule": _schedule(strategy),
+        "offload": {"none": "no", "optimizer": "states", "optimizer+parameters": "all"}[strategy.offload],
+        "tiles": " ".join(word for word, tile in tiles if tile) or "-",
+        "GiB": f"{row['memory_gib']['max']:.1f}",
+        "longest": f"{longest(one) // 1024:,}k",
+        "step s": f"{row['step_seconds']['total']:.3g}",
+        "bubble": f"{row['bubble_fraction']:.0%}",
+        "tokens/s": f"{row['tokens_per_second']:,.0f}",
+        "MFU": f"{row['mfu']:.1%}",
+    }
 
 
 def _tensor(strategy: Strategy) -> str:

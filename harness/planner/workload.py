@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 from harness.config.values.layout_keys import INTERLEAVED
@@ -12,7 +14,7 @@ from harness.config.values.model_chunks import ModelChunks
 from harness.parallel.pipeline.partition import LayerCost, stage_boundaries
 from harness.planner.shape import DecoderShape, LayerShape
 
-# Habits of training programs that no layout tells, chosen by `ds-harness plan --like PROGRAM`.
+# Habits of training programs that no layout tells, chosen by `ds-harness plan --like PROGRAM`; `habits.json` has them.
 #
 # Each habit is the program's documented default; none was chosen by how well it predicts. The default is DeepSpeed with
 # models of transformers, as this harness runs it.
@@ -66,38 +68,11 @@ class Habits:
     reduces_layers: bool = False
 
 
-DEEPSPEED = Habits()
-MEGATRON = Habits(
-    zero_stage=1,
-    zero_stage_of_pipeline=1,
-    torch_attention=False,
-    fused_elementwise=True,
-    grouped_experts=False,
-    tokens_travel=True,
-    loss_in_place=False,
-    sums_in_place=True,
-    fused_sums=True,
-    shares_sequence=True,
-    gathers_again=True,
-    narrow_gathers=True,
-    overlap_data=True,
-    overlap_parameters=True,
-    overlap_interleaved=True,
-    equal_stages=True,
-)
-TORCHTITAN = Habits(
-    zero_stage=3,
-    zero_stage_of_pipeline=1,  # reshard_after_forward is off there, and gradients are reduced once
-    tokens_travel=True,
-    loss_in_place=False,
-    reduces_wide=True,
-    shares_sequence=True,
-    overlap_data=True,
-    equal_stages=True,
-    reduces_layers=True,
-)
-HUGGINGFACE = Habits(loss_in_place=False, tiles_norms=False)
-HABITS = {"deepspeed": DEEPSPEED, "huggingface": HUGGINGFACE, "megatron": MEGATRON, "torchtitan": TORCHTITAN}
+HABITS = {
+    program: Habits(**stated)
+    for program, stated in json.loads(Path(__file__).with_name("habits.json").read_text(encoding="utf-8")).items()
+}
+DEEPSPEED = HABITS["deepspeed"]
 
 
 Recompute = Literal["none", "full"]

@@ -210,7 +210,7 @@ def digest(value: object) -> bytes:
 
 @cache
 def code_version() -> str:
-    """Return the installed version of the harness, and a digest of its code and plans on this host.
+    """Return the installed version of the harness, and a digest of its code, tables and plans on this host.
 
     Cached: a later change of the files does not change the code that this process has imported.
     """
@@ -222,13 +222,14 @@ def code_version() -> str:
 
 
 def tree_digest(root: Path) -> str:
-    """Return the SHA-256, in hex, of names and contents of the code under `root`: Python files and plans."""
+    """Return the SHA-256, in hex, of names and contents of Python files, their tables, and plans under `root`."""
     total = hashlib.sha256()
     for folder, folders, files in os.walk(root, followlinks=True):  # models/ is a link in a checkout
         folders.sort()
         for name in sorted(files):
             path = Path(folder, name)
-            if path.suffix == ".py" or (path.suffix == ".json" and path.parent.name == "plans"):
+            is_table = path.suffix == ".json" and (path.parent.name == "plans" or "__init__.py" in files)
+            if path.suffix == ".py" or is_table:
                 total.update(f"{path.relative_to(root).as_posix()}\0".encode())
                 total.update(hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()

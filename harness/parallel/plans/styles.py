@@ -30,7 +30,7 @@ from harness.parallel.comm import (
 )
 from harness.parallel.generators import own_generators
 from harness.parallel.plans.heads import Attention
-from harness.parallel.plans.plan import PlanRule
+from harness.parallel.plans.plan import STYLES, PlanRule
 from harness.parallel.plans.target import PlanTarget, style_error
 from harness.parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -344,34 +344,8 @@ def divided(target: PlanTarget) -> nn.Module:
     raise style_error(target, "a parameter")
 
 
-STYLE_FUNCTIONS: dict[str, Callable[[PlanTarget], nn.Module]] = {
-    function.__name__: function
-    for function in (
-        colwise,
-        packed_colwise,
-        colwise_gather_output,
-        rowwise,
-        rowwise_split_input,
-        rowwise_to_split,
-        rowwise_split_output,
-        packed_rowwise,
-        embedding_rowwise,
-        embedding_colwise,
-        moe_tp_experts,
-        moe_identity_expert,
-        mla_kv_a_proj,
-        all_reduce,
-        local_params,
-        replicated_with_grad_allreduce,
-        replicate,
-        shared_colwise,
-        gather_input,
-        copy_input,
-        divided,
-        segmented_colwise,
-        grouped_norm,
-    )
-}
+STYLE_FUNCTIONS: dict[str, Callable[[PlanTarget], nn.Module]] = {style: globals()[style] for style in STYLES}
+"""The functions above, by the style whose name they have."""
 
 
 def _row(target: PlanTarget, *, input_is_parallel: bool, parts: int = 1) -> nn.Module:

@@ -10,7 +10,6 @@ import yaml
 
 from harness.cli import main
 from harness.resilience.options import read_options
-from harness.topology.launchers import IN_POD
 
 models = pytest.importorskip("kubeflow_trainer_api.models")
 SCRIPT = ("scripts/train.py", "--deepspeed_config", "zero3", "--output_dir", "/data/run")
@@ -119,7 +118,7 @@ def test_a_pod_finds_the_others_by_what_its_controller_tells_it(
     resource: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command, variables = environment_of(written("--resource", resource, "--gpus", "8", "--nodes", "4", folder=tmp_path))
-    for name, value in {IN_POD: "10.96.0.1", "JOB_COMPLETION_INDEX": "1", **variables}.items():
+    for name, value in {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": "1", **variables}.items():
         monkeypatch.setenv(name, value)
     assert command[:2] == ["ds-harness", "launch"]
     options = read_options(command[2:])

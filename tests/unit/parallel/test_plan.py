@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.errors import UserError
 from harness.hf.skeleton import build_skeleton
-from harness.parallel.plans.plan import STYLES, Plan, PlanRule, patterns, plan_for, read_plan_file, wildcard
-from harness.parallel.plans.styles import STYLE_FUNCTIONS
+from harness.parallel.plans.plan import Plan, PlanRule, patterns, plan_for, read_plan_file, wildcard
 from tests.plan_models import PLANS, SHAPES, plan_config
 
 
@@ -93,10 +92,6 @@ def test_tied_embeddings_are_split_alike_even_where_the_plan_names_one() -> None
     plan = plan_for(model)
     assert plan.rules["lm_head"].style == "colwise_gather_output"
     assert plan.rules["model.embed_tokens"].style == "embedding_rowwise"
-
-
-def test_every_style_has_its_function() -> None:
-    assert set(STYLE_FUNCTIONS) == STYLES
 
 
 def test_a_case_of_a_plan_file_holds_for_the_configs_that_it_names() -> None:

@@ -13,7 +13,7 @@ from harness.planner.model_config import decoder_of, read_decoder
 from harness.planner.shape import DecoderShape, LayerShape
 from harness.planner.step import CONTENTION, step_seconds, strategy_stages
 from harness.planner.traffic import Group, all_reduce, data_group, expert_exchange, half_ring
-from harness.planner.workload import TORCHTITAN, Habits, Strategy, Workload
+from harness.planner.workload import HABITS, Habits, Strategy, Workload
 
 H100 = load_hardware("h100")
 SHAPE = read_decoder("llama-1b")
@@ -202,7 +202,7 @@ def test_the_processor_of_a_host_copies_gradients_to_send_them(stage, copies):
     copied = {2: 3 * (2 + 1 / 4), 3: 3 * (2 + 1 / 4) + CONTENTION * 3 * 2}.get(stage, 0.0)
     seen = 2 * copied * width * gradients / gpu.memory_bytes_per_second
     assert estimate(gpu, WORKLOAD, strategy).seconds.data == pytest.approx(seen, abs=2e-3)
-    fsdp = estimate(gpu, replace(WORKLOAD, habits=TORCHTITAN), strategy).seconds.data
+    fsdp = estimate(gpu, replace(WORKLOAD, habits=HABITS["torchtitan"]), strategy).seconds.data
     assert fsdp == pytest.approx(0.0, abs=2e-3)
 
 

@@ -11,7 +11,7 @@ from harness.planner.estimate import estimate
 from harness.planner.hardware import load_hardware
 from harness.planner.model_config import text_decoder
 from harness.planner.search import QUERIES, TILE, longest, search, task_of
-from harness.planner.workload import DEEPSPEED, HUGGINGFACE, Habits, Strategy, Workload
+from harness.planner.workload import DEEPSPEED, HABITS, Habits, Strategy, Workload
 
 LLAMA_8B = dict(
     model_type="llama",
@@ -55,7 +55,7 @@ def largest(device: str, ranks: int, habits: Habits, **changes: object) -> int:
 def test_a_published_ladder_is_predicted_and_reached(
     device: str, ranks: int, thousands: int, changes: dict[str, object]
 ) -> None:
-    predicted = largest(device, ranks, HUGGINGFACE, **changes)
+    predicted = largest(device, ranks, HABITS["huggingface"], **changes)
     assert abs(predicted / thousands - 1) <= TOLERANCE, predicted
     last = len(changes) == len(max((row[3] for row in PUBLISHED if row[0] == device), key=len))
     assert not last or largest(device, ranks, DEEPSPEED, **changes) > thousands

@@ -18,7 +18,7 @@ from harness.planner.memory import (
     stage_memory,
 )
 from harness.planner.shape import DecoderShape, LayerShape
-from harness.planner.workload import MEGATRON, Stage, Strategy, Workload
+from harness.planner.workload import HABITS, Stage, Strategy, Workload
 
 LAYER = LayerShape(hidden=10, heads=1, kv_heads=1, query=10, key=10, value=10, output=10, ffn=100)  # a matrix of 1000
 SHAPE = DecoderShape(layers=(LAYER,), vocab=0)
@@ -110,7 +110,7 @@ def test_sums_of_16_bit_gradients_are_copied_as_their_dtypes_ask() -> None:
     whole = Strategy(dp_size=2, zero_stage=1, whole_gradients=True)
     assert passing(whole, 6e6, precision="bf16", gradient_bytes=4) == 4e6
     assert passing(Strategy(zero_stage=1, whole_gradients=True), 6e6, precision="bf16", gradient_bytes=4) == 4e6
-    assert passing(Strategy(dp_size=2, bucket=7), 4e6, 1e6, habits=MEGATRON) == 1e6
+    assert passing(Strategy(dp_size=2, bucket=7), 4e6, 1e6, habits=HABITS["megatron"]) == 1e6
 
 
 def test_what_the_host_holds_is_not_stepped_on_here() -> None:

@@ -24,7 +24,7 @@ from harness.planner.search import (
     search,
     task_of,
 )
-from harness.planner.workload import MEGATRON, TORCHTITAN, Strategy, layer_parameters
+from harness.planner.workload import HABITS, Strategy, layer_parameters
 
 TINY = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 256}
 TINY |= {"intermediate_size": 128, "num_key_value_heads": 4, "tie_word_embeddings": False}
@@ -193,11 +193,11 @@ def test_the_fastest_comes_first_and_of_equals_the_smallest() -> None:
 
 
 def test_a_plan_like_another_program_has_its_layouts_and_its_habits() -> None:
-    asked = task(4, global_batch=8, habits=MEGATRON)
+    asked = task(4, global_batch=8, habits=HABITS["megatron"])
     for one in strategies(asked):
         assert one.zero_stage == 1 and not one.whole_gradients and one.overlap_data
         assert one.sequence_parallel == (one.tp_size > 1) and one.offload == "none"
-    sharded = strategies(task(4, global_batch=8, habits=TORCHTITAN))
+    sharded = strategies(task(4, global_batch=8, habits=HABITS["torchtitan"]))
     assert {one.zero_stage for one in sharded if one.pp_size == 1} == {3}
     assert {one.zero_stage for one in sharded if one.pp_size > 1} == {1}  # gathered once, not for each micro-batch
 
@@ -265,7 +265,9 @@ def test_an_estimate_that_does_not_fit_says_so_and_what_the_host_holds() -> None
 def test_other_programs_have_their_own_chunks_experts_and_stages() -> None:
     """Megatron-LM: --num-layers-per-virtual-pipeline-stage, --expert-model-parallel-size over data-parallel ranks."""
     deep = {**EXPERTS, "num_hidden_layers": 12, "num_local_experts": 8}
-    ours, theirs = (strategies(task(8, model=deep, global_batch=16, **like)) for like in ({}, {"habits": MEGATRON}))
+    ours, theirs = (
+        strategies(task(8, model=deep, global_batch=16, **like)) for like in ({}, {"habits": HABITS["megatron"]})
+    )
     of_two = [one for one in theirs if (one.pp_size, one.tp_size) == (2, 1)]
     # 12 layers, or 14 with embedding and head, on two stages
     assert {one.chunks for one in of_two} == {1, 2, 3, 6, 7} and {one.chunks for one in ours} == {1, 2}
@@ -273,5 +275,5 @@ def test_other_programs_have_their_own_chunks_experts_and_stages() -> None:
     shared = [one for one in theirs if (one.pp_size, one.tp_size, one.ep_size) == (1, 2, 4)]
     assert shared and all(one.sequence_parallel for one in shared)  # with experts, too
     assert {one.partition for one in theirs} == {"type:DecoderLayer"} != {one.partition for one in ours}
-    asked = task(8, global_batch=16, habits=TORCHTITAN)
+    asked = task(8, global_batch=16, habits=HABITS["torchtitan"])
     assert all(one.bucket == layer_parameters(one, asked.workload.shape.layers[0]) for one in strategies(asked))

@@ -34,13 +34,15 @@ def test_a_digest_depends_on_content_and_not_on_the_order_of_keys() -> None:
         digest({"a": Path()})
 
 
-def test_code_and_plans_move_the_code_digest_and_nothing_else_does(tmp_path: Path) -> None:
+def test_code_its_tables_and_plans_move_the_code_digest_and_nothing_else_does(tmp_path: Path) -> None:
     root, models = tmp_path / "package", tmp_path / "models"
     (models / "plans").mkdir(parents=True)
     root.mkdir()
     (root / "models").symlink_to(models)
+    (root / "part").mkdir()
+    (root / "part" / "__init__.py").touch()
     seen = {tree_digest(root)}
-    for path in (root / "a.py", models / "b.py", models / "plans" / "c.json"):
+    for path in (root / "a.py", models / "b.py", models / "plans" / "c.json", root / "part" / "table.json"):
         for text in ("one", "two"):
             path.write_text(text)
             assert tree_digest(root) not in seen

@@ -7,9 +7,10 @@ import pytest
 from harness.errors import UserError
 from harness.resilience.options import read_options
 from harness.topology.env import LaunchEnv
-from harness.topology.launchers import IN_POD, HostPlace
+from harness.topology.launchers import HostPlace
 from tests.unit.topology.test_env import DEEPSPEED, SRUN, place
 
+IN_POD = "KUBERNETES_SERVICE_HOST"
 POD = {IN_POD: "10.96.0.1", "JOB_COMPLETION_INDEX": "1"}
 TRAIN_JOB = {  # Kubeflow Trainer's torch plugin
     **POD,
