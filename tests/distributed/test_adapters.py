@@ -183,7 +183,7 @@ def test_adapters_train_alike_on_four_ranks(models: dict[str, str], tmp_path: Pa
     jobs += [LoraJob(models["gpt2"], "tp4z1"), LoraJob(models["bloom"], "tp2dp2z1")]
     jobs += [LoraJob(models["llama"], "tp2dp2z2", peft={**ALL, "lora_dropout": 0.2})]
     cut_twice = [(family, "pp2tp2z1", SPREAD) for family in MIXED]
-    for family, layout, config in (*cut_twice, ("mixtral", "pp2dp2z1", {}), ("deepseek_v3", "tp2dp2z3", nowhere_whole)):
+    for family, layout, config in (*cut_twice, ("deepseek_v3", "tp2dp2z3", nowhere_whole)):
         jobs.append(LoraJob(models[family], layout, config, loss=MOE_LOSS, norm=MOE_NORM))
     check(jobs, 4, tmp_path)
 
@@ -194,7 +194,7 @@ def test_adapters_train_alike_on_two_ranks(models: dict[str, str], tmp_path: Pat
     some = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"], "modules_to_save": ["input_layernorm"]}
     llama, qwen3 = models["llama"], models["qwen3"]
     jobs = [LoraJob(llama, layout, resumed=True) for layout in ("pp2z1", "dp2z3", "tp2z1")]
-    jobs += [LoraJob(llama, "dp2z2"), LoraJob(llama, "dp2z3", whole)]
+    jobs += [LoraJob(llama, "dp2z3", whole)]
     jobs += [LoraJob(llama, "dp2z3", {"zero_optimization": {"stage": 3, **on_host}})]
     jobs += [LoraJob(qwen3, layout, peft=some) for layout in ("pp2z1", "tp2z1", "dp2z3")]
     tied = {"r": 4, "target_modules": "all-linear", "modules_to_save": ["lm_head"], "ensure_weight_tying": True}

@@ -17,7 +17,7 @@ from tests.distributed.training import BATCH, Curve, Job, arguments_of, rows
 from tests.simulated_device.process_group import Group
 
 pytestmark = pytest.mark.ranks
-STEPS, MICRO_BATCHES = 4, 4
+STEPS, MICRO_BATCHES = 2, 4
 CASES: dict[str, dict[str, Any]] = {
     "room for all": {},
     "kept from a forward to its backward alone": {"stage3_max_live_parameters": 1},

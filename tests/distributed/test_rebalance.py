@@ -119,7 +119,6 @@ def each(jobs: list[Job], folder: str) -> list[tuple[dict[str, Any], ...]]:
 TWO = [
     ("pp2z1", None),
     ("pp2z0", "interleaved"),
-    ("pp2z1", "gpipe"),
     ("pp2z1", "zero-bubble-v"),
     ("pp2z0", "dualpipe-v"),
 ]

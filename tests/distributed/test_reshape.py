@@ -18,7 +18,7 @@ from tests.distributed.training import Job, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
 
-LAYOUTS = {1: ["z0"], 2: ["pp2z1", "tp2z0", "dp2z2", "dp2z3"], 4: ["pp2tp2z1", "pp2dp2z0", "dp2tp2z3"]}
+LAYOUTS = {1: ["z0"], 2: ["pp2z1", "tp2z0", "dp2z2", "dp2z3"], 4: ["pp2tp2z1", "dp2tp2z3"]}
 NAMES = [name for names in LAYOUTS.values() for name in names]
 SAVED_AT, STEPS = 2, 4
 DROPOUT = {"attention_dropout": 0.1}

@@ -96,7 +96,6 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
         Job(qwen, "tp4z1"),
         Job(qwen, "tp4z3", arguments=unverified),
         Job(llama, "pp2tp2z0"),
-        Job(llama, "tp2dp2z3", arguments=unverified),
         Job(llama, "tp4z1", arguments=unverified),
         Job(mixtral, "tp2dp2z3"),
         Job(mixtral, "pp2tp2z1", SPREAD),
