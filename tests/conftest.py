@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -37,7 +38,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip on the simulated device what cannot hold there, with the reason that the test gives."""
+    """Skip on the simulated device what cannot hold there, with the reason that the test gives.
+
+    Files of `tests/e2e` come between those of `tests/distributed`: they mostly wait for processes that end or are
+    given time, and leave the cores to the other worker.
+    """
+    folders: dict[Path, dict[Path, None]] = {}
+    for item in items:
+        folders.setdefault(item.path.parent, {})[item.path] = None
+    share = {path: index / len(paths) for paths in folders.values() for index, path in enumerate(paths)}
+    mixed = (Path(__file__).parent / "distributed", Path(__file__).parent / "e2e")
+    items.sort(key=lambda item: (0, share[item.path]) if item.path.parent in mixed else (1, 0))
     for item in items if config.getoption("--device") == "simulated" else []:
         for mark in item.iter_markers("on_host"):
             item.add_marker(pytest.mark.skip(reason=mark.args[0]))

@@ -31,7 +31,14 @@ PRELOADED = (
     "harness.training.trainer",
     "tests.distributed.training",
 )
-OF_A_LAUNCH = {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "PYTEST_CURRENT_TEST", "SIMULATED_DEVICE_FOLDER"}
+OF_A_LAUNCH = {
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_PORT",
+    "PYTEST_CURRENT_TEST",
+    "SIMULATED_DEVICE_FOLDER",
+    "XDG_CACHE_HOME",
+}
 
 
 class ForkServer:
@@ -42,7 +49,7 @@ class ForkServer:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.distributed.forkserver"],
             cwd=ROOT,
-            env=dict(environment),
+            env=self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # an answer that was read ahead would be waited for
