@@ -128,6 +128,7 @@ def some_hosts(count: int, folder: Path, *, ssh: bool = True) -> Iterator[Hosts]
     finally:
         for host in made:
             host.kill()
+            _ip("link", "del", host.cable)  # its namespace may live on while a process that was killed still ends
             _ip("netns", "del", host.name)
         _ip("link", "del", bridge)
 

@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.ranks, pytest.mark.skipif(bool(REASON), reason=REASON 
 STEPS = 400
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with some_hosts(3, tmp_path_factory.mktemp("hosts")) as made:
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with some_hosts(3, tmp_path / "hosts") as made:
         yield made
 
 
@@ -91,7 +91,7 @@ def test_hosts_that_are_lost_are_named_and_the_run_goes_on_when_they_are_back(ho
     assert (run / "model.safetensors").exists()
 
 
-def test_a_launch_by_ssh_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
+def test_a_launch_by_ssh_goes_on_without_a_host_that_is_lost(hosts: Hosts, tmp_path: Path) -> None:
     """Typed once, on the first of three hosts; ranks of a few lines."""
     (tmp_path / "rank.py").write_text(RANK)
 
@@ -102,21 +102,20 @@ def test_a_launch_by_ssh_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> 
             time.sleep(0.1)
         return (tmp_path / name).read_text()
 
-    with some_hosts(3, tmp_path / "hosts") as hosts:
-        command = [sys.executable, "-m", "harness.cli", "launch", "--max_restarts", 3, "--hostfile", hosts.hostfile()]
-        command += [tmp_path / "rank.py", "--deepspeed_config", "zero2", "--global_batch_size", 12]
-        command += ["--per_device_train_batch_size", 1, "--max_steps", 9, "--output_dir", tmp_path / "run"]
-        process = subprocess.Popen(
-            hosts.hosts[0].command(*map(str, command)),
-            env=environment(**hosts.environment()),
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        assert wait_for_rank("0-2-of-3").split()[1] == hosts.hosts[0].address
-        hosts.hosts[2].kill()
-        wait_for_rank("1-1-of-2")
-        (tmp_path / "end").touch()
-        said, code = end(process, hosts)
-        assert code == 0 and "no answer from" in said and "done, after 1 restart" in said, said
+    command = [sys.executable, "-m", "harness.cli", "launch", "--max_restarts", 3, "--hostfile", hosts.hostfile()]
+    command += [tmp_path / "rank.py", "--deepspeed_config", "zero2", "--global_batch_size", 12]
+    command += ["--per_device_train_batch_size", 1, "--max_steps", 9, "--output_dir", tmp_path / "run"]
+    process = subprocess.Popen(
+        hosts.hosts[0].command(*map(str, command)),
+        env=environment(**hosts.environment()),
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert wait_for_rank("0-2-of-3").split()[1] == hosts.hosts[0].address
+    hosts.hosts[2].kill()
+    wait_for_rank("1-1-of-2")
+    (tmp_path / "end").touch()
+    said, code = end(process, hosts)
+    assert code == 0 and "no answer from" in said and "done, after 1 restart" in said, said
