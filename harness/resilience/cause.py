@@ -72,7 +72,8 @@ def first_cause(
         reason = (
             reasons.get(oom_kills, "; killed by the system: out of memory") if killed.code == -signal.SIGKILL else ""
         )
-        text = f"{_who(position)} was killed by {_name(-killed.code)} {_when(position)}{reason}"
+        what = "stopped" if killed.code == -signal.SIGSTOP else "killed"
+        text = f"{_who(position)} was {what} by {_name(-killed.code)} {_when(position)}{reason}"
         return Cause(text=text, step=position.step, rank=killed.rank, may_pass=True)
     if own is not None:
         return _recorded(own)

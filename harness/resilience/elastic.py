@@ -25,7 +25,6 @@ from torch.distributed.elastic.events.api import Event, EventSource
 
 from harness.config.values.json_object import JsonObject
 from harness.resilience.cause import oom_kills
-from harness.resilience.hosts import DEVICES
 from harness.resilience.judging import History, Verdict
 from harness.resilience.leading import ANSWER_S, HOSTS_S, LOOK_S, Leader
 from harness.resilience.on_host.ranks import Ranks
@@ -37,6 +36,7 @@ from harness.resilience.script import Script
 from harness.resilience.team import LOST, Offer
 from harness.topology.env import free_port, inherited
 
+DEVICES = "CUDA_VISIBLE_DEVICES"
 NEWS_S = 0.2  # interval at which the store is read
 PLAN_S = 120.0  # a leader that plans no start within this time is lost
 LEAVE_S = 10.0  # an agent whose launch serves the store waits so long for the others to read the last verdict
@@ -72,7 +72,7 @@ class Agent(LocalElasticAgent):
         self.offer, self.options, self.ranks = offer, options, ranks
         self._look, self._received, self._serves = look, received, serves
         self.store = run_store(store, options.rdzv_id)
-        self.handler = Rendezvous(store, options.rdzv_id, options.nodes, name, self._wait_for_others)
+        self.handler = Rendezvous(store, options, name, self._wait_for_others)
         self.heartbeat = Heartbeat(self.store, self.handler.node)
         devices, known = len(offer.devices), history or History()
         self.leader = Leader(devices, options, script, self.store, self._pause, received, known)
@@ -237,7 +237,7 @@ class Agent(LocalElasticAgent):
         if self._leads:
             lost = set(detail.split()) if why == "hosts" else set()
             error = detail if why == "fault" else ""
-            return self.leader.judge(self.leader.team, lost, error, ENDS[why] + ANSWER_S)
+            return self.leader.judge(lost, error, ENDS[why] + ANSWER_S)
         key, until = f"{self._number}/verdict", time.monotonic() + ENDS[why] + 2 * ANSWER_S
         while not self.store.check([key]):
             if time.monotonic() > until:

@@ -23,7 +23,6 @@ from harness.topology.slurm import Allocation, address_of
 LAUNCH = (sys.executable, "-P", "-m", "harness.cli", "launch")
 LOCALHOST = "localhost"
 BACKLOG = 2048  # hosts that connect at once
-DEVICES = "CUDA_VISIBLE_DEVICES"
 COUNT_DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
 # Prefixes of variables that the `deepspeed` command, too, passes to other hosts.
 EXPORTED = ("PYTHON", "NCCL", "UCX", "MLFLOW", "MV2", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "GLOO_", "DS_", "HF_",
@@ -44,7 +43,7 @@ class HostDevices:
     def is_here(self) -> bool:
         """Whether the host is this one, and no srun is needed to start a process there."""
         if self.slurm or self.name in (LOCALHOST, socket.gethostname()):
-            return self.name == LOCALHOST or not self.slurm
+            return not self.slurm
         with suppress(OSError), socket.socket() as probe:
             probe.bind((socket.gethostbyname(self.name), 0))
             return True
@@ -64,17 +63,12 @@ class HostDevices:
         return [*SSH, *(("-p", str(ssh_port)) if ssh_port else ()), self.name, command]
 
     def environment(self) -> dict[str, str]:
-        """Return the variables for ranks there, besides their agent's own environment."""
-        # the visible devices of this process may be a choice already, by number or by UUID
-        visible = inherited(DEVICES).get(DEVICES, "").split(",") if self.is_here else []
-        names = [visible[i] if i < len(visible) and visible[i] else str(i) for i in self.devices]
-        chosen = {DEVICES: ",".join(names)}
-        shown = {} if self.devices == tuple(range(len(self.devices))) else chosen
+        """Return the variables for a launch there, besides those that it finds there itself."""
         if self.is_here or self.slurm:
-            return shown
+            return {}
         lines = [line.strip() for path in ENVIRONMENT_FILES if path.is_file() for line in path.read_text().splitlines()]
         stated = [line.partition("=") for line in lines if "=" in line and not line.startswith("#")]
-        return {**inherited(*EXPORTED), **{name: value for name, _, value in stated}, **shown}
+        return {**inherited(*EXPORTED), **{name: value for name, _, value in stated}}
 
 
 def find_hosts(options: Options) -> tuple[HostDevices, ...]:

@@ -41,6 +41,7 @@ from harness.topology.env import LOOPBACK, changed_environment, inherited, repla
 from harness.topology.processes import LineReader
 
 SILENT_S = 60.0  # a starter on another host that sends nothing for so long counts as gone
+STOPPED = 1.5  # a stopped rank is ended after this multiple of --hang_seconds: other ranks report it earlier
 IS_LINUX = sys.platform == "linux"  # a standby process needs a subreaper, which other systems lack
 
 
@@ -69,7 +70,7 @@ class StarterGone(Exception):
 
 
 class Control:
-    """Signals to this launch: from the system, and from the launch on another host that has started it.
+    """Signals to this launch: from the system, and from the launch that has started it, perhaps on another host.
 
     The starter sends lines: first variables for this process, then numbers of signals; 0 only shows that it is alive.
     """
@@ -92,9 +93,9 @@ class Control:
     def look(self) -> None:
         """Read messages of the starter. Raises StarterGone."""
         if self._input is not None:
-            for line in self._input.read():
+            if lines := self._input.read():
                 self._heard = time.monotonic()
-                self.received += [int(line)] if line != "0" else []
+                self.received += [int(line) for line in lines if line != "0"]
             if self._input.is_closed or time.monotonic() - self._heard > SILENT_S:
                 raise StarterGone
 
@@ -111,9 +112,7 @@ def run_agent(options: Options, host: HostDevices, script: Script, control: Cont
     keeper = keep(root)
     saves_time = options.max_restarts or len(host.devices) > 1
     preloads = bool(saves_time) and script.is_known and not (options.no_standby or options.no_python) and IS_LINUX
-    ranks = Ranks(
-        root, str(Path.cwd()), host.environment(), stopped_s=script.hang_seconds, preloads=preloads, spared=[keeper.pid]
-    )
+    ranks = Ranks(root, stopped_s=STOPPED * script.hang_seconds, preloads=preloads, spared=[keeper.pid])
     try:
         return _meet_and_run(options, host, script, ranks, control)
     except StarterGone:

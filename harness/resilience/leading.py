@@ -81,10 +81,10 @@ class Leader:
             known = [offer.history for offer in offers if offer.history is not None]
             self._write(replace(max(known, key=lambda each: each.start, default=History()), is_open=False))
         if (history := self.history).is_open:  # its leader was lost
-            former = take(self.store, f"{history.start}/team", Team)
+            self.team = take(self.store, f"{history.start}/team", Team)
             self.store.compare_set(f"{history.start}/over", "", "fault")
-            absent = {offer.node for offer in former.offers} - {offer.node for offer in offers}
-            verdict = self.judge(former, absent, "", ANSWER_S)
+            absent = {offer.node for offer in self.team.offers} - {offer.node for offer in offers}
+            verdict = self.judge(absent, "", ANSWER_S)
             self._pause(min(verdict.pause, LONGEST_S))
             if verdict.code is not None:
                 return verdict
@@ -110,9 +110,10 @@ class Leader:
         self.store.set(f"{number}/signal", "0")
         put(self.store, f"{number}/team", team)
         self._write(replace(history, start=number, is_open=start is not None, gone=()))
+        rank = 0
         for index, offer in enumerate(team.offers):
-            of_host = {"index": index, "first": team.first_rank(index), "devices": offer.devices}
-            put(meeting, f"plan/{offer.node}", of_host)
+            put(meeting, f"plan/{offer.node}", {"index": index, "first": rank, "devices": offer.devices})
+            rank += len(offer.devices)
         put(meeting, "plan", plan)
         return None
 
@@ -146,18 +147,17 @@ class Leader:
         better = self.script.first(most) if most == self._wanted else self.script.on_fewer(self._wanted, most)
         return better is not None and better.ranks > used
 
-    def judge(self, team: Team, lost: set[str], text: str, seconds: float) -> Verdict:
+    def judge(self, lost: set[str], text: str, seconds: float) -> Verdict:
         """Judge the last start, waiting some seconds for the reports of its hosts; tell all agents the verdict.
 
         Args:
-            team: its hosts.
             lost: agents that will not report.
             text: error of an agent itself; empty if a rank has failed.
         """
-        history = self.history
+        history, team = self.history, self.team
         if not any(offer.devices for offer in team.offers):
             return self.publish(Verdict(), replace(history, is_open=False, gone=tuple(sorted(lost))))
-        reports = self._reports(team, history.start, lost, seconds)
+        reports = self._reports(history.start, lost, seconds)
         lost |= {offer.node for index, offer in enumerate(team.offers) if offer.devices and index not in reports}
         received = [*(report.received for report in reports.values() if report.received), *self._received]
         leaving = {team.offers[index].node for index, report in reports.items() if report.received}
@@ -166,7 +166,7 @@ class Leader:
         goes_on = ""
         if self.grows:
             goes_on = "a host is back: going on with all hosts that answer"
-        elif received and self._can_spare(team, lost | leaving):
+        elif received and self._can_spare(lost | leaving):
             names = ", ".join(offer.host for offer in team.offers if offer.node in leaving)
             goes_on = f"going on without {names}, which was told to stop"
         most, leaves_out, first = self.options.max_restarts, bool(self.options.min_ranks), [*received, 0][0]
@@ -178,10 +178,11 @@ class Leader:
                 file.write(json.dumps(line) + "\n")
         return self.publish(verdict, replace(judged, gone=tuple(sorted(lost | leaving))))
 
-    def _reports(self, team: Team, number: int, lost: set[str], seconds: float) -> dict[int, Report]:
+    def _reports(self, number: int, lost: set[str], seconds: float) -> dict[int, Report]:
         """Return the reports that arrive within some seconds, by the host's place in the team."""
         reports: dict[int, Report] = {}
-        wanted = {index for index, offer in enumerate(team.offers) if offer.devices and offer.node not in lost}
+        offers = enumerate(self.team.offers)
+        wanted = {index for index, offer in offers if offer.devices and offer.node not in lost}
         until = time.monotonic() + seconds
         while (missing := wanted - reports.keys()) and time.monotonic() < until:
             for index in missing:
@@ -191,9 +192,9 @@ class Leader:
                 self._pause(LOOK_S)
         return reports
 
-    def _can_spare(self, team: Team, leaving: set[str]) -> bool:
+    def _can_spare(self, leaving: set[str]) -> bool:
         """Whether the run can go on without these agents: enough are left, and none of the leaving serves the store."""
-        left = [offer.node for offer in team.offers if offer.node not in leaving]
+        left = [offer.node for offer in self.team.offers if offer.node not in leaving]
         server = self.store.get("server").decode() if self.store.check(["server"]) else ""
         least, most = self.options.nodes
         return least < most and len(left) >= least and (not server or server in left)

@@ -13,13 +13,12 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.env import inherited
 from harness.topology.launchers import HostPlace
+from harness.verb_parser import VerbParser
 
 T = TypeVar("T")
 ON_EACH = "run `ds-harness launch --rdzv_endpoint HOST:PORT` on each host, by what starts commands there"
 BY_DEEPSPEED = "only the `deepspeed` command can do this, without restarts"
-ELSEWHERE = {  # flags that this command had, or that only the `deepspeed` command has
-    "--slurm": "use `ds-harness cluster slurm --output FILE`",
-    "--slurm_seconds": "use `ds-harness cluster slurm --save_seconds S`",
+ELSEWHERE = {  # flags that only the `deepspeed` command has
     **dict.fromkeys(("--launcher", "--launcher_args", "--no_ssh"), ON_EACH),
     **dict.fromkeys(("--bind_cores_to_rank", "--bind_core_list"), "use `--no_python numactl ...` instead"),
     **dict.fromkeys(("--autotuning", "--venv_script", "--enable_each_rank_log", "--save_pid"), BY_DEEPSPEED),
@@ -57,14 +56,12 @@ class Options:
         int,
         None,
         "N",
-        "ranks on each host (default: all devices)",
+        "ranks on each host (default: all)",
         "--num_gpus",
         "--nproc_per_node",
         "--nproc-per-node",
     )
-    nnodes: str | None = _flag(
-        str, None, "N[:M]", "hosts that run this command, or the least and the largest number of them"
-    )
+    nnodes: str | None = _flag(str, None, "N[:M]", "hosts that run this command, or the least and the most of them")
     rdzv_endpoint: str = _flag(str, "", "HOST:PORT", "where they meet: one of them", "--rdzv-endpoint")
     rdzv_id: str = _flag(str, "run", "ID", "tells runs with one endpoint apart", "--rdzv-id")
     node_rank: int | None = _flag(int, None, "N", "order of this host (default: by address)", "--node-rank")
@@ -100,7 +97,7 @@ BY_STARTER = {  # flags with a value which a launch that starts others by ssh or
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(VerbParser):
     def error(self, message: str) -> NoReturn:
         for flag in (word.partition("=")[0] for word in message.split()):
             if flag in ELSEWHERE:
@@ -161,17 +158,14 @@ def _require_meeting(options: Options) -> None:
     host, _, port = options.rdzv_endpoint.rpartition(":")
     if options.rdzv_endpoint and not (host and port.isdigit() and 0 < int(port) < 2**16):
         raise UserError(f"--rdzv_endpoint {options.rdzv_endpoint}: must be HOST:PORT")
-    chosen = [name for name in ("hostfile", "include", "exclude", "num_nodes") if getattr(options, name)]
+    chosen = [name for name in ("hostfile", "num_nodes") if getattr(options, name)]
     if options.rdzv_endpoint and chosen:
         text = "give one of them; with --rdzv_endpoint each host starts its own"
         raise UserError(f"--{chosen[0]} and --rdzv_endpoint: {text}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(
-        "ds-harness launch", description=DESCRIPTION, epilog=EXAMPLE, allow_abbrev=False, formatter_class=raw
-    )
+    parser = _Parser("launch", DESCRIPTION, EXAMPLE, allow_abbrev=False)
     add = parser.add_argument
     for each in fields(Options)[2:]:
         about, kind = each.metadata, each.metadata["kind"]

@@ -32,15 +32,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
     _BackendRendezvousStateHolder,
     _NodeDesc,
-    _remove_participant_epilogue,
 )
 
 from harness.console import print_if_heard
+from harness.resilience.options import Options
 from harness.topology.env import LOOPBACK
 
 T = TypeVar("T")
 HEARTBEAT_S = 2.0
-CLOSE_S = 0.5
 LOST_S = 20.0  # an agent whose counter has not changed for so long is lost; packet loss can delay it by seconds
 PAUSED_S = 10.0  # after a longer gap between two checks this process or the store was stopped: times start anew
 LAST_CALL_S = 30.0  # wait for further hosts before the first start
@@ -147,13 +146,11 @@ class Heartbeat:
         self._checked = -math.inf
         self._closed = threading.Event()
         own.add(node, 1)
-        self._thread = threading.Thread(target=self._beat, args=(own,), name="heartbeat", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._beat, args=(own,), name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
         """Stop increasing the counter."""
         self._closed.set()
-        self._thread.join(CLOSE_S)  # it may wait for a store that does not answer
 
     def lost(self, nodes: Sequence[str]) -> list[str]:
         """Return the agents whose counters have not changed for LOST_S seconds. Call it every few seconds."""
@@ -200,54 +197,36 @@ class StateHolder(_BackendRendezvousStateHolder):
         if state.complete or len(here) < self._settings.min_nodes:
             return has_set
         is_over = len(here) >= self.expected or time.monotonic() - self._came[1] > self.last_call
-        state.deadline = datetime.min.replace(tzinfo=UTC) if is_over else datetime.max.replace(tzinfo=UTC)
+        state.deadline = (datetime.min if is_over else datetime.max).replace(tzinfo=UTC)
         return has_set
 
     def _sanitize(self) -> None:
-        """Remove agents that are gone, and earlier agents of a launch that has a newer one."""
+        """Have torch remove agents that are gone, and earlier agents of a launch that has a newer one."""
         state = self._state
-        everyone = {*state.participants, *state.wait_list, *state.redundancy_list, self._node}
-        latest: dict[int, int] = {}
+        everyone = {*state.participants, *state.wait_list, *state.redundancy_list}
+        latest = {node.pid: node.local_id for node in sorted({*everyone, self._node}, key=lambda node: node.local_id)}
         for node in everyone:
-            latest[node.pid] = max(node.local_id, latest.get(node.pid, 0))
-        dead = {node for node in everyone if str(node) in self.gone or node.local_id < latest[node.pid]}
-        removed = bool(dead & state.participants.keys())
-        for node in dead:
-            state.participants.pop(node, None)
-            state.last_heartbeats.pop(node, None)
-            state.wait_list.discard(node)
-            state.redundancy_list.discard(node)
-        if removed:
-            _remove_participant_epilogue(state, self._settings)
+            is_gone = str(node) in self.gone or node.local_id < latest[node.pid]
+            state.last_heartbeats[node] = (datetime.min if is_gone else datetime.max).replace(tzinfo=UTC)
+        super()._sanitize()
 
 
 class Rendezvous(DynamicRendezvousHandler):
     """The handler for torch's elastic agent.
 
     Args:
-        nodes: least and largest number of agents.
         name: address of this host, a number for its launch, and a number that grows with each agent of the launch.
         tick: called at least every few seconds while this agent waits for others.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        run_id: str,
-        nodes: tuple[int, int],
-        name: tuple[str, int, int],
-        tick: Callable[[], None],
+        self, store: dist.Store, options: Options, name: tuple[str, int, int], tick: Callable[[], None]
     ) -> None:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-        node, without_limit = _NodeDesc(*name), timedelta(seconds=JOIN_S)
-        settings = RendezvousSettings(run_id, *nodes, RendezvousTimeout(join=without_limit), without_limit, 1)
+        node, without_limit, run_id = _NodeDesc(*name), timedelta(seconds=JOIN_S), options.rdzv_id
+        settings = RendezvousSettings(run_id, *options.nodes, RendezvousTimeout(join=without_limit), without_limit, 1)
         self.holder, self.node = StateHolder(C10dRendezvousBackend(store, run_id), settings, node, tick), str(node)
         super().__init__(node, settings, "c10d", store, self.holder)
-
-    @property
-    def use_agent_store(self) -> bool:
-        """False: the ranks of each start open their own store."""
-        return False
 
     def _start_heartbeats(self) -> None:
         """Do nothing: `Heartbeat` replaces torch's heartbeats."""

@@ -18,13 +18,11 @@ from functools import partial
 from harness.arguments.words import without
 from harness.console import drop_output_without_reader, print_if_heard
 from harness.errors import UserError
-from harness.resilience.hosts import HostDevices, address_here, listen
+from harness.resilience.hosts import LOCALHOST, HostDevices, address_here, listen
 from harness.resilience.on_host.processes import become_subreaper, signal_when_parent_dies
 from harness.resilience.options import BY_STARTER, QUIET, Options
 from harness.topology.env import LOOPBACK, changed_environment, inherited
-from harness.topology.processes import is_stopped
 
-STOPPED_S = 10.0  # a launch on this host that is stopped (SIGSTOP) for so long is replaced
 HOST_RETRY_S = 30.0  # interval of attempts to reach missing hosts
 END_S = 20.0  # after the end of the run: time for all launches to exit
 PING_S = 1.0
@@ -37,8 +35,7 @@ class HostLaunch:
 
     def __init__(self, host: HostDevices, words: Sequence[str], ssh_port: int | None) -> None:
         drop_output_without_reader()  # ranks inherit these streams
-        self.host = host
-        self.begun = self._ran_at = time.monotonic()  # `_ran_at`: when it was not stopped
+        self.begun = time.monotonic()
         self.process = subprocess.Popen(
             host.command(words, ssh_port),
             stdin=subprocess.PIPE,
@@ -47,20 +44,14 @@ class HostLaunch:
             preexec_fn=partial(signal_when_parent_dies, signal.SIGCONT),  # a stopped one could not clean up
         )
         assert self.process.stdin is not None
-        self.send(json.dumps(host.environment()))
+        self.send(json.dumps(host.environment()) + "\n")
         os.set_blocking(self.process.stdin.fileno(), False)  # else a stopped one would block this process
 
-    def send(self, line: str) -> None:
-        """Send a line. It is lost if the launch has exited, or has been stopped for so long that the pipe is full."""
+    def send(self, lines: str) -> None:
+        """Send lines. They are lost if the launch has exited, or has been stopped for so long that the pipe is full."""
         assert self.process.stdin is not None
         with suppress(OSError):
-            self.process.stdin.write(line.encode() + b"\n")
-
-    def is_lost(self) -> bool:
-        """Whether it has exited, or has been stopped for STOPPED_S seconds."""
-        if not is_stopped(self.process.pid):
-            self._ran_at = time.monotonic()
-        return self.process.poll() is not None or time.monotonic() - self._ran_at > STOPPED_S
+            self.process.stdin.write(lines.encode())
 
     def end(self) -> int:
         """Kill it: its keeper ends what it leaves. Returns its exit code."""
@@ -112,7 +103,7 @@ class Starter:
             "--rdzv_endpoint": f"{self._endpoint[0]}:{self._endpoint[1]}",
             "--node_rank": str(index),
             "--local_addr": self._address if host.is_here else host.name,
-            "--nproc_per_node": str(len(host.devices)),
+            "--include": f"{LOCALHOST}:{','.join(map(str, host.devices))}",
             "--host": host.name,
             "--wanted": str(sum(len(each.devices) for each in self.hosts)),
         }
@@ -122,35 +113,29 @@ class Starter:
     def _keep(self) -> int:
         """Keep the launches going until the run is over; return the exit code."""
         passed, pinged = 0, 0.0
-        while True:
+        while not self.store.check(["end"]):
             time.sleep(LOOK_S)
-            for number in self.received[passed:]:
-                self._send(number)
-            passed = len(self.received)
+            numbers, passed = list(self.received[passed:]), len(self.received)
             if time.monotonic() - pinged > PING_S:
-                pinged = time.monotonic()
-                self._send(0)
-                if self.store.check(["end"]):
-                    return self._last(int(self.store.get("end")))
+                numbers, pinged = [*numbers, 0], time.monotonic()
+            for each in self.launches.values():
+                each.send("".join(f"{number}\n" for number in numbers))
             for index, each in list(self.launches.items()):
-                if each.is_lost() and (code := self._lose(index, each)) is not None:
+                if each.process.poll() is not None and (code := self._lose(index, each)) is not None:
                     return code
             for index, at in list(self.missing.items()):
                 if time.monotonic() > at:
                     del self.missing[index]
                     self._begin(index)
             self._tell_missing()
-
-    def _send(self, number: int) -> None:
-        for each in self.launches.values():
-            each.send(str(number))
+        return self._last()
 
     def _lose(self, index: int, launch: HostLaunch) -> int | None:
         """Handle the end of a launch: try its host again later, or return the exit code if the run is over."""
         code = launch.end()
         del self.launches[index]
         if self.store.check(["end"]):
-            return self._last(int(self.store.get("end")))
+            return self._last()
         if self.received:
             return None if self.launches else 128 + self.received[0]
         host = self.hosts[index]
@@ -163,8 +148,9 @@ class Starter:
         self.missing[index] = time.monotonic() + (0.0 if was_there else HOST_RETRY_S)
         return None
 
-    def _last(self, code: int) -> int:
+    def _last(self) -> int:
         """Wait until all launches have exited, which read the same verdict; return the exit code."""
+        code = int(self.store.get("end"))
         until = time.monotonic() + END_S
         while time.monotonic() < until and any(each.process.poll() is None for each in self.launches.values()):
             time.sleep(LOOK_S)

@@ -43,10 +43,6 @@ class Team:
         devices = [(offer.host, device) for offer in self.offers for device in offer.devices]
         return devices[rank] if rank is not None and rank < len(devices) else None
 
-    def first_rank(self, index: int) -> int:
-        """Return the first rank of a host."""
-        return sum(len(offer.devices) for offer in self.offers[:index])
-
 
 def team_of(offers: Sequence[Offer], failing: Sequence[Device], script: Script, wanted: int, fewest: int) -> Team:
     """Return the best layout for these hosts: as typed on all `wanted` devices, else one with the same global batch.

@@ -8,7 +8,7 @@ import resource
 import selectors
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,33 +103,13 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def present_as(words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-    """Change the command line, and the environment, that the system shows for this process (in ps and /proc).
-
-    Each is cut to the size of the original. The real environment is unchanged; the caller must make sure that nothing
-    uses the original memory of it any more.
-    """
+def present_as(words: Sequence[str]) -> None:
+    """Change the command line that the system shows for this process (in ps and /proc), cut to the original's size."""
     with suppress(OSError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        _overwrite(int(fields[45]), int(fields[46]), words)
-        if environment is not None:
-            _overwrite(int(fields[47]), int(fields[48]), [f"{name}={value}" for name, value in environment.items()])
-
-
-def _overwrite(begin: int, end: int, strings: Sequence[str]) -> None:
-    text = b"".join(os.fsencode(string) + b"\0" for string in strings)
-    room = end - begin
-    ctypes.memmove(begin, text[: room - 1].ljust(room, b"\0"), room)
-
-
-def started_with(process: int) -> dict[str, str]:
-    """Return the environment that a process was started with; {} if it cannot be read."""
-    try:
-        words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}
-    pairs = (os.fsdecode(word).partition("=") for word in words)
-    return {name: value for name, _, value in pairs}
+        begin, room = int(fields[45]), int(fields[46]) - int(fields[45])
+        text = b"".join(os.fsencode(word) + b"\0" for word in words)
+        ctypes.memmove(begin, text[: room - 1].ljust(room, b"\0"), room)
 
 
 def above() -> Iterator[tuple[int, tuple[str, ...]]]:

@@ -46,21 +46,18 @@ def sweep(records: str, kept: Collection[int] = ()) -> list[int]:
         for process in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-        reap()
+        _reap()
         if time.monotonic() > until:
             return found
         time.sleep(0.01)
-    reap()
+    _reap()
     return []
 
 
-def reap() -> list[tuple[int, int]]:
-    """Reap exited children; return (process, exit code) of each, with a negative code for a signal."""
-    ended = []
+def _reap() -> None:
     with suppress(ChildProcessError):
-        while (result := os.waitpid(-1, os.WNOHANG))[0]:
-            ended.append((result[0], os.waitstatus_to_exitcode(result[1])))
-    return ended
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def members(records: str, kept: Collection[int] = ()) -> list[int]:

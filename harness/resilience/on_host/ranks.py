@@ -12,14 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from harness.console import drop_output_without_reader, print_if_heard
-from harness.resilience.on_host.processes import reap, signal_when_parent_dies, sweep
+from harness.resilience.on_host.processes import signal_when_parent_dies, sweep
 from harness.resilience.on_host.standby import DONE, Standby
 from harness.topology.env import RECORDS, inherited
 from harness.topology.processes import is_stopped
@@ -30,7 +30,10 @@ NOT_FOUND = 127  # exit code of a command that cannot be started
 
 
 class Exit(NamedTuple):
-    """The end of a rank. The code is negative for a signal; the time is in seconds since the epoch."""
+    """The end of a rank. The code is negative for a signal; the time is in seconds since the epoch.
+
+    -SIGSTOP: it was stopped for too long, and so was killed.
+    """
 
     rank: int
     code: int
@@ -42,9 +45,8 @@ class Ranks:
 
     Args:
         root: folder of their records; each start has a folder in it, by which its processes are found.
-        folder: their working directory.
-        environment: added to that of this process.
-        stopped_s: if all ranks have been stopped for so long, they are killed (0: never). If some are, others notice.
+        stopped_s: a rank that has been stopped for so long is killed (0: never). Ranks that have met watch each other,
+            and notice it earlier.
         preloads: whether a process that has done the imports forks them.
         spared: other processes that this one has started, which `end` must leave alone.
     """
@@ -52,25 +54,22 @@ class Ranks:
     def __init__(
         self,
         root: Path,
-        folder: str,
-        environment: Mapping[str, str],
         *,
         stopped_s: float,
         preloads: bool,
         spared: Sequence[int] = (),
     ) -> None:
-        self.root, self._folder, self._environment = root, folder, environment
-        self._stopped_s, self._preloads, self._spared = stopped_s, preloads, spared
+        self.root, self._stopped_s, self._preloads, self._spared = root, stopped_s, preloads, spared
         self.alive: dict[int, int] = {}  # the rank of each process
         self.exits: list[Exit] = []  # of the ranks that exited by themselves in this start
         self.records = root
         self.count = 0  # of the ranks in this start
         self._standby: Standby | None = None
         self._awaited: dict[int, tuple[int, list[str], dict[str, str]]] = {}  # ranks that the standby is to fork
-        self._early: dict[int, int] = {}  # exit codes of processes whose rank is not known yet
         self._passed_on = 0  # the last signal to the ranks
         self._started: list[subprocess.Popen[bytes]] = []
-        self._checked = self._ran_at = time.monotonic()  # `_ran_at`: when not all ranks were stopped
+        self._checked = time.monotonic()
+        self._stopped: dict[int, float] = {}  # since when a process is stopped
         self._prepare()
 
     def start(self, number: int, ranks: Sequence[tuple[int, list[str], dict[str, str]]]) -> None:
@@ -83,7 +82,6 @@ class Ranks:
         self.records.mkdir(parents=True)
         marked = [(rank, command, {**own, RECORDS: str(self.records)}) for rank, command, own in ranks]
         self._prepare()
-        self._ran_at = time.monotonic()
         if self._standby is not None and ranks and self._standby.start(marked):
             self._awaited = {each[0]: each for each in marked}
         else:
@@ -97,14 +95,14 @@ class Ranks:
                 os.kill(process, number)
 
     def look(self) -> None:
-        """Note the ranks that have exited, and end those of a host whose ranks are all stopped."""
+        """Note the ranks that have exited, and end those that are stopped."""
         if self._standby is not None and self._awaited:
             self._look_at_standby(self._standby)
-        self._early |= dict(reap())
-        for process in self._early.keys() & self.alive.keys():
-            self._exited(self.alive.pop(process), self._early.pop(process))
-        if not self._awaited:
-            self._early.clear()
+        for process in list(self.alive):
+            with suppress(ChildProcessError):  # the process that has forked it is still its parent
+                ended, status = os.waitpid(process, os.WNOHANG)
+                if ended:
+                    self._exited(self.alive.pop(process), os.waitstatus_to_exitcode(status))
         if time.monotonic() - self._checked > LOOK_S:
             self._end_stopped()
             self._checked = time.monotonic()
@@ -139,7 +137,7 @@ class Ranks:
             self._drop_standby()
         if self._preloads and self._standby is None:
             with suppress(OSError):
-                self._standby = Standby(str(self.root), self._folder, self._environment)
+                self._standby = Standby(str(self.root))
 
     def _drop_standby(self) -> None:
         if self._standby is not None:
@@ -151,14 +149,13 @@ class Ranks:
             try:
                 process = subprocess.Popen(
                     words,
-                    cwd=self._folder,
-                    env={**inherited(), **self._environment, **environment},
+                    env={**inherited(), **environment},
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
                     preexec_fn=partial(signal_when_parent_dies, signal.SIGTERM),
                 )
             except OSError as error:
-                print_if_heard(f"error: cannot start {words[0]} in {self._folder}: {error.strerror}", sys.stderr)
+                print_if_heard(f"error: cannot start {words[0]} in {Path.cwd()}: {error.strerror}", sys.stderr)
                 self._exited(rank, NOT_FOUND)
                 continue
             self._started.append(process)
@@ -190,12 +187,12 @@ class Ranks:
         return [*self.alive, *([self._standby.process.pid] if self._standby is not None and self._awaited else [])]
 
     def _end_stopped(self) -> None:
-        """Kill the ranks of this host if all have been stopped for too long: none of them can watch the others."""
-        limit, now = self._stopped_s, time.monotonic()
-        ranks = self._processes()
-        if not ranks or not all(map(is_stopped, ranks)) or now - self._checked > PAUSED_S:
-            self._ran_at = now
-        elif limit and now - self._ran_at > limit:
-            print_if_heard(f"error: all ranks here have been stopped for {limit:g} s: they are ended", sys.stderr)
-            for process in ranks:
+        """Kill processes that have been stopped for too long: nobody else does before the ranks have met."""
+        now, stopped = time.monotonic(), list(filter(is_stopped, self._processes()))
+        since = self._stopped if now - self._checked < PAUSED_S else {}
+        self._stopped = {process: since.get(process, now) for process in stopped}
+        for process in stopped if self._stopped_s else ():
+            if now - self._stopped[process] > self._stopped_s:
+                if process in self.alive:
+                    self._exited(self.alive.pop(process), -signal.SIGSTOP)
                 os.kill(process, signal.SIGKILL)

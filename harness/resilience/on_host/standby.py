@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,7 @@ from harness.topology.processes import LineReader, present_as
 
 WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # count devices by NVML: a CUDA context is lost in a fork
 TITLE = "ds-harness: ready for a start"  # its command line in ps
-ROOM = 1 << 12  # bytes in argv and environ which a rank overwrites with its own: others read them in /proc
-PADDING = "DS_HARNESS_ROOM"
+ROOM = 1 << 12  # bytes in argv, which a rank overwrites with its own command line for ps
 DONE = [-1, 0]  # follows the pids of a start
 PRELOADED = (
     "torch.distributed",
@@ -50,14 +49,11 @@ PRELOADED = (
 class Standby:
     """The process, from its agent's side. `root`: folder of the run's records, by which its processes are found."""
 
-    def __init__(
-        self, root: str, folder: str, environment: Mapping[str, str], modules: Sequence[str] = PRELOADED
-    ) -> None:
+    def __init__(self, root: str, modules: Sequence[str] = PRELOADED) -> None:
         self._out = os.dup(1)
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-P", "-m", __name__, *modules, " " * ROOM],
-            cwd=folder,
-            env={**inherited(), **environment, **WITHOUT_DRIVER, RECORDS: root, PADDING: " " * ROOM},
+            env={**inherited(), **WITHOUT_DRIVER, RECORDS: root},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -98,7 +94,7 @@ class Standby:
 def main() -> None:
     """Import, then fork the ranks of each start. In a rank, return when its script has ended."""
     present_as([TITLE])
-    environment, answers = {name: value for name, value in inherited().items() if name != PADDING}, os.dup(1)
+    environment, answers = inherited(), os.dup(1)
     os.dup2(2, 1)  # output of imports must not mix with the answers
     for module in sys.argv[1:-1]:
         importlib.import_module(module)
@@ -141,7 +137,7 @@ def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, 
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda._is_in_bad_fork():  # noqa: SLF001  # the imports have initialised CUDA
         os.execve(command[0], list(command), environment)
-    present_as(command, environment)  # ranks find each other by environment and command line in /proc
+    present_as(command)
     words = [word for word in command[1:] if word != "-u"]
     if words[0] == "-m":
         sys.argv = words[1:]

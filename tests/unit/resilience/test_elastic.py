@@ -256,6 +256,8 @@ def test_when_the_store_is_lost_and_back_the_run_goes_on_from_its_checkpoint(tmp
 def test_a_launch_whose_connection_to_its_own_store_breaks_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its device is counted among the visible ones."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
     ports: list[int] = []
 
     def serve(listener: socket.socket) -> dist.TCPStore:
@@ -274,9 +276,10 @@ def test_a_launch_whose_connection_to_its_own_store_breaks_starts_again(
     monkeypatch.setattr(rendezvous, "serve", serve)
     played = PlayedRanks(tmp_path, play)
     control = SimpleNamespace(look=lambda: None, received=[])
-    options, host = read_options(["--max_restarts", "1", *KNOWN_ZERO]), HostDevices(name="localhost", devices=(0,))
+    options, host = read_options(["--max_restarts", "1", *KNOWN_ZERO]), HostDevices(name="localhost", devices=(2,))
     assert launch._meet_and_run(options, host, Script(options.script), played, control) == 0
     assert len(starts) == 2
+    assert played.commands[0][2]["CUDA_VISIBLE_DEVICES"] == "GPU-c"
 
 
 def test_an_agent_that_was_stopped_itself_takes_nobody_for_lost(

@@ -10,8 +10,6 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 from harness.topology.processes import (
     LEVELS,
     above,
@@ -19,7 +17,6 @@ from harness.topology.processes import (
     children_of,
     command_of,
     parent_of,
-    started_with,
     status_of,
     wait_readable,
     wakes_of,
@@ -41,19 +38,15 @@ def test_a_parent_was_started_before_its_child() -> None:
     assert 0 < parent.started <= own.started
 
 
-def test_a_command_line_and_an_environment_are_those_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_line_is_that_of_the_start() -> None:
     assert Path(sys.executable).resolve() == Path(f"/proc/{os.getpid()}/exe").resolve()
     assert "python" in " ".join(command_of(os.getpid()))
-    monkeypatch.setenv("SET_SINCE_THE_START", "1")
-    shown = started_with(os.getpid())
-    assert "SET_SINCE_THE_START" not in shown
-    assert all("=" not in name for name in shown)
 
 
 def test_a_process_that_is_gone_has_nothing_to_show() -> None:
     assert status_of(GONE) is None
     assert (parent_of(GONE), wakes_of(GONE)) == (0, 0)
-    assert (children_of(GONE), command_of(GONE), started_with(GONE)) == ([], (), {})
+    assert (children_of(GONE), command_of(GONE)) == ([], ())
 
 
 def test_the_processes_above_are_told_from_the_nearest_up() -> None:
