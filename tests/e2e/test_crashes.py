@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,6 @@ TWO = {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetens
 THREE = {f"model-0000{i}-of-00003.safetensors": [name] for i, name in enumerate("abc", 1)}
 CHANGES = {"one-to-one": (ONE, ONE), "one-to-two": (ONE, TWO), "two-to-one": (TWO, ONE), "two-to-two": (TWO, TWO)}
 CHANGES["three-to-two"] = (THREE, TWO)
-CRASHED = 9
 STEPS = {"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "open"}  # what may be the last thing done
 
 
@@ -45,24 +45,44 @@ def values(directory: Path) -> set[float]:
     return {float(value) for lazy in tensors.values() for value in realised(lazy)}
 
 
-def crashes_at(step: int, act: Callable[[], None]) -> bool:
-    """Call `act` in a child that dies at its `step`-th touch of the file system; whether it came so far."""
+def moments_of(act: Callable[[], None], directory: Path, folder: Path) -> list[Path]:
+    """Copies of a directory as a process leaves it that dies at its first touch of the file system, its second ...
+
+    `act` runs in a child, because an audit hook stays. The last copy is of what it leaves when it has done all.
+    """
+    folder.mkdir()
     child = os.fork()
     if child == 0:
-        done = 0
+        is_copying = False
 
-        def die(event: str, _: object) -> None:
-            nonlocal done
-            done += event in STEPS
-            if done == step:
-                os._exit(CRASHED)
+        def look(event: str, _: object) -> None:
+            nonlocal is_copying
+            if event in STEPS and not is_copying:
+                is_copying = True
+                copied(directory, folder)
+                is_copying = False
 
-        sys.addaudithook(die)
+        sys.addaudithook(look)
         act()
+        look("open", None)
         os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, CRASHED)
-    return code == CRASHED
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return sorted(folder.iterdir())
+
+
+def copied(directory: Path, folder: Path) -> None:
+    """Copy a directory into a folder, under the next number; hard links stay links."""
+    to = folder / f"{len(list(folder.iterdir())):04d}"
+    to.mkdir()
+    first: dict[int, Path] = {}
+    for path in sorted(directory.rglob("*")):
+        new = to / path.relative_to(directory)
+        if path.is_dir():
+            new.mkdir()
+        elif first.setdefault(path.stat().st_ino, new) is new:
+            shutil.copy2(path, new)
+        else:
+            os.link(first[path.stat().st_ino], new)
 
 
 @pytest.mark.parametrize(("old", "new"), CHANGES.values(), ids=CHANGES)
@@ -70,31 +90,23 @@ def test_a_crash_at_any_step_leaves_the_old_model_or_the_new_one(
     tmp_path: Path, old: dict[str, list[str]], new: dict[str, list[str]]
 ) -> None:
     seen = set()
-    for step in range(1, 1000):
-        directory = tmp_path / str(step)
-        directory.mkdir()
-        written(directory, old, 1.0)()
-        crashed = crashes_at(step, written(directory, new, 2.0))
+    (place := tmp_path / "model").mkdir()
+    written(place, old, 1.0)()
+    for directory in moments_of(written(place, new, 2.0), place, tmp_path / "moments"):
         found = values(directory)
-        assert found in ({1.0}, {2.0}), f"crashed at step {step}: {found}"
+        assert found in ({1.0}, {2.0}), f"crashed at step {directory.name}: {found}"
         seen |= found
         written(directory, new, 3.0)()
         index = set() if new == ONE else {INDEX}
         assert values(directory) == {3.0} and {path.name for path in directory.iterdir()} == {*new, *index}
-        if not crashed:
-            break
     assert seen == {1.0, 2.0}
 
 
 def test_a_crash_while_a_text_is_replaced_leaves_the_old_or_the_new(tmp_path: Path) -> None:
-    path, seen = tmp_path / "metrics.jsonl", set()
-    for step in range(1, 100):
-        replace_text(path, "old")
-        crashed = crashes_at(step, lambda: replace_text(path, "new"))
-        seen.add(path.read_text())
-        if not crashed:
-            break
-    assert seen == {"old", "new"} and step > 3
+    (place := tmp_path / "run").mkdir()
+    replace_text(path := place / "metrics.jsonl", "old")
+    moments = moments_of(lambda: replace_text(path, "new"), place, tmp_path / "moments")
+    assert {(moment / path.name).read_text() for moment in moments} == {"old", "new"} and len(moments) > 3
 
 
 def save(run: Path, step: int, text: str) -> None:
@@ -111,19 +123,15 @@ def test_a_crash_while_a_checkpoint_takes_the_place_of_one_leaves_a_whole_one(
     if not exchanges:  # as on a file system that cannot
         monkeypatch.setattr(directories, "exchange", lambda one, other: False)
     found = set()
-    for step in range(1, 1000):
-        run = tmp_path / str(step)
-        save(run, 2, "before")
-        save(run, 4, "old")
-        crashed = crashes_at(step, lambda run=run: save(run, 4, "new"))
+    save(place := tmp_path / "run", 2, "before")
+    save(place, 4, "old")
+    for run in moments_of(lambda: save(place, 4, "new"), place, tmp_path / "moments"):
         newest = newest_whole(run)
-        assert newest is not None, f"crashed at step {step}: no whole checkpoint"
+        assert newest is not None, f"crashed at step {run.name}: no whole checkpoint"
         found.add((newest / SINGLE).read_text())
         save(run, 6, "after")
         remove(prune(run, None))
         assert {path.name for path in run.iterdir()} <= {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
-        if not crashed:
-            break
     assert found == ({"old", "new"} if exchanges else {"before", "old", "new"})
 
 
