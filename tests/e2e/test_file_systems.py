@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,55 +19,59 @@ from tests.e2e.launching import ROOT, launch, metrics
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(params=["ramfs", "fuse"])
-def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder on another file system."""
-    place, server = tmp_path / "mounted", None
-    place.mkdir()
+def mount_fuse(behind: Path, place: Path) -> subprocess.Popen[bytes] | None:
+    """The server of a FUSE file system that shows `behind`; None if none can be mounted here."""
+    if find_spec("mfusepy") is None or not (os.environ.get("FUSE_LIBRARY_PATH") or find_library("fuse3")):
+        return None
+    server = subprocess.Popen([sys.executable, "-m", "tests.e2e.plain_fuse", behind, place], cwd=ROOT)
+    until = time.monotonic() + 10
+    while not place.is_mount():
+        if server.poll() is not None or time.monotonic() > until:
+            return None
+        time.sleep(0.05)
+    return server
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[list[Path]]:
+    """Folders on other file systems."""
     if os.getuid():
         pytest.skip("only root may mount")
-    if request.param == "ramfs":
-        if subprocess.run(["mount", "-t", "ramfs", "none", place], capture_output=True).returncode:
-            pytest.skip("ramfs cannot be mounted here")
-    else:
-        library = os.environ.get("FUSE_LIBRARY_PATH") or find_library("fuse3") or find_library("fuse")
-        if find_spec("mfusepy") is None or not library:
-            pytest.skip("mfusepy or libfuse is not installed")
-        (tmp_path / "behind").mkdir()
-        command = [sys.executable, "-m", "tests.e2e.plain_fuse", tmp_path / "behind", place]
-        server = subprocess.Popen(list(map(str, command)), cwd=ROOT)
-        until = time.monotonic() + 10
-        while not place.is_mount():
-            if server.poll() is not None or time.monotonic() > until:
-                pytest.skip("FUSE cannot be mounted here")
-            time.sleep(0.05)
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    folders = {name: tmp_path / name for name in ("ramfs", "fuse", "behind")}
+    for folder in folders.values():
+        folder.mkdir()
+    subprocess.run(["mount", "-t", "ramfs", "none", folders["ramfs"]], capture_output=True)
+    server = mount_fuse(folders["behind"], folders["fuse"])
+    found = [folder for folder in folders.values() if folder.is_mount()]
+    yield found or pytest.skip("nothing can be mounted here")
+    for folder in found:
+        subprocess.run(["umount", "-l", folder], check=True)
     if server is not None:
         server.terminate()  # a test of network namespaces may have copied the mount meanwhile, which keeps it up
         server.wait(10)
 
 
-def test_a_run_saves_resumes_and_exports(mounted: Path, tmp_path: Path) -> None:
+RUNS = """
+import json, sys
+from harness.train import main
+sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
+"""
+
+
+def test_runs_save_resume_and_export(mounted: list[Path], tmp_path: Path) -> None:
     text = tmp_path / "fox.txt"
     text.write_text("The quick brown fox jumps over the lazy dog; 0123456789. " * 60)
-    flags = [
-        "--deepspeed_config",
-        "zero2",
-        "--train_file",
-        text,
-        "--block_size",
-        32,
-        "--save_steps",
-        2,
-        "--output_dir",
-        mounted / "run",
-    ]
-    first = launch(0, *flags, "--max_steps", 2)
-    assert first.returncode == 0, first.stderr
-    again = launch(0, *flags, "--max_steps", 4, "--resume_from_checkpoint", "auto", "--save_total_limit", 1)
-    assert again.returncode == 0, again.stderr
-    assert "cannot be" not in again.stdout + again.stderr, again.stdout + again.stderr
-    assert [row["step"] for row in metrics(mounted / "run")] == [1, 2, 3, 4]
-    assert (mounted / "run" / "model.safetensors").stat().st_size > 1000
-    assert [path.name for path in (mounted / "run").glob("*checkpoint*")] == ["checkpoint-4"]
+    flags = ["--deepspeed_config", "zero2", "--train_file", text, "--block_size", 32, "--save_steps", 2]
+    runs = []
+    for place in mounted:
+        whole = [*flags, "--output_dir", place / "run"]
+        runs.append([*whole, "--max_steps", 2])
+        runs.append([*whole, "--max_steps", 4, "--resume_from_checkpoint", "auto", "--save_total_limit", 1])
+    words = json.dumps([list(map(str, run)) for run in runs])
+    done = launch(0, words, program=["-c", RUNS])  # all in one process, which imports once
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "cannot be" not in said, said
+    for place in mounted:
+        assert [row["step"] for row in metrics(place / "run")] == [1, 2, 3, 4]
+        assert (place / "run" / "model.safetensors").stat().st_size > 1000
+        assert [path.name for path in (place / "run").glob("*checkpoint*")] == ["checkpoint-4"]

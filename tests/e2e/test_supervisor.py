@@ -50,28 +50,26 @@ EARLY = """
                 os.kill(process, signal.SIGSTOP)
                 (folder / "keeper").write_text(str(process))
         sys.exit(0)"""
-REPEATED = """
-    if step == 2:
-        time.sleep(rank == 0)
-        records.record_failure(ValueError("odd"))
-        os._exit(3)"""
-DEVICE = """
-    for position in Path(os.environ["DS_HARNESS_RECORDS"]).glob(f"position-{rank}.json"):
-        position.unlink()  # as if there had been no step
-    rank == 1 and os._exit(3)
-    time.sleep(1)"""
+UNHEARD = """
+    if attempt == 0 and step == 2:
+        while not (folder / "closed").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if attempt == 1:
+        print("step", flush=True)"""
+STAYS = "time.sleep(600)"
 RUNS: dict[str, tuple[str, tuple[object, ...]]] = {
     "killed": (KILLED, ("--max_restarts", 2)),
     "early": (EARLY, ("--max_restarts", 1)),
-    "repeated": (REPEATED, ("--max_restarts", 9)),
-    "user": (
-        'records.THIS_RANK.step = 0; records.record_failure(UserError("no such file")); sys.exit(1)',
-        ("--max_restarts", 9),
-    ),
-    "device": (DEVICE, ("--max_restarts", 4, "--min_ranks", 1)),
     "absent": ("(folder / 'words').write_text(' '.join(sys.argv))", ("--max_restarts", 2, "--hostfile", "hostfile")),
+    "unheard": (UNHEARD, ("--max_restarts", 2)),
+    "left": (f"if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n    {STAYS}", ()),
+    "replaced": ("time.sleep(600 * (attempt == 0))", ("--max_restarts", 2, "--hostfile", "this-one-twice")),
+    "signalled": (STAYS, ("--max_restarts", 2)),
+    "waiting": ("", ("--max_restarts", 2, "--hostfile", "hostfile", "--min_ranks", 2)),
+    "alone": ("", ("--hostfile", "hostfile")),
 }
-"""Runs that end by themselves: what their ranks do, and flags of the launch."""
+"""What the ranks of a run do, and flags of the launch."""
 
 
 def begin(folder: Path, what: str, *flags: object) -> subprocess.Popen[str]:
@@ -81,6 +79,7 @@ def begin(folder: Path, what: str, *flags: object) -> subprocess.Popen[str]:
     launcher = [sys.executable, "-m", "harness.cli", "launch", *devices, *flags]
     command = [*launcher, folder / "rank.py", "--max_steps", 3, "--output_dir", folder / "run"]
     (folder / "hostfile").write_text("localhost slots=1\nno-such-host.invalid slots=1\n")
+    (folder / "this-one-twice").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
     return subprocess.Popen(
         list(map(str, command)),
         cwd=folder,
@@ -90,20 +89,6 @@ def begin(folder: Path, what: str, *flags: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    started = []
-
-    def start(what: str, *flags: object) -> subprocess.Popen[str]:
-        started.append(begin(tmp_path, what, *flags))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -159,24 +144,16 @@ def test_a_killed_rank_is_started_again_and_what_it_left_is_ended(runs: Runs) ->
     assert (folder / "1-1-3").exists()
 
 
-def test_a_run_goes_on_when_nobody_reads_what_it_prints(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    """The supervisor says why it starts again, and the ranks of the next attempt print: both to a pipe without a
-    reader."""
-    what = """
-    if attempt == 0 and step == 2:
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if attempt == 1:
-        print("step", flush=True)"""
-    supervisor = start(what, "--max_restarts", 2)
-    pid(tmp_path / "0-0-1")
-    assert supervisor.stdout is not None and supervisor.stderr is not None
-    supervisor.stdout.close()
-    supervisor.stderr.close()
-    assert supervisor.wait(60) == 0
-    assert (tmp_path / "1-0-3").exists() and (tmp_path / "1-1-3").exists()
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(runs: Runs) -> None:
+    """The launch says why it starts again, and the ranks of the next attempt print: both to a pipe without a reader."""
+    folder, process = runs["unheard"]
+    pid(folder / "0-0-2")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    (folder / "closed").touch()
+    assert process.wait(60) == 0
+    assert (folder / "1-0-3").exists() and (folder / "1-1-3").exists()
 
 
 def test_only_the_marker_is_success(runs: Runs) -> None:
@@ -188,67 +165,41 @@ def test_only_the_marker_is_success(runs: Runs) -> None:
     assert "restart 1 of 1" in text
 
 
-def test_a_fault_that_repeats_ends_the_run_with_a_summary(runs: Runs) -> None:
-    text = said(runs["repeated"][1], 1)
-    assert "gave up: 3 faults in a row at step 2" in text and "restart 3" not in text
-    assert text.count("stage 1) failed in step 2: ValueError: odd") == 6  # as it happens, and in the summary
-
-
-def test_what_the_user_must_fix_is_not_tried_again(runs: Runs) -> None:
-    assert "restart" not in said(runs["user"][1], 1)
-
-
-def test_the_ranks_end_with_their_supervisor(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_the_ranks_end_with_their_supervisor(runs: Runs) -> None:
     """Though a rank is stopped, and their supervisor was as well."""
-    stopped = "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(60)"
-    supervisor = start(stopped)
-    ranks = [pid(tmp_path / f"0-{rank}-1") for rank in range(2)]
-    supervisor.send_signal(signal.SIGSTOP)
-    supervisor.kill()
+    folder, process = runs["left"]
+    ranks = [pid(folder / f"0-{rank}-1") for rank in range(2)]
+    process.send_signal(signal.SIGSTOP)
+    process.kill()
     wait_until(lambda: all(map(is_gone, ranks)))
 
 
-def test_the_launch_of_a_host_that_is_killed_is_replaced(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_the_launch_of_a_host_that_is_killed_is_replaced(runs: Runs) -> None:
     """Two hosts of a hostfile, which are this one: the launch of one, which has started its rank, is killed."""
-    hostfile = tmp_path / "this-one-twice"
-    hostfile.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
-    supervisor = start("time.sleep(60 * (attempt == 0))", "--max_restarts", 2, "--hostfile", hostfile)
-    rank = pid(tmp_path / "0-1-1")
+    folder, process = runs["replaced"]
+    rank = pid(folder / "0-1-1")
     os.kill(parent_of(rank), signal.SIGKILL)
     wait_until(lambda: is_gone(rank))
-    assert "no answer from the agent on 127.0.0.1, in step 1" in said(supervisor, 0)
+    assert "no answer from the agent on 127.0.0.1, in step 1" in said(process, 0)
 
 
-def test_a_signal_ends_the_run_whatever_the_ranks_do(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    supervisor = start("time.sleep(60)", "--max_restarts", 2)
-    ranks = [pid(tmp_path / f"0-{rank}-1") for rank in range(2)]
-    supervisor.send_signal(signal.SIGTERM)
-    said(supervisor, 128 + signal.SIGTERM)
+def test_a_signal_ends_the_run_whatever_the_ranks_do(runs: Runs) -> None:
+    folder, process = runs["signalled"]
+    ranks = [pid(folder / f"0-{rank}-1") for rank in range(2)]
+    process.send_signal(signal.SIGTERM)
+    said(process, 128 + signal.SIGTERM)
     assert all(map(is_gone, ranks))
 
 
-def test_a_host_that_does_not_answer_is_left_out_or_waited_for(
-    runs: Runs, start: Callable[..., subprocess.Popen[str]]
-) -> None:
-    waiting = start("", "--max_restarts", 2, "--hostfile", "hostfile", "--min_ranks", 2)
-    alone = start("", "--hostfile", "hostfile")
+def test_a_host_that_does_not_answer_is_left_out_or_waited_for(runs: Runs) -> None:
     folder, process = runs["absent"]
     text = said(process, 0)
     assert "no answer from no-such-host.invalid: going on without" in text
     assert "--global_batch_size 16" in (folder / "words").read_text()  # 8 on each of two ranks
     assert not (folder / "0-1-1").exists()
+    waiting = runs["waiting"][1]
     assert waiting.stderr is not None
     assert any("waiting for at least 2 ranks" in line for line in waiting.stderr)
     waiting.send_signal(signal.SIGTERM)
     said(waiting, 128 + signal.SIGTERM)
-    assert "no answer from no-such-host.invalid" in said(alone, 1)
-
-
-def test_a_device_that_fails_twice_at_the_start_is_left_out(runs: Runs) -> None:
-    text = said(runs["device"][1], 0)
-    assert "device 1 of localhost is left out: it failed twice before the first step" in text
-    assert "done, after 2 restarts" in text
+    assert "no answer from no-such-host.invalid" in said(runs["alone"][1], 1)

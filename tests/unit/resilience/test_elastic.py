@@ -20,7 +20,7 @@ from typing import ClassVar
 import pytest
 import torch.distributed as dist
 
-from harness.resilience import elastic, launch, leading, rendezvous
+from harness.resilience import elastic, judging, launch, leading, rendezvous
 from harness.resilience.hosts import HostDevices
 from harness.resilience.options import read_options
 from harness.resilience.script import Script
@@ -35,13 +35,16 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for module, name, seconds in (
         (rendezvous, "HEARTBEAT_S", 0.1),
-        (rendezvous, "LOST_S", 0.7),
+        (rendezvous, "LOST_S", 0.5),
+        (rendezvous, "PAUSED_S", 0.4),  # the whole process may stand still on a busy machine
         (elastic, "HEARTBEAT_S", 0.1),
-        (elastic, "LAST_CALL_S", 0.5),
-        (elastic, "AGAIN_S", 0.3),
-        (elastic, "ANSWER_S", 0.7),
+        (elastic, "LAST_CALL_S", 0.4),
+        (elastic, "AGAIN_S", 0.2),
+        (elastic, "ANSWER_S", 0.4),
+        (elastic, "NEWS_S", 0.05),
         (elastic, "SIGNAL_S", 0.1),
-        (leading, "ANSWER_S", 0.7),
+        (leading, "ANSWER_S", 0.4),
+        (judging, "PAUSE_S", 0.1),
     ):
         monkeypatch.setattr(module, name, seconds)
     engine = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
@@ -207,6 +210,45 @@ def test_a_launch_that_is_told_to_stop_leaves_and_the_others_go_on(
     assert first.ranks.ranks == [0] and "going on without host-1, which was told to stop" in capsys.readouterr().err
 
 
+def fails_at_once(ranks: PlayedRanks) -> None:
+    """Play two ranks, of which the second has a device that does not work."""
+    ranks.exit(1, 3)
+    ranks.fail(0, is_lost_peer=True, step=0)
+    if ranks.ranks == [0]:
+        ranks.succeed()
+
+
+def fails_in_step_2(ranks: PlayedRanks) -> None:
+    ranks.step(2)
+    ranks.fail(1, step=2)
+    ranks.fail(0, is_lost_peer=True, step=2)
+
+
+def needs_the_user(ranks: PlayedRanks) -> None:
+    ranks.fail(1, step=0, is_user_error=True)
+    for rank in range(2):
+        ranks.exit(rank, 1)
+
+
+@pytest.mark.parametrize(
+    ("play", "code", "told"),
+    [
+        (fails_at_once, 0, ["device 1 of host-0 is left out: it failed twice before", "done, after 2 restarts"]),
+        (fails_in_step_2, 1, ["failed in step 2: ValueError: wrong", "gave up: 3 faults in a row at step 2"]),
+        (needs_the_user, 1, ["failed before the first step: ValueError: wrong"]),
+    ],
+)
+def test_faults_that_repeat(
+    play: Play, code: int, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = SimulatedRun(tmp_path, "--nproc_per_node 2 --max_restarts 9 --min_ranks 1", slots=2, script=KNOWN_ZERO)
+    run.add(play)
+    assert run.codes() == [code]
+    said = capsys.readouterr().err
+    assert all(each in said for each in told)
+    assert said.count("restart ") == (0 if play is needs_the_user else 2)
+
+
 def test_where_all_hosts_are_needed_a_signal_to_one_ends_the_run(tmp_path: Path) -> None:
     run = SimulatedRun(tmp_path, "--nnodes 2 --nproc_per_node 1 --max_restarts 3", script=KNOWN_ZERO)
     told: list[int] = []
@@ -292,7 +334,9 @@ def test_an_agent_that_was_stopped_itself_takes_nobody_for_lost(
     assert ours.lost(["a", "b"]) == []
     clock[0] = 45.0
     assert ours.lost(["a", "b"]) == []  # stopped until now
-    clock[0] = 46.0
+    clock[0] = 45.3
+    assert ours.lost(["a", "b"]) == []
+    clock[0] = 45.6
     assert ours.lost(["a", "b"]) == ["b"]
     ours.close()
 
@@ -328,11 +372,11 @@ def test_the_wait_for_hosts_ends_at_last(
 def test_a_program_that_accepts_and_says_nothing_is_waited_for_with_a_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rendezvous, "TELL_S", 0.3)
+    monkeypatch.setattr(rendezvous, "TELL_S", 0.1)
     looks = iter(range(9))
 
     def look() -> None:
-        if next(looks) == 5:
+        if next(looks) == 2:
             raise KeyboardInterrupt  # as a signal ends the wait
 
     with socket.create_server(("127.0.0.1", 0)) as other:
