@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Unpack
+from typing import TYPE_CHECKING, Never, NoReturn, Unpack
 
 import deepspeed
 from transformers import PreTrainedModel
@@ -120,7 +120,7 @@ class Trainer(ScriptMethods):
         preprocess_logits_for_metrics: Preprocess | None = None,
         config: RunConfig | None = None,
         flags: Mapping[str, object] | None = None,
-        **others: object,
+        **others: Never,  # refused with the reason; a type checker finds them as well
     ) -> None:
         show_in_one_line()
         require_ours(type(self), Trainer, others)
