@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import socket
-import struct
 from collections.abc import Mapping
-from pathlib import Path
+
+import psutil
 
 from harness.errors import UserError
 
-SIOCGIFADDR = 0x8915  # Linux's ioctl for an interface's IPv4 address
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -21,7 +19,10 @@ def interface_to(host: str, port: int) -> str | None:
         ours = address_towards(host, port)
     except OSError:
         return None
-    return next((name for name, found in _addresses() if found == ours), None)
+    for name, addresses in psutil.net_if_addrs().items():
+        if ours in (each.address.partition("%")[0] for each in addresses):
+            return str(name)
+    return None
 
 
 def address_towards(host: str, port: int) -> str:
@@ -56,20 +57,3 @@ def require_interfaces(environ: Mapping[str, str]) -> None:
                     f"{variable} is {environ[variable]}, but {socket.gethostname()} has no such network interface, "
                     f"only {', '.join(present)}: correct it, or unset it to use the one that leads to rank 0"
                 )
-
-
-def _addresses() -> list[tuple[str, str]]:
-    """Return (name, address) of the interfaces of this host."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no IPv4 address
-                continue
-            found.append((name, socket.inet_ntoa(answer[20:24])))
-    listed = Path("/proc/net/if_inet6")
-    for line in listed.read_text().splitlines() if listed.exists() else []:
-        digits, *_, name = line.split()
-        found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
-    return found
