@@ -1,8 +1,8 @@
 """Read the shape of a decoder from its config.json alone.
 
-No model is built and no family is named: the usual names of each size are tried in turn. `families.json` has what a
-config.json leaves to its family: how its layers are made, as counted on models that transformers built, and defaults of
-its sizes (`scripts/write_families.py` writes the file).
+No model is built and no family is named: the usual names of each size (`size_names.json`) are tried in turn.
+`families.json` has what a config.json leaves to its family: how its layers are made, as counted on models that
+transformers built, and defaults of its sizes (`scripts/write_families.py` writes the file).
 """
 
 from __future__ import annotations
@@ -21,28 +21,7 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.shape import DecoderShape, LayerShape
 
-SIZE_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model", "dim_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
-    "head_dim": ("head_dim", "attention_head_dim"),
-    "ffn": ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "n_inner"),
-    "vocab": ("vocab_size",),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "moe_top_k", "moe_topk", "num_experts_per_token", "moe_k"),
-    "expert_ffn": ("moe_intermediate_size",),
-    "shared_ffn": ("shared_expert_intermediate_size",),
-    "shared_experts": ("n_shared_experts", "num_shared_experts"),
-    "dense_layers": ("first_k_dense_replace", "num_dense_layers"),
-    "positions": ("max_position_embeddings", "n_positions"),
-    "q_rank": ("q_lora_rank",),
-    "kv_rank": ("kv_lora_rank",),
-    "rope_dim": ("qk_rope_head_dim",),
-    "nope_dim": ("qk_nope_head_dim",),
-    "value_dim": ("v_head_dim",),
-    "window": ("sliding_window",),
-}
+SIZE_NAMES: dict[str, list[str]] = json.loads(Path(__file__).with_name("size_names.json").read_text(encoding="utf-8"))
 NONE_BELOW_0 = ("window", "positions")  # where some configs write -1 for no limit
 MAIN = ("layers", "hidden", "heads", "ffn", "vocab")  # every config.json has these, though perhaps by other names
 NEEDED = ("layers", "hidden", "heads", "vocab")

@@ -187,7 +187,7 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
     is_ours = habits.zero_stage is None
     for stage, offload in _zero(task, base):
         for again in recompute:
-            for micro in divisors(samples) if samples <= LARGEST_MICRO_BATCH else _small_divisors(samples):
+            for micro in (size for size in range(1, LARGEST_MICRO_BATCH + 1) if samples % size == 0):
                 one = replace(
                     base,
                     micro_batch=micro,
@@ -229,10 +229,6 @@ def _orders(task: Task, one: Strategy) -> Iterator[Strategy]:
             yield replace(one, schedule="zero-bubble-v")
 
 
-def _small_divisors(samples: int) -> list[int]:
-    return [size for size in range(1, LARGEST_MICRO_BATCH + 1) if samples % size == 0]
-
-
 def _zero(task: Task, base: Strategy) -> list[tuple[int, Offload]]:
     """Return ZeRO stages with what each may offload: 16 bits begin at stage 1, and pipelines end there."""
     habits = task.workload.habits
@@ -257,7 +253,7 @@ def require_fit(task: Task, found: Found) -> None:
     """Raise UserError if no layout fits."""
     if found.fitting:
         return
-    least = min(found.too_large, key=_excess, default=None)
+    least = min(found.too_large, key=lambda one: max(_shares(one)), default=None)
     if least is None:
         reason, _ = found.reasons.most_common(1)[0]
         raise UserError(f"no layout of {counted(task.world_size, 'rank')} can run: {reason}")
@@ -276,10 +272,6 @@ def require_fit(task: Task, found: Found) -> None:
 def _shares(one: Estimate) -> tuple[float, float]:
     """Return the memory that a layout needs on a device and on its host, as shares of what they have."""
     return one.peak_bytes / one.hardware.planned_bytes, one.host_bytes / one.hardware.host_memory_bytes
-
-
-def _excess(one: Estimate) -> float:
-    return max(_shares(one))
 
 
 def longest(one: Estimate, room: float | None = None) -> int:

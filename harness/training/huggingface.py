@@ -91,13 +91,12 @@ def _serves(method: Callable[..., object], of_base: Callable[..., object] | None
     if of_base is None:
         return False
     takes = inspect.signature(of_base).parameters
-    by_name = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.KEYWORD_ONLY,
-    )
     parameters = list(inspect.signature(method).parameters.items())[1:]  # without self
-    required = [name for name, each in parameters if each.default is each.empty and each.kind in by_name]
+    required = [
+        name
+        for name, each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
     return all(name in takes for name in required)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.syntax.values import show, unchecked_ranges
+from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import AUTO, name_of
 from harness.config.view import RunView
 from harness.wording import one_of
@@ -44,84 +47,36 @@ class Bounds:
         return ("whole and " if self.whole else "") + low + high
 
 
-NOT_NEGATIVE, POSITIVE, COUNT = Bounds(0), Bounds(0, without_least=True), Bounds(1, whole=True)
-SHARE, DECAY = Bounds(0, 1), Bounds(0, 1, without_most=True)
-LAST_STEP = Bounds(-1, whole=True)
-
-OPTIMIZER: Mapping[str, Bounds] = {
-    **dict.fromkeys(
-        ("lr", "muon_lr", "adam_lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"), NOT_NEGATIVE
-    ),
-    **dict.fromkeys(("momentum_decay", "lambd", "t0", "tolerance_grad", "tolerance_change"), NOT_NEGATIVE),
-    "betas": Bounds(0, 1, without_most=True, count=2),
-    **dict.fromkeys(("momentum", "rho"), DECAY),
-    **dict.fromkeys(("alpha", "dampening"), SHARE),
-    **dict.fromkeys(("max_coeff", "min_coeff", "d"), POSITIVE),
-    **dict.fromkeys(("etas", "step_sizes"), Bounds(0, without_least=True, count=2)),
-    **dict.fromkeys(("ns_steps", "max_iter", "max_eval", "history_size"), COUNT),
+KINDS = {
+    "not_negative": Bounds(0),
+    "positive": Bounds(0, without_least=True),
+    "count": Bounds(1, whole=True),
+    "share": Bounds(0, 1),
+    "positive_share": Bounds(0, 1, without_least=True),
+    "decay": Bounds(0, 1, without_most=True),
+    "two_decays": Bounds(0, 1, without_most=True, count=2),
+    "two_positive": Bounds(0, without_least=True, count=2),
+    "step": Bounds(-1, whole=True),
+    "depth": Bounds(-1),
+    "exponent": Bounds(0, 126),  # 2 to the power of 127 times a loss is no float32
 }
-"""Bounds by the name of an optimizer's parameter, in any class."""
-
-SCHEDULER: Mapping[str, Bounds] = {
-    **dict.fromkeys(
-        ("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr"), NOT_NEGATIVE
-    ),
-    **dict.fromkeys(("lr_range_test_step_rate", "decay_lr_rate", "decay_mom_rate", "decay_step_size"), NOT_NEGATIVE),
-    **dict.fromkeys(
-        ("cycle_first_stair_count", "cycle_second_stair_count", "eta_min", "base_lr", "max_lr"), NOT_NEGATIVE
-    ),
-    **dict.fromkeys(
-        ("gamma", "power", "patience", "threshold", "cooldown", "min_lr", "eps", "milestones"), NOT_NEGATIVE
-    ),
-    **dict.fromkeys(
-        ("total_num_steps", "lr_range_test_step_size", "cycle_first_step_size", "T_max", "T_0", "T_mult"), COUNT
-    ),
-    **dict.fromkeys(("cycle_second_step_size", "step_size", "step_size_up", "step_size_down", "total_iters"), COUNT),
-    **dict.fromkeys(("total_steps", "epochs", "steps_per_epoch"), COUNT),
-    **dict.fromkeys(("warmup_min_ratio", "cos_min_ratio", "pct_start", "end_factor"), SHARE),
-    **dict.fromkeys(("cycle_min_mom", "cycle_max_mom", "base_momentum", "max_momentum"), DECAY),
-    **dict.fromkeys(("factor", "start_factor"), Bounds(0, 1, without_least=True)),
-    **dict.fromkeys(("div_factor", "final_div_factor"), POSITIVE),
-    **dict.fromkeys(("last_batch_iteration", "last_epoch"), LAST_STEP),
-}
-"""Bounds by the name of a scheduler's parameter, in any class."""
-
-LISTS = frozenset(
-    ("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "base_lr", "max_lr", "min_lr", "base_momentum")
-) | {"max_momentum", "milestones", "eps"}
+_TABLE: JsonObject = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+OPTIMIZER, SCHEDULER, OTHERS = (
+    {name: KINDS[kind] for kind, names in _TABLE[part].items() for name in names}
+    for part in ("optimizer", "scheduler", "others")
+)
+"""Bounds by the name of a parameter, in any class of optimizers or of schedulers; and by the pointer of a number in
+another section for which DeepSpeed's own reader has none."""
+LISTS: list[str] = _TABLE["lists"]
 """Numbers that may also be a list: one for each group of parameters, the steps of a schedule, Adafactor's two."""
-OPTIONAL = frozenset(("total_steps", "epochs", "steps_per_epoch", "step_size_down", "max_eval"))
+OPTIONAL: list[str] = _TABLE["optional"]
 """Numbers that may be null, which is their default."""
-SWITCHES = frozenset(
-    ("torch_adam", "adam_w_mode", "adamw_mode", "fp32_optimizer_states", "amsgrad", "bias_correction", "capturable")
-) | {"centered", "decoupled_weight_decay", "differentiable", "eps_inside_sqrt", "foreach", "fused", "maximize"}
-SWITCHES |= {"nesterov", "set_grad_none", "cycle_momentum", "three_phase", "lr_range_test_staircase", "per_head_muon"}
+SWITCHES: list[str] = _TABLE["switches"]
 """Parameters that are on or off; text is on, whatever it says."""
-WORDS: Mapping[str, tuple[str, ...]] = {
-    "warmup_type": ("log", "linear"),
-    "anneal_strategy": ("cos", "linear"),
-    "scale_mode": ("cycle", "iterations"),
-    "threshold_mode": ("rel", "abs"),
-    "mode": ("triangular", "triangular2", "exp_range", "min", "max"),
-}
-FUNCTIONS = ("lr_lambda", "scale_fn", "schedulers")
+WORDS: dict[str, list[str]] = _TABLE["words"]
+"""Parameters that are one of some words."""
+FUNCTIONS: list[str] = _TABLE["functions"]
 """Parameters that only Python can give."""
-
-OTHERS: Mapping[str, Bounds] = {
-    "/gradient_predivide_factor": POSITIVE,
-    "/steps_per_print": NOT_NEGATIVE,
-    "/fp16/initial_scale_power": Bounds(0, 126),  # 2 to the power of 127 times a loss is no float32
-    "/fp16/loss_scale_window": COUNT,
-    "/fp16/hysteresis": COUNT,
-    "/fp16/min_loss_scale": NOT_NEGATIVE,
-    "/activation_checkpointing/number_checkpoints": COUNT,
-    "/comet/samples_log_interval": COUNT,
-    "/flops_profiler/recompute_fwd_factor": NOT_NEGATIVE,
-    "/flops_profiler/profile_step": COUNT,
-    "/flops_profiler/module_depth": Bounds(-1),
-    "/flops_profiler/top_modules": COUNT,
-}
-"""Bounds by the pointer of a number in another section for which DeepSpeed's own reader has none."""
 
 
 @rule("DS207", "impossible-value", Severity.ERROR, claim="runs")
