@@ -66,14 +66,10 @@ def check(argv: Sequence[str]) -> int:
         findings += check_document(document, world_size=args.world_size, model=args.model, target=args.target)
     if (warning := version_warning()) is not None:
         print(f"ds-harness check: {warning}", file=sys.stderr)
-    colour = args.format == "text" and _colour()
+    colour = args.format == "text" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
     print(render(findings, args.format, texts, colour=colour, files=len(sources)))
     failing = {Severity.ERROR, Severity.WARNING} if args.strict else {Severity.ERROR}
     return int(any(finding.severity in failing for finding in findings))
-
-
-def _colour() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 def _read(source: str) -> Document:

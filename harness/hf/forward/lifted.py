@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from harness.errors import UserError
@@ -180,7 +180,7 @@ class PlaceholderModule(AttributeProxy):
 def output_like(module: nn.Module, args: Positional, kwargs: Keyword) -> Tensor:
     """Return a tensor on meta of the shape that a module, on the meta device, returns."""
     try:
-        args, kwargs = tree_map(_to_meta, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda value: value.to("meta"), (args, kwargs))
         output = module(*args, **kwargs)
         if isinstance(output, Tensor):
             return output
@@ -192,10 +192,6 @@ def output_like(module: nn.Module, args: Positional, kwargs: Keyword) -> Tensor:
     if isinstance(module, nn.Linear):
         return torch.empty((*value.shape[:-1], module.out_features), device="meta")
     return value
-
-
-def _to_meta(value: object) -> object:
-    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 Handler = Callable[[int, LayerInputs, Tensor], Tensor]

@@ -374,11 +374,10 @@ class LayerSequence(nn.Module):
         for block, recomputed in self.blocks:
             run = partial(run_block, block, key)
             tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-            if recomputed and self.training and any(_is_floating(tensor) for tensor in tensors):
-                if not any(tensor.requires_grad for tensor in tensors):  # a frozen embedding's output, or floating data
-                    tensors = tuple(
-                        map(_with_gradient, tensors)
-                    )  # else the block would be recomputed without gradients
+            if recomputed and self.training and any(map(_is_floating, tensors)):
+                # A frozen embedding's output and floating data require no gradient: the block would have none either.
+                if not any(tensor.requires_grad for tensor in tensors):
+                    tensors = tuple(each.detach().requires_grad_() if _is_floating(each) else each for each in tensors)
                 # Reentrant: the nested backward lets ZeRO-3 gather a block's parameters once more. Without it they
                 # are gone when their gradients arrive (seen with DeepSpeed 0.19.8).
                 inputs = checkpointing.checkpoint(run, *tensors)
@@ -389,7 +388,3 @@ class LayerSequence(nn.Module):
 
 def _is_floating(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _with_gradient(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor

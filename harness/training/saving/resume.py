@@ -150,15 +150,11 @@ def changes(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]
     """Return one line for each value that differs between a checkpoint and this run."""
     lines = []
     for name in (*saved, *(name for name in now if name not in saved)):
-        before, after = (_spelled(values, name) for values in (saved, now))
+        before, after = (str(values.get(name, "not set")) for values in (saved, now))
         if before != after and saved.get(name, before) != now.get(name, after):  # 1 and 1.0 are the same value
             uses = f", which uses {after}" if name in now else ""
             lines.append(f"{name}: {before} in the checkpoint, {after} in this run{uses}")
     return lines if saved else []
-
-
-def _spelled(values: Mapping[str, object], name: str) -> str:
-    return str(values[name]) if name in values else "not set"
 
 
 def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
