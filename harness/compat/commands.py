@@ -165,20 +165,6 @@ def _summary(matrix: Matrix) -> str:
 def _markdown(matrix: Matrix) -> str:
     counts = " | ".join(f"**{matrix.count(cell)}**" for cell in CELLS)
     lines = [
-        "# Families of models",
-        "",
-        f"What holds for each of the {len(matrix.families)} families that transformers {matrix.transformers} can build "
-        "as a causal language model.",
-        "Written by `ds-harness models --run --write`, never by hand: every cell was run on a tiny random model.",
-        "",
-        "- pipeline: cut into two stages, logits and gradients are those of the whole model, and three training steps",
-        "  have its losses and gradient norms; tensor: the same over two tensor-parallel ranks; experts: the steps",
-        "  with whole experts dealt among two data-parallel ranks (`none`: no mixture of experts); zero3: the steps",
-        "  under ZeRO-3 on two ranks.",
-        "- import and export: a directory of `save_pretrained` is read and written again, equal to the bit, and",
-        "  `from_pretrained` of it gives the same logits.",
-        "- A family that is refused is refused by name before training. `not tried`: no tiny model of it runs.",
-        "",
         f"| family | {' | '.join(CELLS)} | |",
         f"|---|{'---|' * len(CELLS)}---|",
         f"| all | {counts} | |",
@@ -188,4 +174,5 @@ def _markdown(matrix: Matrix) -> str:
         notes = [*_reasons(row), *(["packaged plan"] if plan_file(name) else [])]
         text = "; ".join(notes).replace("|", "\\|").replace("<", "&lt;")
         lines.append(f"| {name} | {' | '.join(words)} | {text} |")
-    return "\n".join(lines)
+    above = Path(__file__).with_name("page.md").read_text(encoding="utf-8")
+    return above.format(families=len(matrix.families), transformers=matrix.transformers) + "\n".join(lines)

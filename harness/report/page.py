@@ -119,25 +119,6 @@ def _flat(value: object, at: str = "") -> Iterator[tuple[str, object]]:
 
 
 PARTS = Path(__file__).parent / "parts"
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<header><h1>{title}</h1><button id="theme" type="button">light or dark</button></header>
-<main>
-{content}
-</main>
-<script>{plotly}</script>
-<script type="application/json" id="figures">{figures}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
 
 
 @dataclass(frozen=True)
@@ -182,13 +163,17 @@ def page(curve_charts: Sequence[Chart], runs: Sequence[RunCharts], plotly: str) 
         tables = "".join(f"<details><summary>{name}</summary>{table}</details>" for name, table in _tables(one.run))
         content.append(f"<section>{heading}{tiles}{body}{tables}</section>")
     names = [one.run.name for one in runs]
-    return PAGE.format(
-        title=escape(" and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} others"),
-        style=(PARTS / "page.css").read_text(encoding="utf-8"),
-        content="\n".join(content),
-        plotly=plotly.replace("</script", "<\\/script"),
-        figures=json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
-        script=(PARTS / "page.js").read_text(encoding="utf-8"),
+    return (
+        (PARTS / "page.html")
+        .read_text(encoding="utf-8")
+        .format(
+            title=escape(" and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} others"),
+            style=(PARTS / "page.css").read_text(encoding="utf-8"),
+            content="\n".join(content),
+            plotly=plotly.replace("</script", "<\\/script"),
+            figures=json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
+            script=(PARTS / "page.js").read_text(encoding="utf-8"),
+        )
     )
 
 

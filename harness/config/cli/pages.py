@@ -60,34 +60,12 @@ def index() -> str:
     """Return the list of all rules in Markdown."""
     low, high = supported()
     rows = [f"| [{r.code}]({r.code}.md) | {r.name} | {r.severity.value} | {r.title} |" for r in RULES]
-    return "\n".join(
-        [
-            "# Rules of `ds-harness check`",
-            "",
-            f"They are tested with DeepSpeed {low} up to (not including) {high}. An **error** is what DeepSpeed, or the"
-            " program named by `--target`, refuses; a **warning** runs, but not as it is written; an **info** is"
-            " advice with a number behind it.",
-            "",
-            "| code | name | severity | what it finds |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-            "## Where the verdict is not that of DeepSpeed's parser",
-            "",
-            "A test runs values of every kind through DeepSpeed's parser, for every key. The verdicts are the same,"
-            " with these exceptions. An error here, because the run would fail later or do something else:",
-            "",
-            *(f"- `{pointer.strip('/').replace('/', '.')}`: {reason}" for pointer, reason in STRICTER.items()),
-            "",
-            "Accepted here, although DeepSpeed may refuse it:",
-            "",
-            *(f"- `{pointer.strip('/').replace('/', '.')}`: {reason}" for pointer, reason in LENIENT.items()),
-            "",
-            "A zero for `scheduler.params.warmup_num_steps` is refused when DeepSpeed builds the schedule; the harness"
-            " writes 1 for it, so with `--target harness` it is a warning.",
-            "",
-        ]
+    stricter, lenient = (
+        "\n".join(f"- `{pointer.strip('/').replace('/', '.')}`: {reason}" for pointer, reason in reasons.items())
+        for reasons in (STRICTER, LENIENT)
     )
+    text = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+    return text.format(low=low, high=high, rows="\n".join(rows), stricter=stricter, lenient=lenient)
 
 
 def pages() -> dict[str, str]:
