@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe import p2p
@@ -249,19 +248,6 @@ class AwaitSends(of_deepspeed.PipeInstruction):  # type: ignore[misc]  # DeepSpe
     """Instruction: wait until all sends of the step are complete."""
 
 
-class Deferral(Protocol):
-    """Defers weight gradients, and computes them later."""
-
-    def defer(self) -> AbstractContextManager[object]:
-        """Return a context in which a backward pass defers its weight gradients."""
-
-    def compute(self) -> None:
-        """Compute and accumulate the weight gradients of the oldest backward pass that has deferred some."""
-
-    def clear(self) -> None:
-        """Drop all deferred weight gradients."""
-
-
 @dataclass(frozen=True)
 class StageProgram:
     """The instructions of one stage in a step.
@@ -323,18 +309,23 @@ def run_schedule(
     chunks: ModelChunks,
     training: StageProgram,
     evaluation: Callable[[int], StageProgram],
-    deferral: Deferral,
+    *,
+    defer: Callable[[], AbstractContextManager[object]],
+    compute: Callable[[], None],
+    clear: Callable[[], None],
 ) -> None:
     """Have the engine train by a program.
 
     Args:
         training: this stage's instructions in each training step.
         evaluation: returns its instructions to evaluate a number of micro-batches.
-        deferral: defers and computes weight gradients, for the instructions that do.
+        defer: returns a context in which a backward pass defers its weight gradients.
+        compute: computes and accumulates the weight gradients of the oldest backward pass that has deferred some.
+        clear: drops all deferred weight gradients.
     """
     switch = ChunkSwitch(engine, chunks)
     transfers = open_transfers(engine, chunks)
-    execute_by(engine, _executors(engine, switch, transfers, deferral))
+    execute_by(engine, _executors(engine, switch, transfers, defer, compute))
 
     def begin(program: StageProgram, last: Sequence[Kind]) -> OwnSchedule:
         for each in transfers:
@@ -343,7 +334,7 @@ def run_schedule(
         return OwnSchedule(engine, program, last)
 
     def train_schedule() -> OwnSchedule:
-        deferral.clear()  # a failed step may have left some
+        clear()  # a failed step may have left some
         return begin(training, UPDATE)
 
     engine._train_schedule = train_schedule
@@ -351,7 +342,11 @@ def run_schedule(
 
 
 def _executors(
-    engine: PipelineEngine, switch: ChunkSwitch, transfers: tuple[Transfers, Transfers], deferral: Deferral
+    engine: PipelineEngine,
+    switch: ChunkSwitch,
+    transfers: tuple[Transfers, Transfers],
+    defer: Callable[[], AbstractContextManager[object]],
+    compute: Callable[[], None],
 ) -> dict[Kind, Execute]:
     """Return the function for each instruction of a schedule that is not DeepSpeed's own."""
     activations, gradients = transfers
@@ -371,12 +366,12 @@ def _executors(
         received = engine.grad_layer
         # The engine receives the next gradient into the same tensor, but the deferred weight gradients need this one.
         engine.grad_layer = tree_map(_copied, received)
-        with deferral.defer():
+        with defer():
             backward(engine, buffer_id=buffer_id)
         engine.grad_layer = received
 
     def weight_gradients(engine: PipelineEngine, buffer_id: int) -> None:  # noqa: ARG001  # always the oldest first
-        _accumulate(engine, deferral.compute)
+        _accumulate(engine, compute)
 
     def await_sends(_engine: PipelineEngine) -> None:
         for each in transfers:

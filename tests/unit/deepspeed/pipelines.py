@@ -75,7 +75,9 @@ def scheduled(
     def evaluation(count: int) -> StageProgram:
         return program(name, chunks, count, forwards_only=True)
 
-    run_schedule(engine, chunks, program(name, chunks, micro_batches), evaluation, gradients)
+    own = program(name, chunks, micro_batches)
+    hooks = {name: getattr(gradients, name) for name in ("defer", "compute", "clear")}
+    run_schedule(engine, chunks, own, evaluation, **hooks)
     return engine, gradients
 
 

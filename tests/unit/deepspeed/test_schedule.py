@@ -89,13 +89,13 @@ def test_a_step_that_failed_leaves_nothing_to_the_next() -> None:
 
 
 def test_weight_gradients_of_a_step_that_failed_are_not_computed_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, (ours, gradients) = pipeline(ONE, 2), scheduled(LATE, TWO, 2)
+    theirs, (ours, _) = pipeline(ONE, 2), scheduled(LATE, TWO, 2)
 
-    def fail() -> None:
+    def fail(_products: object) -> None:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of memory"):
-        patched.setattr(gradients, "compute", fail)
+        patched.setattr("harness.parallel.weight_gradients.accumulate", fail)
         ours.train_batch(batches(0))
     ours.zero_grad()
     ours.timers.timers.clear()
@@ -142,7 +142,8 @@ def test_a_program_is_executed_in_order_and_ends_with_the_update() -> None:
 def test_an_unknown_instruction_is_an_error_at_once() -> None:
     engine = pipeline(ONE, 1)
     stated = StageProgram([("Teleport", 0, 0)], buffers=1)
-    run_schedule(engine, ONE, stated, lambda _: stated, WeightGradients())
+    own = WeightGradients()
+    run_schedule(engine, ONE, stated, lambda _: stated, defer=own.defer, compute=own.compute, clear=own.clear)
     with pytest.raises(KeyError, match="Teleport"):
         engine.train_batch(batches(0))
 

@@ -112,7 +112,15 @@ def follow_schedule(engine: PipelineEngine, name: str, chunks: ModelChunks) -> N
         forwards = [each for each in order(chunks, micro_batches, stage) if each.kind is Kind.FORWARD]
         return _program(forwards, chunks, 1)
 
-    run_schedule(engine, chunks, _program(passes, chunks, buffers(passes)), evaluation, gradients)
+    run_schedule(
+        engine,
+        chunks,
+        _program(passes, chunks, buffers(passes)),
+        evaluation,
+        defer=gradients.defer,
+        compute=gradients.compute,
+        clear=gradients.clear,
+    )
 
 
 def _program(passes: Sequence[Pass], chunks: ModelChunks, buffers_of_a_chunk: int) -> StageProgram:
