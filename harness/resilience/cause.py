@@ -58,9 +58,9 @@ def first_cause(
     """Return what happened first; None if no rank has failed.
 
     Args:
-        failures: records of the ranks, by time.
+        failures: by time.
         exits: of ranks that exited by themselves, without success.
-        positions: host and last step of each rank, also of ranks that left no record.
+        positions: of all ranks, also of those that left no record.
         oom_kills: number of processes that the kernel killed for lack of memory meanwhile; None if unknown.
     """
     recorded = {failure.rank for failure in failures}

@@ -38,7 +38,6 @@ class Leader:
 
     Args:
         devices: number of devices of this host.
-        store: of the agents.
         pause: waits for some seconds, and handles signals and messages of the starter meanwhile.
         received: signals to the launch of this agent.
         known: the history of the run, as this agent or an earlier one of the same launch has last seen it.
@@ -74,8 +73,7 @@ class Leader:
     def plan(self, offers: Sequence[Offer], meeting: dist.Store) -> Verdict | None:
         """Write what each host starts into the store of the meeting.
 
-        Returns:
-            A verdict that ends the run instead, if no layout fits or the last start has used up the restarts.
+        Returns a verdict that ends the run instead, if no layout fits or the last start has used up the restarts.
         """
         if not self.store.check(["history"]):
             known = [offer.history for offer in offers if offer.history is not None]
@@ -150,9 +148,7 @@ class Leader:
     def judge(self, lost: set[str], text: str, seconds: float) -> Verdict:
         """Judge the last start, waiting some seconds for the reports of its hosts; tell all agents the verdict.
 
-        Args:
-            lost: agents that will not report.
-            text: error of an agent itself; empty if a rank has failed.
+        `lost` are agents that will not report, `text` is an error of an agent itself; empty if a rank has failed.
         """
         history, team = self.history, self.team
         if not any(offer.devices for offer in team.offers):

@@ -132,12 +132,7 @@ def break_silent_connections(port: int) -> None:
 
 
 class Heartbeat:
-    """The counters by which agents see that the others are alive. A thread increases that of this agent.
-
-    Args:
-        store: of the agents; the thread opens its own connection.
-        node: name of this agent.
-    """
+    """The counters by which agents see that the others are alive. A thread increases that of this agent, `node`."""
 
     def __init__(self, store: dist.Store, node: str) -> None:
         self._store, self._node = dist.PrefixStore("heartbeat", store), node

@@ -92,8 +92,7 @@ def cause_of(team: Team, reports: Mapping[int, Report], lost: set[str], text: st
     """Return what ended a start; None for success.
 
     Args:
-        reports: of the hosts, by their place in the team.
-        lost: agents that have not reported.
+        reports: of the hosts, by their place in the team; those of `lost` agents are missing.
         text: error of an agent itself; empty if a rank has failed.
         last_step: the last step in the store, for hosts that do not report.
     """

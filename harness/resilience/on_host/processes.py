@@ -35,12 +35,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def sweep(records: str, kept: Collection[int] = ()) -> list[int]:
-    """Kill the other processes of a run; return those that could not be killed within SWEEP_S seconds.
-
-    Args:
-        records: prefix of the folders in DS_HARNESS_RECORDS by which they are found.
-        kept: processes to leave alone, with their descendants.
-    """
+    """Kill the other processes of a run, found as by `members`; return those that do not die within SWEEP_S seconds."""
     until = time.monotonic() + SWEEP_S
     while found := members(records, kept):
         for process in found:
@@ -61,7 +56,10 @@ def _reap() -> None:
 
 
 def members(records: str, kept: Collection[int] = ()) -> list[int]:
-    """Return the other processes of a run: those with its records in their environment, and this one's descendants."""
+    """Return the other processes of a run: those with its records in their environment, and this one's descendants.
+
+    `records` is a prefix of the folders in DS_HARNESS_RECORDS; `kept` are left out, with their descendants.
+    """
     parents: dict[int, int] = {}
     marked: set[int] = set()
     marker = f"\0{RECORDS}={records}".encode()

@@ -31,9 +31,8 @@ NOTHING = "nothing"
 def digest(statuses: Sequence[RankStatus]) -> tuple[float, bool]:
     """Return all that the first host needs of a host while all is well.
 
-    Returns:
-        The seconds until all of its ranks would be over their limits without progress, and whether one of its ranks is
-        gone, failed, stopped or outside of training.
+    That is the seconds until all of its ranks would be over their limits without progress, and whether one of them is
+    gone, failed, stopped or outside of training.
     """
     left_s = max((each.limit - each.still if each.limit else math.inf for each in statuses), default=0.0)
     is_odd = any(each.is_gone or each.state == "T" or each.phase not in INSIDE for each in statuses)
