@@ -132,7 +132,7 @@ def test_what_stands_by_and_is_killed_or_stopped_ends_its_ranks_and_is_replaced(
 
 
 def test_a_rank_that_is_stopped_is_ended(make: Make, tmp_path: Path) -> None:
-    """Before the ranks have met nobody else does it; its peer goes on."""
+    """Its peer goes on."""
     ranks = make(preloads=False)
     words = [sys.executable, "-c", WRITE_PID]
     ranks.start(0, [(rank, [*words, str(tmp_path / str(rank))], {}) for rank in range(2)])

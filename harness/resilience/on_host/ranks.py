@@ -45,8 +45,7 @@ class Ranks:
 
     Args:
         root: folder of their records; each start has a folder in it, by which its processes are found.
-        stopped_s: a rank that has been stopped for so long is killed (0: never). Ranks that have met watch each other,
-            and notice it earlier.
+        stopped_s: a rank that has been stopped for so long is killed (0: never).
         preloads: whether a process that has done the imports forks them.
         spared: other processes that this one has started, which `end` must leave alone.
     """
@@ -187,7 +186,10 @@ class Ranks:
         return [*self.alive, *([self._standby.process.pid] if self._standby is not None and self._awaited else [])]
 
     def _end_stopped(self) -> None:
-        """Kill processes that have been stopped for too long: nobody else does before the ranks have met."""
+        """Kill processes that have been stopped for too long.
+
+        Before the ranks have met nobody else does, and other hosts cannot tell a stopped rank from a lost host.
+        """
         now, stopped = time.monotonic(), list(filter(is_stopped, self._processes()))
         since = self._stopped if now - self._checked < PAUSED_S else {}
         self._stopped = {process: since.get(process, now) for process in stopped}
