@@ -13,8 +13,8 @@ from harness.parallel.tensor.shard import Shard, shard_of
 
 
 def whole_grads(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Every gradient, put together through the shards; NaN where no rank, or two owners, hold an element."""
-    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    """Every gradient, put together through the shards on the host; NaN where no rank, or two owners, hold an element."""
+    grads = {name: param.grad.cpu() for name, param in model.named_parameters() if param.grad is not None}
     shards = {name: shard_of(param) for name, param in model.named_parameters() if name in grads}
     own = [(name, shard, grads[name]) for name, shard in shards.items() if shard is not None]
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -44,7 +44,7 @@ def differences(model: Any, part: Any, group: dist.ProcessGroup, vocabulary: int
     logits, got = (m(input_ids=ids, use_cache=False).logits for m in (model, part))
     for each in (logits, got):
         F.cross_entropy(each.flatten(0, 1), labels.flatten()).backward()
-    wanted = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    wanted = {name: param.grad.cpu() for name, param in model.named_parameters() if param.grad is not None}
     grads = whole_grads(part, group)
     scale = max(grad.abs().max() for grad in wanted.values())
     errors = {"logits": ((got - logits).abs().max() / logits.abs().max()).item()}

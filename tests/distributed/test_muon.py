@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import DEVICE, run_ranks
 from tests.distributed.training import Curve, Job, rows, tiny_model, train_all, worst
 
 pytestmark = pytest.mark.ranks
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.ranks
 STEPS, CLIP = 4, 0.5
 MUON = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}}
 ARGUMENTS = {"max_steps": STEPS, "learning_rate": 0.01, "max_grad_norm": CLIP}
-# it orthogonalises in bf16: where sums are rounded otherwise shows more than elsewhere, most in GPT-2's embedding
-LOSS, NORM = 6e-5, 5e-4
+LOSS, NORM = 2e-6, 2e-6  # fp32 sums in another order
+IN_FP16 = 2e-4, 1e-3  # a device orthogonalises in fp16, which a CPU lacks: it computes the reference in fp32
 
 
 def one_process(model_dir: str) -> Curve:
@@ -31,7 +31,7 @@ def one_process(model_dir: str) -> Curve:
     groups: dict[tuple[bool, bool], list[Any]] = {}
     for name, parameter in model.named_parameters():
         by_muon = parameter.ndim >= 2 and "embed" not in name and "lm_head" not in name
-        groups.setdefault((by_muon, "norm" not in name and "bias" not in name), []).append(parameter)
+        groups.setdefault((by_muon, parameter.ndim >= 2), []).append(parameter)
     optimizer = SingleDeviceMuonWithAuxAdam(
         [
             {
@@ -109,4 +109,5 @@ def test_muon_is_the_same_in_every_layout_and_goes_on_from_a_checkpoint(tmp_path
         f"{index} {task.layout}": worst(curve, references[task.model])
         for index, (task, curve) in enumerate(zip(jobs + to_resume, curves, strict=True))
     }
-    assert {name: pair for name, pair in off.items() if pair[0] > LOSS or pair[1] > NORM} == {}
+    loss, norm = (LOSS, NORM) if DEVICE[0] == "cpu" else IN_FP16
+    assert {name: pair for name, pair in off.items() if pair[0] > loss or pair[1] > norm} == {}

@@ -90,7 +90,8 @@ def compare(
     x_whole = x.clone().requires_grad_(floating)
     x_cut = (share(x, group) if split_in else x.clone()).requires_grad_(floating)
     y_whole, y_cut = whole(x_whole), cut(x_cut)
-    grad = torch.randn(y_whole.shape, dtype=y_whole.dtype, generator=torch.Generator().manual_seed(3))
+    drawn = torch.randn(y_whole.shape, dtype=y_whole.dtype, generator=torch.Generator().manual_seed(3), device="cpu")
+    grad = drawn.to(x.device)
     y_whole.backward(grad)
     y_cut.backward(share(grad, group) if split_out else grad)
     errors = {"output": difference(y_cut, share(y_whole, group) if split_out else y_whole)}

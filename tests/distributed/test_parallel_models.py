@@ -153,8 +153,8 @@ class Whole:
 
     @property
     def grads(self) -> dict[str, Tensor]:
-        """The gradient of each parameter."""
-        return {name: param.grad for name, param in self.model.named_parameters()}
+        """The gradient of each parameter, on the host."""
+        return {name: param.grad.cpu() for name, param in self.model.named_parameters()}
 
 
 @lru_cache(maxsize=1)
@@ -181,7 +181,7 @@ def norm_as_deepspeed_counts(model: nn.Module, group: dist.ProcessGroup) -> Tens
 def spread_over(group: dist.ProcessGroup, model: nn.Module) -> float:
     """The largest difference of a gradient that all ranks, or the holders of a copy, should have alike."""
     own = [
-        (name, shard_of(p) and shard_of(p).pieces, p.grad)  # type: ignore[union-attr]
+        (name, shard_of(p) and shard_of(p).pieces, p.grad.cpu())  # type: ignore[union-attr]
         for name, p in model.named_parameters()
     ]
     everyone: list[Any] = [None] * dist.get_world_size(group)

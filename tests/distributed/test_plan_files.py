@@ -16,7 +16,7 @@ from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import run_where_aligned
 from harness.parallel.plans.plan import plan_for
 from tests.distributed.comparing import differences
-from tests.distributed.ranks import on_device, run_ranks
+from tests.distributed.ranks import here, on_device, run_ranks
 from tests.plan_models import (
     ODD_SHAPES,
     ODD_SIZES,
@@ -37,7 +37,7 @@ TOLERATED = {MORE_THAN_HALF: 0.4}  # a plan that cuts little is worth nothing
 def compare(family: str, shape: dict[str, Any]) -> dict[str, float]:
     """The differences of the cut model; `MORE_THAN_HALF`: by how much a rank holds more than its half of the whole."""
     group = dist.group.WORLD
-    model = plan_model(family, shape)
+    model = plan_model(family, shape).to(here())
     part = copy.deepcopy(model)
     whole = sum(param.numel() for param in part.parameters())
     cut(part, "", plan_for(part, PLANS), TensorParallel.of(group), part.config)
@@ -57,7 +57,7 @@ def run_odd_shapes() -> dict[str, dict[str, float] | str]:
     found: dict[str, dict[str, float] | str] = {}
     for family, shapes in SHAPES.items():
         shape = ODD_SHAPES.get(family, shapes[0])
-        model = plan_model(family, shape, ODD_SIZES)
+        model = plan_model(family, shape, ODD_SIZES).to(here())
         part = copy.deepcopy(model)
         try:
             cut(part, "", plan_for(part, PLANS), TensorParallel.of(dist.group.WORLD), part.config)

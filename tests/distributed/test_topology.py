@@ -21,7 +21,7 @@ from harness.topology.agreement import check_agreement, value_of_first, values_b
 from harness.topology.groups import build_groups
 from harness.topology.layout import AXES, Layout
 from harness.training.prepare.preparation import require_shared
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import here, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -46,7 +46,7 @@ def tour(folder: Path) -> dict[str, Any]:
     unseen = folder / "there" if groups.rank > 5 else folder
     sums = {}
     for axis in members.keys() - {"world"}:
-        number = torch.tensor(2.0**groups.rank)  # a sum of powers of two names its addends
+        number = torch.tensor(2.0**groups.rank, device=here())  # a sum of powers of two names its addends
         dist.all_reduce(number, group=groups.along(axis))
         sums[axis] = float(number)
     return {

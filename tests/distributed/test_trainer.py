@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import DEVICE, run_ranks
 from tests.distributed.training import Job, rows, tiny_model
 
 pytestmark = pytest.mark.ranks
@@ -221,7 +221,8 @@ def test_tensor_parallel_ranks_share_stored_activations_if_the_config_says_so(tm
         "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
     }
     for partitioned, on_cpu, size, stored in run_ranks(2, checkpointing_state, config, model, str(tmp_path)):
-        assert (partitioned, on_cpu, size) == (True, False, 2)  # on a CPU they lie in the host's memory anyway
+        # on a CPU they lie in the host's memory anyway
+        assert (partitioned, on_cpu, size) == (True, DEVICE[0] != "cpu", 2)
         assert stored == [2 * 32 * 64 // 2] * 2 * 4  # half the hidden state, 2 layers, 4 micro-batches
 
 

@@ -118,7 +118,10 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 at::Tensor on_host(const at::Tensor& t) {  // the same memory, seen by the host
   if (!t.defined() || t.is_cpu()) return t;
-  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()).device(c10::kCPU));
+  at::Tensor view = at::from_blob(t.data_ptr(), t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()).device(c10::kCPU));
+  view._set_conj(t.is_conj());
+  view._set_neg(t.is_neg());
+  return view;
 }
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
                  std::optional<bool>, std::optional<at::MemoryFormat> format) {
@@ -415,6 +418,9 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // as CUDA's: products in th
   KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
   KERNEL_PRIVATEUSEONE(scaled_dot_product_attention, lower_precision_fp)
 }
+// a copy conjugates and negates: torch's fallback would make a copy first, and so on for ever
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);

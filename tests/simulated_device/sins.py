@@ -166,6 +166,8 @@ def virtues() -> dict[str, object]:
     layer = torch.nn.Conv1d(2, 2, 3, groups=2).to(NAME)
     layer(here(1, 2, 5)).sum().backward()
     found["convolution"] = [grad.tolist() for grad in (layer.weight.grad[:, 0], layer.bias.grad)]
+    z = torch.complex(here(3), here(3) * 2)
+    found["conjugate"] = (z * z.conj()).real.tolist()
     found["uninitialised"] = bool(torch.empty(3, device=NAME).cpu().eq(0).any())
     return found
 

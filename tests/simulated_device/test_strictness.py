@@ -28,6 +28,7 @@ def test_what_is_right_is_not_reported() -> None:
         "after": [6.0, 6.0, 6.0],
         "moved": True,
         "convolution": [[[3.0] * 3] * 2, [3.0] * 2],
+        "conjugate": [5.0] * 3,
         "uninitialised": False,
     }
 
