@@ -13,7 +13,7 @@ from harness.parallel.tensor.shard import Shard, shard_of
 
 
 def whole_grads(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Every gradient, put together through the shards on the host; NaN where no rank, or two owners, hold an element."""
+    """Every gradient, put together on the host through the shards; NaN where no rank or two own an element."""
     grads = {name: param.grad.cpu() for name, param in model.named_parameters() if param.grad is not None}
     shards = {name: shard_of(param) for name, param in model.named_parameters() if name in grads}
     own = [(name, shard, grads[name]) for name, shard in shards.items() if shard is not None]
