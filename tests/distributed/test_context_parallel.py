@@ -131,6 +131,8 @@ def curve(case: Case, folder: str, config: dict[str, Any], *, done: int = 0) -> 
     more: dict[str, Any] = {"resume_from_checkpoint": "auto"} if done else {}
     if case.flex:
         arguments["attn_implementation"] = "flex_attention"
+    elif case.drawn and here().type != "cpu":
+        arguments["attn_implementation"] = "eager"  # fused kernels draw masks by themselves
     settings = arguments_of(Job(case.model, case.layout, arguments=arguments), folder, **more)
     settings.deepspeed_config = config
     trainer = Trainer(case.model, settings, train_dataset=case.samples(), peft_config=lora and LoraConfig(**lora))

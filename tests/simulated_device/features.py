@@ -15,11 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedModel
 
 from harness import Trainer, TrainerCallback
 from harness.data.batches.order import SeveralSources
 from harness.data.tokenizer import ByteTokenizer
+from harness.parallel.generators import default_generator
+from tests.distributed.ranks import here
 from tests.distributed.training import Job, arguments_of, rows
 from tests.simulated_device import device
 from tests.simulated_device.kernels import CALLED, stand_ins
@@ -94,6 +97,12 @@ def begun_apart(model: str) -> PreTrainedModel:
     return found
 
 
+def is_exported(model: PreTrainedModel, folder: Path) -> bool:
+    """Whether the weights of a model are those that a folder holds."""
+    exported, brought = load_file(folder / "model.safetensors"), model.state_dict()
+    return brought.keys() == exported.keys() and all(torch.equal(brought[key], exported[key]) for key in exported)
+
+
 def make(name: str, run: Run, folder: str) -> dict[str, Any]:
     """Train; return what the metrics say of each step, the samples, and whether steps were skipped."""
     CALLED.clear()
@@ -110,7 +119,8 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
         peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear") if run.lora else None,
         callbacks=[Signal(run.signal_at)],
     )
-    ended = ""
+    ended, generator = "", default_generator(here())
+    drawn = generator.get_state()
     try:
         trainer.train(str(Path(folder, run.resumes, "checkpoint-2")) if run.resumes else None)
     except BaseException as error:
@@ -119,7 +129,7 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
         ended = type(error).__name__
     if run.exports:
         trainer.save_model()
-    brought = trainer.trained_model() if run.evaluates else None
+    brought = trainer.trained_model() if run.exports and not run.lora else None
     skipped = trainer.run.engine.deepspeed.skipped_steps
     trainer.close()
     steps, evaluations = (
@@ -135,8 +145,9 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
         "checkpoints": sorted(path.name for path in output.glob("checkpoint-*")),
         "ended": ended,
         "profile": (output / "profile").exists(),
-        "brought": {} if brought is None else dict(brought.state_dict()),
+        "brought": brought is None or is_exported(brought, output),
         "attention": set(CALLED),
+        "keeps generators": torch.equal(drawn, generator.get_state()),
     }
 
 

@@ -17,12 +17,14 @@ from harness.checkpoint import generation
 from harness.checkpoint.background_save import KeptBuffer
 from harness.device.moments import moment, seconds_between
 from harness.device.process_group import mixed_devices
+from harness.hf.weights.initialization import Change, Drawn, Scratch
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.parallel.collectives import of_group
 from harness.parallel.comm import TensorParallel
 from harness.parallel.draws import DrawKey, KeyedDraws
 from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, measure
 from harness.parallel.host import brought_to_host, numbers, to_device
+from harness.parallel.matrices import MatrixPart
 from tests.models import model_of
 from tests.simulated_device import device
 from tests.simulated_device.device import NAME
@@ -46,13 +48,29 @@ def copies(folder: str) -> dict[str, bool]:
     found["batches"] = [each.sum().item() for each in sent] == [6.0, 10.0]
     path = Path(folder, "weights.safetensors")
     save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.arange(9.0)}, path)
-    for name, lazy in open_safetensors(path).items():
+    stored = open_safetensors(path)
+    device.waits(reset=True)
+    for name, lazy, total in (("a", stored["a"], 15), ("b", stored["b"], 36), ("columns", stored["a"][:, 1:], 12)):
         into = torch.empty(tuple(lazy.shape), device=place)
         lazy.read_into(into)
-        found[f"read {name}"] = into.sum().item() == {"a": 15.0, "b": 36.0}[name]
+        found[f"read {name}"] = into.sum().item() == total
+    found["read through pinned memory"] = not any("pageable" in wait for wait in device.waits())
+    filled = (None, (Change(torch.Tensor.normal_, 0, 6, (), {}),))
+    drawn = [
+        Drawn("a", (2, 3), torch.float32, 1, at, torch.nn.init.normal_, changes, Scratch())
+        for changes in filled
+        for at in (place, torch.device("cpu"))
+    ]
+    values = [torch.empty(2, 3) for _ in drawn]
+    for leaf, into in zip(drawn, values, strict=True):
+        leaf.read(into, ((0, 2), (0, 3)))
+    found["drawn from its seed"] = all(torch.allclose(values[0], each) for each in values)
     model = model_of("llama").to(place)
     words = argparse.Namespace(seed=1, temperature=1.0, max_new_tokens=2)
-    found["generated"] = len(generation._continued(model, [1, 2], None, words)) == 4
+    with patch.object(model, "generate", wraps=model.generate) as called:
+        found["generated"] = len(generation._continued(model, [1, 2], None, words)) == 4
+    # transformers would take prompts of the host, too, and then draw there
+    found["generated on the device"] = called.call_args.kwargs["input_ids"].device == place
     key = DrawKey(seed=1, first_sample=0, samples=1, tensor=TensorParallel(), device=place)
     x, masked = torch.ones(1, 2, 8, 4, device=place), []
     for _ in range(2):
@@ -87,6 +105,17 @@ def exchanges() -> dict[str, bool]:
             torch.cat([both[0][:1], both[1][:3]] if rank == 0 else [both[0][1:], both[1][3:]]),
         ),
     }
+    part = MatrixPart(
+        shape=(2, 4),
+        start=4 * rank,
+        length=4,
+        offset=0,
+        group=group,
+        split=True,
+        needed=True,
+        device=torch.device(NAME, rank),
+    )
+    found["matrix of data ranks"] = (part.whole(own()), torch.stack(both))
     whole = own()
     of_group.sum_in_place(whole, group)
     found["sum in place"] = (whole, sum(both))

@@ -31,6 +31,7 @@ LIKE = {  # runs with the numbers of another one
     "resumed": "saved",
     "profiled": "plain",
     "rebalanced": "plain",
+    "adapters, ZeRO-3": "adapters, tensor",
     "dropout, tensor": "dropout, stages",
     "dropout, fused": "dropout, stages",
     "dropout, fused, data": "dropout, stages",
@@ -59,7 +60,7 @@ def runs_of(folder: Path) -> dict[str, Run]:
         "dropout, tensor": Run(Job(gpt2, "tp2z1"), EAGER),
         "dropout, fused": Run(Job(gpt2, "pp2z1"), within=2e-3),  # as far off as other masks are
         "dropout, fused, data": Run(Job(gpt2, "dp2z1"), within=2e-3),
-        "adapters, tensor": Run(Job(llama, "tp2z1"), lora=True),
+        "adapters, tensor": Run(Job(llama, "tp2z1"), lora=True, exports=True),
         "adapters, ZeRO-3": Run(Job(llama, "dp2z3"), lora=True, exports=True),
         "experts, tensor": Run(Job(experts, "tp2z1"), exports=True),
         "experts spread, data": Run(Job(experts, "dp2z1", SPREAD), exports=True),
@@ -73,7 +74,7 @@ def runs_of(folder: Path) -> dict[str, Run]:
         "flex": Run(Job(llama, "cp2z1", {"context_parallel": {"size": 2}}), FLEX),
         "Muon": Run(Job(llama, "tp2z1", MUON), {"learning_rate": 0.01}, within=6e-5),
         "samples": Run(Job(llama, "pp2z1"), samples, evaluates=True, exports=True),
-        "saved": Run(Job(llama, "dp2z1"), {**BESIDE, "lr_scheduler_type": "cosine"}),
+        "saved": Run(Job(llama, "dp2z1"), {**BESIDE, "eval_steps": 3, "lr_scheduler_type": "cosine"}, evaluates=True),
         "resumed": Run(Job(llama, "tp2z2"), {"lr_scheduler_type": "cosine"}, resumes="on a CPU", exports=True),
         "drawn weights": Run(Job(fresh, "dp2z2")),
         "profiled": Run(Job(llama, "dp2z3"), {"profile": 2}, in_memory=True),
@@ -119,7 +120,8 @@ def test_what_a_run_can_do(tmp_path: Path) -> None:
             continue
         losses = wanted[LIKE.get(name, name)]["losses"]
         assert off(got["losses"], losses[-len(got["losses"]) :]) < runs[name].within, (name, got["losses"], losses)
-    assert off(found["samples"]["eval"], wanted["samples"]["eval"]) < 2e-6
+    for name in ("samples", "saved"):
+        assert off(found[name]["eval"], wanted[name]["eval"]) < 2e-6, name
     assert found["samples"]["samples"] == wanted["samples"]["samples"] != ""
     assert (
         off(found["dropout, fused, data"]["losses"], found["dropout, fused"]["losses"]) < 2e-6
@@ -130,13 +132,13 @@ def test_what_a_run_can_do(tmp_path: Path) -> None:
     for step in (2, 4):  # one is written while training goes on, the other at its end
         require_alike(*(Path(device, run, f"checkpoint-{step}/model.safetensors") for run in ("saved", "on a CPU")))
     require_alike(Path(device, "resumed/model.safetensors"), Path(device, "on a CPU/checkpoint-4/model.safetensors"))
-    exported = load_file(Path(device, "samples/model.safetensors"))
-    brought = found["samples"]["brought"]
-    assert brought.keys() == exported.keys() and all(torch.equal(brought[key], exported[key]) for key in exported)
+    assert [name for name, got in found.items() if not (got["brought"] and got["keeps generators"])] == []
     for name in ("experts, tensor", "experts spread, data"):
         require_alike(Path(device, name, "model.safetensors"), Path(cpu, "experts, tensor/model.safetensors"))
-    for file in ("samples/model.safetensors", "adapters, ZeRO-3/adapter_model.safetensors"):
-        require_alike(Path(device, file), Path(cpu, file))
+    require_alike(Path(device, "samples/model.safetensors"), Path(cpu, "samples/model.safetensors"))
+    for name in ("adapters, tensor", "adapters, ZeRO-3"):
+        adapters = (Path(device, name), Path(cpu, "adapters, tensor"))
+        require_alike(*(folder / "adapter_model.safetensors" for folder in adapters))
     assert found["saved"]["checkpoints"] == ["checkpoint-2", "checkpoint-4"]
     assert found["signalled"]["checkpoints"] == ["checkpoint-2"] and found["signalled"]["ended"]
     back = replace(alone(runs["saved"]), resumes="saved")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from harness.hf.verify.tiny_copy import tiny_config
+from harness.hf.verify.tiny_copy import tiny_model as tiny_copy
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_experts import FAMILIES
 from tests.distributed.training import Curve, Job, reference, tiny_model, train_all, worst
@@ -15,6 +18,7 @@ from tests.distributed.training import Curve, Job, reference, tiny_model, train_
 pytestmark = pytest.mark.ranks
 
 LOSS, NORM = 2e-6, 2e-5  # fp32 sums in another order
+by_plain_torch = cache(reference)
 
 
 def schedule(name: str, **more: Any) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def wrong(jobs: list[Job], curves: list[Curve], loss: float = LOSS, norm: float 
     """Say which jobs have other losses or norms than plain torch on a CPU."""
     found = []
     for job, curve in zip(jobs, curves, strict=True):
-        off = worst(curve, reference(job.model, masked=job.masked, **of))
+        off = worst(curve, by_plain_torch(job.model, masked=job.masked, **of))
         if not (off[0] < loss and off[1] < norm):
             found.append(f"{Path(job.model).name} {job.layout} {job.config}: loss {off[0]:.1e}, norm {off[1]:.1e}")
     return found
@@ -74,20 +78,38 @@ LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_float32(kind: str, model: str, tmp_path: Path) -> None:
-    several = tiny_model(tmp_path / "four", "qwen3", True, num_hidden_layers=4) if kind == "schedules" else model
-    jobs = [Job(several, layout, config, masked=layout == "pp2z1") for layout, config in LAYOUTS[kind]]
-    curves = run_ranks(2, train_all, jobs, str(tmp_path), timeout_s=300)[0]
-    assert wrong(jobs, curves) == []
+BF16 = {"bf16": {"enabled": True}}
+COMPILED = {"compile": {"enabled": True, "backend": "aot_eager"}}  # no kernel is made
 
 
-def test_bf16(model: str, tmp_path: Path) -> None:
-    section = {"bf16": {"enabled": True}}
-    jobs = [Job(model, layout, section) for layout in ("pp2z1", "tp2z1", "pp2z0")]
-    jobs.append(Job(tiny_model(tmp_path / "gpt_oss", "gpt_oss", False, **FAMILIES["gpt_oss"]), "dp2z3", section))
-    curves = run_ranks(2, train_all, jobs, str(tmp_path), timeout_s=300)[0]
-    assert wrong(jobs, curves, 0.01, 0.05, dtype=torch.bfloat16) == []
+@pytest.fixture(scope="module")
+def trained(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Job], list[Curve]]]:
+    """By kind, what two ranks train, and the losses and norms; one launch for all."""
+    folder = tmp_path_factory.mktemp("two")
+    several = tiny_model(folder / "four", "qwen3", True, num_hidden_layers=4)
+    jobs = {
+        kind: [
+            Job(several if kind == "schedules" else model, name, config, masked=name == "pp2z1") for name, config in of
+        ]
+        for kind, of in LAYOUTS.items()
+    }
+    tiny_copy(tiny_config("ernie4_5_moe")).save_pretrained(folder / "ernie")  # it keeps its routers in float32
+    jobs["bf16"] = [Job(model, layout, BF16) for layout in ("pp2z1", "tp2z1", "pp2z0")]
+    jobs["bf16"].append(Job(str(folder / "ernie"), "dp2z3", BF16))
+    jobs["compiled"] = [Job(model, "tp2z1", COMPILED)]
+    curves = iter(
+        run_ranks(2, train_all, [job for each in jobs.values() for job in each], str(folder), timeout_s=400)[0]
+    )
+    return {kind: (each, [next(curves) for _ in each]) for kind, each in jobs.items()}
+
+
+@pytest.mark.parametrize("kind", [*LAYOUTS, "compiled"])
+def test_float32(kind: str, trained: dict[str, tuple[list[Job], list[Curve]]]) -> None:
+    assert wrong(*trained[kind]) == []
+
+
+def test_bf16(trained: dict[str, tuple[list[Job], list[Curve]]]) -> None:
+    assert wrong(*trained["bf16"], 0.01, 0.05, dtype=torch.bfloat16) == []
 
 
 def test_axes_together(model: str, tmp_path: Path) -> None:
@@ -98,10 +120,3 @@ def test_axes_together(model: str, tmp_path: Path) -> None:
     curves = run_ranks(4, train_all, jobs, str(tmp_path), timeout_s=300)[0]
     assert wrong(jobs[:3], curves[:3]) == []
     assert wrong(jobs[3:], curves[3:], 5e-6, 1e-4) == []  # rounding also moves what the routers compare
-
-
-def test_compiled_layers(model: str, tmp_path: Path) -> None:
-    section = {"compile": {"enabled": True, "backend": "aot_eager"}}  # no kernel is made
-    jobs = [Job(model, layout, section) for layout in ("pp2z1", "tp2z1")]
-    curves = run_ranks(2, train_all, jobs, str(tmp_path), timeout_s=300)[0]
-    assert wrong(jobs, curves) == []
