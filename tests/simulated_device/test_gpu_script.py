@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import ROOT, device_environment
+from tests.distributed.ranks import ROOT, script_on_ranks
 
 pytestmark = pytest.mark.ranks
 
 
 def test_it_compares_and_measures(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
-    words = [sys.executable, str(ROOT / "scripts/bench/gpu.py"), "--small", "--output", str(output), "--steps", "4"]
-    words += ["--programs", "harness", "harness, Liger", "PyTorch"]
-    environment = {**os.environ, **device_environment(), "OMP_NUM_THREADS": "1", "SIMULATED_DEVICE_COUNT": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False, timeout=300)
+    words = ["--small", "--output", output, "--steps", "4", "--programs", "harness", "harness, Liger", "PyTorch"]
+    done = script_on_ranks(1, ROOT / "scripts/bench/gpu.py", *words, timeout_s=300)
     assert done.returncode == 0, done.stderr
     report = json.loads(output.read_text())
     assert report["device"] == "simulated device" and report["machine"]["torch"]
