@@ -98,8 +98,9 @@ def begun_apart(model: str) -> PreTrainedModel:
 
 
 def is_exported(model: PreTrainedModel, folder: Path) -> bool:
-    """Whether the weights of a model are those that a folder holds."""
-    exported, brought = load_file(folder / "model.safetensors"), model.state_dict()
+    """Whether the weights of a model are those that a folder holds, in the form that transformers writes."""
+    model.save_pretrained(folder / "brought")
+    brought, exported = (load_file(path / "model.safetensors") for path in (folder / "brought", folder))
     return brought.keys() == exported.keys() and all(torch.equal(brought[key], exported[key]) for key in exported)
 
 
