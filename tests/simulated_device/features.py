@@ -128,6 +128,7 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
         if run.signal_at is None:
             raise
         ended = type(error).__name__
+    keeps = torch.equal(drawn, generator.get_state())
     if run.exports:
         trainer.save_model()
     brought = trainer.trained_model() if run.exports and not run.lora else None
@@ -148,7 +149,7 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
         "profile": (output / "profile").exists(),
         "brought": brought is None or is_exported(brought, output),
         "attention": set(CALLED),
-        "keeps generators": torch.equal(drawn, generator.get_state()),
+        "keeps generators": keeps,
     }
 
 
