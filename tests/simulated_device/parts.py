@@ -24,7 +24,7 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.draws import DrawKey, KeyedDraws
 from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, measure
 from harness.parallel.host import brought_to_host, numbers, to_device
-from harness.parallel.matrices import MatrixPart
+from harness.parallel.tensor.matrices import MatrixPart
 from tests.models import model_of
 from tests.simulated_device import device
 from tests.simulated_device.device import NAME
