@@ -25,7 +25,7 @@ from harness.topology.env import RECORDS, inherited
 from harness.topology.processes import is_stopped
 
 PAUSED_S = 5.0  # after a longer gap between two checks this process was stopped itself: times start anew
-LOOK_S = 1.0  # interval of checks for stopped ranks
+LOOK_S = 0.5  # interval of checks for stopped ranks
 NOT_FOUND = 127  # exit code of a command that cannot be started
 
 
@@ -191,8 +191,9 @@ class Ranks:
         Before the ranks have met nobody else does, and other hosts cannot tell a stopped rank from a lost host.
         """
         now, stopped = time.monotonic(), list(filter(is_stopped, self._processes()))
-        since = self._stopped if now - self._checked < PAUSED_S else {}
-        self._stopped = {process: since.get(process, now) for process in stopped}
+        if now - self._checked > PAUSED_S:
+            self._stopped, self._checked = {}, now
+        self._stopped = {process: self._stopped.get(process, self._checked) for process in stopped}
         for process in stopped if self._stopped_s else ():
             if now - self._stopped[process] > self._stopped_s:
                 if process in self.alive:
