@@ -32,7 +32,7 @@ NOT_FOUND = 127  # exit code of a command that cannot be started
 class Exit(NamedTuple):
     """The end of a rank. The code is negative for a signal; the time is in seconds since the epoch.
 
-    -SIGSTOP: it was stopped for too long, and so was killed.
+    -SIGSTOP: it has been stopped for too long, which counts as its end.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Ranks:
 
     Args:
         root: folder of their records; each start has a folder in it, by which its processes are found.
-        stopped_s: a rank that has been stopped for so long is killed (0: never).
+        stopped_s: a rank that has been stopped for so long counts as ended (0: never).
         preloads: whether a process that has done the imports forks them.
         spared: other processes that this one has started, which `end` must leave alone.
     """
@@ -186,7 +186,7 @@ class Ranks:
         return [*self.alive, *([self._standby.process.pid] if self._standby is not None and self._awaited else [])]
 
     def _end_stopped(self) -> None:
-        """Kill processes that have been stopped for too long.
+        """Count ranks as ended, and kill the standby, that have been stopped for too long.
 
         Before the ranks have met nobody else does, and other hosts cannot tell a stopped rank from a lost host.
         """
@@ -196,6 +196,7 @@ class Ranks:
         self._stopped = {process: self._stopped.get(process, self._checked) for process in stopped}
         for process in stopped if self._stopped_s else ():
             if now - self._stopped[process] > self._stopped_s:
-                if process in self.alive:
+                if process in self.alive:  # killed with all others when they have recorded where they are
                     self._exited(self.alive.pop(process), -signal.SIGSTOP)
-                os.kill(process, signal.SIGKILL)
+                else:
+                    os.kill(process, signal.SIGKILL)
