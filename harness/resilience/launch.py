@@ -41,7 +41,7 @@ from harness.topology.env import LOOPBACK, changed_environment, inherited, repla
 from harness.topology.processes import LineReader
 
 SILENT_S = 60.0  # a starter on another host that sends nothing for so long counts as gone
-STOPPED = 0.9  # a stopped rank is ended after this share of --hang_seconds, before others take its host for lost
+STOPPED = 0.8  # a stopped rank is ended after this share of --hang_seconds, before others take its host for lost
 IS_LINUX = sys.platform == "linux"  # a standby process needs a subreaper, which other systems lack
 
 
