@@ -319,4 +319,4 @@ class Agent(LocalElasticAgent):
         self._look()
         for number in self._received[self._passed :]:
             self.ranks.signal(number)
-        self._passed = len(self._received)
+            self._passed += 1  # not all that have come: another one may come meanwhile

@@ -115,7 +115,8 @@ class Starter:
         passed, pinged = 0, 0.0
         while not self.store.check(["end"]):
             time.sleep(LOOK_S)
-            numbers, passed = list(self.received[passed:]), len(self.received)
+            numbers = list(self.received[passed:])
+            passed += len(numbers)  # not all that have come: another one may come in between
             if time.monotonic() - pinged > PING_S:
                 numbers, pinged = [*numbers, 0], time.monotonic()
             for each in self.launches.values():

@@ -146,13 +146,17 @@ def test_a_rank_that_is_stopped_is_ended(make: Make, tmp_path: Path) -> None:
 
 
 def test_what_ranks_leave_is_ended_with_them(make: Make, tmp_path: Path) -> None:
-    """A child in a session of its own, without a parent; its records folder marks it."""
+    """A child in a session of its own, without a parent; its records folder marks it. One that ends goes at once."""
     ranks = make(preloads=False)
-    left = f"setsid sleep 99 & echo $! > {tmp_path}/left; sleep 99"
+    left = f"(true & echo $! > {tmp_path}/ended); setsid sleep 99 & echo $! > {tmp_path}/left; sleep 99"
     ranks.start(7, [(0, ["sh", "-c", left], {})])
     until = time.monotonic() + 30
     while not (tmp_path / "left").exists() or not (tmp_path / "left").read_text():
         assert time.monotonic() < until
+        time.sleep(0.02)
+    while status_of(int((tmp_path / "ended").read_text())) is not None:
+        assert time.monotonic() < until
+        ranks.look()
         time.sleep(0.02)
     process = int((tmp_path / "left").read_text())
     assert f"{RECORDS}={tmp_path}/records/0007" in Path(f"/proc/{process}/environ").read_text()

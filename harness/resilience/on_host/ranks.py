@@ -22,7 +22,7 @@ from harness.console import drop_output_without_reader, print_if_heard
 from harness.resilience.on_host.processes import signal_when_parent_dies, sweep
 from harness.resilience.on_host.standby import DONE, Standby
 from harness.topology.env import RECORDS, inherited
-from harness.topology.processes import is_stopped
+from harness.topology.processes import children_of, is_stopped
 
 PAUSED_S = 5.0  # after a longer gap between two checks this process was stopped itself: times start anew
 LOOK_S = 0.5  # interval of checks for stopped ranks
@@ -104,6 +104,7 @@ class Ranks:
                     self._exited(self.alive.pop(process), os.waitstatus_to_exitcode(status))
         if time.monotonic() - self._checked > LOOK_S:
             self._end_stopped()
+            self._reap_orphans()
             self._checked = time.monotonic()
 
     def end(self) -> None:
@@ -200,3 +201,11 @@ class Ranks:
                     self._exited(self.alive.pop(process), -signal.SIGSTOP)
                 else:
                     os.kill(process, signal.SIGKILL)
+
+    def _reap_orphans(self) -> None:
+        """Reap ended processes that ranks have left: they are this one's children, and a pod may have few processes."""
+        standby = [] if self._standby is None else [self._standby.process.pid]
+        others = {*self.alive, *self._spared, *standby}
+        for process in () if self._awaited else set(children_of(os.getpid())) - others:  # else it may be a rank
+            with suppress(ChildProcessError):
+                os.waitpid(process, os.WNOHANG)
