@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeAlias, TypeVar
 
 import torch
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import real_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import TENSOR_META_SIZE, PipelineEngine
@@ -43,13 +44,17 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def trusting_peers() -> Iterator[None]:
-    """Skip DeepSpeed's cross-rank checks and report fp16 as supported while the context lasts."""
+    """Compute on the CPU, skip DeepSpeed's cross-rank checks and report fp16 as supported while the context lasts."""
+    processor = CPU_Accelerator()
+    changes: tuple[tuple[object, str, object], ...] = (
+        (real_accelerator, "ds_accelerator", processor),
+        (PartitionedTensor.from_meta.__func__, "__defaults__", (processor.device_name(),)),  # the device at its import
+        (processor, "is_fp16_supported", lambda: True),
+        (utils, "assert_lst_len_same_as_other_ranks", lambda _: None),
+        (utils, "get_lst_from_rank0", lambda numbers: numbers),
+    )
     with ExitStack() as stack:
-        for owner, name, value in (
-            (utils, "assert_lst_len_same_as_other_ranks", lambda _: None),
-            (utils, "get_lst_from_rank0", lambda numbers: numbers),
-            (get_accelerator(), "is_fp16_supported", lambda: True),
-        ):
+        for owner, name, value in changes:
             stack.enter_context(replaced(owner, name, value))
         yield
 

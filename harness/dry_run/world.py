@@ -32,7 +32,8 @@ KNOWN_ELEMENTS = 256  # tensors up to this size keep their values: received shap
 def fake_world(env: LaunchEnv) -> Iterator[None]:
     """Make this process rank `env.rank` of `env.world_size` while the context lasts; nothing is sent.
 
-    The environment is restored afterwards. Raises RuntimeError if this process is already in a process group.
+    Its device is the CPU, also on a machine with a GPU, which need not have one for each local rank. The environment is
+    restored afterwards. Raises RuntimeError if this process is already in a process group.
     """
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already: a dry run needs one of its own")

@@ -75,6 +75,7 @@ def test_a_callback_saves_and_stops(tmp_path: Path) -> None:
     assert (tmp_path / f"checkpoint-{steps}").is_dir() and f"after step {steps}: saved" in said
 
 
+@pytest.mark.on_host("HuggingFace's Trainer does not know the simulated device")
 def test_the_hf_trainer_takes_the_same_json(tmp_path: Path) -> None:
     script = tmp_path / "hf_trainer.py"
     script.write_text(WITHOUT_COMPILING)

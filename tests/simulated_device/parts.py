@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from harness.checkpoint import generation
 from harness.checkpoint.background_save import KeptBuffer
+from harness.cli import main
 from harness.device.moments import moment, seconds_between
 from harness.device.process_group import mixed_devices
 from harness.hf.weights.initialization import Change, Drawn, Scratch
@@ -83,6 +85,15 @@ def copies(folder: str) -> dict[str, bool]:
     found["moments"] = seconds_between(begun, moment(place)) >= 0
     found["nothing reported"] = device.C.reports() == []
     return found
+
+
+def dry_run(folder: str) -> int:
+    """Build a rank of a large world, of which this machine has no device."""
+    config = Path(folder, "config.json")
+    sections = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}, "bf16": {"enabled": True}}
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, **sections}))
+    words = ["--rank", "63", "--world_size", "64", "--block_size", "16", "--json"]
+    return main(["dry-run", *words, "--model_name_or_path", "tiny-llama", "--deepspeed_config", str(config)])
 
 
 def exchanges() -> dict[str, bool]:

@@ -6,7 +6,7 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -40,8 +40,10 @@ class Mail:
         self.folder, self.rank = folder, rank
         self._read: dict[str, Any] = {}
 
-    def post(self, name: str, readers: Iterable[int], content: object) -> None:
-        """Write a message for each of the readers."""
+    def post(self, name: str, readers: Sequence[int], content: object) -> None:
+        """Write a message for each of the readers; nothing if there are none."""
+        if not readers:
+            return
         partial = self.folder / f"{os.getpid()}.{time.monotonic_ns()}"
         partial.write_bytes(pickle.dumps(content, protocol=5))
         for reader in readers:
