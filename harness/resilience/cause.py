@@ -64,7 +64,8 @@ def first_cause(
         oom_kills: number of processes that the kernel killed for lack of memory meanwhile; None if unknown.
     """
     recorded = {failure.rank for failure in failures}
-    silent = [end for end in exits if end.rank not in recorded]
+    # what others record of a rank that is stopped says only that they have lost it
+    silent = [end for end in exits if end.rank not in recorded or end.code == -signal.SIGSTOP]
     killed = min((end for end in silent if end.code < 0), key=lambda end: end.time, default=None)
     own = next((failure for failure in failures if not failure.is_lost_peer), None)
     if killed is not None and (own is None or killed.time < own.time + SAME_TIME_S):
