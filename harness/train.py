@@ -21,6 +21,7 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.console import Console, plain_console, quiet
 from harness.errors import UserError
 from harness.resilience.process import activity, records, signals
+from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import LaunchEnv
 from harness.training.prepare.preflight import check_before_start, limit_trial
 from harness.uncaught import GRACE_S, lines_of
@@ -74,7 +75,8 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
             description=DESCRIPTION,
             epilog=EXAMPLE,
         )
-        config = check_before_start(script, args, env, lora)
+        with watching_for_stopped_ranks(args.hang_seconds, console):  # one may be downloading for all of its host
+            config = check_before_start(script, args, env, lora)
         log = Path(args.output_dir) / "logs" / f"rank_{env.rank}.log"
         with quiet(log, env.rank) as console, signals.reported_by(console.say):
             return _guarded(script, config, lora, env, console)
@@ -97,8 +99,9 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     if script.trains and (note := limit_trial(script, config.args)):
         console.say(note)
     require_supported(config.resolved)
-    source = read_source(script.model)
-    data = script_datasets(script, source, config, env, console)
+    with watching_for_stopped_ranks(config.args.hang_seconds, console):
+        source = read_source(script.model)
+        data = script_datasets(script, source, config, env, console)
     if script.preview_samples:
         _preview(script.preview_samples, data, console)
         return

@@ -26,7 +26,8 @@ class Habits:
 
     Attributes:
         zero_stage: what data-parallel ranks always share out; None where the layout chooses. In a pipeline, which would
-            gather parameters for each micro-batch, `zero_stage_of_pipeline`.
+            gather parameters for each micro-batch, `zero_stage_of_pipeline`: torchtitan keeps them gathered there, and
+            reduces gradients once.
         torch_attention: attention runs by torch's own kernels, which are not a device's best everywhere.
         fused_elementwise: norms, rotations and activations are one kernel each, by hand or by a compiler.
         grouped_experts: the products of a rank's experts are one kernel (grouped_mm of torch), or one each.

@@ -121,11 +121,12 @@ def read_options(argv: Sequence[str]) -> Options:
 
 def _fill_from_launcher(given: JsonObject) -> None:
     """Set flags that were not given from the launcher of this host: Kubeflow, JobSet, Slurm and others."""
-    chosen = any(given[name] for name in ("hostfile", "include", "exclude", "num_nodes", "rdzv_endpoint"))
+    chosen = any(given[name] for name in ("hostfile", "num_nodes", "rdzv_endpoint"))
     host = None if chosen else HostPlace.from_environ(inherited())
     if host is not None:
         found = {"nnodes": host.nodes, "rdzv_endpoint": host.endpoint, "node_rank": host.rank}
-        found["num_accelerators"] = host.ranks
+        if not (given["include"] or given["exclude"]):  # which say how many devices
+            found["num_accelerators"] = host.ranks
         given.update({name: value for name, value in found.items() if given[name] in (None, "")})
 
 

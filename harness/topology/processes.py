@@ -90,6 +90,16 @@ def command_of(process: int) -> tuple[str, ...]:
     return tuple(os.fsdecode(word) for word in text.split(b"\0")[:-1])
 
 
+def started_with(process: int) -> dict[str, str]:
+    """Return the environment that a process was started with; {} if it cannot be read."""
+    try:
+        words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (os.fsdecode(word).partition("=") for word in words)
+    return {name: value for name, _, value in pairs}
+
+
 def peak_resident_bytes() -> int:
     """Return this process's peak resident memory in bytes since its start, or since the peak was last reset.
 

@@ -31,6 +31,7 @@ from harness.device.process_group import require_supported
 from harness.errors import UserError, refuse_all
 from harness.hf.lora import Adaptation, fingerprint
 from harness.hf.skeleton import ModelSource
+from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.training.engine.losses import LossFunction
@@ -112,15 +113,17 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     model = inputs.model if isinstance(inputs.model, str) else None
     config = inputs.config or read_run_config(args, world_size=env.world_size, model=model)
     require_supported(config.resolved)
-    data = user_datasets(
-        inputs.train_dataset,
-        inputs.eval_dataset,
-        inputs.processing_class,
-        source if inputs.data_collator is collate else None,
-        config,
-        env,
-        inputs.console,
-    )
+    # The watchdog starts when the ranks have met. Until then, which may be hours, at least stopped processes are seen.
+    with watching_for_stopped_ranks(args.hang_seconds, inputs.console):
+        data = user_datasets(
+            inputs.train_dataset,
+            inputs.eval_dataset,
+            inputs.processing_class,
+            source if inputs.data_collator is collate else None,
+            config,
+            env,
+            inputs.console,
+        )
     _require_evaluation(args, data)
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, config, samples, env.world_size)

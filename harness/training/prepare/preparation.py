@@ -57,6 +57,7 @@ from harness.parallel.memory import keep_freed_memory, malloc_trim
 from harness.planner.estimate import Prediction
 from harness.resilience.process.activity import ACTIVITY
 from harness.resilience.process.records import THIS_RANK
+from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.resilience.watch.watcher import watch_run
 from harness.topology.agreement import (
     Beside,
@@ -175,26 +176,27 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     """
     args, console, env = plan.args, plan.console, plan.env
     THIS_RANK.doing = "waiting for the other ranks"
-    device = start(env)
-    all_or_none(lambda: require_precision(plan.resolved.precision))  # hosts may have devices of different kinds
-    all_or_none(lambda: require_device(plan.resolved.config, device))
-    require_shared(plan.output_dir, env.rank, env.world_size)
-    check_agreement(
-        plan.resolved.config,
-        plan.layout,
-        others={
-            "set of arguments": {item.name: str(getattr(args, item.name)) for item in fields(args)},
-            "training data": plan.digest,
-            "evaluation data": evaluation_digest(plan.data.evaluation),
-            "set of adapters": plan.adapters,
-        },
-    )
-    plan.checkpoint = _checkpoint_of_rank_0(plan)
-    all_or_none(lambda: lock_directory(plan.output_dir) if env.rank == 0 else None)
-    foreign_groups = open_groups()
-    groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
-    THIS_RANK.rank, THIS_RANK.stage = groups.rank, groups.coordinate.stage
-    watch_run(args, groups, console, on_accelerator=device.type != "cpu")
+    with watching_for_stopped_ranks(args.hang_seconds, console):
+        device = start(env)
+        all_or_none(lambda: require_precision(plan.resolved.precision))  # hosts may have devices of different kinds
+        all_or_none(lambda: require_device(plan.resolved.config, device))
+        require_shared(plan.output_dir, env.rank, env.world_size)
+        check_agreement(
+            plan.resolved.config,
+            plan.layout,
+            others={
+                "set of arguments": {item.name: str(getattr(args, item.name)) for item in fields(args)},
+                "training data": plan.digest,
+                "evaluation data": evaluation_digest(plan.data.evaluation),
+                "set of adapters": plan.adapters,
+            },
+        )
+        plan.checkpoint = _checkpoint_of_rank_0(plan)
+        all_or_none(lambda: lock_directory(plan.output_dir) if env.rank == 0 else None)
+        foreign_groups = open_groups()
+        groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
+        THIS_RANK.rank, THIS_RANK.stage = groups.rank, groups.coordinate.stage
+        watch_run(args, groups, console, on_accelerator=device.type != "cpu")
     if device.type == "cpu":  # ranks of one host reduce in shared memory, several times as fast as by gloo
         share_memory([groups.tp_group, groups.dp_group, groups.cp_group, groups.ep_group])
         carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)

@@ -52,6 +52,15 @@ def test_hosts_and_devices_are_chosen_as_by_deepspeed(hostfile: str) -> None:
     assert hosts("--num_accelerators", "3") == {"localhost": (0, 1, 2)}
 
 
+def test_a_pod_that_chooses_its_devices_meets_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = {"NNODES": "2", "NODE_RANK": "1", "NPROC_PER_NODE": "8", "MASTER_ADDR": "first", "MASTER_PORT": "29400"}
+    for name, value in pod.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    some = read_options(["--include", "localhost:0,1", "train.py"])
+    assert (some.nnodes, some.rdzv_endpoint, some.num_accelerators) == ("2", "first:29400", None)
+    assert read_options(["train.py"]).num_accelerators == 8
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

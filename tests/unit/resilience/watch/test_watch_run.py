@@ -1,4 +1,4 @@
-"""A watch in one process: what it shows, what it leaves, and how long a rank may make no progress."""
+"""Before and while ranks are watched, in one process: who its ranks are, what a watch shows, its limits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from harness.console import plain_console
 from harness.device.process_group import start
 from harness.resilience.process.activity import ACTIVITY, BEATS_OF_STEP, Phase, begin_step, inside, leave
 from harness.resilience.process.records import THIS_RANK
+from harness.resilience.watch import meeting
+from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.resilience.watch.watcher import SLOW_S, Limits, Watcher, _view, watch_run
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
@@ -25,6 +27,22 @@ from harness.topology.processes import is_stopped, status_of
 
 def named(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_a_look_at_other_ranks_ends_with_what_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "EVERY_S", 0.005)
+    before = named("meeting")
+    with pytest.raises(ValueError, match="own"), watching_for_stopped_ranks(30.0, plain_console(0)):
+        (thread,) = [each for each in named("meeting") if each not in before]
+        raise ValueError("own")
+    thread.join(5)
+    assert not thread.is_alive()
+    with watching_for_stopped_ranks(0.0, plain_console(0)):  # 0: wait for ever
+        assert named("meeting") == before
+
+
+def test_a_process_that_no_launcher_started_is_its_only_rank() -> None:
+    assert meeting._ranks_here() == {os.getpid(): os.environ.get("RANK", "")}
 
 
 def test_only_a_process_in_state_t_is_stopped() -> None:
