@@ -19,13 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.config.model.shape import PRESETS
 from harness.parallel.collectives.of_group import leave_memory, share_memory, sum_in_place
 
 TRIES = 9
-LONG_S = 0.5  # what takes longer, as fp16 where a processor has none, is no noise: a third of the tries do
+LONG_S = 0.5  # after so long a third of the tries is enough: slow work, as fp16 without hardware for it, varies little
 REPEATS = 20  # a single call takes less time than an interruption by the system
 NARROW: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,6 +75,8 @@ def narrow_layer_seconds(layers: int = 4) -> float:
 
     The time of a model without layers is subtracted.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM  # a second for the ranks that measure links without it
+
     ids = torch.ones(1, 8, dtype=torch.long)
 
     def seconds(count: int) -> float:

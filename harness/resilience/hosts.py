@@ -42,8 +42,10 @@ class HostDevices:
     @property
     def is_here(self) -> bool:
         """Whether the host is this one, and no srun is needed to start a process there."""
-        if self.slurm or self.name in (LOCALHOST, socket.gethostname()):
-            return not self.slurm
+        if self.slurm:
+            return False
+        if self.name in (LOCALHOST, socket.gethostname()):
+            return True
         with suppress(OSError), socket.socket() as probe:
             probe.bind((socket.gethostbyname(self.name), 0))
             return True
