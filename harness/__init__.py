@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from harness.parallel.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
     from harness.parallel.tensor.layers import RowParallelLinear as RowParallelLinear
     from harness.parallel.tensor.layers import VocabParallelEmbedding as VocabParallelEmbedding
-    from harness.training.best_model import EarlyStoppingCallback as EarlyStoppingCallback
     from harness.training.callbacks import TrainerCallback as TrainerCallback
+    from harness.training.saving.best_model import EarlyStoppingCallback as EarlyStoppingCallback
     from harness.training.trainer import Trainer as Trainer
 
 _HOMES = {
@@ -33,7 +33,7 @@ _HOMES = {
     "ColumnParallelLinear": "harness.parallel.tensor.layers",
     "ConfigError": "harness.config",
     "Diagnostic": "harness.config",
-    "EarlyStoppingCallback": "harness.training.best_model",
+    "EarlyStoppingCallback": "harness.training.saving.best_model",
     "LoraArguments": "harness.arguments",
     "RowParallelLinear": "harness.parallel.tensor.layers",
     "RunConfig": "harness.arguments.configure",

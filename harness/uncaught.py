@@ -8,7 +8,7 @@ import time
 import traceback
 from types import TracebackType
 
-from harness.config.diagnostic import ConfigError
+from harness.config.text.diagnostic import ConfigError
 from harness.console import plain_console
 from harness.errors import UserError, UserErrors
 from harness.topology.env import LaunchEnv

@@ -13,7 +13,7 @@ from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.arguments.training_arguments import TrainingArguments
 from harness.arguments.words import without
-from harness.checkpoint.atomic import replace_text
+from harness.atomic import replace_text
 from harness.errors import UserError
 from harness.hf.locate import model_directory
 from harness.topology.layout import Layout, divisors

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from harness.checkpoint.atomic import room
+from harness.atomic import room
 from harness.checkpoint.directories import (
     Files,
     TrainingProgress,

@@ -21,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from xxhash import xxh3_128
 
-from harness.checkpoint.atomic import exchange, sync_file, sync_folder
+from harness.atomic import exchange, sync_file, sync_folder
 from harness.config import Resolved
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from harness.checkpoint.atomic import sync_folder
+from harness.atomic import sync_folder
 from harness.checkpoint.directories import (
     MANIFEST,
     METRICS,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.atomic import exchange, sync_file, sync_folder
+from harness.atomic import exchange, sync_file, sync_folder
 from harness.checkpoint.directories import partial_name, remove
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions
 from harness.errors import UserError

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from harness.checkpoint.atomic import replace_text
+from harness.atomic import replace_text
 from harness.compat.family_case import CPU, FamilyCase, NotTried, build_case, cut_family, needs_is_decoder
 from harness.compat.stored import stored_difference
 from harness.config.model.plans import spreads_experts

@@ -4,10 +4,10 @@
 imports torch or deepspeed, so a config is checked in milliseconds, before any process starts.
 """
 
-from harness.config.check import check, refusals
-from harness.config.diagnostic import ConfigError, Diagnostic, Severity
+from harness.config.checking.check import check, refusals
 from harness.config.resolving.resolve import resolve
 from harness.config.resolving.resolved import Filled, Resolved
+from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.document import Document, load
 from harness.config.values.arguments import AutoValues
 from harness.errors import UserError

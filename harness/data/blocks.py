@@ -23,11 +23,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from harness.data.files.pieces import parts_of
 from harness.data.files.token_files import open_tokens
-from harness.data.on_disk.cache import USUAL, Preparation, fingerprint_of, identity
+from harness.data.on_disk.cache import USUAL, Preparation, fingerprint_of
 from harness.data.on_disk.shards import batches, bytes_of_rows, make_shards, mapped, rows_of_shards
-from harness.data.pieces import PieceEncoder, parts_of
-from harness.data.tokenizer import Tokenizer, largest_id
+from harness.data.piece_encoder import PieceEncoder
+from harness.data.tokenizer import Tokenizer, identity, largest_id
 from harness.errors import UserError
 from harness.wording import counted
 
@@ -134,8 +135,8 @@ def make_blocks(
 
     def encoded(first: int, stop: int) -> Iterator[npt.NDArray[np.integer]]:
         for start, end in batches(lengths, first, stop):
-            # A document that goes on across the end of a batch or shard is cut where the tokenizer cuts (pieces.py),
-            # which takes a look at the neighbouring row.
+            # A document that goes on across the end of a batch or shard is cut where the tokenizer cuts
+            # (piece_encoder.py), which takes a look at the neighbouring row.
             before = documents[start - 1]["text"] if parts[start] > 0 else ""
             continued = end < len(parts) and parts[end] > 0
             after = documents[end]["text"] if continued else None

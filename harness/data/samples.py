@@ -27,10 +27,10 @@ from torch import Tensor
 from harness.data.batches.collate import IGNORED
 from harness.data.blocks import require_block_size, smallest_dtype
 from harness.data.chat import ConversationEncoder, Encoded
-from harness.data.on_disk.cache import USUAL, Preparation, fingerprint_of, identity
+from harness.data.on_disk.cache import USUAL, Preparation, fingerprint_of
 from harness.data.on_disk.shards import batches, bytes_of_rows, make_shards, mapped, rows_of_shards
 from harness.data.packing import Bins, best_fit_decreasing
-from harness.data.tokenizer import Tokenizer, end_of_document_id, largest_id
+from harness.data.tokenizer import Tokenizer, end_of_document_id, identity, largest_id
 from harness.errors import UserError
 from harness.wording import counted
 

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -207,3 +208,20 @@ def _as_byte_level_bpe(tokenizer: ByteTokenizer) -> tokenizers.Tokenizer:
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens([AddedToken(t, special=True) for t in (tokenizer.eos_token, tokenizer.pad_token)])
     return bpe
+
+
+def identity(tokenizer: Tokenizer) -> str:
+    """Return everything that decides how a tokenizer cuts text, as one text. Its pickle would change with use."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return repr(tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = json.loads(backend.to_str())
+        for state_of_the_last_call in ("truncation", "padding"):
+            rules.pop(state_of_the_last_call, None)
+        parts = [json.dumps(rules, sort_keys=True)]
+    else:
+        with TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            parts = [file.read_text(encoding="latin-1") for file in sorted(Path(folder).iterdir())]
+    return "\0".join((type(tokenizer).__name__, str(tokenizer.eos_token_id), *parts))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel
 
-from harness.checkpoint.atomic import replace_text
+from harness.atomic import replace_text
 from harness.checkpoint.directories import EVALUATIONS, METRICS
 from harness.config.values.json_object import JsonObject
 from harness.console import Console

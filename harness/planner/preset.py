@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from harness.config.check import check, refusals
-from harness.config.diagnostic import ConfigError
+from harness.config.checking.check import check, refusals
+from harness.config.text.diagnostic import ConfigError
 from harness.config.text.document import from_text
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import DEEPSPEED_1F1B

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from harness.checkpoint.atomic import replace_text
+from harness.atomic import replace_text
 from harness.errors import UserError
 from harness.planner.hardware import load_hardware, names
 from harness.report.page import charts_of, page

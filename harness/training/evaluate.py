@@ -27,7 +27,7 @@ from harness.topology.agreement import any_rank, host_group, require_alike
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import Labels, Loss, Outputs, RouterLoss
 from harness.training.engine.outputs import KeptOutputs
-from harness.training.run import Run
+from harness.training.prepare.run import Run
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction, PredictionOutput

@@ -26,8 +26,8 @@ from harness.resilience.process.activity import ACTIVITY, inside
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.build import build_engine
+from harness.training.prepare.run import Run
 from harness.training.prepare.stages import stage_costs, stage_lines
-from harness.training.run import Run
 from harness.training.saving.checkpoints import progress_of
 
 COMPUTING = ("ForwardPass", "BackwardPass", "InputGradients", "WeightGradients")

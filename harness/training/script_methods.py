@@ -25,8 +25,8 @@ from harness.topology.agreement import all_or_none
 from harness.training.callbacks import TrainerState
 from harness.training.evaluate import default_batch, tokens_of_new
 from harness.training.huggingface import upload
+from harness.training.prepare.run import Run
 from harness.training.recording.files import write_object
-from harness.training.run import Run
 
 CARD = "<!-- written by ds-harness -->"
 Batches: TypeAlias = "DataLoader[object]"

@@ -34,7 +34,6 @@ from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
 from harness.topology.agreement import largest
 from harness.topology.env import LaunchEnv
-from harness.training.best_model import EarlyStoppingCallback, load_best, note_evaluation, own_early_stopping
 from harness.training.callbacks import (
     AnyCallback,
     MomentValues,
@@ -47,21 +46,22 @@ from harness.training.callbacks import (
     keywords,
     take_out,
 )
+from harness.training.callbacks.progress import ProgressCallback
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction
 from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_metrics, predict
 from harness.training.huggingface import missing, require_ours
-from harness.training.nonfinite import NonFinite
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.preparation import prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
 from harness.training.rebalancing import Rebalancer
 from harness.training.recording.profiler import ProfileCallback
-from harness.training.recording.progress import ProgressCallback
 from harness.training.recording.recorder import Recorder
+from harness.training.saving.best_model import EarlyStoppingCallback, load_best, note_evaluation, own_early_stopping
 from harness.training.saving.checkpoints import Checkpoints
 from harness.training.saving.model import gather_model, write_model
+from harness.training.saving.nonfinite import NonFinite
 from harness.training.saving.resume import Rollback, begin_or_resume, resume_named
 from harness.training.script_methods import ScriptMethods
 from harness.uncaught import show_in_one_line

@@ -15,8 +15,8 @@ import pytest
 from harness import Trainer, TrainerCallback
 from harness.report.profile.record import read_steps
 from harness.training.callbacks import StepRecord, TrainerState
+from harness.training.prepare.run import Run
 from harness.training.rebalancing import Rebalancer, StageClock
-from harness.training.run import Run
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 

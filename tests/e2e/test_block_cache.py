@@ -15,7 +15,7 @@ SECOND_RUN = """
 import sys
 from harness.data.blocks import make_blocks
 from harness.data.on_disk.cache import Preparation
-from harness.data.pieces import PieceEncoder
+from harness.data.piece_encoder import PieceEncoder
 from harness.data.files.documents import (read_documents)
 from harness.data.tokenizer import ByteTokenizer
 PieceEncoder.__call__ = None

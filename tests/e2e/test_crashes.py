@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from harness.atomic import replace_text
 from harness.checkpoint import directories
-from harness.checkpoint.atomic import replace_text
 from harness.checkpoint.directories import contents, finish, partial_name, prune, remove
 from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
 from harness.checkpoint.integrity import newest_whole

@@ -22,10 +22,10 @@ from harness.arguments import LoraArguments, TrainingArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.cli import VERBS
 from harness.config import Severity, check, load
-from harness.config.rules.registry import by_code
+from harness.config.checking.registry import by_code
 from harness.config.rules.rule import Finding, Rule, rule
+from harness.config.rules.view import RunView
 from harness.config.text.document import from_text
-from harness.config.view import RunView
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness.checkpoint.atomic import FOLDER, UNFINISHED, replace_text, sync_file, sync_folder
+from harness.atomic import FOLDER, UNFINISHED, replace_text, sync_file, sync_folder
 from harness.config.values.json_file import MOST_BYTES, parse_json, regular_bytes
 from harness.config.values.json_object import JsonObject
 from harness.hf.weights.tensor_files import INDEX, SINGLE

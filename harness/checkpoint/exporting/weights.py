@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig
 
-from harness.checkpoint.atomic import UNFINISHED, replaced_files, sync_file, sync_folder
+from harness.atomic import UNFINISHED, replaced_files, sync_file, sync_folder
 from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
 from harness.checkpoint.tensors.local_shard import local_shard_of, saved_tensors
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions, index_content

@@ -13,12 +13,12 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from harness.config.check import check
-from harness.config.diagnostic import ConfigError, Diagnostic, Severity
-from harness.config.rules.registry import by_code
+from harness.config.checking.check import check
+from harness.config.checking.registry import by_code
+from harness.config.rules.view import Target
+from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.document import Document, from_text
 from harness.config.text.edits import apply
-from harness.config.view import Target
 
 _ROUNDS = 500  # far more than a config has keys; bounds the loop for any text
 

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from harness.config.rules.registry import RULES
+from harness.config.checking.registry import RULES
 from harness.config.rules.rule import Rule
 from harness.config.schema import supported
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from harness.config.diagnostic import Diagnostic, Severity
-from harness.config.rules.registry import RULES
+from harness.config.checking.registry import RULES
+from harness.config.text.diagnostic import Diagnostic, Severity
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import masked_by_name
 from harness.errors import printable

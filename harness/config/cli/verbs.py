@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from harness.config.check import check as check_document
+from harness.config.checking.check import check as check_document
+from harness.config.checking.registry import RULES, by_code
 from harness.config.cli.fix import diff, fix
 from harness.config.cli.render import FORMATS, render, text_block
-from harness.config.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.model.families import require_trainable_family
 from harness.config.resolving.resolve import resolve as resolve_document
 from harness.config.resolving.resolved import Resolved
-from harness.config.rules.registry import RULES, by_code
+from harness.config.rules.view import TARGETS
 from harness.config.schema.support import version_warning
+from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.document import MAX_BYTES, Document, from_bytes, from_text, load
 from harness.config.values.arguments import AutoValues
-from harness.config.view import TARGETS
 from harness.errors import UserError
 from harness.verb_parser import VerbParser, positive, run_arguments
 from harness.wording import counted

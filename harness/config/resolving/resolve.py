@@ -11,13 +11,14 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 
-from harness.config.check import findings, known_shape, refusals
-from harness.config.diagnostic import ConfigError
+from harness.config.checking.check import findings, known_shape, refusals
 from harness.config.model.shape import ModelShape
 from harness.config.resolving import filling
 from harness.config.resolving.filling import Resolution
 from harness.config.resolving.resolved import Resolved
+from harness.config.rules.view import RunView
 from harness.config.schema.normalize import as_read
+from harness.config.text.diagnostic import ConfigError
 from harness.config.text.document import Document, from_values
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
@@ -31,7 +32,6 @@ from harness.config.values.layout_keys import (
     schedule_name,
 )
 from harness.config.values.pointers import put
-from harness.config.view import RunView
 
 
 def resolve(

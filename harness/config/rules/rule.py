@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from harness.config.diagnostic import Edit, Severity
+from harness.config.rules.view import RunView
+from harness.config.text.diagnostic import Edit, Severity
 from harness.config.values.json_object import JsonObject
-from harness.config.view import RunView
 
 # refuses: DeepSpeed's parser raises; engine: deepspeed.initialize raises; runs: both accept it;
 # elsewhere: it takes more than one process, a model or another program to see it

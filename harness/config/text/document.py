@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from harness.config.diagnostic import ConfigError, Diagnostic, Severity
+from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.parser import Node, NonJsonSyntax, Parsed, TextError, parse
 from harness.config.values.json_object import JsonObject
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from harness.config.diagnostic import Edit
+from harness.config.text.diagnostic import Edit
 from harness.config.text.document import Document
 from harness.config.text.parser import Member, Node
 

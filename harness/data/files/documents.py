@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from harness.data.batches.collate import MapDataset
+from harness.data.files.pieces import in_pieces, parts_of
 from harness.data.files.readers import Extent, planned, read_documents_of
 from harness.data.files.rows import COLUMNS, TEXT, document, kind_of_row, plain_row
 from harness.data.files.sources import find_files, preflight
@@ -26,7 +27,6 @@ from harness.data.on_disk.cache import (
     set_fingerprint,
 )
 from harness.data.on_disk.shards import is_whole, make_shards, sha256_of, shard_bytes, write_whole
-from harness.data.pieces import in_pieces, parts_of
 from harness.errors import UserError
 
 if TYPE_CHECKING:

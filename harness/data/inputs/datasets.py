@@ -24,13 +24,13 @@ from harness.data.files.sources import TOKENS, SourceGroup, find_files, find_tok
 from harness.data.inputs.early_checks import refuse_buffer, require_streamable
 from harness.data.inputs.given import as_dataset
 from harness.data.mixing import Source, described, joined
-from harness.data.on_disk.cache import Preparation, identity, once_per_host
+from harness.data.on_disk.cache import Preparation, once_per_host
 from harness.data.on_disk.progress import Speaker
 from harness.data.preview import composition, summary
 from harness.data.samples import make_samples
 from harness.data.streaming.rows import FileRows, IterableRows, Rows, is_iterable, read_all
 from harness.data.streaming.source import RowsAsTheyAre, Streamed, StreamedSource, sample_maker
-from harness.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, load_tokenizer
+from harness.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, identity, load_tokenizer
 from harness.device.process_group import shared_store, start
 from harness.errors import UserError
 from harness.hf.causal import require_cut

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
 
-from harness.data.tokenizer import ByteTokenizer, Tokenizer
 from harness.errors import UserError, reason
 from harness.topology.env import LaunchEnv
 from harness.topology.placement import host_id
@@ -139,20 +136,3 @@ def fingerprint_of(rows: Dataset) -> str:
 def set_fingerprint(rows: Dataset, name: str) -> None:
     """Set the fingerprint of a data set, which identifies its content."""
     rows._fingerprint = name  # noqa: SLF001  # datasets has no public name for it
-
-
-def identity(tokenizer: Tokenizer) -> str:
-    """Return everything that decides how a tokenizer cuts text, as one text. Its pickle would change with use."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return repr(tokenizer)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        rules = json.loads(backend.to_str())
-        for state_of_the_last_call in ("truncation", "padding"):
-            rules.pop(state_of_the_last_call, None)
-        parts = [json.dumps(rules, sort_keys=True)]
-    else:
-        with TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            parts = [file.read_text(encoding="latin-1") for file in sorted(Path(folder).iterdir())]
-    return "\0".join((type(tokenizer).__name__, str(tokenizer.eos_token_id), *parts))

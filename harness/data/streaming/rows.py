@@ -21,10 +21,10 @@ from torch.utils.data import IterableDataset
 from harness.config.values.json_object import JsonObject
 from harness.data.batches.collate import AnyDataset, MapDataset
 from harness.data.batches.same_data import digest
+from harness.data.files.pieces import in_pieces
 from harness.data.files.readers import in_order, read_documents_of
 from harness.data.files.rows import COLUMNS, document, kind_of_row, plain_row
 from harness.data.on_disk.cache import fingerprint
-from harness.data.pieces import in_pieces
 from harness.errors import UserError
 from harness.parallel.generators import own_generators, seed_of
 from harness.wording import counted

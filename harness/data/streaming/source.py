@@ -25,7 +25,7 @@ from harness.data.mixing import Shares
 from harness.data.on_disk.cache import fingerprint
 from harness.data.on_disk.progress import PreparationProgress
 from harness.data.packing import best_fit_decreasing
-from harness.data.pieces import PieceEncoder
+from harness.data.piece_encoder import PieceEncoder
 from harness.data.samples import laid_out
 from harness.data.streaming.rows import Mark, Row, Rows
 from harness.data.tokenizer import Tokenizer

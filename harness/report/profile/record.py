@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from harness.checkpoint.atomic import replace_text
+from harness.atomic import replace_text
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import DEEPSPEED_1F1B

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from harness.checkpoint.atomic import UNFINISHED
+from harness.atomic import UNFINISHED
 from harness.config.values.json_file import read_json
 from harness.errors import UserError
 from harness.topology.env import records_folder

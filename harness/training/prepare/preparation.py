@@ -18,8 +18,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from harness.atomic import room, sync_folder
 from harness.checkpoint import directories
-from harness.checkpoint.atomic import room, sync_folder
 from harness.checkpoint.integrity import run_id, wait_until_seen
 from harness.checkpoint.run_lock import is_lent_twice, lock_directory, unlock_directory
 from harness.checkpoint.trial import try_saving
@@ -81,11 +81,11 @@ from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning
 from harness.training.prepare.forecast import forecast, require_masks, require_memory
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, checkpoint_to_resume, intact_checkpoint, plan_run
+from harness.training.prepare.run import Run
 from harness.training.prepare.sample_prompts import sample_prompts
 from harness.training.prepare.stages import choose_boundaries, report_stages, stage_costs, stage_lines
 from harness.training.prepare.trainable import TrainableModel, require_compilable, trainable_decoder, trainable_layers
 from harness.training.prepare.verification import verify_plan
-from harness.training.run import Run
 
 
 def prepare_run(inputs: RunInputs) -> Run:

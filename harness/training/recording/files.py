@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.arguments.themes.script import PYTHON_STDLIB
-from harness.checkpoint.atomic import replace_text
+from harness.atomic import replace_text
 from harness.checkpoint.directories import RUN
 from harness.config.values.json_file import parse_json, read_json
 from harness.config.values.json_object import JsonObject
@@ -32,7 +32,7 @@ from harness.training.callbacks import StepRecord
 from harness.wall_clock import CLOCK
 
 if TYPE_CHECKING:  # benchmarks write versions without the imports of training
-    from harness.training.run import Run
+    from harness.training.prepare.run import Run
 
 DATA_FLAGS = ("train_file", "validation_file")
 MOST_FILES = 1000

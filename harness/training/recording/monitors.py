@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.checkpoint.atomic import replace_text
+from harness.atomic import replace_text
 from harness.checkpoint.directories import set_aside
 from harness.config.values.json_object import JsonObject
 

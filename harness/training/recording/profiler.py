@@ -26,7 +26,7 @@ from harness.report.profile.timeline import trace
 from harness.resilience.process.records import THIS_RANK
 from harness.topology.agreement import values_on_first
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
-from harness.training.run import Run
+from harness.training.prepare.run import Run
 from harness.wording import counted
 
 WARM_STEPS = 2  # not timed: the first step takes longer, and so does the second, whose memory is measured

@@ -24,10 +24,10 @@ from harness.topology.agreement import all_or_none, values_on_first
 from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.engine.outputs import continued
+from harness.training.prepare.run import Run
 from harness.training.prepare.sample_prompts import SamplePrompts
 from harness.training.recording.files import MetricsFile, note_wall_clock, origin, versions, write_run
 from harness.training.recording.monitors import Monitors
-from harness.training.run import Run
 
 SAMPLES = "samples.jsonl"
 SHOWN = (

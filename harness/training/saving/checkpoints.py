@@ -24,11 +24,11 @@ from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, any_rank
-from harness.training.best_model import best_as_saved, forget_unsaved, note_checkpoint
 from harness.training.callbacks import TrainerState
-from harness.training.nonfinite import NonFinite
-from harness.training.run import Run
+from harness.training.prepare.run import Run
+from harness.training.saving.best_model import best_as_saved, forget_unsaved, note_checkpoint
 from harness.training.saving.model import write_configs
+from harness.training.saving.nonfinite import NonFinite
 from harness.training.saving.resume import hyperparameters
 
 MOMENT_S = 1.0  # how long the step after a save waits for the disk

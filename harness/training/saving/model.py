@@ -29,7 +29,7 @@ from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.hf.weights.conversion import untie
 from harness.topology.agreement import all_or_none
 from harness.topology.groups import Groups
-from harness.training.run import Run
+from harness.training.prepare.run import Run
 
 BASE = "base_model"
 

@@ -32,13 +32,13 @@ from harness.data.streaming.source import Streamed
 from harness.errors import UserError
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, value_of_first
-from harness.training.best_model import restore_best
 from harness.training.callbacks import TrainerState
-from harness.training.nonfinite import NonFiniteStep
 from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import intact_checkpoint
+from harness.training.prepare.run import Run
 from harness.training.recording.recorder import Recorder
-from harness.training.run import Run
+from harness.training.saving.best_model import restore_best
+from harness.training.saving.nonfinite import NonFiniteStep
 from harness.wording import counted
 
 

@@ -13,8 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from harness.config import AutoValues, ConfigError, Severity, check, refusals, resolve, schema
+from harness.config.checking.registry import by_code
 from harness.config.cli.pages import LENIENT, STRICTER
-from harness.config.rules.registry import by_code
 from harness.config.schema import every_key
 from harness.config.schema.normalize import as_read
 from harness.config.text.document import from_text

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config import AutoValues, ConfigError, Resolved, resolve
-from harness.config.check import unsupported_on_cpu
+from harness.config.checking.check import unsupported_on_cpu
 from harness.config.values.pointers import lookup
 
 

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from harness.config import AutoValues, ConfigError, check, resolve
+from harness.config.checking.registry import RULES
 from harness.config.cli.fix import fix
 from harness.config.cli.render import FORMATS, render
-from harness.config.rules.registry import RULES
+from harness.config.rules.view import TARGETS
 from harness.config.schema import every_key
 from harness.config.text.document import from_bytes
-from harness.config.view import TARGETS
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import pytest
 
 from harness.config.cli.render import render, sarif, summary, text_block
-from harness.config.diagnostic import ConfigError, Diagnostic, Edit, Severity
+from harness.config.text.diagnostic import ConfigError, Diagnostic, Edit, Severity
 from harness.config.text.document import Document
 from harness.config.text.parser import parse
 from harness.config.values.pointers import name_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.check import check
+from harness.config.checking.check import check
 from harness.config.cli.render import text_block
 from harness.config.text.document import from_text
 from harness.config.values.secrets import Secrets, masked_by_name

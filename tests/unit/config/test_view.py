@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config.model.shares import Heads, stretch
+from harness.config.rules.view import RunView, is_comment
 from harness.config.schema.normalize import as_read
 from harness.config.text.document import from_values
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.layout_keys import FOLDED_SCHEDULES, INTERLEAVED, SCHEDULES
 from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.config.values.pointers import bf16_section, lookup, put, whole
-from harness.config.view import RunView, is_comment
 
 
 def view(config: dict[str, Any], **more: Any) -> RunView:

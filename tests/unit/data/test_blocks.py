@@ -17,7 +17,7 @@ from harness.data.blocks import make_blocks
 from harness.data.files.documents import read_documents
 from harness.data.on_disk import shards
 from harness.data.on_disk.cache import Preparation, once_per_host
-from harness.data.pieces import PieceEncoder
+from harness.data.piece_encoder import PieceEncoder
 from harness.data.tokenizer import ByteTokenizer, encode, load_tokenizer
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv

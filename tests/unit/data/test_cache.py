@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.data.on_disk import cache
-from harness.data.on_disk.cache import cache_error, fingerprint, identity, once_per_host, prepared_folder
-from harness.data.tokenizer import ByteTokenizer, load_tokenizer
+from harness.data.on_disk.cache import cache_error, fingerprint, once_per_host, prepared_folder
+from harness.data.tokenizer import ByteTokenizer, identity, load_tokenizer
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 

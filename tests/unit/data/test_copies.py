@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, load_from_disk
 
-from harness.data import pieces
-from harness.data.files import readers
+from harness.data.files import pieces, readers
 from harness.data.files.documents import as_documents, read_documents
 from harness.data.on_disk import shards
 from harness.errors import UserError

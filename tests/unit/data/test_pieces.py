@@ -6,7 +6,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from harness.data.pieces import PieceEncoder, in_pieces
+from harness.data.files.pieces import in_pieces
+from harness.data.piece_encoder import PieceEncoder
 from harness.data.tokenizer import ByteTokenizer, encode
 
 WORDS = [

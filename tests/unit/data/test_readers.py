@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.data.files import readers
+from harness.data.files.pieces import PIECE_CHARACTERS
 from harness.data.files.readers import Extent, decodes, kind_of_file, planned, read_documents_of, whole
-from harness.data.pieces import PIECE_CHARACTERS
 from harness.errors import UserError
 
 same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

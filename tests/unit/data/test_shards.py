@@ -18,7 +18,7 @@ from harness.data.files.documents import read_documents
 from harness.data.on_disk import shards
 from harness.data.on_disk.cache import Preparation
 from harness.data.on_disk.shards import NOTE, make_shards
-from harness.data.pieces import PieceEncoder
+from harness.data.piece_encoder import PieceEncoder
 from harness.data.samples import make_samples
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError

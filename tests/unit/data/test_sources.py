@@ -17,9 +17,9 @@ import pytest
 
 from harness.data.blocks import make_blocks
 from harness.data.files.documents import hold_out, read_documents
+from harness.data.files.pieces import PIECE_CHARACTERS, parts_of
 from harness.data.files.sources import find_files, preflight
 from harness.data.on_disk.cache import Preparation
-from harness.data.pieces import PIECE_CHARACTERS, parts_of
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
 

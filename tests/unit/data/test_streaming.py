@@ -14,15 +14,15 @@ from torch.utils.data import IterableDataset
 
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.script import ScriptArguments
-from harness.data import pieces
 from harness.data.batches.stream import data_digest
 from harness.data.blocks import make_blocks
-from harness.data.files import readers
+from harness.data.files import pieces, readers
 from harness.data.files.documents import read_documents
+from harness.data.files.pieces import PIECE_CHARACTERS
 from harness.data.files.sources import find_files
 from harness.data.on_disk import progress
 from harness.data.on_disk.cache import Preparation
-from harness.data.pieces import PIECE_CHARACTERS, PieceEncoder
+from harness.data.piece_encoder import PieceEncoder
 from harness.data.samples import make_samples
 from harness.data.streaming import rows as rows_module
 from harness.data.streaming import source as source_module

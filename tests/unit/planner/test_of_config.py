@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config import AutoValues, resolve
-from harness.config.diagnostic import ConfigError
+from harness.config.text.diagnostic import ConfigError
 from harness.config.text.document import from_text
 from harness.config.values.batch import bubble
 from harness.config.values.layout_keys import (

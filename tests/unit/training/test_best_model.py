@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from harness import TrainingArguments, UserError
-from harness.training import best_model
-from harness.training.best_model import EarlyStoppingCallback, improves, metric_of, note_evaluation, restore_best
 from harness.training.callbacks import TrainerControl, TrainerState
+from harness.training.saving import best_model
+from harness.training.saving.best_model import EarlyStoppingCallback, improves, metric_of, note_evaluation, restore_best
 from tests.unit.checkpoint.saved import save
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from harness import UserError
 from harness.config import check
+from harness.config.rules.view import Target
 from harness.config.text.document import from_values
-from harness.config.view import Target
 from harness.parallel.compiling import compile_modules, eager
 from harness.training.engine.context import LayerTraits
 from harness.training.prepare.trainable import require_compilable

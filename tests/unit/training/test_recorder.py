@@ -20,9 +20,9 @@ from harness.arguments import LoraArguments, parse
 from harness.arguments.themes.script import ScriptArguments
 from harness.data.tokenizer import ByteTokenizer
 from harness.resilience.process import signals
+from harness.training.callbacks.progress import _figures
 from harness.training.evaluate import computed_metrics
 from harness.training.recording.files import MetricsFile, data_files
-from harness.training.recording.progress import _figures
 from harness.training.recording.recorder import Recorder, _shown
 from tests.unit.data.test_token_files import datatrove, megatron
 from tests.unit.training.full_disk import full_disk

@@ -18,9 +18,9 @@ from harness.arguments.configure import read_run_config
 from harness.arguments.themes.reporting import monitor_sections, require_packages
 from harness.console import Console, plain_console
 from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
+from harness.training.callbacks.progress import ProgressCallback, clock, smoothed
 from harness.training.recording.files import data_files, git_state
 from harness.training.recording.monitors import Monitors
-from harness.training.recording.progress import ProgressCallback, clock, smoothed
 from tests.unit.training.full_disk import full_disk
 
 

@@ -57,7 +57,7 @@ def test_the_rules_run_once_in_a_whole_run(make: Callable[..., Trainer], monkeyp
         passes.append(view)
         return iter(())
 
-    check = sys.modules["harness.config.check"]
+    check = sys.modules["harness.config.checking.check"]
     monkeypatch.setattr(check, "RULES", (*check.RULES, replace(check.RULES[0], check=count)))
     trainer = make(max_steps=-1, num_train_epochs=1, warmup_ratio=0.5)
     trainer.train()

@@ -19,10 +19,10 @@ from harness.console import Console
 from harness.topology.layout import Layout
 from harness.train import main
 from harness.training.callbacks import TrainerState
-from harness.training.nonfinite import NonFinite
 from harness.training.prepare.preflight import TRIAL_STEPS, limit_trial
 from harness.training.prepare.stages import report_stages
 from harness.training.saving.checkpoints import Checkpoints
+from harness.training.saving.nonfinite import NonFinite
 
 ROOT = Path(__file__).resolve().parents[3]
 

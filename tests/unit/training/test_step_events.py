@@ -15,7 +15,7 @@ from harness import Trainer, TrainingArguments, UserError
 from harness.training.engine.losses import targets
 from harness.training.engine.outputs import KeptOutputs
 from harness.training.evaluate import computed_metrics
-from harness.training.run import StepEvents
+from harness.training.prepare.run import StepEvents
 
 POINTS = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(20)]
 

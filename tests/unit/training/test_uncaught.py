@@ -10,7 +10,7 @@ import pytest
 
 from harness import uncaught
 from harness.config import ConfigError, load
-from harness.config.diagnostic import Diagnostic, Severity
+from harness.config.text.diagnostic import Diagnostic, Severity
 from harness.errors import UserError, UserErrors, printable
 from harness.uncaught import lines_of, show_in_one_line
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
-from harness.config.view import RunView
+from harness.config.rules.view import RunView
+from harness.config.text.diagnostic import Severity
 
 SECTION = "/activation_checkpointing"
 

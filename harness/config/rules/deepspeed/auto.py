@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.syntax.values import show
+from harness.config.rules.view import KeyOccurrence, RunView
+from harness.config.text.diagnostic import Severity
 from harness.config.values.layout_keys import GRADIENT_BITS
 from harness.config.values.pointers import AUTO, name_of
-from harness.config.view import KeyOccurrence, RunView
 
 # what transformers' HfTrainerDeepSpeedConfig fills in; the harness fills the same
 _FILLED = frozenset(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
+from harness.config.text.diagnostic import Severity
 from harness.config.values.batch import (
     ACCUMULATION,
     ARGUMENTS,
@@ -16,7 +17,6 @@ from harness.config.values.batch import (
     stated_sizes,
 )
 from harness.config.values.pointers import AUTO, whole
-from harness.config.view import RunView
 
 
 @rule("DS301", "no-batch-size", Severity.ERROR, claim="refuses")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.deepspeed.optimizer import PARAMS, TYPE, about_type, kind
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
+from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import AUTO
-from harness.config.view import RunView
 
 _CANNOT_TRAIN = {
     "LBFGS": "it needs a closure that calls the model, which DeepSpeed does not give it",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
 from harness.config.schema.coercion import as_float
+from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import AUTO
-from harness.config.view import RunView
 
 ZERO = "/zero_optimization"
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.deepspeed.offload import offloads
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
 from harness.config.schema import signatures
 from harness.config.schema.coercion import as_float
 from harness.config.schema.suggest import nearest
 from harness.config.text import edits
+from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import AUTO
-from harness.config.view import RunView
 from harness.wording import one_of
 
 TYPE, PARAMS = "/optimizer/type", "/optimizer/params"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.deepspeed.offload import offloads
 from harness.config.rules.deepspeed.optimizer import is_tested_with_zero
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
 from harness.config.schema.coercion import as_float, as_int
 from harness.config.text import edits
+from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import AUTO
-from harness.config.view import RunView
 
 FLOAT16 = ("torch.float16", "fp16", "float16", "half")
 _KINDS = {

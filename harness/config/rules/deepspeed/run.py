@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
+from harness.config.text.diagnostic import Severity
 from harness.config.values.arguments import OPTIMIZERS, SCHEDULERS, AutoValues
 from harness.config.values.batch import ARGUMENTS
 from harness.config.values.pointers import AUTO, name_of
-from harness.config.view import RunView
 
 BETAS = "/optimizer/params/betas"
 

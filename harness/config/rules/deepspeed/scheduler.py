@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
 from harness.config.schema import signatures
 from harness.config.schema.suggest import nearest
+from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import AUTO, whole
-from harness.config.view import RunView
 from harness.wording import one_of
 
 TYPE, PARAMS = "/scheduler/type", "/scheduler/params"

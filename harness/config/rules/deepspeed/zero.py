@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.deepspeed.switches import is_other
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
 from harness.config.text import edits
+from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import AUTO
-from harness.config.view import RunView
 from harness.wording import counted, one_of
 
 ZERO = "/zero_optimization"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
+from harness.config.text.diagnostic import Severity
 from harness.config.values.layout_keys import ATTENTION_TILE, CONTEXT, DEEPSPEED_CONTEXT, LOSS_TILE
-from harness.config.view import RunView
 from harness.wording import counted
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.deepspeed.offload import ZERO, offloads
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
+from harness.config.text.diagnostic import Severity
 from harness.config.values.layout_keys import GRADIENT_BITS, GRADIENT_BITS_CHOICES
 from harness.config.values.pointers import AUTO
-from harness.config.view import RunView
 
 _IGNORES = "ignores the section, and sends gradients as they are"
 

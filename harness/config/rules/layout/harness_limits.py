@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.deepspeed.offload import ZERO, offloads
 from harness.config.rules.deepspeed.precision import FLOAT16
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
 from harness.config.schema import find
 from harness.config.schema.coercion import as_float
+from harness.config.text.diagnostic import Severity
 from harness.config.values.idle_keys import IDLE, accelerated
 from harness.config.values.layout_keys import EXPERT_PARTS, EXPERT_ROUTING, EXPERTS, FEED_FORWARD_TILE
 from harness.config.values.pointers import AUTO, name_of
-from harness.config.view import RunView
 
 
 def _asks(view: RunView, pointer: str) -> bool:

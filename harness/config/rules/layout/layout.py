@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Edit, Severity
 from harness.config.rules.layout.context import context_pointer
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
 from harness.config.schema.coercion import as_int
 from harness.config.text import edits
+from harness.config.text.diagnostic import Edit, Severity
 from harness.config.values.layout_keys import EXPERT_PARTS, EXPERT_ROUTING, LEAST, expert_fault, size_fault
 from harness.config.values.pointers import AUTO
-from harness.config.view import RunView
 from harness.wording import counted
 
 _READ = {"/tensor_parallel": ("autotp_size", "sequence_parallel"), "/expert_parallel": ("autoep_size", "token_pieces")}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.model.plans import planless_family
 from harness.config.model.shares import Heads
 from harness.config.rules.rule import Finding, rule
-from harness.config.view import RunView
+from harness.config.rules.view import RunView
+from harness.config.text.diagnostic import Severity
 from harness.wording import counted
 
 _TINY = "tiny-llama"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
+from harness.config.text.diagnostic import Severity
 from harness.config.values.batch import bubble, idle, micro_batches_wanted
 from harness.config.values.layout_keys import PARTITION_FORMS, SCHEDULES, partition_method, schedule_name
 from harness.config.values.pointers import AUTO
-from harness.config.view import RunView
 from harness.wording import counted
 
 

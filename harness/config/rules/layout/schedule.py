@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.layout.pipeline import unknown_word
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
+from harness.config.text.diagnostic import Severity
 from harness.config.values.layout_keys import (
     INTERLEAVED,
     REMOVED_SCHEDULES,
@@ -15,7 +16,6 @@ from harness.config.values.layout_keys import (
     SPLIT_BACKWARD,
     schedule_name,
 )
-from harness.config.view import RunView
 from harness.wording import counted
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config import schema
-from harness.config.diagnostic import Edit, Severity
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import KeyOccurrence, RunView, is_comment
 from harness.config.schema.suggest import alias_here, elsewhere, nearest
 from harness.config.text import edits
+from harness.config.text.diagnostic import Edit, Severity
 from harness.config.values.pointers import AUTO, name_of
-from harness.config.view import KeyOccurrence, RunView, is_comment
 
 
 def unknown(view: RunView) -> Iterator[KeyOccurrence]:

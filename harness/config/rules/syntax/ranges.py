@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.config.diagnostic import Severity
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.syntax.values import show, unchecked_ranges
+from harness.config.rules.view import RunView
+from harness.config.text.diagnostic import Severity
 from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import AUTO, name_of
-from harness.config.view import RunView
 from harness.wording import one_of
 
 

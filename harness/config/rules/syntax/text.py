@@ -6,10 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Edit, Severity
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import RunView
+from harness.config.text.diagnostic import Edit, Severity
 from harness.config.text.parser import NonJsonSyntax
-from harness.config.view import RunView
 
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NAMES = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from harness.config.diagnostic import Edit, Severity
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.view import KeyOccurrence, RunView
 from harness.config.schema.coercion import NAMES, Reading, read
 from harness.config.text import edits
+from harness.config.text.diagnostic import Edit, Severity
 from harness.config.values.layout_keys import GRADIENT_BITS, size_fault
 from harness.config.values.pointers import AUTO, name_of
-from harness.config.view import KeyOccurrence, RunView
 
 
 def show(value: object) -> str:

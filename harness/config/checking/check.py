@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from harness.config.diagnostic import Diagnostic, Severity
+from harness.config.checking.registry import RULES
 from harness.config.model.shape import ModelShape, read_shape, require_every_layer
 from harness.config.rules.layout.harness_limits import needs_an_accelerator
-from harness.config.rules.registry import RULES
 from harness.config.rules.rule import Finding, Rule
+from harness.config.rules.view import RunView, Target
+from harness.config.text.diagnostic import Diagnostic, Severity
 from harness.config.text.document import Document, from_values
-from harness.config.view import RunView, Target
 
 
 def check(

@@ -17,7 +17,7 @@ from harness.errors import UserError
 from harness.topology.agreement import value_of_first, values_of_all
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
 from harness.training.prepare.plan import require_metric_of_one
-from harness.training.run import Run
+from harness.training.prepare.run import Run
 
 
 class EarlyStoppingCallback(TrainerCallback):

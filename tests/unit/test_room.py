@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.atomic import room
+from harness.atomic import room
 from harness.errors import reason
 
 FILL = """
 import sys
 from pathlib import Path
-from harness.checkpoint.atomic import replace_text, room
+from harness.atomic import replace_text, room
 from harness.errors import reason
 folder = Path(sys.argv[1])
 try:

@@ -1,6 +1,6 @@
 """Tokenise documents piece by piece with the tokens of the whole, but without the whole in memory.
 
-A long document comes as rows of at most `PIECE_CHARACTERS`, cut anywhere. Near each border this module searches a place
+A long document comes in pieces, cut anywhere (`files/pieces.py`). Near each border this module searches a place
 where the tokenizer cuts too: the text around it gives the same tokens as a whole and in two parts. Cut there, the
 tokens of the parts joined equal those of the whole. Ends of lines are tried first, then ends of words. If no place that
 is tried will do, the document is cut where its pieces meet, and a word there may get other tokens.
@@ -10,17 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from harness.data.tokenizer import ByteTokenizer, Tokenizer, encode, end_of_document_id
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-PIECE_CHARACTERS = 1 << 16
 
 _AROUND = 256  # characters before and after a place that are tokenised to decide whether the tokenizer cuts there
 _LOOKED_AT = 1 << 12  # characters after a border in which a place is searched
@@ -28,23 +22,6 @@ _TRIED = 12  # ends of lines, and as many ends of words
 _ELSEWHERE = 64  # positions tried if neither will do: even in text without spaces a token is seldom as long
 
 Ids = npt.NDArray[np.integer]
-
-
-def in_pieces(document: dict[str, str]) -> Iterator[dict[str, str | int]]:
-    """Yield a text document as rows of its pieces, numbered by `part`; a conversation, which is short, unchanged."""
-    if "text" not in document:
-        yield dict(document)
-        return
-    text = document["text"]
-    for part, start in enumerate(range(0, max(len(text), 1), PIECE_CHARACTERS)):
-        yield {"text": text[start : start + PIECE_CHARACTERS], "part": part}
-
-
-def parts_of(documents: Dataset) -> npt.NDArray[np.int32]:
-    """Return the part number of each row in its document [rows]; 0 without that column: rows are whole documents."""
-    if "part" not in documents.column_names:
-        return np.zeros(len(documents), dtype=np.int32)
-    return np.asarray(documents.select_columns("part").with_format("numpy")[:]["part"], dtype=np.int32)
 
 
 class PieceEncoder:

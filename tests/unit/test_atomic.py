@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checkpoint import atomic
-from harness.checkpoint.atomic import exchange, replace_text, replaced_files, sync_file, sync_folder
+from harness import atomic
+from harness.atomic import exchange, replace_text, replaced_files, sync_file, sync_folder
 from tests.unit.training.full_disk import full_disk
 
 

@@ -1,0 +1,1 @@
+"""Run the rules on a config: the list of all rules, and the check."""
