@@ -14,8 +14,7 @@ class ModelChunks:
     """The model chunks in the order of their layers, and the stage of each.
 
     Chunks are dealt to the p stages in turn: stage 0 has chunks 0, p, 2 p, ... If they are folded, every other round
-    runs
-    backwards: with two rounds stage 0 has the first and the last chunk.
+    runs backwards: with two rounds stage 0 has the first and the last chunk.
 
     Attributes:
         stages: number of pipeline stages.
