@@ -1,8 +1,7 @@
-"""The command `ds-harness`: it finds the verb and hands over. Thin on purpose, since starting it must be
-quick.
+"""The command `ds-harness`: find the verb and call it.
 
-A verb's package is imported only when the verb is called. Exit codes: 0 done, 1 the user has something to
-mend (one line on standard error), 2 unusable arguments.
+A verb's package is imported only when the verb is called, so that every other verb starts quickly. Exit codes: 0 done,
+1 the user must correct something (one line on standard error), 2 unusable arguments.
 """
 
 from __future__ import annotations

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from harness.atomic import replace_text
 from harness.compat.family_case import CPU, FamilyCase, NotTried, build_case, cut_family, needs_is_decoder
-from harness.compat.stored import stored_difference
 from harness.config.model.plans import spreads_experts
 from harness.config.model.shape import experts_of
 from harness.errors import UserError
@@ -31,7 +32,7 @@ from harness.hf.skeleton import read_source
 from harness.hf.verify.comparison import find_difference
 from harness.parallel.comm import TensorParallel
 from harness.parity.composition import Execution
-from harness.parity.execute import be_silent, new_trainer, outcome_of, run_composition
+from harness.parity.execute import new_trainer, outcome_of, run_composition, silence_this_process
 from harness.parity.launch import LINES
 from harness.parity.trial import RIGHT
 
@@ -170,12 +171,31 @@ def _loads(trial: FamilyCase, exported: Path) -> None:
         raise Wrong("from_pretrained of the export gives different logits")
 
 
+def stored_difference(wanted: Path, found: Path) -> str | None:
+    """Return the first difference between the safetensors of `found` and of `wanted`; None if they are equal."""
+    a, b = _tensors(wanted), _tensors(found)
+    if missing := sorted(set(a) - set(b)):
+        return f"{missing[0]} is missing ({len(missing)} in all)"
+    if extra := sorted(set(b) - set(a)):
+        return f"{extra[0]} is unexpected ({len(extra)} in all)"
+    for name, tensor in a.items():
+        if tensor.shape != b[name].shape or tensor.dtype != b[name].dtype:
+            return f"{name} is {b[name].dtype} {tuple(b[name].shape)} instead of {tensor.dtype} {tuple(tensor.shape)}"
+        if not torch.equal(tensor, b[name]):
+            return f"{name} has other values"
+    return None
+
+
+def _tensors(directory: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
 def run_rows(folder: Path, first: int) -> None:
     """Fill the rows of the families listed in a folder, from number `first` on; a worker of `run_on_ranks`.
 
     Each row is written to `NUMBER.json` in that folder as soon as it is known, so that a later crash does not lose it.
     """
-    be_silent()
+    silence_this_process()
     for number, line in enumerate((folder / LINES).read_text().splitlines()):
         if number >= first:
             family, _, only = line.partition(" ")

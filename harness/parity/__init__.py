@@ -1,1 +1,1 @@
-"""Training in any composition of features, held to plain torch and transformers in one process."""
+"""Compare training in any composition of features with plain torch and transformers in one process."""

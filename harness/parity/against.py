@@ -1,9 +1,8 @@
-"""Compare the losses of two programs step by step: from which step on do they differ by more than rounding does?
+"""Compare the losses of two programs step by step, and find the first step at which rounding does not explain them.
 
-Two right programs that begin alike drift apart: each step is computed from weights that rounding has moved. Measured on
-tiny models over 300 steps with weights that were off by rounding errors once: float32 1e-7 at first and 3e-6 in the
-end, bf16 3e-5 and 3e-3. What is allowed here is several times that, and half a unit of the last digit that a program
-has printed.
+Two correct programs that begin alike drift apart, because each step starts from weights that rounding has changed.
+Measured on tiny models over 300 steps, after rounding errors were put into the weights once: in float32 1e-7 at first
+and 3e-6 at the end, in bf16 3e-5 and 3e-3. The limit is several times that, plus half a unit of the last printed digit.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from harness.errors import UserError
 
 STEPS = ("step", "global_step", "iteration", "iter", "steps", "iterations", "update", "train_step")
 LOSSES = ("loss", "train_loss", "lm_loss", "training_loss", "loss_train", "train_lm_loss", "cross_entropy", "nll_loss")
-"""Names that are looked for first, in small letters and with `_` for whatever else stands between words."""
+"""Names that are tried first: in lower case, with `_` for any other characters between words."""
 NOT_OF_TRAINING = frozenset(
     ("eval", "evaluation", "val", "valid", "validation", "test", "dev", "aux", "scale", "min", "max", "z", "router")
 )
-"""Words of the names of other losses."""
+"""Words in the names of losses that are not the training loss."""
 NUMBER = r"(?:[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?|nan|[-+]?inf(?:inity)?)"
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 IN_A_LOG = re.compile(
     rf"\b(?:step|iteration|iter)\b[\s:=\[]*(\d+).*?\b(?:lm )?(?:train_)?loss\b[\s:=]*({NUMBER})", re.IGNORECASE
 )
 ALLOWED = {"fp32": (2e-6, 2e-7), "bf16": (5e-4, 5e-5), "fp16": (2e-4, 2e-5)}
-"""Relative difference at the first step, and how much more at each later one, by precision."""
+"""Allowed relative difference at the first step, and its growth with each step, by precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Curve:
 
     Attributes:
         losses: by step.
-        digits: half of the last digit's unit in which a loss is printed, by step.
+        digits: half a unit of the last printed digit, by step.
     """
 
     losses: Mapping[int, float]
@@ -51,7 +50,7 @@ class Curve:
 
 
 def read_curve(path: Path) -> Curve:
-    """Return the losses that a metrics file holds. UserError for one without steps and losses."""
+    """Read the losses of a metrics file. UserError if it has no steps with losses."""
     file = path / METRICS if path.is_dir() else path
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
@@ -69,7 +68,7 @@ def read_curve(path: Path) -> Curve:
 
 
 def _entries(file: Path, text: str) -> Iterator[tuple[int, str]]:
-    """Yield step and loss, as it is written."""
+    """Yield step and loss, the loss as text."""
     if file.suffix == ".csv":
         first = text.partition("\n")[0]
         yield from _of_rows(csv.DictReader(text.splitlines(), delimiter=max(",;\t", key=first.count)))
@@ -104,7 +103,7 @@ def _of_rows(rows: Iterable[object]) -> Iterator[tuple[int, str]]:
 
 
 def _flat(row: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield name and value of a row, and of what it has nested: `train/Loss` is `train_loss`."""
+    """Yield name and value of all entries of a row, also of nested ones; `train/Loss` becomes `train_loss`."""
     for name, value in row.items() if isinstance(row, Mapping) else ():
         simple = re.sub(r"[^a-z0-9]+", "_", f"{prefix}{name}".lower()).strip("_")
         if isinstance(value, Mapping):
@@ -114,19 +113,19 @@ def _flat(row: object, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _names(said: Iterable[str], known: Sequence[str], word: str) -> list[str]:
-    """Return the names that may be wanted, the likeliest first."""
+    """Return the names that may hold the wanted value, the likeliest first."""
     others = [name for name in said if word in (words := name.split("_")) and NOT_OF_TRAINING.isdisjoint(words)]
     return [*known, *others]
 
 
 def _half_unit(written: str) -> float:
-    """Return half of the unit of a number's last digit."""
+    """Return half a unit of a number's last digit."""
     digits, _, exponent = written.lower().partition("e")
     return 0.5 * 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
 
 
 def compare_files(run: Path, other: Path) -> tuple[str, bool]:
-    """Return in a few lines whether a run has the losses of another program, and if not from which step on."""
+    """Compare a run with another program; return a text of a few lines, and whether the losses are equal."""
     own, theirs, precision = read_curve(run), read_curve(other), _precision(run)
     offset, mean_of = _alignment(own, theirs)
     steps = sorted(step for step in theirs.losses if step + offset in own.losses)
@@ -152,15 +151,15 @@ def compare_files(run: Path, other: Path) -> tuple[str, bool]:
 
 
 def _rounding(step: int, precision: str) -> float:
-    """Return by how much rounding may have moved the loss of a step, relative."""
+    """Return the relative difference that rounding may have made by a step."""
     first, growth = ALLOWED[precision]
     return first + growth * step
 
 
 def _alignment(own: Curve, theirs: Curve) -> tuple[int, int]:
-    """Return by how much the other program counts its steps differently, and of how many its losses are means.
+    """Return the offset of the other program's step numbers, and the number of steps over which it averages a loss.
 
-    Whatever makes the first loss that both have agree best.
+    The pair is chosen with which the first loss of both programs agrees best.
     """
     steps = sorted(theirs.losses)
     stride = min((b - a for a, b in pairwise(steps)), default=1)
@@ -178,7 +177,7 @@ def _alignment(own: Curve, theirs: Curve) -> tuple[int, int]:
 
 
 def _precision(run: Path) -> str:
-    """Return in which precision a run was made, by its run.json; float32 where that is not known."""
+    """Return the precision of a run from its run.json; fp32 if it is not known."""
     folder = run if run.is_dir() else run.parent
     try:
         config = read_json(folder / RUN)["config"]

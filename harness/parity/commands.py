@@ -18,17 +18,17 @@ from harness.verb_parser import VerbParser, positive
 if TYPE_CHECKING:
     from harness.parity.trial import Verdict
 
-DESCRIPTION = """Trains a tiny copy of a model in the layout of a DeepSpeed JSON, on this machine's processor, and once
-more by plain torch and transformers in one process; compares losses, gradient norms, evaluations and weights, also
-after a save and a resume. Writes a certificate, which runs of this config and model put into run.json.
+DESCRIPTION = """Trains a tiny copy of a model in the layout of a DeepSpeed JSON, on this machine's processor, and again
+by plain torch and transformers in one process; compares losses, gradient norms, evaluations and weights, also after a
+save and a resume. Writes a certificate, which runs of this config and model copy into run.json.
 
-With --against: compares the losses of a run with those of another program, and says from which step on they differ by
-more than rounding."""
+With --against: compares the losses of a run with those of another program, and names the first step at which they
+differ by more than rounding."""
 ARGUMENTS = (
     *("bf16", "fp16", "pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size"),
     *("context_parallel_size", "gradient_checkpointing", "max_grad_norm", "optim"),
 )
-"""Arguments of a run that change what is tried."""
+"""The arguments of a run that this verb takes."""
 EXAMPLE = f"""exit codes: 0 equal; 1 different, refused, not verified, or no such file; 2 unusable arguments
 
 example:
@@ -37,7 +37,7 @@ example:
 
 
 def verify(argv: Sequence[str]) -> int:
-    """Certify or compare; 0 where all is equal."""
+    """Certify a config, or compare two runs; return 0 if all is equal."""
     parser = VerbParser("verify", DESCRIPTION, EXAMPLE)
     parser.add_argument("run", nargs="?", type=Path, help="with --against: an output_dir, or a metrics file")
     parser.add_argument("--model_name_or_path", help="a preset's name, or a directory with HuggingFace's config.json")
@@ -66,11 +66,11 @@ def verify(argv: Sequence[str]) -> int:
 
 def _certify(model: str, arguments: TrainingArguments, world_size: int | None, output: Path | None) -> int:
     if output is not None:
-        _write(output, "", "a")  # to know now whether it can be written: the trial takes a minute
+        _write(output, "", "a")  # find out now whether it can be written: the trial takes a minute
     from harness.parity.launch import QUIET
     from harness.report import certificate
 
-    replace_environment({**inherited(), **QUIET})  # DeepSpeed reads it when it is imported, as it is next
+    replace_environment({**inherited(), **QUIET})  # DeepSpeed reads it when it is imported, which comes next
     from harness.parity.verify import certify, described
 
     def say(verdict: Verdict) -> None:

@@ -1,8 +1,9 @@
-"""Hold what an execution came to to the training in one process: what may differ, and by how much.
+"""Compare the results of an execution with those of the training in one process: what may differ, and by how much.
 
-In float32 an execution adds the same numbers in another order. Where that differs by more than it usually does, what
-rounding does to this training is measured: it is made again with weights that are off by rounding errors. In bf16 and
-fp16 the limit is what the precision itself does: the distance of the training in one process from that in float32.
+In float32 an execution adds the same numbers in another order. If its results differ by more than usual, the effect of
+rounding on this training is measured: one process trains again, from weights that are changed by rounding errors. In
+bf16 and fp16 the limit is the effect of the precision: the distance between one process in that precision and in
+float32.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from harness.parity.composition import Composition
 from harness.parity.execute import EXPORTED
 from harness.parity.reference import Numbers, read_weights
 
-NOISE = 30  # times what rounding errors in the weights do
-NOISE_OF_HALF = 3  # times that in 16 bits, where the errors are larger: a router may choose another expert
+NOISE = 30  # times the effect of rounding errors in the weights
+NOISE_IN_16_BITS = 3  # the same in 16 bits, where the errors are larger: a router may choose another expert
 SEEDS = (1, 2, 3)
 MORE_SEEDS = range(4, 10)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """How far a training is from another, relative.
+    """Relative differences between two trainings.
 
     Attributes:
         loss, norm: the largest difference of a step's loss, and of its gradient norm.
-        first_norm: that of the first step's norm, before an optimizer has divided rounding by rounding.
+        first_norm: the difference of the first step's norm, before an optimizer has divided rounding by rounding.
         evaluation: the largest difference of an evaluation's loss.
-        weights: the distance of the weights, over all of them, to the distance that they have moved.
-        tensor: the same of the tensor that is furthest off.
+        weights: the distance between all weights, divided by the distance that training has moved them.
+        tensor: the same for the tensor that differs most.
     """
 
     loss: float
@@ -45,7 +46,7 @@ class Distance:
     tensor: float
 
     def within(self, limit: Distance) -> bool:
-        """Whether no number is larger than that of `limit`; NaN is."""
+        """Whether no number is NaN or larger than that of `limit`."""
         return all(value <= getattr(limit, name) for name, value in asdict(self).items())
 
     def __str__(self) -> str:
@@ -53,14 +54,14 @@ class Distance:
 
 
 USUAL = Distance(loss=1e-6, first_norm=1e-5, norm=1e-5, evaluation=1e-6, weights=1e-4, tensor=1e-3)
-"""In float32: sums in another order."""
+"""Limits in float32, where only the order of sums differs."""
 MOST = Distance(loss=1e-4, first_norm=1e-3, norm=1e-2, evaluation=1e-4, weights=5e-2, tensor=0.5)
-MOST_OF_HALF = Distance(loss=1e-2, first_norm=2e-2, norm=0.1, evaluation=1e-2, weights=1.0, tensor=4.0)
-"""However much rounding errors do, in float32 and in 16 bits."""
+MOST_IN_16_BITS = Distance(loss=1e-2, first_norm=2e-2, norm=0.1, evaluation=1e-2, weights=1.0, tensor=4.0)
+"""Upper bounds of all limits, however large the effect of rounding: in float32, and in 16 bits."""
 
 
 def numbers_of(outcome: JsonObject, place: Path, before: Mapping[str, Tensor]) -> Numbers:
-    """Return what an execution came to. `before`: the weights that it began with."""
+    """Return the results of an execution, which began with the weights `before`."""
     return Numbers(
         losses=[row["loss"] for row in outcome["steps"]],
         norms=[row["grad_norm"] if row["grad_norm"] is not None else inf for row in outcome["steps"]],
@@ -71,8 +72,8 @@ def numbers_of(outcome: JsonObject, place: Path, before: Mapping[str, Tensor]) -
     )
 
 
-def structure(found: Numbers, wanted: Numbers, *, texts: bool) -> str | None:
-    """Return in what the two differ that is no number: steps, names, shapes, dtypes, texts; None if in nothing."""
+def other_than_numbers(found: Numbers, wanted: Numbers, *, texts: bool) -> str | None:
+    """Return the first difference in steps, names, shapes, dtypes or texts; None if only numbers differ."""
     if len(found.losses) != len(wanted.losses):
         return f"{len(found.losses)} steps instead of {len(wanted.losses)}"
     if found.evaluations.keys() != wanted.evaluations.keys():
@@ -108,7 +109,7 @@ def distance(found: Numbers, wanted: Numbers) -> Distance:
             (_relative(found.evaluations[at], wanted.evaluations[at]) for at in wanted.evaluations), default=0
         ),
         weights=_quotient(sum(a * a for a, _ in moved.values()) ** 0.5, whole),
-        # of a tensor that hardly moves rounding is all that there is
+        # a tensor that hardly moves shows nothing but rounding
         tensor=max((_quotient(a, max(b, whole * 1e-3)) for a, b in moved.values()), default=0.0),
     )
 
@@ -122,10 +123,10 @@ def _quotient(a: float, b: float) -> float:
 
 
 def is_another_course(found: Numbers, again: Callable[[int], Numbers], limit: Distance) -> bool:
-    """Whether `found` is within `limit` of a training that begins off by rounding errors.
+    """Whether `found` is within `limit` of one process that starts from weights changed by rounding errors.
 
-    Where a router's choice or a ReLU hangs on the last bit, rounding leads a training to one of a few courses that are
-    far from each other; one that no seed of `noise_limit` has taken is looked for among more seeds.
+    If a router's choice or a ReLU depends on the last bit, rounding leads a training to one of a few courses, which
+    are far from each other. The seeds of `noise_limit` may have missed this course, so more seeds are tried.
     """
     return any(distance(found, again(seed)).within(limit) for seed in MORE_SEEDS)
 
@@ -133,9 +134,9 @@ def is_another_course(found: Numbers, again: Callable[[int], Numbers], limit: Di
 def noise_limit(
     wanted: Numbers, again: Callable[[int], Numbers], least: Distance = USUAL, most: Distance = MOST
 ) -> Distance:
-    """Return by how much a training may be off where rounding errors alone do so much; `again` makes it with others."""
+    """Return the limit that rounding errors set; `again(seed)` trains in one process from weights changed by them."""
     apart = [asdict(distance(again(seed), wanted)) for seed in SEEDS]
-    times = NOISE if least == USUAL else NOISE_OF_HALF
+    times = NOISE if least == USUAL else NOISE_IN_16_BITS
     limits = {
         name: max(value, min(times * max(each[name] for each in apart), getattr(most, name)))
         for name, value in asdict(least).items()
@@ -144,23 +145,23 @@ def noise_limit(
 
 
 LEAST = Distance(loss=1e-4, first_norm=1e-4, norm=1e-3, evaluation=1e-4, weights=0.02, tensor=0.1)
-"""A 16-bit precision may do nothing to a training by chance; its executions still round elsewhere."""
+"""Lower bounds of limits in 16 bits: by chance the precision may change nothing, while executions still round."""
 SHARE = Distance(loss=0.8, first_norm=0.25, norm=6.0, evaluation=0.8, weights=0.7, tensor=0.8)
 SHARE_OF_SPLIT_SUMS = Distance(loss=1.5, first_norm=2.5, norm=12.0, evaluation=1.5, weights=1.4, tensor=1.5)
-"""How far an execution in 16 bits may be off, as a multiple of what the precision does to one process; and one with
-tensor-parallel ranks, each of which rounds its part of a sum."""
+"""Limits in 16 bits as multiples of the effect of the precision on one process; the second for tensor-parallel ranks,
+each of which rounds its part of a sum."""
 COMPRESSED = {8: 0.05, 4: 0.5}
-"""How far compression may move weights and norms, by its bits; the first loss does not know of it."""
+"""Limits of weights and norms with compressed gradients, by their bits. The first loss does not depend on them."""
 
 
-def half_limit(composition: Composition, own: Distance) -> Distance:
-    """Return how far an execution in a 16-bit precision may be off; `own`: what that does to one process."""
+def limit_in_16_bits(composition: Composition, own: Distance) -> Distance:
+    """Return the limit of an execution in a 16-bit precision; `own` is the effect of that precision on one process."""
     share = asdict(SHARE_OF_SPLIT_SUMS if any(each.tp > 1 for each in composition.executions) else SHARE)
     return Distance(**{name: max(getattr(LEAST, name), share[name] * value) for name, value in asdict(own).items()})
 
 
 def compressed_limit(composition: Composition, limit: Distance) -> Distance:
-    """Return how far an execution with compressed gradients may be off, `limit` without."""
+    """Return the limit of an execution whose gradients may be compressed; `limit` is that of one without."""
     allowed = max((COMPRESSED[each.bits] for each in composition.executions if each.bits), default=0.0)
     if not allowed:
         return limit

@@ -1,10 +1,10 @@
-"""What a run can be made of, as one line of text: a model, its training, and how ranks compute it.
+"""Describe a run in one line of text: a model, its training, and how ranks compute it.
 
     llama data=masked precision=bf16 : pp=2 zero=1 schedule=zero-bubble | tp=2 zero=3
 
-Before the colon stands what decides the numbers. After it stands how they are computed, which must not change them; a
-second one, behind a bar, goes on from a checkpoint that the first has saved. Words that are left out have their
-defaults. A line says all: `Composition.parse(str(composition)) == composition`.
+The words before the colon decide the numbers. Those after it say how ranks compute them, which must not change them; a
+second execution, after a bar, resumes the checkpoint of the first. Words that are left out have their defaults. A line
+holds everything: `Composition.parse(str(composition)) == composition`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.errors import UserError
 
 ROWS = ("blocks", "masked", "padded", "packed")
-"""Samples: whole blocks; labels of -100 in unequal numbers; padding on the right; several documents in each row."""
+"""Forms of samples: whole blocks; some labels -100, unequally many; padded on the right; several documents a row."""
 OFFLOADS = ("none", "optimizer", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """A part of a line: fields that are written as `name=value` where they differ from their defaults."""
+    """A part of a line: the fields that differ from their defaults, each written as `name=value`."""
 
     def __str__(self) -> str:
         return " ".join(f"{name}={_written(value)}" for name, value in self.stated())
@@ -39,13 +39,13 @@ class Words:
 
     @classmethod
     def read(cls, words: list[str]) -> Self:
-        """Return what these words say. UserError for a word that is none."""
+        """Parse words. UserError for an unknown name or an unusable value."""
         known = {item.name: item for item in fields(cls)}
         given: JsonObject = {}
         for word in words:
             name, found, text = word.partition("=")
             if not found or name not in known:
-                raise UserError(f"composition: {word!r}: there is {', '.join(known)}, as {next(iter(known))}=VALUE")
+                raise UserError(f"composition: {word!r}: write NAME=VALUE with one of {', '.join(known)}")
             given[name] = _read(word, text, _default(known[name]))
         return cls(**given)
 
@@ -69,7 +69,7 @@ def _read(word: str, text: str, default: object) -> object:
             return value
         return bool(int(text)) if isinstance(default, bool) else type(default)(text)  # type: ignore[call-arg]
     except ValueError as error:
-        raise UserError(f"composition: {word!r}: the value must be as {_written(default)!r} is") from error
+        raise UserError(f"composition: {word!r}: write a value like {_written(default)!r}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +80,11 @@ class Execution(Words):
         dp: data-parallel ranks; cp: how many of them share each sequence.
         ep: ranks of a stage that divide the experts among them.
         offload: what lies in host memory: none, optimizer (its states), all (parameters too).
-        chunks: model chunks a stage (`pipeline.parts_per_stage`), 0 as the schedule has it.
+        chunks: model chunks a stage (`pipeline.parts_per_stage`); 0: the schedule's default.
         recompute: layers whose activations are recomputed together; 0: none.
         sequence: whether tensor-parallel ranks share the tokens between blocks.
-        bits: of gradients that are compressed; 0: none are.
-        compile: backend of torch.compile; none where it is empty.
+        bits: bits of compressed gradients; 0: no compression.
+        compile: backend of torch.compile; "": no compilation.
         rest: further keys of the DeepSpeed JSON.
     """
 
@@ -106,22 +106,22 @@ class Execution(Words):
 
     @property
     def ranks(self) -> int:
-        """How many ranks run it."""
+        """Number of ranks."""
         return self.pp * self.tp * self.dp
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Words):
-    """What decides the numbers.
+    """The settings that decide the numbers.
 
     Attributes:
         config: fields of the model's config that differ from the tiny copy.
         dropout: rate of every dropout that the config has.
         data: the form of the samples, one of `ROWS`.
-        batch: samples in a step; micro: in a micro-batch.
-        precision: fp32, bf16 or fp16; sums: of accumulated gradients, empty as the harness chooses.
-        optimizer: adamw (the harness's own), or a type of the DeepSpeed JSON.
-        scheduler: of the learning rate, as transformers names it; warmup: its steps.
+        batch: samples in a step; micro: samples in a micro-batch.
+        precision: fp32, bf16 or fp16; sums: precision of accumulated gradients, "": the harness's choice.
+        optimizer: adamw (the harness's default), or a type of the DeepSpeed JSON.
+        scheduler: transformers' name of the learning-rate schedule; warmup: its number of warm-up steps.
         lora: rank of adapters; 0: all weights are trained.
         smoothing: label smoothing.
         router: coefficient of the router loss; 0: none.
@@ -153,7 +153,7 @@ class Training(Words):
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """A training of a model, and one or more executions of it, each of which goes on where the one before saved.
+    """A training of a model, and one or more executions of it; each resumes the checkpoint of the one before.
 
     Attributes:
         model: a family of transformers, or a directory with a config.json.
@@ -169,7 +169,7 @@ class Composition:
 
     @classmethod
     def parse(cls, line: str) -> Self:
-        """Return the composition that a line says. UserError for one that says none."""
+        """Parse a line. UserError if it cannot be parsed."""
         head, _, tail = line.strip().partition(" : ")
         model, *words = head.split() or [""]
         if not model or "=" in model:
@@ -179,7 +179,7 @@ class Composition:
 
     @property
     def ranks(self) -> int:
-        """How many ranks run it. UserError where its executions differ in that."""
+        """Number of ranks. UserError if the executions need different numbers."""
         found = {each.ranks for each in self.executions}
         if len(found) > 1:
             raise UserError(f"composition {self}: its executions run on {' and '.join(map(str, sorted(found)))} ranks")

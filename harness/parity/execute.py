@@ -1,7 +1,7 @@
-"""Run compositions on the ranks of this process group, one after the other, and leave what came of each in a folder.
+"""Run compositions on the ranks of this process group, one after the other, and write the outcome of each to a folder.
 
-What comes of one is its curves, or why it was refused. An error ends the ranks: what it has left behind might spoil the
-next composition.
+An outcome is the curves of the composition, or why it was refused. After an error the ranks end, because its remains
+might spoil the next composition.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from harness.training.recording.recorder import SAMPLES
 from harness.training.trainer import Trainer
 
 EXPORTED = "exported"
-NEVER = 1000  # steps: a run that saves checkpoints looks at its optimizer before the first step
+NEVER = 1000  # steps between saves, so none comes; but with saves a run checks its optimizer before the first step
 
 
 class Refused(UserError):
@@ -42,7 +42,7 @@ class Refused(UserError):
 
 def run_lines(folder: Path, first: int = 0) -> None:
     """Run the compositions of a folder from number `first` on, as a `launch.Worker`. Raises the first error."""
-    be_silent()
+    silence_this_process()
     for number, line in enumerate((folder / LINES).read_text().splitlines()):
         if number < first:
             continue
@@ -58,8 +58,8 @@ def run_lines(folder: Path, first: int = 0) -> None:
             replace_text(folder / f"{number}.json", json.dumps(outcome_of(said, place)) + "\n")
 
 
-def be_silent() -> None:
-    """Have this process say nothing: its words are in nobody's way, and many."""
+def silence_this_process() -> None:
+    """Switch off all log messages and warnings of this process: nobody reads them."""
     logging.disable(logging.CRITICAL)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
@@ -67,7 +67,7 @@ def be_silent() -> None:
 
 
 def outcome_of(refusals: list[str], place: Path) -> JsonObject:
-    """Return what the ranks together say of a composition; `refusals`: why each refused it, empty where it did not."""
+    """Return the outcome of a composition; `refusals` has the reason of each rank that refused it, or "" for none."""
     if all(refusals):
         return {"refused": refusals[0]}
     if reason := next(filter(None, refusals), None):
@@ -84,7 +84,7 @@ def _rows(path: Path) -> list[JsonObject]:
 
 
 def run_composition(composition: Composition, subject: Subject, place: Path, verify_plan: str = "auto") -> None:
-    """Train in each execution of the composition in turn; the model lies in `place/exported` in the end."""
+    """Train by each execution of the composition in turn; write the trained model to `place/exported`."""
     each = -(-composition.training.steps // len(composition.executions))
     for index, execution in enumerate(composition.executions):
         trainer = new_trainer(composition, execution, subject, place, resumes=index > 0, verify_plan=verify_plan)
@@ -97,14 +97,14 @@ def run_composition(composition: Composition, subject: Subject, place: Path, ver
 
 
 class StopAt(TrainerCallback):
-    """Ends a run after some step, with a checkpoint if another is to go on from it."""
+    """Ends a run after a step, with a checkpoint if another run goes on from it."""
 
     def __init__(self, step: int, *, saves: bool) -> None:
         self.step = step
         self.saves = saves
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:  # noqa: ARG002
-        """Ask for the end."""
+        """Request the end of training after that step."""
         if state.global_step == self.step:
             control.should_save, control.should_training_stop = self.saves, True
 
@@ -118,7 +118,7 @@ def new_trainer(
     resumes: bool = False,
     verify_plan: str = "auto",
 ) -> Trainer:
-    """Return a Trainer for one execution; Refused for one that it refuses. All ranks call it."""
+    """Return a Trainer for one execution; all ranks call it. Raises Refused if the run is refused."""
     nowhere = io.StringIO()
     training = composition.training
     try:

@@ -1,6 +1,6 @@
-"""Start ranks on this machine that run many compositions, and go on after one that kills or stalls them.
+"""Start ranks on this machine that run many compositions, and start new ones if a composition kills or stalls them.
 
-A server has imported everything once; ranks are forked from it, so that starting them costs a fraction of a second.
+Ranks are forked from a server process that has done the imports, so they start in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ QUIET = {
     "GLOO_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What ranks and their server are started with: read when modules are imported."""
+"""Environment variables of the ranks and their server; modules read them when they are imported."""
 LINES = "lines"
-ERROR = "error_"  # a rank's file of why it has failed begins so, and goes on with the time
+ERROR = "error_"  # prefix of the file in which a rank writes why it failed; the time follows
 Worker: TypeAlias = Callable[[Path, int], None]
-"""Runs the lines of `FOLDER/lines` from a number on, on all ranks; rank 0 writes what comes of line N to N.json."""
-START_S = 60.0  # for imports, on top of the first composition's time
-GRACE_S = 2.0  # how long the other ranks may take to end after one has
+"""Called on all ranks with a folder and a number: runs `FOLDER/lines` from that line on; rank 0 writes the outcome of
+line N to `N.json`."""
+START_S = 60.0  # for imports, in addition to the limit of the first composition
+GRACE_S = 2.0  # time for the other ranks to end, or to write the outcome, after one has ended
 
 
 def run_on_ranks(
@@ -49,10 +50,13 @@ def run_on_ranks(
     report: Callable[[int, JsonObject], None],
     root: Path | None = None,
 ) -> None:
-    """Have `worker` run lines on `ranks` ranks, and report what came of each, by its number, as soon as it is known.
+    """Have `worker` run lines on `ranks` ranks, and report the outcome of each, by its number, as soon as it is known.
 
-    One that takes longer than `limit_s` seconds, or ends a rank, has an error that says so. `folder` is empty.
-    `root`: of another copy of the harness, which the ranks import in the place of this one.
+    The outcome of a line that takes longer than `limit_s` seconds, or ends a rank, is an error.
+
+    Args:
+        folder: an empty folder.
+        root: root of another copy of the harness, which the ranks import instead of this one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LINES).write_text("".join(f"{line}\n" for line in lines))
@@ -66,15 +70,15 @@ def run_on_ranks(
 def _launch(
     worker: Worker, ranks: int, folder: Path, numbers: range, limit_s: float, root: Path | None
 ) -> Iterator[tuple[int, JsonObject]]:
-    """Yield what comes of the lines of these numbers, until all are done or one has ended the ranks."""
+    """Yield the outcomes of the lines with these numbers, until all are done or one has ended the ranks."""
     port = free_port()
-    for path in folder.glob(f"{ERROR}*"):  # of a launch before
+    for path in folder.glob(f"{ERROR}*"):  # of an earlier launch
         path.unlink()
     processes = [
         _server().Process(target=_rank, args=(rank, ranks, port, folder, _name(worker), numbers.start, root))
         for rank in range(ranks)
     ]
-    with changed_environment(QUIET):  # which the server, that starts with the first rank, inherits
+    with changed_environment(QUIET):  # the server, which starts with the first rank, inherits them
         for process in processes:
             process.start()
     limit = time.monotonic() + limit_s + START_S
@@ -105,7 +109,7 @@ def _alive(processes: Sequence[ForkServerProcess]) -> bool:
 
 
 def _let_end(processes: Sequence[ForkServerProcess], path: Path) -> None:
-    """Give the ranks a moment to say what has happened, once one of them has ended."""
+    """Once a rank has ended, wait a moment for the others to end or to write the outcome to `path`."""
     patience = time.monotonic() + GRACE_S
     while not path.exists() and time.monotonic() < patience:
         if _alive(processes) or not any(process.is_alive() for process in processes):
@@ -114,7 +118,7 @@ def _let_end(processes: Sequence[ForkServerProcess], path: Path) -> None:
 
 
 def _first_error(folder: Path, codes: Sequence[int]) -> str:
-    """Return what the rank that failed first says: the others fail because it has gone."""
+    """Return the error of the rank that failed first: the others fail because it is gone."""
     if killed := next(((rank, -code) for rank, code in enumerate(codes) if code < 0), None):
         return f"rank {killed[0]} was ended by signal {killed[1]}"
     first = min(folder.glob(f"{ERROR}*"), default=None)
@@ -122,7 +126,7 @@ def _first_error(folder: Path, codes: Sequence[int]) -> str:
 
 
 def _server() -> ForkServerContext:
-    """Return the context whose server has imported what ranks need."""
+    """Return the multiprocessing context whose server has done the imports of a rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["harness.parity.execute", "harness.parity.preload"])
     return context
@@ -135,7 +139,7 @@ def _name(worker: Worker) -> tuple[str, str]:
 def _rank(
     rank: int, ranks: int, port: int, folder: Path, worker: tuple[str, str], first: int, root: Path | None
 ) -> None:
-    """Be a rank, in a process of its own."""
+    """Run as one rank, in a process of its own: join the process group and call the worker. Does not return."""
     import torch
     import torch.distributed as dist
 
@@ -146,7 +150,7 @@ def _rank(
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    gc.freeze()  # else each collection of garbage looks through all that is imported, for half a second
+    gc.freeze()  # else each garbage collection visits everything that is imported, which takes half a second
     dist.init_process_group("gloo")
     code = 1
     try:
@@ -167,7 +171,7 @@ def _rank(
 
 
 def _import_from(root: Path) -> None:
-    """Have this process import the harness anew, from another copy of it."""
+    """Forget the imported harness, so that this process imports another copy of it."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "harness"]:
         del sys.modules[name]
     sys.path.insert(0, str(root))

@@ -1,4 +1,4 @@
-"""Import what the first engines of a process would import, so that ranks which are forked from it need not."""
+"""Import what the first engines of a process import, so that ranks forked from it need not."""
 
 from importlib import import_module
 
@@ -12,5 +12,5 @@ for name in (
     "transformers.models.auto.modeling_auto",
 ):
     import_module(name)
-_ = import_module("deepspeed.ops").__compatible_ops__  # found once: a compiler is started to find it
+_ = import_module("deepspeed.ops").__compatible_ops__  # computed once: it starts a compiler
 _ = schema.root()

@@ -1,8 +1,8 @@
-"""The training of a composition by plain torch and transformers in one process: what every execution is held to.
+"""Train a composition by plain torch and transformers in one process: the reference for every execution.
 
-Nothing here is a layer, a loss or an optimizer of the harness. The order of samples is taken from it, as that is a
-definition. Two more are written down here: the k-th micro-batch of a step holds the next samples in that order, and
-what is drawn depends on seed, sample, layer and place in the layer.
+No layer, loss or optimizer of the harness is used. Three of its definitions are. The order of samples is imported. The
+other two are written here a second time: micro-batches are consecutive samples in that order, and random draws depend
+on seed, sample, layer and position within the layer.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from harness.parity.subject import (
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-APART = 1e-4  # of logits: more than rounding, where documents see each other
+APART = 1e-4  # relative difference of logits that rounding does not make: documents see each other
 ROUNDING = {"fp32": (2e-7, 1), "bf16": (5e-3, 16), "fp16": (7e-4, 16)}
-"""Of a training that shows what rounding does, by precision: how far weights are off, relative, and one of how many."""
+"""Rounding errors that are put into weights, by precision: their relative size, and one weight of how many gets one."""
 
 Model: TypeAlias = Any
-"""A model of transformers, or one of peft's around it."""
+"""A model of transformers, perhaps inside one of peft."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What a training comes to.
+    """The results of a training.
 
     Attributes:
-        losses, norms: of each step; the norm before clipping.
+        losses, norms: loss and gradient norm before clipping of each step.
         evaluations: loss of each evaluation, by step.
-        texts: what prompts are continued by, at each evaluation.
-        weights: what is exported after the last step, by name; before: the same before the first.
+        texts: continuations of the prompts, at each evaluation.
+        weights: the exported tensors after the last step, by name; before: those before the first step.
     """
 
     losses: list[float]
@@ -71,13 +71,16 @@ class Numbers:
 def reference(
     composition: Composition, subject: Subject, *, precision: str | None = None, rounding: int | None = None
 ) -> Numbers:
-    """Train in one process, in the composition's precision or another; `rounding`: a seed, of weights that are off by
-    rounding errors."""
+    """Train in one process, in the composition's precision or another one.
+
+    Args:
+        rounding: seed of rounding errors that are put into the initial weights; None: unchanged weights.
+    """
     return _Loop(composition.training, subject, precision or composition.training.precision).run(rounding)
 
 
 class _Loop:
-    """One training. Weights are stepped on in float32; in a 16-bit precision the model has copies of them."""
+    """One training. The optimizer updates float32 weights; in a 16-bit precision the model holds copies of them."""
 
     def __init__(self, training: Training, subject: Subject, precision: str) -> None:
         self.training = training
@@ -86,7 +89,7 @@ class _Loop:
         self.sums = DTYPES.get(training.sums, torch.float32) if self.dtype != torch.float32 else torch.float32
         self.masters = _model(training, subject, torch.float32)
         self.model = self.masters if self.dtype == torch.float32 else _model(training, subject, self.dtype)
-        with torch.no_grad():  # a run in 16 bits begins with what its weights are in 16 bits
+        with torch.no_grad():  # a run in 16 bits begins with weights rounded to 16 bits
             for master, copy in zip(self.masters.parameters(), self.model.parameters(), strict=True):
                 master.copy_(copy)
         self.trained = [p for p in self.masters.parameters() if p.requires_grad]
@@ -120,7 +123,7 @@ class _Loop:
 
     @torch.no_grad()
     def _move_weights(self, generator: torch.Generator) -> None:
-        """Move weights by rounding errors."""
+        """Put rounding errors into the weights."""
         size, one_of = ROUNDING[self.precision]
         for parameter in self.masters.parameters():
             sign = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
@@ -134,7 +137,7 @@ class _Loop:
                 copy.copy_(master)
 
     def _gradients(self, consumed: int) -> float:
-        """Leave the gradient of a step in the weights; return its loss."""
+        """Set the gradients of a step on the float32 weights; return the loss of the step."""
         training, total = self.training, 0.0
         order = batch_indices(consumed, training.batch, len(self.rows), training.seed).tolist()
         parts = [
@@ -160,12 +163,12 @@ class _Loop:
 
     @property
     def _joins_documents(self) -> bool:
-        """Whether a forward has whole rows: what is drawn, and a router's choice, is of a whole micro-batch."""
+        """Whether documents of a row share a forward pass: dropout and router losses depend on all of a micro-batch."""
         return bool(self.training.dropout or self.training.router)
 
     @torch.no_grad()
     def _require_apart(self, row: Mapping[str, list[int]]) -> None:
-        """UserError if the model lets the documents of a packed row see each other."""
+        """Raise UserError if the model lets the documents of a packed row see each other."""
         self.masters.eval()
         ids, positions = (torch.tensor([row[name]]) for name in ("input_ids", "position_ids"))
         joined = self.masters(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
@@ -173,7 +176,7 @@ class _Loop:
         alone = self.masters(input_ids=ids[:, start:stop], use_cache=False).logits[0]
         self.masters.train()
         if (joined[start:stop] - alone).abs().max() > APART * alone.abs().max():
-            raise UserError("it does not keep the documents of a packed row apart, and one forward has them together")
+            raise UserError("it does not keep the documents of a packed row apart, but here they share a forward pass")
 
     def _losses(self, part: Sequence[Mapping[str, list[int]]], draws: _Draws | None) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of a micro-batch's labels, and its router loss."""
@@ -181,7 +184,7 @@ class _Loop:
         total = router = torch.zeros(())
         whole = self._joins_documents
         if whole or training.data != "packed":
-            # to a router's loss all tokens count, also padding
+            # padding counts in a router loss too
             names = {"packed": ["position_ids"], "padded": [] if whole else ["attention_mask"]}.get(training.data, [])
             given = {name: torch.tensor([row[name] for row in part]) for name in ("input_ids", *names)}
             more = {"output_router_logits": True} if training.router else {}
@@ -213,8 +216,8 @@ class _Loop:
         ids = list(prompt.encode())
         longest = max(map(len, map(str.encode, self.subject.prompts))) + SAMPLED
         for _ in range(SAMPLED):
-            # As the harness does, with padding on the right. No token sees it, but among keys with equal scores a
-            # sparse attention (hy_v4, deepseek_v32) chooses others in a longer row.
+            # Padded on the right like in the harness. No token sees the padding, but a sparse attention (hy_v4,
+            # deepseek_v32) chooses differently among keys with equal scores if the row is longer.
             padded = torch.tensor([ids + [ids[-1]] * (longest - len(ids))])
             token = int(self.model(input_ids=padded, use_cache=False).logits[0, len(ids) - 1].argmax())
             if token == ByteTokenizer().eos_token_id:
@@ -231,7 +234,7 @@ def _model(training: Training, subject: Subject, dtype: torch.dtype) -> Model:
     if subject.adapters is not None:
         from peft import PeftModel
 
-        # peft would keep adapters in float32; the harness, as DeepSpeed, has one type and steps on copies in float32
+        # peft would keep adapters in float32; DeepSpeed, and so the harness, has one dtype and updates float32 copies
         model = PeftModel.from_pretrained(model, subject.adapters, is_trainable=True, autocast_adapter_dtype=False)
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
@@ -240,7 +243,7 @@ def _model(training: Training, subject: Subject, dtype: torch.dtype) -> Model:
 
 
 def _exported(model: Model) -> dict[str, Tensor]:
-    """Return what `save_pretrained` writes."""
+    """Return the tensors that `save_pretrained` writes."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return read_weights(Path(folder))
@@ -252,8 +255,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _optimizer(model: Model, training: Training) -> Optimizer:
-    """Return torch's optimizer over the parameters that transformers decays, and the others."""
-    from transformers import Trainer  # seconds of imports, which ranks that import this module are spared
+    """Return torch's optimizer, with weight decay for the parameters that transformers decays."""
+    from transformers import Trainer  # takes seconds to import, and ranks import this module without needing it
 
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # it does not use self
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -291,7 +294,7 @@ def _counted(row: Mapping[str, list[int]]) -> int:
 
 
 def _loss(logits: Tensor, labels: Sequence[int], smoothing: float) -> Tensor:
-    """Return the sum over the labels; logits [sequence, vocabulary], position i of which predicts label i + 1."""
+    """Return the sum of the losses of valid labels; row i of logits [sequence, vocabulary] predicts label i + 1."""
     wanted = torch.tensor(labels[1:])
     logarithms = logits[: len(wanted)].float().log_softmax(-1)[wanted != -100]
     hit = logarithms.gather(-1, wanted[wanted != -100][:, None]).sum()
@@ -302,7 +305,7 @@ def _loss(logits: Tensor, labels: Sequence[int], smoothing: float) -> Tensor:
 
 
 class _Draws(TorchFunctionMode):
-    """Draws what dropout leaves out of a micro-batch from seed, sample, layer and place in the layer."""
+    """Draws the dropout masks of a micro-batch from seed, sample, layer and number of the draw in the layer."""
 
     def __init__(self, model: Model, training: Training, first_sample: int) -> None:
         super().__init__()
@@ -345,7 +348,7 @@ class _Draws(TorchFunctionMode):
             return input
         if self.lora and self.layer > len(self.stack):
             # modernbert-decoder: the harness counts its norm and its head as two layers
-            raise UserError("it drops inputs of adapters behind its last layer, and no layer's number is known there")
+            raise UserError("it drops inputs of adapters after its last layer, where no layer number is known")
         dropped = torch.empty(input.shape, dtype=torch.bool)
         for index, part in enumerate(dropped.view(self.samples, -1)):
             key = (self.key[0], self.key[1] + index, self.layer, self.number, 0)
@@ -363,7 +366,7 @@ class _Draws(TorchFunctionMode):
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        enable_gqa: bool = False,  # noqa: ARG002  # seen by the shapes
+        enable_gqa: bool = False,  # noqa: ARG002  # the shapes show it
     ) -> Tensor:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -378,8 +381,7 @@ class _Draws(TorchFunctionMode):
 
 
 def _layer_stack(model: Model) -> nn.ModuleList:
-    """Return the decoder layers: the first list of modules that is as long as the model is deep, but for an encoder of
-    images."""
+    """Return the decoder layers: the first list with as many modules as the model has layers, no image encoder."""
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth)
     return next(found for name, found in lists if "image" not in name and "vision" not in name)

@@ -1,4 +1,4 @@
-"""What a composition trains: a tiny random model in a directory, samples, a DeepSpeed JSON, and the arguments."""
+"""Make the inputs of a composition: a tiny random model in a directory, samples, a DeepSpeed JSON, the arguments."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ EVALUATED = 5
 PROMPTS = ("Sphinx of", "98765")
 VOCABULARY = "vocabulary"
 Sample: TypeAlias = dict[str, list[int]]
-SAMPLED = 4  # tokens that each prompt is continued by
-SCALE_POWER = 8  # of fp16's loss scale: large enough for small gradients, and no step overflows and is left out
-EPSILON = 1e-6  # of Adam and the like: large enough that rounding in tiny gradients moves no weight by the whole rate
-RATE_OF = {"SGD": 30.0, "RMSprop": 0.3, "Adagrad": 3.0}  # times the rate, so that all optimizers move the weights alike
+SAMPLED = 4  # number of tokens by which each prompt is continued
+SCALE_POWER = 8  # of fp16's loss scale: large enough for small gradients, small enough that no step overflows
+EPSILON = 1e-6  # of Adam and others: large enough that rounding in a tiny gradient moves no weight by the whole rate
+RATE_OF = {"SGD": 30.0, "RMSprop": 0.3, "Adagrad": 3.0}  # factors of the rate: all optimizers move weights equally far
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A tiny model on the disk, and the samples that it is trained on.
+    """A tiny model on disk, and its samples.
 
     Attributes:
         base: a HuggingFace directory.
-        adapters: a directory of peft's, of adapters that are not zero; None without.
-        vocabulary: number of ids that the model knows.
+        adapters: peft's directory of adapters that are not zero; None without adapters.
+        vocabulary: number of ids of the model.
     """
 
     training: Training
@@ -53,21 +53,21 @@ class Subject:
     vocabulary: int
 
     def trained(self) -> list[Sample]:
-        """Return the rows that training reads: two and a half batches, so that a step reaches into the next epoch."""
+        """Return the training samples: two and a half batches, so that a step reaches into the next epoch."""
         return samples(self.training, 5 * self.training.batch // 2, self.vocabulary)
 
     def evaluated(self) -> list[Sample]:
-        """Return the rows that evaluations read; of a model with a router loss just one micro-batch of them."""
+        """Return the evaluation samples; for a model with a router loss exactly one micro-batch."""
         return samples(self.training, 8 if self.training.router else EVALUATED, self.vocabulary, offset=100)
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """What is continued at each evaluation: nothing by a model that knows fewer ids than there are bytes."""
+        """The prompts that are continued at each evaluation; none if the model has fewer ids than there are bytes."""
         return PROMPTS if self.training.evaluate and self.vocabulary >= len(ByteTokenizer()) else ()
 
 
 def make_subject(composition: Composition, folder: Path) -> Subject:
-    """Write the model of a composition below `folder`, once. UserError for a family of which no tiny model runs."""
+    """Write the model of a composition below `folder`, once. UserError for a family without a tiny model that runs."""
     training = composition.training
     shape = {name: getattr(training, name) for name in ("config", "dropout", "lora", "seed", "router")}
     place = (
@@ -91,7 +91,7 @@ def make_subject(composition: Composition, folder: Path) -> Subject:
 
 
 def _config(composition: Composition) -> PretrainedConfig:
-    """Return the config of the tiny model: of a directory its own if it is tiny, of a family a tiny one."""
+    """Return the config of the tiny model, made from a family or from a directory; a tiny directory's own is kept."""
     training, family = composition.training, composition.model
     config = copy.deepcopy(_tiny(family) if family in CONFIG_MAPPING else _of_directory(family))
     fields = {**config.to_dict(), **training.config}
@@ -138,16 +138,16 @@ def _adapted(model: PreTrainedModel, training: Training) -> PeftModel:
     generator = torch.Generator().manual_seed(training.seed + 1)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if ".lora_" in name:  # peft begins with B = 0, and then no gradient reaches A
+            if ".lora_" in name:  # peft initialises B to 0, so no gradient would reach A
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     return adapted
 
 
 def _save_adapters(model: PeftModel, place: Path) -> None:
-    """Save the adapters next to the base model. UserError if peft does not load what it has saved.
+    """Save the adapters next to the base model. UserError if peft does not load them again.
 
-    It renames the modules of some models (Laguna's shared experts) when it saves, and then leaves their adapters as
-    they were initialised, with no more than a warning.
+    For some models (Laguna's shared experts) peft renames modules when it saves, and when it loads it leaves their
+    adapters as initialised, with only a warning.
     """
     from peft import PeftModel
 
@@ -163,7 +163,7 @@ def _save_adapters(model: PeftModel, place: Path) -> None:
 
 
 def samples(training: Training, count: int, vocabulary: int, offset: int = 0) -> list[Sample]:
-    """Return rows of token ids in the form that `training.data` names: a text's bytes, as noise would teach nothing."""
+    """Return samples in the form `training.data`; ids are the bytes of a text, because noise would teach nothing."""
     generator = torch.Generator().manual_seed(training.seed + offset)
     n, found = training.length, []
     for row in range(offset, offset + count):
@@ -184,7 +184,7 @@ def samples(training: Training, count: int, vocabulary: int, offset: int = 0) ->
     return found
 
 
-# -- what is handed to the Trainer -------------------------------------------------------------------------
+# -- config and arguments ----------------------------------------------------------------------------------
 
 
 def deepspeed_config(training: Training, execution: Execution) -> JsonObject:
@@ -233,7 +233,7 @@ def rate(training: Training) -> float:
 
 
 def optimizer_params(training: Training) -> JsonObject:
-    """Return the optimizer's section of the JSON."""
+    """Return the options of the optimizer in the JSON."""
     params: JsonObject = {"lr": rate(training), "weight_decay": training.decay}
     if training.optimizer in ("Adam", "AdamW"):
         params |= {"betas": [0.9, 0.95], "eps": EPSILON}
@@ -253,7 +253,7 @@ def _merged(config: JsonObject, more: JsonObject) -> JsonObject:
 
 
 def arguments(training: Training, execution: Execution, output_dir: Path, prompts: Path | None) -> TrainingArguments:
-    """Return the arguments of an execution that writes to `output_dir`; `prompts`: a file of some."""
+    """Return the arguments of an execution that writes to `output_dir`; `prompts` is a file of prompts."""
     given: JsonObject = {
         "deepspeed_config": deepspeed_config(training, execution),
         "output_dir": str(output_dir),

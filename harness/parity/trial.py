@@ -1,4 +1,4 @@
-"""Try compositions: run each on ranks, train it once more in one process, and say whether both come to the same."""
+"""Try compositions: run each on ranks, train it again in one process, and compare the results."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import transformers
 from harness.config.values.json_object import JsonObject
 from harness.parity.compare import (
     MOST,
-    MOST_OF_HALF,
+    MOST_IN_16_BITS,
     USUAL,
     Distance,
     compressed_limit,
     distance,
-    half_limit,
     is_another_course,
+    limit_in_16_bits,
     noise_limit,
     numbers_of,
-    structure,
+    other_than_numbers,
 )
 from harness.parity.composition import Composition
 from harness.parity.execute import run_lines
@@ -38,14 +38,14 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a trial says of a composition.
+    """The result of trying a composition.
 
     Attributes:
-        kind: right; refused before the start; wrong in its numbers; failed with an error, or without an end; untried,
-            because plain transformers cannot train it.
+        kind: right; refused before the start; wrong in its numbers; failed with an error or by its time limit; untried
+            if plain transformers cannot train it.
         reason: why it is not right.
-        off: how far its numbers are from those of one process, where it has some; limit: how far they may be.
-        own: in 16 bits, how far those of one process are from float32.
+        off: differences from one process, if it has trained; limit: how large they may be.
+        own: in 16 bits, the differences between one process and float32.
     """
 
     composition: Composition
@@ -78,8 +78,8 @@ def try_all(
     """Return a verdict on each composition, in their order; each is reported as soon as it is known.
 
     Args:
-        judge: one that knows some trainings in one process already.
-        root: of another copy of the harness, to be tried in the place of this one.
+        judge: a judge that has already trained some compositions in one process.
+        root: root of another copy of the harness, which is tried instead of this one.
     """
     found: dict[int, Verdict] = {}
 
@@ -105,13 +105,13 @@ def _try_some(
     limit_s: float,
     root: Path | None,
 ) -> None:
-    """Try compositions of one number of ranks."""
+    """Try compositions that need the same number of ranks."""
     able: list[tuple[int, Composition]] = []
     for index, each in some:
-        try:  # a model of which none can be made costs no ranks
+        try:  # no ranks are started for a model that cannot be made
             make_subject(each, folder / "models")
             able.append((index, each))
-        except Exception as error:  # whatever a family's config or model says to sizes that do not fit it
+        except Exception as error:  # a family's config or model may raise anything for sizes that do not fit it
             reason = f"no such model: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
             conclude(index, Verdict(composition=each, kind=UNTRIED, reason=reason))
 
@@ -126,7 +126,7 @@ def _try_some(
 
 @contextmanager
 def _as_a_rank() -> Iterator[None]:
-    """Compute in one thread, as a rank does: with several, sums have another order; and say nothing."""
+    """Compute in one thread, as a rank does (with several, sums have another order), and without messages."""
     threads, verbosity = torch.get_num_threads(), transformers.logging.get_verbosity()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
@@ -142,11 +142,11 @@ def _as_a_rank() -> Iterator[None]:
 
 
 class Judge:
-    """Compares executions with the training in one process, which it makes once for all executions of it.
+    """Compares executions with the training in one process, which is made once for all executions of it.
 
     Args:
-        strict: whether what rounding may do in 16 bits is not measured where an execution is further off than usual;
-            for compositions that are known not to be.
+        strict: in 16 bits, keep the usual limit instead of measuring the effect of rounding; for compositions that are
+            known to keep it.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
@@ -154,12 +154,12 @@ class Judge:
         self._known: dict[str, Numbers] = {}
 
     def verdict(self, composition: Composition, subject: Subject, outcome: JsonObject, place: Path) -> Verdict:
-        """Return what an outcome says of a composition; the files of the execution lie in `place`."""
+        """Return the verdict on the outcome of a composition, whose files are in `place`."""
         if "refused" in outcome:
             return Verdict(composition=composition, kind=REFUSED, reason=outcome["refused"])
         try:
             wanted = self.reference(composition, subject)
-        except Exception as error:  # whatever a family raises in plain transformers
+        except Exception as error:  # a family may raise anything in plain transformers
             reason = f"plain transformers: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
             return Verdict(composition=composition, kind=UNTRIED, reason=reason)
         if "error" in outcome:
@@ -167,16 +167,16 @@ class Judge:
         found = numbers_of(outcome, place, wanted.before)
         precision = composition.training.precision
         compresses = any(each.bits for each in composition.executions)
-        if (fault := structure(found, wanted, texts=precision == "fp32" and not compresses)) is not None:
+        if (fault := other_than_numbers(found, wanted, texts=precision == "fp32" and not compresses)) is not None:
             return Verdict(composition=composition, kind=WRONG, reason=fault)
         off, limit, own = distance(found, wanted), USUAL, None
         if precision != "fp32":
             own = distance(wanted, self.reference(composition, subject, precision="fp32"))
-            limit = half_limit(composition, own)
+            limit = limit_in_16_bits(composition, own)
         limit = compressed_limit(composition, limit)
         right = off.within(limit)
         if not compresses and not right and not (self._strict and precision != "fp32"):
-            most = MOST if precision == "fp32" else MOST_OF_HALF
+            most = MOST if precision == "fp32" else MOST_IN_16_BITS
 
             def again(seed: int) -> Numbers:
                 return reference(composition, subject, rounding=seed)
@@ -188,7 +188,7 @@ class Judge:
         return Verdict(composition=composition, kind=kind, reason=reason, off=off, limit=limit, own=own)
 
     def reference(self, composition: Composition, subject: Subject, precision: str | None = None) -> Numbers:
-        """Return the training in one process, in the composition's precision or another."""
+        """Return the results of one process, in the composition's precision or another one."""
         training = replace(composition.training, precision=precision or composition.training.precision)
         key = f"{composition.model} {training}"
         if key not in self._known:

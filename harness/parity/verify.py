@@ -1,8 +1,8 @@
-"""Certify a user's own model, layout and config: on a tiny copy, on this machine's processor, against one process.
+"""Certify a user's model, layout and config: train a tiny copy on this machine's processor, compare with one process.
 
-What the config says of the computation is kept: layout, ZeRO, offload, precision, schedule, clipping, the kind of
-optimizer, and the keys of these sections. Sizes become small: ranks, batches, the model. What could not be kept is
-named in the certificate.
+The settings that decide the computation are kept: layout, ZeRO, offload, precision, schedule, clipping, the type of
+optimizer, and the other keys of these sections. Ranks, batches and the model become small. The certificate lists the
+settings that could not be kept.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ READ = {
     "bf16": ("enabled",),
     "context_parallel": ("size",),
 }
-"""Keys of the JSON that are fields of an `Execution` or a `Training`; of the sections above all others are kept."""
+"""Keys that become fields of an `Execution` or a `Training`; all other keys of SECTIONS are kept as they are."""
 OFFLOADS = ("offload_optimizer", "offload_param")
 OF_NVME = ("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write")
 OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop")}
@@ -59,16 +59,16 @@ TRIED = frozenset(
         *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     ]
 )
-"""Keys of the JSON that are tried, or of which the certificate says otherwise why they are not."""
+"""Keys that are tried, or for which `reduce` itself says why they are not."""
 STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """A user's config at a size that can be tried at once.
+    """A user's config at a small size.
 
     Attributes:
-        left_out: what of it is not tried, each in a few words.
+        left_out: the settings that are not tried, each in a few words.
     """
 
     training: Training
@@ -84,7 +84,7 @@ def certify(
 ) -> JsonObject:
     """Return the certificate of a model (a directory, or a preset's name) and the config that the arguments name.
 
-    `report` gets each verdict. Raises UserError for files that are none.
+    `report` is called with each verdict. Raises UserError for a file that cannot be read.
     """
     source, document = read_source(model), read_config(arguments.deepspeed_config)
     shape = {name: value for name, value in source.config.to_dict().items() if name not in UNSHAPING}
@@ -94,7 +94,7 @@ def certify(
         "config": str(arguments.deepspeed_config),
         "versions": versions(),
         "machine": {"processors": os.cpu_count(), "device": "cpu"},
-        "subject": certificate.subject(document.data, {}, shape),  # a config that is refused may say no layout
+        "subject": certificate.subject(document.data, {}, shape),  # a refused config may have no layout
     }
     with TemporaryDirectory(prefix="verify_") as folder:
         try:
@@ -116,8 +116,8 @@ def certify(
 
 
 def _run_config(model: str, arguments: TrainingArguments, world_size: int | None) -> RunConfig:
-    """Read and check the config for so many ranks; without a number as few as it can run on, two of them data ranks
-    where its batch sizes allow that."""
+    """Read and check the config for `world_size` ranks; None: the fewest that it runs on, with two data ranks if its
+    batch sizes allow that."""
     if world_size is not None:
         return read_run_config(arguments, world_size=world_size, model=model)
     data = read_config(arguments.deepspeed_config).data
@@ -132,7 +132,7 @@ def _run_config(model: str, arguments: TrainingArguments, world_size: int | None
 
 
 def reduce(run: RunConfig) -> Reduced:
-    """Return the config at a size that can be tried at once."""
+    """Return the config at a small size, with the list of what is left out."""
     resolved, data, left_out = run.resolved, run.document.data, []
     execution = _execution(run)
     asked = {
@@ -174,7 +174,7 @@ def reduce(run: RunConfig) -> Reduced:
 def _execution(run: RunConfig) -> Execution:
     resolved, data = run.resolved, run.document.data
     pp, tp = resolved.pp_size, resolved.tp_size
-    while pp * tp > MOST_RANKS:  # what is left still has stages, and parts of layers
+    while pp * tp > MOST_RANKS:  # stages and tensor-parallel ranks remain
         pp, tp = (pp // 2, tp) if pp >= tp else (pp, tp // 2)
     dp = 2 if pp * tp * 2 <= MOST_RANKS else 1
     devices = [lookup(data, f"/zero_optimization/{name}/device") for name in OFFLOADS]
@@ -199,7 +199,7 @@ def _execution(run: RunConfig) -> Execution:
 
 
 def _rest(data: JsonObject) -> JsonObject:
-    """Return what is kept of a JSON besides the fields of an execution."""
+    """Return the keys of a JSON that are kept besides the fields of an execution."""
     rest: JsonObject = {name: copy.deepcopy(data[name]) for name in VALUES if name in data}
     for name in SECTIONS:
         section = data.get(name)
@@ -210,7 +210,7 @@ def _rest(data: JsonObject) -> JsonObject:
     for name in OFFLOADS:
         if isinstance(zero.get(name), dict):
             zero[name] = {key: value for key, value in zero[name].items() if key not in OF_NVME}
-    for pointer in accelerated(data):  # which a CPU would refuse
+    for pointer in accelerated(data):  # a CPU would refuse them
         section, key = pointer.split("/")[1:-1], pointer.split("/")[-1]
         inner = rest
         for step in section:
@@ -220,7 +220,7 @@ def _rest(data: JsonObject) -> JsonObject:
 
 
 def compositions(model: str, reduced: Reduced, source: ModelSource) -> list[Composition]:
-    """Return what is tried: the config in float32, saved and resumed; in its own precision; what the model has."""
+    """Return the compositions to try: in float32, saved and resumed; in 16 bits; with dropout; with a router loss."""
     plain = {name: value for name, value in reduced.execution.rest.items() if name not in ("bf16", "data_types")}
     exact = replace(reduced.execution, rest=plain)
     training = replace(reduced.training, precision="fp32", sums="")
@@ -236,7 +236,7 @@ def compositions(model: str, reduced: Reduced, source: ModelSource) -> list[Comp
 
 
 def conclude(verdicts: Sequence[Verdict]) -> JsonObject:
-    """Return the verdict on all, and why."""
+    """Return the verdict on all compositions, with its reason."""
     bad = next((verdict for verdict in verdicts if verdict.is_bad), None)
     if bad is not None:
         return {"verdict": certificate.DIFFERS, "reason": f"{described(bad)}: {bad.reason}"}
@@ -248,7 +248,7 @@ def conclude(verdicts: Sequence[Verdict]) -> JsonObject:
 
 
 def described(verdict: Verdict) -> str:
-    """Return what was tried in a few words."""
+    """Describe what was tried in a few words."""
     training, executions = verdict.composition.training, verdict.composition.executions
     words = [{"fp32": "float32"}.get(training.precision, training.precision)]
     words += ["saved and resumed"] if len(executions) > 1 else []

@@ -6,7 +6,7 @@ Each family has a tiny random model in float32 with a window shorter than the se
 of the mean loss, summed over the ranks, are compared with those of transformers in one process: the Euclidean norm of
 the difference over that of the gradient. Each family is run with plain rows, and with two documents in a row, which the
 one process computes one after the other. A family that is refused is reported with the reason. The table of
-docs/long-context.md is printed in the end; without --families results/context_parity.json is written, too.
+docs/measurements.md is printed in the end; without --families results/context_parity.json is written, too.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def work(rank: int, size: int, folder: str, families: list[str], program: str) -
 
 
 def table(found: dict[str, dict[str, dict[str, str]]]) -> Iterator[str]:
-    """Yield the lines of the table in docs/long-context.md, from what each program made of each family and rows."""
+    """Yield the lines of the table in docs/measurements.md, from what each program made of each family and rows."""
     yield "| family | DeepSpeed | packed | this harness | packed |"
     yield "|---|---|---|---|---|"
     for family in found["harness"]:
@@ -217,7 +217,7 @@ def main() -> int:
     """Print a line a family and program, and the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="that share a sequence (default: 2)")
-    parser.add_argument("--families", help="model types, with commas (default: those of docs/long-context.md)")
+    parser.add_argument("--families", help="model types, with commas (default: those of docs/measurements.md)")
     parser.add_argument("--program", choices=PROGRAMS, help="run this one, and take the other from the results")
     args = parser.parse_args()
     families = args.families.split(",") if args.families else [*FAMILIES]

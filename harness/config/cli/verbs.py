@@ -19,7 +19,7 @@ from harness.config.model.families import require_trainable_family
 from harness.config.resolving.resolve import resolve as resolve_document
 from harness.config.resolving.resolved import Resolved
 from harness.config.rules.view import TARGETS
-from harness.config.schema.support import version_warning
+from harness.config.schema import version_warning
 from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.document import MAX_BYTES, Document, from_bytes, from_text, load
 from harness.config.values.arguments import AutoValues

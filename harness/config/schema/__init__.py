@@ -9,9 +9,11 @@ ignore them), `x-crashes` (a wrong value ends DeepSpeed's parser), `x-aliases` (
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib import metadata
 from pathlib import Path
 
 from harness.config.values.json_object import JsonObject
@@ -163,3 +165,20 @@ def supported() -> tuple[str, str]:
     """Return the supported DeepSpeed versions: the first one, and the first one that is too new."""
     low, high = str(files()[ROOT]["x-supported"]).split(",")
     return low.removeprefix(">="), high.removeprefix("<")
+
+
+def version_warning(installed: str | None = None) -> str | None:
+    """Return a sentence if the rules were tested with another DeepSpeed than the installed one; else None."""
+    if installed is None:
+        try:
+            installed = metadata.version("deepspeed")
+        except metadata.PackageNotFoundError:
+            return None
+    low, high = supported()
+    if _numbers(low) <= _numbers(installed) < _numbers(high):
+        return None
+    return f"the rules are tested with DeepSpeed {low} up to (not including) {high}, but {installed} is installed"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])

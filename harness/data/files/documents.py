@@ -1,7 +1,7 @@
 """Copy the rows of files, or of a user's data set, to disk as documents: a `datasets.Dataset` mapped from Arrow files.
 
 Several processes write the rows in shards (`on_disk/shards.py`), so an interrupted copy continues with the missing
-shards. Why this is not `datasets.load_dataset`: see "Compared with `datasets`" in docs/data.md.
+shards. Why this is not `datasets.load_dataset`: see "Preparing data" in docs/measurements.md.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def kind_of_layer(layer: nn.Module) -> Hashable:
 def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:
     """Return the tokens of this rank's stretch, with their positions in the whole sequence if the model takes any.
 
-    They count as not packed: what computes a stretch makes its masks for no layer, and one that keeps documents apart
-    could not be made, as transformers looks up tokens by their positions.
+    They do not count as packed: no layer uses the masks that are made from them, and transformers, which looks up
+    tokens by their positions, could not make masks that keep documents apart.
     """
     positions = tokens.positions
     if positions is None and outer.takes_positions:

@@ -49,14 +49,14 @@ def is_flash(config: PretrainedConfig) -> bool:
 
 
 def usual_attention(config: PretrainedConfig) -> str | None:
-    """Return the implementation with which a tiny copy is tried on a CPU: None, the default, for one of a GPU."""
+    """Return the attention with which a tiny copy runs on a CPU: None, the default, for one that needs a GPU."""
     name = attention_of(config)
     return None if is_flash(config) or name == FLEX else name
 
 
 @contextmanager
 def on_any_device(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model that runs with an attention of GPUs be tried on the CPU, on the meta device and in fp32."""
+    """Let a model whose attention needs a GPU run on the CPU, on the meta device and in fp32."""
     wanted = attention_of(model.config)
     if wanted is not None and usual_attention(model.config) is None:
         has_sdpa = model._supports_sdpa  # noqa: SLF001  # what a class of transformers says of itself
@@ -69,8 +69,10 @@ def on_any_device(model: PreTrainedModel) -> Iterator[None]:
 
 
 def require_available(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """UserError for flash-attention where its package or a GPU is missing, or in fp32; for flex attention where a GPU
-    is, or with dropout, which it has not."""
+    """Raise UserError if the run cannot use the attention that its config asks for.
+
+    Flash-attention needs its package, a GPU and 16 bits; flex attention needs a GPU, and a model without dropout.
+    """
     name = str(attention_of(config))
     if name == FLEX:
         if device.type not in FLEX_DEVICES:

@@ -122,7 +122,7 @@ def _later(function: Callable[..., Argument], can_skip: bool, queries: int, **gi
 
 @contextmanager
 def masks_by_rows(queries: int) -> Iterator[None]:
-    """While this is entered, give models masks that are made for so many queries at a time; 0: whole masks."""
+    """While this is entered, give models masks that are made for `queries` queries at a time; 0: whole masks."""
     before = _queries.set(queries)
     try:
         yield

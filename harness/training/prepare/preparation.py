@@ -23,7 +23,7 @@ from harness.checkpoint import directories
 from harness.checkpoint.integrity import run_id, wait_until_seen
 from harness.checkpoint.run_lock import is_lent_twice, lock_directory, unlock_directory
 from harness.checkpoint.trial import try_saving
-from harness.config.schema.support import version_warning
+from harness.config.schema import version_warning
 from harness.console import Console
 from harness.data.batches.collate import MicroBatch, TokenCollator
 from harness.data.batches.evaluation import by_prefix, evaluation_digest

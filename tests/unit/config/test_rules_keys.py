@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from harness.config.schema import version_warning
 from harness.config.schema.suggest import alias_here, elsewhere, nearest, plain
-from harness.config.schema.support import version_warning
 from tests.unit.config.said import said
 
 

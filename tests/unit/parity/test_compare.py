@@ -13,10 +13,10 @@ from harness.parity.compare import (
     USUAL,
     compressed_limit,
     distance,
-    half_limit,
     is_another_course,
+    limit_in_16_bits,
     noise_limit,
-    structure,
+    other_than_numbers,
 )
 from harness.parity.composition import Composition
 from harness.parity.reference import Numbers, reference
@@ -75,16 +75,16 @@ def test_names_shapes_dtypes_and_texts_are_told(numbers: tuple[Numbers, list[Num
         f"{name} is torch.bfloat16": {**others, name: wanted.weights[name].bfloat16()},
     }
     for text, weights in said.items():
-        found = structure(Numbers(**{**vars(wanted), "weights": weights}), wanted, texts=True)
+        found = other_than_numbers(Numbers(**{**vars(wanted), "weights": weights}), wanted, texts=True)
         assert found is not None and found.startswith(text)
     other = Numbers(**{**vars(wanted), "texts": ["\0"]})
-    assert structure(other, wanted, texts=False) is None
-    assert "prompts are continued by" in str(structure(other, wanted, texts=True))
+    assert other_than_numbers(other, wanted, texts=False) is None
+    assert "prompts are continued by" in str(other_than_numbers(other, wanted, texts=True))
 
 
 def test_16_bits_and_compression_are_allowed_what_they_do() -> None:
     own = replace(USUAL, loss=1e-3, first_norm=1e-6)
-    plain, split = (half_limit(Composition.parse(f"llama precision=bf16 : {at}=2"), own) for at in ("pp", "tp"))
+    plain, split = (limit_in_16_bits(Composition.parse(f"llama precision=bf16 : {at}=2"), own) for at in ("pp", "tp"))
     assert own.first_norm < plain.first_norm and plain.loss < own.loss < split.loss
     assert compressed_limit(PLAIN, USUAL) == USUAL
     few, many = (compressed_limit(Composition.parse(f"llama : dp=2 bits={bits}"), USUAL) for bits in (8, 4))

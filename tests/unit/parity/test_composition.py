@@ -44,9 +44,9 @@ def test_a_model_has_one_place_however_its_fields_are_ordered(tmp_path: Path) ->
     [
         ("", "must begin with a model family"),
         ("pp=2", "must begin with a model family"),
-        ("llama : stages=2", "'stages=2': there is pp"),
-        ("llama : pp=two", "'pp=two': the value must be as '1' is"),
-        ("llama pp=2", "'pp=2': there is config"),
+        ("llama : stages=2", "'stages=2': write NAME=VALUE with one of pp"),
+        ("llama : pp=two", "'pp=two': write a value like '1'"),
+        ("llama pp=2", "'pp=2': write NAME=VALUE with one of config"),
     ],
 )
 def test_a_line_that_says_none_is_refused_by_its_word(line: str, said: str) -> None:

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from harness.cli import main
+from harness.compat.cells import stored_difference
 from harness.compat.commands import differences, render, spell
 from harness.compat.launch import read_rows
-from harness.compat.stored import stored_difference
 from harness.hf.matrix import CELLS, Matrix, read_matrix
 
 GOOD = dict.fromkeys(CELLS, "yes")
