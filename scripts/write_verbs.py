@@ -12,8 +12,8 @@ from harness.cli import VERBS, main
 HEAD = """# All verbs of `ds-harness`
 
 `ds-harness VERB --help` prints the same. A verb exits with 0 when its work is done, with 1 and one line on standard
-error when you have something to correct, and with 2 for unusable arguments. `launch` passes on the exit code of its
-ranks, or 1 where a signal has killed one: more than 128 says which signal it got itself. Written by
+error when you have something to correct, and with 2 for unusable arguments. `launch` exits with the code of its ranks,
+with 1 if a signal has killed one, and with 128 + N after a signal N to itself. Written by
 `python scripts/write_verbs.py`.
 """
 PAGES = {
