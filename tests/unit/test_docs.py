@@ -29,7 +29,8 @@ from harness.config.text.document import from_text
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md"), *DOCS.glob("contributing/*.md")]
+WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+WRITTEN += [*DOCS.glob("contributing/*.md"), *DOCS.glob("recipes/*.md")]
 FREE_CODE = "DS111"  # of the rule that docs/contributing/rule.md makes up
 LONGEST_PARAGRAPH = 90  # words
 MADE_BY_THE_BUILD = {"planner.html"}  # of the site, by scripts/site/hooks.py
@@ -99,6 +100,11 @@ def test_every_flag_rule_and_file_that_a_page_names_exists(path: Path) -> None:
         assert target in MADE_BY_THE_BUILD or (path.parent / target).exists(), f"{name_of(path)} links to {target}"
     for named in re.findall(r"`((?:scripts|docs|tests|harness|models|ds_configs|examples)/[\w./-]+)`", text):
         assert (ROOT / named).exists() or "NAME" in named or named in MADE_UP, f"{name_of(path)} names {named}"
+
+
+def test_the_changelog_links_to_no_file() -> None:
+    """The site shows it in another folder, where such a link leads nowhere."""
+    assert re.findall(r"\]\((?!https?:)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name_of)
