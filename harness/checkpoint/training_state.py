@@ -35,10 +35,10 @@ from harness.checkpoint.tensors.whole_tensors import (
     require_stored,
 )
 from harness.deepspeed.engine import loss_scaling, set_counters, set_loss_scaling
-from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn
+from harness.deepspeed.flat_tensors import ElementRun, EngineOptimizer, SteppedOn
 from harness.deepspeed.optimizer_states import (
     Counter,
-    Template,
+    StateTemplate,
     counted,
     make_state,
     states_in_memory,
@@ -172,9 +172,9 @@ class EngineState:
         set_loss_scaling(optimizer, progress.loss_scaling)
 
 
-def _templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[tuple[int, int], Template]:
+def _templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[tuple[int, int], StateTemplate]:
     """Return which states the optimizer keeps, by (parameter group, number of dimensions of the updated tensor)."""
-    found: dict[tuple[int, int], Template] = {}
+    found: dict[tuple[int, int], StateTemplate] = {}
     for each, _ in _stepped(held):
         key = each.param_group, each.tensor.dim()
         if key not in found:
@@ -182,7 +182,7 @@ def _templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[t
     return found
 
 
-def _kinds(optimizer: EngineOptimizer, templates: Iterable[Template]) -> dict[str, str]:
+def _kinds(optimizer: EngineOptimizer, templates: Iterable[StateTemplate]) -> dict[str, str]:
     """Return the optimizer's own names of the states that have a value for each weight (`exp_avg`), by the name of
     their file in a checkpoint."""
     return {name: own for found in templates for name, own in stored_names(optimizer, found).items()}
@@ -203,7 +203,7 @@ def _of_state(optimizer: EngineOptimizer, held: Sequence[LocalShard], own: str |
     return [each.of_state(values) for each, values in found if values is not None]
 
 
-def _stepped(held: Sequence[LocalShard]) -> list[tuple[SteppedOn, Run]]:
+def _stepped(held: Sequence[LocalShard]) -> list[tuple[SteppedOn, ElementRun]]:
     """Return, for each trained tensor, the tensor that the optimizer updates and its range of elements in it."""
     return [each.stepped for each in held if each.stepped is not None]
 

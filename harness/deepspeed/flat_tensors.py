@@ -60,7 +60,7 @@ SteppedOn: TypeAlias = OneParameter | DividedTogether | DividedOneByOne
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ElementRun:
     """Consecutive elements of one parameter in a tensor that the optimizer updates.
 
     Attributes:
@@ -81,27 +81,27 @@ class Run:
     split: bool = False
 
 
-def runs(stepped: SteppedOn) -> Iterator[Run]:
+def runs(stepped: SteppedOn) -> Iterator[ElementRun]:
     """Yield the run of each parameter in a tensor that the optimizer updates.
 
     All ranks of a group yield the same parameters in the same order, so collectives may follow; a run may be empty.
     """
     match stepped:
         case OneParameter(tensor=tensor):
-            yield Run(parameter=tensor, shape=tuple(tensor.shape), start=0, length=tensor.numel(), offset=0)
+            yield ElementRun(parameter=tensor, shape=tuple(tensor.shape), start=0, length=tensor.numel(), offset=0)
         case DividedTogether():
             yield from _divided_together(stepped)
         case DividedOneByOne():
             yield from _divided_one_by_one(stepped)
 
 
-def _divided_together(stepped: DividedTogether) -> Iterator[Run]:
+def _divided_together(stepped: DividedTogether) -> Iterator[ElementRun]:
     size = stepped.tensor.numel()
     first = dist.get_rank(stepped.group) * size
     for parameter, offset in zip(stepped.parameters, stepped.offsets, strict=True):
         begin = min(max(first, offset), offset + parameter.numel())
         end = max(min(first + size, offset + parameter.numel()), begin)
-        yield Run(
+        yield ElementRun(
             parameter=parameter,
             shape=tuple(parameter.shape),
             start=begin - offset,
@@ -113,13 +113,13 @@ def _divided_together(stepped: DividedTogether) -> Iterator[Run]:
         )
 
 
-def _divided_one_by_one(stepped: DividedOneByOne) -> Iterator[Run]:
+def _divided_one_by_one(stepped: DividedOneByOne) -> Iterator[ElementRun]:
     """Yield runs of equal length on all ranks; those of the last ranks may be shorter, and padded in the tensor."""
     offset = 0
     for parameter in stepped.parameters:
         divided = Partition.of(parameter)
         begin = min(dist.get_rank(divided.group) * divided.size, divided.total)
-        yield Run(
+        yield ElementRun(
             parameter=parameter,
             shape=divided.shape,
             start=begin,
@@ -131,7 +131,7 @@ def _divided_one_by_one(stepped: DividedOneByOne) -> Iterator[Run]:
         offset += divided.size
 
 
-def run_of_each(optimizer: EngineOptimizer) -> Iterator[tuple[Tensor, Run]]:
+def run_of_each(optimizer: EngineOptimizer) -> Iterator[tuple[Tensor, ElementRun]]:
     """Yield each run with the tensor that it lies in; `optimizer` is the engine's."""
     for stepped in stepped_on(optimizer):
         for run in runs(stepped):

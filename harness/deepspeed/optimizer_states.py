@@ -101,7 +101,7 @@ def held_by_optimizer(optimizer: EngineOptimizer, parameters: Iterable[Tensor]) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Template:
+class StateTemplate:
     """The state that an optimizer makes for a tensor in its first step.
 
     Attributes:
@@ -115,7 +115,7 @@ class Template:
     of_group: Mapping[str, Counter] = field(default_factory=dict)
 
 
-def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> Template:
+def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> StateTemplate:
     """Return which state the engine's `optimizer` keeps for a tensor that it updates.
 
     Raises UserError for an optimizer that keeps tensors of another shape than the parameter's.
@@ -145,7 +145,7 @@ def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> Template:
                 "its state cannot be saved; use another optimizer"
             )
     counters = {name: value for name, value in made.items() if name not in elements and value is not None}
-    return Template(
+    return StateTemplate(
         elements=elements,
         counters=counters,
         of_group={name: value for name, value in trial.items() if name not in group or name == "step"},
@@ -156,13 +156,13 @@ _STORED_AS = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
 """States that a class of DeepSpeed names otherwise than torch's, under which a checkpoint has them."""
 
 
-def stored_names(optimizer: EngineOptimizer, template: Template) -> dict[str, str]:
+def stored_names(optimizer: EngineOptimizer, template: StateTemplate) -> dict[str, str]:
     """Return the optimizer's own name of each state that has a value for each weight, by its name in a checkpoint."""
     other = _STORED_AS.get(type(torch_optimizer(optimizer)).__name__, {})
     return {other.get(name, name): name for name in template.elements}
 
 
-def counted(optimizer: EngineOptimizer, stepped: SteppedOn, template: Template) -> dict[str, Counter]:
+def counted(optimizer: EngineOptimizer, stepped: SteppedOn, template: StateTemplate) -> dict[str, Counter]:
     """Return the counters that the optimizer keeps for a tensor and its group, by name; none before the first step."""
     inner = torch_optimizer(optimizer)
     state, group = inner.state.get(stepped.tensor, {}), inner.param_groups[stepped.param_group]
@@ -173,7 +173,7 @@ def counted(optimizer: EngineOptimizer, stepped: SteppedOn, template: Template) 
 
 
 def make_state(
-    optimizer: EngineOptimizer, stepped: SteppedOn, template: Template, counters: Mapping[str, float]
+    optimizer: EngineOptimizer, stepped: SteppedOn, template: StateTemplate, counters: Mapping[str, float]
 ) -> None:
     """Give the optimizer a state for a tensor as if it had made steps: zeros for each element, and `counters`."""
     inner = torch_optimizer(optimizer)

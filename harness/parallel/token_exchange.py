@@ -11,8 +11,8 @@ token and an expert. For each layer a rank
 No pair is dropped, and none is padded. The backward pass sends gradients along the same routes in reverse.
 
 A rank waits for tokens only where it needs them. Meanwhile it runs the modules of its block that need no routed tokens
-(`plans/beside.py`), and, if tokens travel in several pieces, its experts on another piece. Autograd runs a graph from
-its end, so that gradients travel beside the backward of the same computations.
+(`plans/early_modules.py`), and, if tokens travel in several pieces, its experts on another piece. Autograd runs a graph
+from its end, so gradients travel during the backward of the same computations.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ def run_at_owners(
     routes = Route.of(index.tensor_split(pieces), stretches, neighbours.place)
     on_their_way = []
     for rows, route in zip(hidden.reshape(-1, hidden.shape[-1]).tensor_split(pieces), routes, strict=True):
-        on_their_way.append(Journey(apply(_RowsOfPairs, rows, route.order, index.shape[1]), route.sizes, group))
+        on_their_way.append(RowExchange(apply(_RowsOfPairs, rows, route.order, index.shape[1]), route.sizes, group))
     if meanwhile is not None:
         meanwhile()
     returning = []
-    for journey, route in zip(on_their_way, routes, strict=True):
+    for exchange, route in zip(on_their_way, routes, strict=True):
         back = [list(sizes) for sizes in zip(*route.sizes, strict=True)]
-        returning.append(Journey(_outputs(experts, journey.end(), route.experts), back, group))
+        returning.append(RowExchange(_outputs(experts, exchange.end(), route.experts), back, group))
     parts = zip(returning, routes, weights.tensor_split(pieces), strict=True)
-    sums = [_weighed(journey.end(), route.order, share) for journey, route, share in parts]
+    sums = [_weighed(exchange.end(), route.order, share) for exchange, route, share in parts]
     return (sums[0] if pieces == 1 else torch.cat(sums)).to(hidden.dtype).view(hidden.shape)
 
 
@@ -155,7 +155,7 @@ class Route:
         ]
 
 
-class Journey:
+class RowExchange:
     """An exchange of rows [rows, width] among all ranks, and in the backward of their gradients in reverse."""
 
     def __init__(self, rows: Tensor, sizes: list[list[int]], group: dist.ProcessGroup) -> None:
@@ -184,27 +184,27 @@ class _Send(torch.autograd.Function):
     """Forward: begin to send; the output stands for it in the graph. Backward: wait for the gradients."""
 
     @staticmethod
-    def forward(ctx: Context, rows: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        journey.start(rows)
+    def forward(ctx: Context, rows: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(rows)
         return rows.new_zeros(())
 
     @staticmethod
     def backward(ctx: Context, _begun: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.wait(), None
+        return ctx.exchange.wait(), None
 
 
 class _Arrive(torch.autograd.Function):
     """Forward: wait for the rows. Backward: begin to send their gradients back."""
 
     @staticmethod
-    def forward(ctx: Context, _begun: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        return journey.wait()
+    def forward(ctx: Context, _begun: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait()
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.journey.start(grad, back=True)
+        ctx.exchange.start(grad, back=True)
         return grad.new_zeros(()), None
 
 

@@ -1,9 +1,9 @@
 """Compute weight gradients of linear layers later than the gradients of their inputs.
 
 The backward pass of y = x A^T + b computes two products: the gradient of x, which the previous layers need, and that of
-A, which only the update needs. While a `WeightGradients` defers, a linear layer's backward pass computes only the first
-one, and keeps x and the gradient of y for the second. Biases, norms, embeddings and other layers get their gradients at
-once, and so do weights that are computed from parameters.
+A, which only the update needs. While a `DeferredGradients` defers, a linear layer's backward pass computes only the
+first one, and keeps x and the gradient of y for the second. Biases, norms, embeddings and other layers get their
+gradients at once, and so do weights that are computed from parameters.
 
 `accumulate` computes the deferred ones, at the end of a pipeline stage's step or while something else goes on:
 column-parallel layers compute theirs while the gradient of their input is summed over the tensor-parallel group.
@@ -33,7 +33,7 @@ Product = tuple[Tensor, Tensor, Tensor]
 """A weight, the input of its layer, and the gradient of the output."""
 
 
-class WeightGradients:
+class DeferredGradients:
     """The deferred weight gradients of one stage, by micro-batch, the oldest first."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def accumulate(products: list[Product]) -> None:
         torch.autograd.backward(roots)
 
 
-def attach(module: nn.Module, gradients: WeightGradients) -> None:
+def attach(module: nn.Module, gradients: DeferredGradients) -> None:
     """Have the linear layers in `module` defer their weight gradients whenever `gradients` defers."""
     layer: Any
     for layer in module.modules():
@@ -98,7 +98,7 @@ def linear(
     Returns:
         (..., out).
     """
-    gradients: WeightGradients | None = getattr(layer, "weight_gradients", None)
+    gradients: DeferredGradients | None = getattr(layer, "weight_gradients", None)
     if gradients is None and products is None:
         return F.linear(x, weight, bias)
     return _linear(x, weight, bias, gradients, products)
@@ -106,7 +106,7 @@ def linear(
 
 @eager
 def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients | None, products: list[Product] | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, gradients: DeferredGradients | None, products: list[Product] | None
 ) -> Tensor:
     if not _can_wait(x, weight):
         return F.linear(x, weight, bias)
@@ -145,7 +145,7 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        gradients: WeightGradients | None,
+        gradients: DeferredGradients | None,
         products: list[Product] | None,
     ) -> Tensor:
         ctx.save_for_backward(x)

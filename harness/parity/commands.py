@@ -16,7 +16,7 @@ from harness.topology.env import inherited, replace_environment
 from harness.verb_parser import VerbParser, positive
 
 if TYPE_CHECKING:
-    from harness.parity.trial import Verdict
+    from harness.parity.trial import TrialResult
 
 DESCRIPTION = """Trains a tiny copy of a model in the layout of a DeepSpeed JSON, on this machine's processor, and again
 by plain torch and transformers in one process; compares losses, gradient norms, evaluations and weights, also after a
@@ -73,7 +73,7 @@ def _certify(model: str, arguments: TrainingArguments, world_size: int | None, o
     replace_environment({**inherited(), **QUIET})  # DeepSpeed reads it when it is imported, which comes next
     from harness.parity.verify import certify, described
 
-    def say(verdict: Verdict) -> None:
+    def say(verdict: TrialResult) -> None:
         print(f"tried: {described(verdict)}", file=sys.stderr, flush=True)
 
     found = certify(model, arguments, say, world_size)

@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.config.values.json_object import JsonObject
 from harness.parity.composition import Composition
 from harness.parity.execute import EXPORTED
-from harness.parity.reference import Numbers, read_weights
+from harness.parity.reference import TrainingResult, read_weights
 
 NOISE = 30  # times the effect of rounding errors in the weights
 NOISE_IN_16_BITS = 3  # the same in 16 bits, where the errors are larger: a router may choose another expert
@@ -60,9 +60,9 @@ MOST_IN_16_BITS = Distance(loss=1e-2, first_norm=2e-2, norm=0.1, evaluation=1e-2
 """Upper bounds of all limits, however large the effect of rounding: in float32, and in 16 bits."""
 
 
-def numbers_of(outcome: JsonObject, place: Path, before: Mapping[str, Tensor]) -> Numbers:
+def numbers_of(outcome: JsonObject, place: Path, before: Mapping[str, Tensor]) -> TrainingResult:
     """Return the results of an execution, which began with the weights `before`."""
-    return Numbers(
+    return TrainingResult(
         losses=[row["loss"] for row in outcome["steps"]],
         norms=[row["grad_norm"] if row["grad_norm"] is not None else inf for row in outcome["steps"]],
         evaluations={row["step"]: row["eval_loss"] for row in outcome["evaluations"]},
@@ -72,7 +72,7 @@ def numbers_of(outcome: JsonObject, place: Path, before: Mapping[str, Tensor]) -
     )
 
 
-def other_than_numbers(found: Numbers, wanted: Numbers, *, texts: bool) -> str | None:
+def other_than_numbers(found: TrainingResult, wanted: TrainingResult, *, texts: bool) -> str | None:
     """Return the first difference in steps, names, shapes, dtypes or texts; None if only numbers differ."""
     if len(found.losses) != len(wanted.losses):
         return f"{len(found.losses)} steps instead of {len(wanted.losses)}"
@@ -91,7 +91,7 @@ def other_than_numbers(found: Numbers, wanted: Numbers, *, texts: bool) -> str |
     return None
 
 
-def distance(found: Numbers, wanted: Numbers) -> Distance:
+def distance(found: TrainingResult, wanted: TrainingResult) -> Distance:
     """Return how far `found` is from `wanted`; both have the same steps, names and shapes."""
     norms = [_relative(a, b) for a, b in zip(found.norms, wanted.norms, strict=True)]
     moved: dict[str, tuple[float, float]] = {}
@@ -122,7 +122,7 @@ def _quotient(a: float, b: float) -> float:
     return a / b if b else (inf if a else 0.0)
 
 
-def is_another_course(found: Numbers, again: Callable[[int], Numbers], limit: Distance) -> bool:
+def is_another_course(found: TrainingResult, again: Callable[[int], TrainingResult], limit: Distance) -> bool:
     """Whether `found` is within `limit` of one process that starts from weights changed by rounding errors.
 
     If a router's choice or a ReLU depends on the last bit, rounding leads a training to one of a few courses, which
@@ -132,7 +132,7 @@ def is_another_course(found: Numbers, again: Callable[[int], Numbers], limit: Di
 
 
 def noise_limit(
-    wanted: Numbers, again: Callable[[int], Numbers], least: Distance = USUAL, most: Distance = MOST
+    wanted: TrainingResult, again: Callable[[int], TrainingResult], least: Distance = USUAL, most: Distance = MOST
 ) -> Distance:
     """Return the limit that rounding errors set; `again(seed)` trains in one process from weights changed by them."""
     apart = [asdict(distance(again(seed), wanted)) for seed in SEEDS]

@@ -50,7 +50,7 @@ Model: TypeAlias = Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
+class TrainingResult:
     """The results of a training.
 
     Attributes:
@@ -70,7 +70,7 @@ class Numbers:
 
 def reference(
     composition: Composition, subject: Subject, *, precision: str | None = None, rounding: int | None = None
-) -> Numbers:
+) -> TrainingResult:
     """Train in one process, in the composition's precision or another one.
 
     Args:
@@ -97,7 +97,7 @@ class _Loop:
         self.subject = subject
         self.rows = subject.trained()
 
-    def run(self, rounding: int | None) -> Numbers:
+    def run(self, rounding: int | None) -> TrainingResult:
         training = self.training
         before = _exported(self.model)
         if training.data == "packed" and self._joins_documents:
@@ -107,7 +107,7 @@ class _Loop:
         self._copy()
         optimizer = _optimizer(self.masters, training)
         scheduler = get_scheduler(training.scheduler, optimizer, training.warmup, training.steps)
-        found = Numbers(losses=[], norms=[], before=before)
+        found = TrainingResult(losses=[], norms=[], before=before)
         for step in range(1, training.steps + 1):
             found.losses.append(self._gradients((step - 1) * training.batch))
             norm = torch.nn.utils.clip_grad_norm_(self.trained, training.clip or float("inf"))
@@ -119,7 +119,7 @@ class _Loop:
             if training.evaluate and (step % training.evaluate == 0 or step == training.steps):
                 found.evaluations[step] = self._evaluate()
                 found.texts.extend(map(self._continue, self.subject.prompts))
-        return Numbers(**{**vars(found), "weights": _exported(self.model)})
+        return TrainingResult(**{**vars(found), "weights": _exported(self.model)})
 
     @torch.no_grad()
     def _move_weights(self, generator: torch.Generator) -> None:

@@ -29,7 +29,7 @@ from harness.parity.compare import (
 from harness.parity.composition import Composition
 from harness.parity.execute import run_lines
 from harness.parity.launch import run_on_ranks
-from harness.parity.reference import Numbers, reference
+from harness.parity.reference import TrainingResult, reference
 from harness.parity.subject import Subject, make_subject
 
 RIGHT, REFUSED, WRONG, FAILED, UNTRIED = "right", "refused", "wrong", "failed", "untried"
@@ -37,7 +37,7 @@ LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class TrialResult:
     """The result of trying a composition.
 
     Attributes:
@@ -64,7 +64,7 @@ class Verdict:
         return f"{self.kind}: {self.composition}" + (f": {self.reason}" if self.reason else "")
 
 
-Report = Callable[[Verdict], None]
+Report = Callable[[TrialResult], None]
 
 
 def try_all(
@@ -74,16 +74,16 @@ def try_all(
     limit_s: float = LIMIT_S,
     judge: Judge | None = None,
     root: Path | None = None,
-) -> list[Verdict]:
+) -> list[TrialResult]:
     """Return a verdict on each composition, in their order; each is reported as soon as it is known.
 
     Args:
         judge: a judge that has already trained some compositions in one process.
         root: root of another copy of the harness, which is tried instead of this one.
     """
-    found: dict[int, Verdict] = {}
+    found: dict[int, TrialResult] = {}
 
-    def conclude(index: int, verdict: Verdict) -> None:
+    def conclude(index: int, verdict: TrialResult) -> None:
         found[index] = verdict
         report(verdict)
 
@@ -101,7 +101,7 @@ def _try_some(
     ranks: int,
     folder: Path,
     judge: Judge,
-    conclude: Callable[[int, Verdict], None],
+    conclude: Callable[[int, TrialResult], None],
     limit_s: float,
     root: Path | None,
 ) -> None:
@@ -113,7 +113,7 @@ def _try_some(
             able.append((index, each))
         except Exception as error:  # a family's config or model may raise anything for sizes that do not fit it
             reason = f"no such model: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            conclude(index, Verdict(composition=each, kind=UNTRIED, reason=reason))
+            conclude(index, TrialResult(composition=each, kind=UNTRIED, reason=reason))
 
     def judged(number: int, outcome: JsonObject) -> None:
         index, composition = able[number]
@@ -151,24 +151,24 @@ class Judge:
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
-        self._known: dict[str, Numbers] = {}
+        self._known: dict[str, TrainingResult] = {}
 
-    def verdict(self, composition: Composition, subject: Subject, outcome: JsonObject, place: Path) -> Verdict:
+    def verdict(self, composition: Composition, subject: Subject, outcome: JsonObject, place: Path) -> TrialResult:
         """Return the verdict on the outcome of a composition, whose files are in `place`."""
         if "refused" in outcome:
-            return Verdict(composition=composition, kind=REFUSED, reason=outcome["refused"])
+            return TrialResult(composition=composition, kind=REFUSED, reason=outcome["refused"])
         try:
             wanted = self.reference(composition, subject)
         except Exception as error:  # a family may raise anything in plain transformers
             reason = f"plain transformers: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            return Verdict(composition=composition, kind=UNTRIED, reason=reason)
+            return TrialResult(composition=composition, kind=UNTRIED, reason=reason)
         if "error" in outcome:
-            return Verdict(composition=composition, kind=FAILED, reason=outcome["error"])
+            return TrialResult(composition=composition, kind=FAILED, reason=outcome["error"])
         found = numbers_of(outcome, place, wanted.before)
         precision = composition.training.precision
         compresses = any(each.bits for each in composition.executions)
         if (fault := other_than_numbers(found, wanted, texts=precision == "fp32" and not compresses)) is not None:
-            return Verdict(composition=composition, kind=WRONG, reason=fault)
+            return TrialResult(composition=composition, kind=WRONG, reason=fault)
         off, limit, own = distance(found, wanted), USUAL, None
         if precision != "fp32":
             own = distance(wanted, self.reference(composition, subject, precision="fp32"))
@@ -178,16 +178,16 @@ class Judge:
         if not compresses and not right and not (self._strict and precision != "fp32"):
             most = MOST if precision == "fp32" else MOST_IN_16_BITS
 
-            def again(seed: int) -> Numbers:
+            def again(seed: int) -> TrainingResult:
                 return reference(composition, subject, rounding=seed)
 
             limit = noise_limit(wanted, again, limit, most)
             right = off.within(limit) or is_another_course(found, again, limit)
         reason = "" if right else f"{off} (limits: {limit})"
         kind = RIGHT if right else WRONG
-        return Verdict(composition=composition, kind=kind, reason=reason, off=off, limit=limit, own=own)
+        return TrialResult(composition=composition, kind=kind, reason=reason, off=off, limit=limit, own=own)
 
-    def reference(self, composition: Composition, subject: Subject, precision: str | None = None) -> Numbers:
+    def reference(self, composition: Composition, subject: Subject, precision: str | None = None) -> TrainingResult:
         """Return the results of one process, in the composition's precision or another one."""
         training = replace(composition.training, precision=precision or composition.training.precision)
         key = f"{composition.model} {training}"

@@ -24,7 +24,7 @@ from harness.errors import UserError
 from harness.hf.skeleton import ModelSource, read_source
 from harness.hf.verify.tiny_copy import shrink
 from harness.parity.composition import Composition, Execution, Training
-from harness.parity.trial import REFUSED, RIGHT, UNTRIED, Verdict, try_all
+from harness.parity.trial import REFUSED, RIGHT, UNTRIED, TrialResult, try_all
 from harness.report import certificate
 from harness.training.prepare.trainable import UNSHAPING
 from harness.training.recording.files import versions
@@ -79,7 +79,7 @@ class Reduced:
 def certify(
     model: str,
     arguments: TrainingArguments,
-    report: Callable[[Verdict], None],
+    report: Callable[[TrialResult], None],
     world_size: int | None = None,
 ) -> JsonObject:
     """Return the certificate of a model (a directory, or a preset's name) and the config that the arguments name.
@@ -235,7 +235,7 @@ def compositions(model: str, reduced: Reduced, source: ModelSource) -> list[Comp
     return [Composition(model=model, training=each, executions=executions) for each, executions in found]
 
 
-def conclude(verdicts: Sequence[Verdict]) -> JsonObject:
+def conclude(verdicts: Sequence[TrialResult]) -> JsonObject:
     """Return the verdict on all compositions, with its reason."""
     bad = next((verdict for verdict in verdicts if verdict.is_bad), None)
     if bad is not None:
@@ -247,7 +247,7 @@ def conclude(verdicts: Sequence[Verdict]) -> JsonObject:
     return {"verdict": certificate.EQUAL}
 
 
-def described(verdict: Verdict) -> str:
+def described(verdict: TrialResult) -> str:
     """Describe what was tried in a few words."""
     training, executions = verdict.composition.training, verdict.composition.executions
     words = [{"fp32": "float32"}.get(training.precision, training.precision)]
@@ -257,7 +257,7 @@ def described(verdict: Verdict) -> str:
     return ", ".join(words)
 
 
-def _row(verdict: Verdict, folder: str) -> JsonObject:
+def _row(verdict: TrialResult, folder: str) -> JsonObject:
     return {
         "what": described(verdict),
         "line": str(verdict.composition).replace(folder, "MODEL"),

@@ -50,7 +50,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class ChartMark:
     """Something that happened at a step."""
 
     x: float
@@ -65,7 +65,7 @@ class LineChart:
     key: str
     title: str
     lines: Sequence[Line]
-    marks: Sequence[Mark] = ()
+    marks: Sequence[ChartMark] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from harness.config.values.json_object import JsonObject
-from harness.report.charts import BLUE, OF_KIND, OF_MEMORY, PALE, BarChart, Bars, Line, LineChart, Mark, darker, of_run
+from harness.report.charts import (
+    BLUE,
+    OF_KIND,
+    OF_MEMORY,
+    PALE,
+    BarChart,
+    Bars,
+    ChartMark,
+    Line,
+    LineChart,
+    darker,
+    of_run,
+)
 from harness.report.profile.record import COMPUTING, KINDS, MEMORY, RankProfile, Span, StepProfile
 from harness.report.profile.summary import largest_of_stage, seconds_by_kind, summary
 from harness.report.profile.timeline import with_waits
@@ -35,12 +47,14 @@ def curves(runs: Sequence[RunFiles]) -> list[LineChart]:
     return charts
 
 
-def marks_of(run: RunFiles, *, with_name: bool = False) -> list[Mark]:
+def marks_of(run: RunFiles, *, with_name: bool = False) -> list[ChartMark]:
     """Return the events of a run by step: checkpoints, restarts, rollbacks."""
     ending = f" ({run.name})" if with_name else ""
-    found = [Mark(x=step, kind="checkpoint", text=f"checkpoint at step {step}{ending}") for step in run.checkpoints]
+    found = [
+        ChartMark(x=step, kind="checkpoint", text=f"checkpoint at step {step}{ending}") for step in run.checkpoints
+    ]
     found += [
-        Mark(
+        ChartMark(
             x=row["step"],
             kind="restart",
             text=f"restart after a failure in step {row['step']}: {row.get('cause')}{ending}",
@@ -48,7 +62,7 @@ def marks_of(run: RunFiles, *, with_name: bool = False) -> list[Mark]:
         for row in run.restarts
     ]
     found += [
-        Mark(x=step, kind="rollback", text=f"rollback: {samples} samples are left out before step {step}{ending}")
+        ChartMark(x=step, kind="rollback", text=f"rollback: {samples} samples are left out before step {step}{ending}")
         for step, samples in _left_out(run)
     ]
     return sorted(found, key=lambda mark: mark.x)

@@ -133,8 +133,8 @@ def value_of_first(value: T) -> T:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside(Generic[T]):
-    """A rank's knowledge of its host.
+class HostValues(Generic[T]):
+    """The values of the ranks of one host.
 
     Attributes:
         values: rank -> value, for the ranks of this host in ascending order.
@@ -147,25 +147,25 @@ class Beside(Generic[T]):
     hosts: int
 
 
-def values_beside(host: str, value: T) -> Beside[T]:
+def values_on_host(host: str, value: T) -> HostValues[T]:
     """Return the values of the ranks with the same `host`; all ranks of the world call it.
 
     Rank 0 gathers and scatters them, so that only rank 0 holds the values of all ranks.
     """
-    parts = dealt_beside(values_on_first((host, value)))
-    found: list[Beside[T] | None] = [None]
+    parts = dealt_by_host(values_on_first((host, value)))
+    found: list[HostValues[T] | None] = [None]
     dist.scatter_object_list(found, parts or None, src=0, group=host_group())
     assert found[0] is not None
     return found[0]
 
 
-def dealt_beside(of_all: Sequence[tuple[str, T]]) -> list[Beside[T]]:
-    """Return the `Beside` of each rank, from the (host, value) of each."""
+def dealt_by_host(of_all: Sequence[tuple[str, T]]) -> list[HostValues[T]]:
+    """Return the `HostValues` of each rank, from the (host, value) of each."""
     rows: dict[str, dict[int, T]] = {}
     for rank, (name, each) in enumerate(of_all):
         rows.setdefault(name, {})[rank] = each
     numbers = {name: number for number, name in enumerate(rows)}
-    return [Beside(values=rows[name], number=numbers[name], hosts=len(rows)) for name, _ in of_all]
+    return [HostValues(values=rows[name], number=numbers[name], hosts=len(rows)) for name, _ in of_all]
 
 
 def all_or_none(action: Callable[[], T]) -> T:

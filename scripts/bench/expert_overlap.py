@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from harness.parallel import token_exchange  # noqa: E402
 from harness.parallel.collectives.of_group import start_exchange  # noqa: E402
 from harness.parallel.comm import ALONE, TensorParallel  # noqa: E402
-from harness.parallel.plans import beside  # noqa: E402
+from harness.parallel.plans import early_modules  # noqa: E402
 from harness.parallel.plans.apply import cut  # noqa: E402
 from harness.parallel.plans.experts import expert_parallel_plan  # noqa: E402
 from harness.parallel.token_exchange import Neighbours  # noqa: E402
@@ -104,7 +104,7 @@ def measure(rank: int, models: dict[str, list[Any]], rounds: int) -> list[dict[s
         for turn in range(rounds + 1):
             for way, (early, _) in WAYS.items():
                 dist.barrier()
-                beside.WITHOUT_GAIN = set() if early else {"cpu"}
+                early_modules.WITHOUT_GAIN = set() if early else {"cpu"}
                 link = OF_RANK.link = Link(speed)
                 x = inputs.clone().requires_grad_()
                 dist.barrier()

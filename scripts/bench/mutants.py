@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.parity.composition import Composition
-from harness.parity.trial import RIGHT, Judge, Verdict, try_all
+from harness.parity.trial import RIGHT, Judge, TrialResult, try_all
 from harness.training.recording.files import versions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,9 +67,9 @@ def run(mutant: Mutant, judge: Judge) -> dict[str, object]:
     """Return what the fixed compositions say of a mutant."""
     lines = [line for line in LINES.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     lines.sort(key=lambda line: not (mutant.first and mutant.first in line))
-    tried: list[Verdict] = []
+    tried: list[TrialResult] = []
 
-    def report(verdict: Verdict) -> None:
+    def report(verdict: TrialResult) -> None:
         tried.append(verdict)
         if verdict.kind != RIGHT:
             raise Found

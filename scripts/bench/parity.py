@@ -24,7 +24,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from harness.parity.composition import Composition
-from harness.parity.trial import FAILED, REFUSED, RIGHT, WRONG, Verdict, try_all
+from harness.parity.trial import FAILED, REFUSED, RIGHT, WRONG, TrialResult, try_all
 from harness.training.recording.files import versions
 from tests.random_compositions import Families, draw, pairs, shrink
 
@@ -67,7 +67,7 @@ class Enough(Exception):
 def _try_lines(chosen: list[Composition], *, until_bad: bool) -> int:
     start, bad = time.monotonic(), 0
 
-    def tell(verdict: Verdict) -> None:
+    def tell(verdict: TrialResult) -> None:
         nonlocal bad
         print(f"{time.monotonic() - start:6.1f} {verdict}", f"[{verdict.off}]" if verdict.off else "", flush=True)
         bad += verdict.kind != RIGHT if until_bad else verdict.is_bad
@@ -101,7 +101,7 @@ def _search(args: argparse.Namespace) -> int:
     numbers = range(first, first + (LARGE if args.seconds else args.count))
     chosen = {str(draw(Random(f"{args.seed} {number}"), families)): number for number in numbers}
 
-    def tell(verdict: Verdict) -> None:
+    def tell(verdict: TrialResult) -> None:
         counts[verdict.kind] += 1
         if verdict.is_bad:
             print(verdict, flush=True)
@@ -119,7 +119,7 @@ def _search(args: argparse.Namespace) -> int:
     return int(sum(counts[kind] for kind in BAD) > 0)
 
 
-def _row(verdict: Verdict) -> dict[str, object]:
+def _row(verdict: TrialResult) -> dict[str, object]:
     numbers = {
         name: asdict(value) if value else None
         for name, value in (("off", verdict.off), ("limit", verdict.limit), ("own", verdict.own))

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -316,6 +317,12 @@ def test_no_code_names_a_family():
     said = [(path, node, text) for path in PRODUCT for node, text in spoken(path)]
     of_families = {text for text in {text for *_, text in said} - presets if pattern.search(words(text))}
     assert [f"{where(path, node)} {text[:60]!r}" for path, node, text in said if text in of_families] == []
+
+
+def test_no_two_classes_have_one_name():
+    classes = [(path, node) for path in PRODUCT for node in tree(path).body if isinstance(node, ast.ClassDef)]
+    names = Counter(node.name for _, node in classes)
+    assert [f"{where(path, node)} {node.name}" for path, node in classes if names[node.name] > 1] == []
 
 
 def test_a_thing_has_one_name():

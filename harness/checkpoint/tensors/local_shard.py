@@ -13,7 +13,7 @@ from math import prod
 
 from torch import Tensor, nn
 
-from harness.deepspeed.flat_tensors import EngineOptimizer, Run, SteppedOn, runs, stepped_on
+from harness.deepspeed.flat_tensors import ElementRun, EngineOptimizer, SteppedOn, runs, stepped_on
 from harness.deepspeed.zero3_parameters import Partition, held_values, is_partitioned
 from harness.hf.weights.lazy_tensor import Box
 from harness.parallel.tensor.shard import Shard, shard_of
@@ -41,7 +41,7 @@ class LocalShard:
     start: int
     values: Tensor
     owned: bool
-    stepped: tuple[SteppedOn, Run] | None = None
+    stepped: tuple[SteppedOn, ElementRun] | None = None
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ def local_shard_of(name: str, tensor: Tensor, groups: Groups) -> LocalShard:
     )
 
 
-def _trained(name: str, stepped: SteppedOn, run: Run, groups: Groups) -> LocalShard:
+def _trained(name: str, stepped: SteppedOn, run: ElementRun, groups: Groups) -> LocalShard:
     shard = shard_of(run.parameter)
     return LocalShard(
         name=name,
@@ -148,7 +148,7 @@ def _is_first_on_data(shard: Shard | None, groups: Groups) -> bool:
     return groups.first_of_copies if shard is not None and shard.over_data else groups.coordinate.dp_rank == 0
 
 
-def _elements(tensor: Tensor, run: Run) -> Tensor:
+def _elements(tensor: Tensor, run: ElementRun) -> Tensor:
     """Return the elements of `run` in the optimizer's tensor: flat, or the whole tensor if it is one parameter."""
     if run.group is None and tuple(tensor.shape) == run.shape:  # a ZeRO partition may by chance have this shape too
         return tensor

@@ -33,7 +33,7 @@ from harness.errors import UserError
 from harness.hf.weights.conversion import CheckpointFormat
 from harness.hf.weights.tensor_files import SINGLE, OpenFile, Stored, open_safetensors
 from harness.parallel.host import brought_to_host
-from harness.topology.agreement import all_or_none, host_group, values_beside, values_of_all
+from harness.topology.agreement import all_or_none, host_group, values_of_all, values_on_host
 from harness.topology.groups import Groups
 from harness.topology.layout import Axis, Coordinate
 from harness.topology.placement import host_id
@@ -251,7 +251,7 @@ def write_tensors(
 
 def several_hosts() -> bool:
     """Whether ranks run on more than one host; all ranks call it."""
-    return values_beside(host_id(), None).hosts > 1
+    return values_on_host(host_id(), None).hosts > 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
+class ModelNumbers:
     """The result of a forward and backward: logits, and the gradient of every parameter by name."""
 
     logits: Tensor
@@ -149,7 +149,7 @@ def _try(
         return Difference(what=what, off=float("inf"), **kind)
 
 
-def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> tuple[Numbers, Numbers]:
+def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> tuple[ModelNumbers, ModelNumbers]:
     """Return the whole model's numbers, and the tolerance of each.
 
     The tolerance is measured on `moved`, a copy of the model whose weights are changed here by rounding errors.
@@ -167,18 +167,18 @@ def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> t
         floor = 10 * least if a.numel() == 1 else least
         return torch.clamp(RELATIVE * _largest(a) + NOISE * _largest(a - b), min=floor)
 
-    return whole, Numbers(
+    return whole, ModelNumbers(
         logits=allowed(whole.logits, other.logits),
         gradients={name: allowed(tensor, other.gradients[name]) for name, tensor in whole.gradients.items()},
     )
 
 
-def _run(model: PreTrainedModel, ids: Tensor) -> Numbers:
+def _run(model: PreTrainedModel, ids: Tensor) -> ModelNumbers:
     model.zero_grad()
     logits = model(input_ids=ids, use_cache=False).logits
     (logits * _direction(logits)).sum().backward()
     gradients = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
-    return Numbers(logits=logits.detach(), gradients=gradients)
+    return ModelNumbers(logits=logits.detach(), gradients=gradients)
 
 
 def _largest(tensor: Tensor) -> Tensor:
@@ -198,8 +198,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _compare(
     model: PreTrainedModel,
-    whole: Numbers,
-    allowed: Numbers,
+    whole: ModelNumbers,
+    allowed: ModelNumbers,
     ids: Tensor,
     cut: Cut,
     place: TensorParallel,
@@ -250,7 +250,7 @@ def _own_logits(whole: Tensor, stage: CausalModel, place: TensorParallel) -> Ten
 
 
 def _gradient_differences(
-    model: PreTrainedModel, modules: list[nn.Module], whole: Numbers, allowed: Numbers, times: int
+    model: PreTrainedModel, modules: list[nn.Module], whole: ModelNumbers, allowed: ModelNumbers, times: int
 ) -> list[tuple[str, float] | None]:
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from harness.parallel.collectives.neighbours import Neighbours, meet
+from harness.parallel.collectives.peers import Peers, meet
 
 Piece = list[tuple[int, range]]
 """As much of a part as fits into a buffer: for each tensor in it, its index and a range of the part's elements."""
@@ -114,20 +114,20 @@ class HostMemory:
     in the same collective.
     """
 
-    def __init__(self, neighbours: Neighbours) -> None:
-        self._neighbours = neighbours
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._turn = 0
         self._started: Started | None = None
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, timeout: timedelta) -> HostMemory | None:
         """Return the shared memory of `group`, or None on all its ranks if they cannot share any; all must call it."""
-        neighbours = meet(group, 2 * PIECE_BYTES, timeout)
-        return None if neighbours is None else cls(neighbours)
+        peers = meet(group, 2 * PIECE_BYTES, timeout)
+        return None if peers is None else cls(peers)
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
-        self._neighbours.close()
+        self._peers.close()
 
     def all_reduce(self, x: Tensor, operation: Operation = torch.add, out: Tensor | None = None) -> Tensor:
         """Return the sum of `x` (...) over the ranks, or its maximum with `torch.maximum`.
@@ -160,11 +160,11 @@ class HostMemory:
             out: a contiguous tensor for the result; `x` may be this rank's part of it.
         """
         x = x.detach().contiguous()
-        whole = x.new_empty((self._neighbours.size, *x.shape)) if out is None else out
+        whole = x.new_empty((self._peers.size, *x.shape)) if out is None else out
         numbers = max(PIECE_BYTES // x.element_size(), 1)
-        into = whole.view(self._neighbours.size, -1).split(numbers, dim=1)
-        rank = self._neighbours.rank
-        is_there = whole.view(self._neighbours.size, -1)[rank].data_ptr() == x.data_ptr()
+        into = whole.view(self._peers.size, -1).split(numbers, dim=1)
+        rank = self._peers.rank
+        is_there = whole.view(self._peers.size, -1)[rank].data_ptr() == x.data_ptr()
 
         def place(shares: list[Tensor], places: Tensor) -> None:
             for index, (share, each) in enumerate(zip(shares, places, strict=True)):
@@ -183,13 +183,13 @@ class HostMemory:
 
     def start_reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
         """Begin `reduce_scatter`; return a function that completes it. Until then `x` may not change."""
-        ranks = self._neighbours.size
+        ranks = self._peers.size
         rows = x.detach().reshape(ranks, -1)
         own = x.new_empty((x.shape[0] // ranks, *x.shape[1:])) if out is None else out
         numbers = max(PIECE_BYTES // (x.element_size() * ranks), 1)
 
         def combine(shares: list[Tensor], into: Tensor) -> None:
-            _reduce([share[self._neighbours.rank] for share in shares], torch.add, into)
+            _reduce([share[self._peers.rank] for share in shares], torch.add, into)
 
         return self._start(rows.split(numbers, dim=1), own.view(-1).split(numbers), combine, own)
 
@@ -202,7 +202,7 @@ class HostMemory:
 
         The result holds the rows from all ranks (m, ...), in rank order.
         """
-        rank, width = self._neighbours.rank, prod(x.shape[1:])
+        rank, width = self._peers.rank, prod(x.shape[1:])
         flat = x.detach().contiguous().view(-1)
         result = x.new_empty((sum(row[rank] for row in sizes), *x.shape[1:]))
         kept, before = sizes[rank][rank] * width, sum(sizes[rank][:rank]) * width
@@ -236,7 +236,7 @@ class HostMemory:
         A rank reads its own part in place; only the others' parts are copied into shared memory.
         """
         self._end_started()
-        rank, ranks = self._neighbours.rank, self._neighbours.size
+        rank, ranks = self._peers.rank, self._peers.size
         parts = EqualShares(tensors, ranks)
         means = tensors[0].new_empty(sum(parts.sizes))
         done = 0
@@ -246,8 +246,8 @@ class HostMemory:
             for other in range(ranks):
                 # divided before the sum, as DeepSpeed does, so that fp16 does not overflow
                 parts.copy(other, piece, mean if other == rank else shares[rank][other]).div_(ranks)
-            self._neighbours.tell_ranks(_bytes(shares[rank]))
-            self._neighbours.wait_for_ranks(_bytes(shares[rank]))
+            self._peers.tell_ranks(_bytes(shares[rank]))
+            self._peers.wait_for_ranks(_bytes(shares[rank]))
             for other in range(ranks):
                 if other != rank:
                     mean += shares[other][rank]
@@ -283,7 +283,7 @@ class HostMemory:
                 zip(started.pieces, started.rooms, started.into, strict=True)
             ):
                 shares = self._write(piece, room) if number else shares
-                self._neighbours.wait_for_ranks(_bytes(shares[0]))
+                self._peers.wait_for_ranks(_bytes(shares[0]))
                 started.combine(shares, place)
         return started.result
 
@@ -293,26 +293,26 @@ class HostMemory:
         They may be read after the next `wait_for_ranks`, until the second `_write` from now, which reuses the buffer.
         """
         shares = self._buffer(room, piece.dtype)
-        shares[self._neighbours.rank][: len(piece)].copy_(piece)
-        self._neighbours.tell_ranks(_bytes(shares[0]))
+        shares[self._peers.rank][: len(piece)].copy_(piece)
+        self._peers.tell_ranks(_bytes(shares[0]))
         return shares
 
     def _buffer(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Return the next buffer of each rank; other ranks may still read the last one."""
         size, start = prod(shape) * dtype.itemsize, self._turn * PIECE_BYTES
         self._turn = 1 - self._turn
-        return [memory[start : start + size].view(dtype).view(shape) for memory in self._neighbours.memory]
+        return [memory[start : start + size].view(dtype).view(shape) for memory in self._peers.memory]
 
     def _reduced_in_shares(self, pieces: list[Tensor], operation: Operation, size: int) -> Tensor:
         """Return the sum of the pieces, of which each rank computes a share and reads the shares of the others."""
-        rank, ranks = self._neighbours.rank, self._neighbours.size
+        rank, ranks = self._peers.rank, self._peers.size
         shares = [piece.tensor_split(ranks) for piece in pieces]
         of_rank = [share[rank] for share in shares]
         own = torch.empty_like(of_rank[rank])
         _reduce(of_rank, operation, own)
         of_rank[rank].copy_(own)
-        self._neighbours.tell_ranks(size)
-        self._neighbours.wait_for_ranks(size)
+        self._peers.tell_ranks(size)
+        self._peers.wait_for_ranks(size)
         return torch.cat([share[index] for index, share in enumerate(shares)])
 
 

@@ -28,7 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.config.model.shares import Stretch, stretch
 from harness.errors import UserError
 from harness.parallel.comm import Context, TensorParallel, apply, copy_to_group, reduce_from_group
-from harness.parallel.plans.beside import Beside
+from harness.parallel.plans.early_modules import EarlyModules
 from harness.parallel.plans.plan import STYLES, NoPlan, Plan, PlanRule, plan_for, read_plan_file
 from harness.parallel.plans.target import PlanTarget
 from harness.parallel.tensor.shard import Shard, cut_parameter
@@ -104,7 +104,7 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     module.num_experts = _widest(stretches)
     # not with tensor-parallel ranks: the sum over their outputs would include what has run early
     is_alone = tensor.size == 1 and neighbours.place.size > 1
-    beside = Beside(target.owner, module, target.config.hidden_size) if is_alone else None
+    early = EarlyModules(target.owner, module, target.config.hidden_size) if is_alone else None
     kind = type(module)
 
     def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
                 weights,
                 stretches=stretches,
                 neighbours=neighbours,
-                meanwhile=beside.run if beside else None,
+                meanwhile=early.run if early else None,
             )
         else:
             loops = getattr(getattr(self, "config", None), "_experts_implementation", None) == "eager"

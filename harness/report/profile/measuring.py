@@ -31,7 +31,7 @@ from harness.device.process_group import shared_store
 from harness.parallel.memory import malloc_trim
 from harness.parallel.pipeline.staged_module import LayerSequence
 from harness.report.profile.record import Span
-from harness.topology.agreement import values_beside, values_on_first
+from harness.topology.agreement import values_on_first, values_on_host
 from harness.topology.placement import host_id
 
 # How far each host's clock is ahead of rank 0's. All processes of a host share one clock (CLOCK_MONOTONIC, which
@@ -55,7 +55,7 @@ def offset_to_first(place: str) -> Offset:
         place: the same on all ranks, and another for each call: keys of the store are made from it.
     """
     rank, found = dist.get_rank(), Offset()
-    here = values_beside(host_id(), rank)
+    here = values_on_host(host_id(), rank)
     leader = min(here.values)
     leaders = dict.fromkeys(values_on_first(leader))
     if here.hosts > 1:
@@ -64,7 +64,7 @@ def offset_to_first(place: str) -> Offset:
             answer(store, list(leaders)[1:], time.perf_counter)
         elif rank == leader:
             found = ask(store, rank, time.perf_counter)
-    return values_beside(host_id(), found).values[leader]
+    return values_on_host(host_id(), found).values[leader]
 
 
 def answer(store: dist.Store, ranks: Sequence[int], now: Callable[[], float]) -> None:

@@ -84,7 +84,7 @@ class RankStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Diagnosis:
     """Why the run ends."""
 
     error: str  # Dead, Hang or Silent
@@ -97,12 +97,12 @@ class Verdict:
         return json.dumps({**asdict(self), "message": self.message[:LONGEST]}, ensure_ascii=False)
 
     @classmethod
-    def load(cls, text: str) -> Verdict:
+    def load(cls, text: str) -> Diagnosis:
         """Read what `dump` has made."""
         return cls(**json.loads(text))
 
 
-def diagnose(statuses: Sequence[RankStatus], *, is_whole: bool = True) -> Verdict | None:
+def diagnose(statuses: Sequence[RankStatus], *, is_whole: bool = True) -> Diagnosis | None:
     """Return why the run cannot go on; None while it can.
 
     `is_whole`: whether `statuses` holds all ranks. If not, all of these may wait for another rank, which works.
@@ -112,7 +112,7 @@ def diagnose(statuses: Sequence[RankStatus], *, is_whole: bool = True) -> Verdic
     return _dead(statuses) or _silent(statuses) or _hang(statuses, is_whole)
 
 
-def _dead(statuses: Sequence[RankStatus]) -> Verdict | None:
+def _dead(statuses: Sequence[RankStatus]) -> Diagnosis | None:
     """Find a process that is gone while others need it."""
     for each in statuses:
         if each.is_gone and each.phase in INSIDE:
@@ -128,7 +128,7 @@ def _dead(statuses: Sequence[RankStatus]) -> Verdict | None:
     return None
 
 
-def _silent(statuses: Sequence[RankStatus]) -> Verdict | None:
+def _silent(statuses: Sequence[RankStatus]) -> Diagnosis | None:
     """Find a host that no longer answers."""
     lost = any(each.phase is Phase.LOST for each in statuses)
     limit = SILENT_S if lost else max((each.limit for each in statuses if each.phase is Phase.STEP), default=0.0)
@@ -141,7 +141,7 @@ def _silent(statuses: Sequence[RankStatus]) -> Verdict | None:
     return _verdict("Silent", first, f"{text}; is it down, or the network between the hosts?")
 
 
-def _hang(statuses: Sequence[RankStatus], is_whole: bool) -> Verdict | None:
+def _hang(statuses: Sequence[RankStatus], is_whole: bool) -> Diagnosis | None:
     """Find whether all ranks have stopped making progress, and which one is at fault."""
     stopped = [each for each in statuses if each.state == "T" and each.is_still]
     working = [each for each in statuses if each.phase in INSIDE and not each.is_gone]
@@ -155,7 +155,7 @@ def _hang(statuses: Sequence[RankStatus], is_whole: bool) -> Verdict | None:
         step = max(each.step for each in statuses)
         wait = " and wait for each other" if all(each.waits for each in statuses) else ""
         text = f"all ranks hang in step {step}{wait}: {_places(statuses)}"
-        return Verdict(error=HANG, culprit=-1, step=step, message=text)
+        return Diagnosis(error=HANG, culprit=-1, step=step, message=text)
     first = stuck[0]
     where = "stopped (process state T)" if first.state == "T" else f"at {first.place}"
     others = "".join(f"; {each.name} likewise" for each in stuck[1:2])
@@ -194,5 +194,5 @@ def _waiting(waiting: Sequence[RankStatus]) -> str:
     return text + (f", and {len(waiting) - count} more" if others else "")
 
 
-def _verdict(error: str, culprit: RankStatus, message: str) -> Verdict:
-    return Verdict(error=error, culprit=culprit.rank, step=culprit.step, message=message)
+def _verdict(error: str, culprit: RankStatus, message: str) -> Diagnosis:
+    return Diagnosis(error=error, culprit=culprit.rank, step=culprit.step, message=message)

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from harness.console import Console
 from harness.resilience.process.records import HANG, THIS_RANK, Position, record_failure_of
-from harness.resilience.watch.diagnosis import RankStatus, Verdict
+from harness.resilience.watch.diagnosis import Diagnosis, RankStatus
 
 
-def announce(verdict: Verdict, statuses: Sequence[RankStatus], path: Path, console: Console) -> None:
+def announce(verdict: Diagnosis, statuses: Sequence[RankStatus], path: Path, console: Console) -> None:
     """Report a verdict: on stderr, at the top of the file of stacks, and to `ds-harness launch`.
 
     A dead process needs no record: the launch knows its exit code.

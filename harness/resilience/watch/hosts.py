@@ -19,7 +19,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from harness.resilience.watch.diagnosis import FRESH_S, INSIDE, SILENT_S, RankStatus, Verdict
+from harness.resilience.watch.diagnosis import FRESH_S, INSIDE, SILENT_S, Diagnosis, RankStatus
 
 EVERY_S = 1.0
 ANSWER_S = 5.0
@@ -103,11 +103,11 @@ class OtherHosts:
         """Return the statuses of the hosts that have been heard of, aged to `now`."""
         return [row for each in list(self._heard.values()) for row in each.statuses(now)]
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Diagnosis | None:
         """Return the verdict of another host."""
-        return Verdict.load(self._verdict) if self._verdict else None
+        return Diagnosis.load(self._verdict) if self._verdict else None
 
-    def claim(self, verdict: Verdict) -> bool:
+    def claim(self, verdict: Diagnosis) -> bool:
         """Tell the other hosts of a verdict; return whether this host is the first to have one, and so reports it.
 
         A store that is gone can block for longer than its timeout. So a thread asks; without an answer within ANSWER_S

@@ -30,12 +30,12 @@ from harness.resilience.process import signals
 from harness.resilience.process.activity import ACTIVITY, Phase
 from harness.resilience.process.records import HANG, THIS_RANK
 from harness.resilience.watch.board import Board
-from harness.resilience.watch.diagnosis import FRESH_S, RankStatus, Verdict, diagnose
+from harness.resilience.watch.diagnosis import FRESH_S, Diagnosis, RankStatus, diagnose
 from harness.resilience.watch.ending import announce, append_stacks, main_frame
 from harness.resilience.watch.enqueued import abort_groups, count_transfers, enqueued, flight_record, left_out
 from harness.resilience.watch.hosts import OtherHosts
 from harness.resilience.watch.stragglers import SAMPLES, Stragglers, share_of_work
-from harness.topology.agreement import any_rank, value_of_first, values_beside
+from harness.topology.agreement import any_rank, value_of_first, values_on_host
 from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
 from harness.topology.placement import host_id
@@ -54,7 +54,7 @@ NAMESPACES = ("pid", "net", "mnt")  # ranks in different namespaces cannot see o
 SHARE_OF_TIMEOUT = 0.8
 
 
-class Member(NamedTuple):
+class WatchedRank(NamedTuple):
     """What all ranks know of a rank."""
 
     rank: int
@@ -91,7 +91,7 @@ class Watcher:
     def __init__(
         self,
         board: Board,
-        members: list[Member],
+        members: list[WatchedRank],
         me: int,
         limits: Limits,
         console: Console,
@@ -192,7 +192,7 @@ class Watcher:
         with suppress(RuntimeError):  # the store is gone: the run ends
             self.store.set(str(THIS_RANK.rank), pickle.dumps(enqueued()))  # type: ignore[arg-type]
 
-    def _name_by_enqueued(self, verdict: Verdict, statuses: Sequence[RankStatus]) -> Verdict:
+    def _name_by_enqueued(self, verdict: Diagnosis, statuses: Sequence[RankStatus]) -> Diagnosis:
         """Complete the verdict on a hang in which all ranks wait: name the rank that has left a call out."""
         if self.store is None or verdict.error != HANG or not all(each.waits for each in statuses):
             return verdict
@@ -229,10 +229,10 @@ class Watcher:
                 has_grown, self._io = int(read) + int(written) - self._io > IO_BYTES, int(read) + int(written)
         return has_grown
 
-    def _verdict(self, now: float) -> Verdict | None:
+    def _verdict(self, now: float) -> Diagnosis | None:
         """Return why the run must end. One rank of each host judges; the others read its verdict from the board."""
         if text := self.board.verdict:
-            return Verdict.load(text)
+            return Diagnosis.load(text)
         statuses = [self._status(row, now) for row in range(len(self.members))]
         judge = next(
             (row for row, each in enumerate(statuses) if not each.is_gone and each.unwatched < FRESH_S), self.me
@@ -277,7 +277,7 @@ class Watcher:
         del own["started"], shown["ready"]
         return RankStatus(**own, **shown, still=still, unwatched=unwatched, silent=0.0, state=state, ending=ending)
 
-    def _end_run(self, verdict: Verdict) -> None:
+    def _end_run(self, verdict: Diagnosis) -> None:
         """End this process; the judging rank also ends the other ranks of its host."""
         signals.say_nothing()
         path, judges = self.output_dir / f"hang-{verdict.step}.txt", not self.board.verdict
@@ -322,8 +322,8 @@ def watch_run(
     if any_rank(status is None):
         return None
     assert status is not None
-    myself = Member(groups.rank, groups.coordinate.stage, THIS_RANK.host, os.getpid(), status.started)
-    here = values_beside(_view(), myself)
+    myself = WatchedRank(groups.rank, groups.coordinate.stage, THIS_RANK.host, os.getpid(), status.started)
+    here = values_on_host(_view(), myself)
     board, name = _shared_board(list(here.values), groups.rank)
     others = OtherHosts(shared_store(), here.number, here.hosts, name) if here.hosts > 1 else None
     store = None
@@ -347,7 +347,7 @@ def _view() -> str:
 def _shared_board(ranks: list[int], rank: int) -> tuple[Board, str]:
     """Return the board of this host's ranks, and a name of the run that no other run has."""
     folder = Path(tempfile.mkdtemp(prefix="ds-harness-watch-")) if ranks[0] == rank else None
-    shared, of_run = values_beside(_view(), folder).values[ranks[0]], value_of_first(folder)
+    shared, of_run = values_on_host(_view(), folder).values[ranks[0]], value_of_first(folder)
     assert shared is not None and of_run is not None
     board = Board(shared / "board", len(ranks))
     dist.barrier()

@@ -60,15 +60,15 @@ from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.resilience.watch.watcher import watch_run
 from harness.topology.agreement import (
-    Beside,
+    HostValues,
     all_or_none,
     any_rank,
     check_agreement,
     spell_ranks,
     value_of_first,
-    values_beside,
     values_of_all,
     values_on_first,
+    values_on_host,
 )
 from harness.topology.groups import build_groups
 from harness.topology.placement import Hosts, advise, host_id, hosts_of_launch
@@ -98,7 +98,7 @@ def prepare_run(inputs: RunInputs) -> Run:
 
     # 2. Together: process groups, one checkpoint to resume, one initial model.
     context, foreign_groups = _meet(plan)
-    here, hosts = values_beside(host_id(), context.groups.rank), Hosts(tuple(values_on_first(host_id())))
+    here, hosts = values_on_host(host_id(), context.groups.rank), Hosts(tuple(values_on_first(host_id())))
     plan.resolved = context.resolved
     if plan.data.train is not None:
         try_saving(plan.output_dir, several_hosts=here.hosts > 1)
@@ -213,7 +213,7 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     return context, foreign_groups
 
 
-def _warn_of_locks(plan: RunPlan, here: Beside[int], rank: int) -> None:
+def _warn_of_locks(plan: RunPlan, here: HostValues[int], rank: int) -> None:
     """Warn if another host can take the lock that rank 0 holds; all ranks call it."""
     looks = min(here.values) == rank and here.number > 0
     if here.hosts > 1 and any_rank(looks and is_lent_twice(plan.output_dir)):

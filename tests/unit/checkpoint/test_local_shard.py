@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.checkpoint.tensors.tensor_writer import Entry, OpenFiles, create, file_regions
-from harness.deepspeed.flat_tensors import DividedTogether, Run
+from harness.deepspeed.flat_tensors import DividedTogether, ElementRun
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.parallel.tensor.shard import Shard, share_of
 
@@ -91,7 +91,7 @@ def test_a_part_of_several_tensors_is_not_taken_for_one_that_has_its_shape() -> 
     stepped = DividedTogether(part, [first, second], [0, 64], group)
 
     def pieces(parameter: torch.Tensor, length: int) -> list[torch.Tensor]:
-        run = Run(parameter=parameter, shape=(64,), start=0, length=length, offset=0, group=group)
+        run = ElementRun(parameter=parameter, shape=(64,), start=0, length=length, offset=0, group=group)
         held = LocalShard(name="w", shape=(64,), shard=None, start=0, values=part, owned=True, stepped=(stepped, run))
         return [values for _, values in held.of_state(part).pieces() if values.numel()]
 

@@ -16,7 +16,7 @@ from harness.deepspeed.schedule import StageProgram, run_schedule
 from harness.parallel.pipeline.schedules.instructions import buffers, instructions
 from harness.parallel.pipeline.schedules.orders import ORDERS, Kind, Pass
 from harness.parallel.pipeline.staged_module import StagedModule
-from harness.parallel.weight_gradients import WeightGradients, attach
+from harness.parallel.weight_gradients import DeferredGradients, attach
 from harness.topology.layout import Layout
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -67,9 +67,9 @@ def program(name: str, chunks: ModelChunks, micro_batches: int, *, forwards_only
 
 def scheduled(
     name: str, chunks: ModelChunks, micro_batches: int, *, bf16: bool = False
-) -> tuple[PipelineEngine, WeightGradients]:
+) -> tuple[PipelineEngine, DeferredGradients]:
     """Return an engine that trains by a schedule, and what puts off its weight gradients."""
-    engine, gradients = pipeline(chunks, micro_batches, bf16=bf16), WeightGradients()
+    engine, gradients = pipeline(chunks, micro_batches, bf16=bf16), DeferredGradients()
     attach(engine.module, gradients)
 
     def evaluation(count: int) -> StageProgram:

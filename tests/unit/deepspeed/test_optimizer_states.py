@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adadelta, Adafactor, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from harness.deepspeed.flat_tensors import OneParameter, stepped_on
-from harness.deepspeed.optimizer_states import Template, counted, make_state, stored_names, template
+from harness.deepspeed.optimizer_states import StateTemplate, counted, make_state, stored_names, template
 from harness.errors import UserError
 from harness.training.engine.muon import muon
 from harness.training.engine.optimizer import LateAdagrad
@@ -98,5 +98,5 @@ def test_state_that_is_not_one_value_for_each_weight_is_refused() -> None:
 def test_a_checkpoint_has_torchs_names_of_states() -> None:
     ours = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(2))])
     of_deepspeed = object.__new__(DeepSpeedCPUAdagrad)  # its constructor would compile
-    assert stored_names(of_deepspeed, Template(elements={"exp_avg_sq": torch.float32})) == {"sum": "exp_avg_sq"}
-    assert stored_names(ours, Template(elements={"sum": torch.float32})) == {"sum": "sum"}
+    assert stored_names(of_deepspeed, StateTemplate(elements={"exp_avg_sq": torch.float32})) == {"sum": "exp_avg_sq"}
+    assert stored_names(ours, StateTemplate(elements={"sum": torch.float32})) == {"sum": "sum"}

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.schedule import INSTRUCTIONS, UPDATE, AwaitSends, OwnSchedule, StageProgram, run_schedule
 from harness.parallel.pipeline.schedules.instructions import Action
-from harness.parallel.weight_gradients import WeightGradients
+from harness.parallel.weight_gradients import DeferredGradients
 from tests.unit.deepspeed.pipelines import LATE, batches, pipeline, scheduled, weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -142,7 +142,7 @@ def test_a_program_is_executed_in_order_and_ends_with_the_update() -> None:
 def test_an_unknown_instruction_is_an_error_at_once() -> None:
     engine = pipeline(ONE, 1)
     stated = StageProgram([("Teleport", 0, 0)], buffers=1)
-    own = WeightGradients()
+    own = DeferredGradients()
     run_schedule(engine, ONE, stated, lambda _: stated, defer=own.defer, compute=own.compute, clear=own.clear)
     with pytest.raises(KeyError, match="Teleport"):
         engine.train_batch(batches(0))

@@ -25,7 +25,7 @@ from harness.hf.verify import comparison
 from harness.hf.verify.comparison import Difference, find_difference
 from harness.hf.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
 from harness.parallel.comm import ALONE, TensorParallel
-from harness.parallel.plans import beside
+from harness.parallel.plans import early_modules
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan, run_experts_by
 from harness.parallel.plans.lora import cut_with_adapters
@@ -112,7 +112,7 @@ def test_every_gradient_is_that_of_the_whole_model(
     length: int,
     pieces: int,
 ) -> None:
-    monkeypatch.setattr(beside, "WITHOUT_GAIN", set())
+    monkeypatch.setattr(early_modules, "WITHOUT_GAIN", set())
     config = config_of(family)
     vars(config).update(fields)
     whole, *parts = (tiny_model(config) for _ in range(1 + tensor * data))
@@ -157,7 +157,7 @@ def test_a_shared_expert_runs_once_while_tokens_travel(monkeypatch: pytest.Monke
     ids = tiny_ids(tiny_model(config))
 
     def order(early: bool) -> list[list[str]]:
-        monkeypatch.setattr(beside, "WITHOUT_GAIN", set() if early else {"cpu"})
+        monkeypatch.setattr(early_modules, "WITHOUT_GAIN", set() if early else {"cpu"})
         parts = [tiny_model(config) for _ in range(2)]
 
         def rank(number: int) -> list[str]:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from harness.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from harness.parallel.tiles import tile_block
-from harness.parallel.weight_gradients import WeightGradients, attach
+from harness.parallel.weight_gradients import DeferredGradients, attach
 
 MICRO_BATCHES = 3
 
@@ -53,7 +53,7 @@ def run(module: nn.Module, x: Tensor, recompute: str) -> Tensor:
     return output
 
 
-def gradients(module: nn.Module, recompute: str, later: WeightGradients | None = None) -> list[Tensor | None]:
+def gradients(module: nn.Module, recompute: str, later: DeferredGradients | None = None) -> list[Tensor | None]:
     """The gradients of inputs and parameters after some micro-batches."""
     torch.manual_seed(1)
     inputs = [torch.randn(2, 5, 8, requires_grad=True) for _ in range(MICRO_BATCHES)]
@@ -75,7 +75,7 @@ def test_what_is_put_off_is_the_same_to_the_last_bit(recompute: str, tile: int) 
     for module in (whole, put_off) if tile else ():
         tile_block(module, tile)
     put_off[0].weight.requires_grad = whole[0].weight.requires_grad = False  # a frozen weight has no gradient
-    later = WeightGradients()
+    later = DeferredGradients()
     attach(put_off, later)
     expected, got = gradients(whole, recompute), gradients(put_off, recompute, later)
     assert sum(each is not None for each in expected) == len(expected) - 1
@@ -84,7 +84,7 @@ def test_what_is_put_off_is_the_same_to_the_last_bit(recompute: str, tile: int) 
 
 
 def test_it_comes_with_the_weight_gradients_and_not_before() -> None:
-    module, later = nn.Linear(4, 3), WeightGradients()
+    module, later = nn.Linear(4, 3), DeferredGradients()
     attach(module, later)
     with later.defer():
         module(torch.ones(2, 4)).sum().backward()
@@ -96,7 +96,7 @@ def test_it_comes_with_the_weight_gradients_and_not_before() -> None:
 
 
 def test_the_hooks_of_a_parameter_act_once() -> None:
-    module, later, accumulated = nn.Linear(4, 3, bias=False), WeightGradients(), []
+    module, later, accumulated = nn.Linear(4, 3, bias=False), DeferredGradients(), []
     attach(module, later)
     module.weight.register_hook(lambda grad: None if grad is None else grad * 10)
     module.weight.register_post_accumulate_grad_hook(lambda weight: accumulated.append(weight.grad is not None))
@@ -107,7 +107,7 @@ def test_the_hooks_of_a_parameter_act_once() -> None:
 
 
 def test_autocast_and_evaluation_keep_torchs_own_linear() -> None:
-    module, later = nn.Linear(4, 3), WeightGradients()
+    module, later = nn.Linear(4, 3), DeferredGradients()
     plain = copy.deepcopy(module)
     attach(module, later)
     x = torch.randn(2, 4)

@@ -19,21 +19,21 @@ from harness.parity.compare import (
     other_than_numbers,
 )
 from harness.parity.composition import Composition
-from harness.parity.reference import Numbers, reference
+from harness.parity.reference import TrainingResult, reference
 from harness.parity.subject import make_subject
 
 PLAIN = Composition.parse("llama steps=2")
 
 
 @pytest.fixture(scope="module")
-def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Numbers, list[Numbers]]:
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingResult, list[TrainingResult]]:
     """A training, and the same from weights that are off by rounding errors."""
     torch.set_num_threads(1)
     subject = make_subject(PLAIN, tmp_path_factory.mktemp("models"))
     return reference(PLAIN, subject), [reference(PLAIN, subject, rounding=seed) for seed in (1, 2, 3)]
 
 
-def test_rounding_errors_are_allowed_and_little_more(numbers: tuple[Numbers, list[Numbers]]) -> None:
+def test_rounding_errors_are_allowed_and_little_more(numbers: tuple[TrainingResult, list[TrainingResult]]) -> None:
     wanted, moved = numbers
     assert distance(wanted, wanted).within(replace(USUAL, **dict.fromkeys(asdict(USUAL), 0.0)))
     limit = noise_limit(wanted, lambda seed: moved[seed - 1])
@@ -43,16 +43,18 @@ def test_rounding_errors_are_allowed_and_little_more(numbers: tuple[Numbers, lis
     assert limit.loss < 1e-5 and limit.weights < 2e-3
 
 
-def test_a_training_may_take_a_course_that_rounding_leads_to(numbers: tuple[Numbers, list[Numbers]]) -> None:
+def test_a_training_may_take_a_course_that_rounding_leads_to(
+    numbers: tuple[TrainingResult, list[TrainingResult]],
+) -> None:
     wanted, _ = numbers
-    other = Numbers(**{**vars(wanted), "losses": [loss * 1.01 for loss in wanted.losses]})
+    other = TrainingResult(**{**vars(wanted), "losses": [loss * 1.01 for loss in wanted.losses]})
     assert not distance(other, wanted).within(USUAL)
     assert is_another_course(other, lambda seed: other if seed == 7 else wanted, USUAL)
     assert not is_another_course(other, lambda _seed: wanted, USUAL)
 
 
 @pytest.mark.parametrize("what", ["loss", "norm", "weight", "nan"])
-def test_a_number_that_is_off_is_seen(numbers: tuple[Numbers, list[Numbers]], what: str) -> None:
+def test_a_number_that_is_off_is_seen(numbers: tuple[TrainingResult, list[TrainingResult]], what: str) -> None:
     wanted, _ = numbers
     name = next(name for name in wanted.weights if "mlp" in name)
     moved = wanted.weights[name] - wanted.before[name]
@@ -62,10 +64,10 @@ def test_a_number_that_is_off_is_seen(numbers: tuple[Numbers, list[Numbers]], wh
         "weight": {"weights": {**wanted.weights, name: wanted.weights[name] + 0.02 * moved}},
         "nan": {"losses": [wanted.losses[0], float("nan")]},
     }
-    assert not distance(Numbers(**{**vars(wanted), **changed[what]}), wanted).within(USUAL)
+    assert not distance(TrainingResult(**{**vars(wanted), **changed[what]}), wanted).within(USUAL)
 
 
-def test_names_shapes_dtypes_and_texts_are_told(numbers: tuple[Numbers, list[Numbers]]) -> None:
+def test_names_shapes_dtypes_and_texts_are_told(numbers: tuple[TrainingResult, list[TrainingResult]]) -> None:
     wanted, _ = numbers
     name = min(wanted.weights)
     others = {key: tensor for key, tensor in wanted.weights.items() if key != name}
@@ -75,9 +77,9 @@ def test_names_shapes_dtypes_and_texts_are_told(numbers: tuple[Numbers, list[Num
         f"{name} is torch.bfloat16": {**others, name: wanted.weights[name].bfloat16()},
     }
     for text, weights in said.items():
-        found = other_than_numbers(Numbers(**{**vars(wanted), "weights": weights}), wanted, texts=True)
+        found = other_than_numbers(TrainingResult(**{**vars(wanted), "weights": weights}), wanted, texts=True)
         assert found is not None and found.startswith(text)
-    other = Numbers(**{**vars(wanted), "texts": ["\0"]})
+    other = TrainingResult(**{**vars(wanted), "texts": ["\0"]})
     assert other_than_numbers(other, wanted, texts=False) is None
     assert "prompts are continued by" in str(other_than_numbers(other, wanted, texts=True))
 

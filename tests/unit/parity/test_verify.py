@@ -13,7 +13,7 @@ from harness.errors import UserError
 from harness.parity.commands import table, verify
 from harness.parity.composition import Composition
 from harness.parity.subject import deepspeed_config
-from harness.parity.trial import Verdict
+from harness.parity.trial import TrialResult
 from harness.parity.verify import Reduced, certify, conclude, reduce
 from harness.report import certificate
 
@@ -105,8 +105,8 @@ def test_the_executions_of_one_composition_have_one_number_of_ranks() -> None:
 def test_a_verdict_on_all_is_that_of_the_worst() -> None:
     line = Composition.parse("MODEL precision=bf16 : pp=2 | tp=2")
 
-    def verdict(kind: str, reason: str = "") -> Verdict:
-        return Verdict(composition=line, kind=kind, reason=reason)
+    def verdict(kind: str, reason: str = "") -> TrialResult:
+        return TrialResult(composition=line, kind=kind, reason=reason)
 
     assert conclude([verdict("right")]) == {"verdict": certificate.EQUAL}
     refused = conclude([verdict("right"), verdict("refused", "DS1")])

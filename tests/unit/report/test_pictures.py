@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.report.charts import BarChart, Bars, Line, LineChart, Mark
+from harness.report.charts import BarChart, Bars, ChartMark, Line, LineChart
 from harness.report.plotly_figures import FEW_STEPS, MOST_SHOWN_MARKS, figure
 from harness.report.profile.record import RankProfile, StepProfile
 from harness.report.run_charts import MOST_RANKS, layer_chart, memory_chart, step_charts, timeline
@@ -123,7 +123,7 @@ def line(count: int, **more: Any) -> Line:
     return Line(name="training", color="#000", x=list(range(count)), y=[1.0] * count, **more)
 
 
-def lines(*found: Line, marks: tuple[Mark, ...] = ()) -> dict[str, Any]:
+def lines(*found: Line, marks: tuple[ChartMark, ...] = ()) -> dict[str, Any]:
     return figure(LineChart(key="loss", title="loss", lines=found, marks=marks))
 
 
@@ -145,8 +145,8 @@ def test_each_of_few_steps_has_a_tick() -> None:
 
 
 def test_marks_are_dots_and_the_first_of_them_lines() -> None:
-    restarts = tuple(Mark(x=step, kind="restart", text=str(step)) for step in range(MOST_SHOWN_MARKS + 5))
-    found = lines(line(3), marks=(Mark(x=1, kind="checkpoint", text="c"), *restarts))
+    restarts = tuple(ChartMark(x=step, kind="restart", text=str(step)) for step in range(MOST_SHOWN_MARKS + 5))
+    found = lines(line(3), marks=(ChartMark(x=1, kind="checkpoint", text="c"), *restarts))
     names = [trace["name"] for trace in found["data"]]
     assert names == ["training", "checkpoint", "restart"] and found["layout"]["showlegend"]
     assert len(found["data"][2]["x"]) == MOST_SHOWN_MARKS + 5  # all of them can be pointed at

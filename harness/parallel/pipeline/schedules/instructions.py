@@ -18,7 +18,7 @@ from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.schedule import StageProgram, run_schedule
 from harness.parallel.pipeline.schedules.orders import ORDERS, Kind, Pass
-from harness.parallel.weight_gradients import WeightGradients, attach
+from harness.parallel.weight_gradients import DeferredGradients, attach
 
 
 class Action(StrEnum):
@@ -104,7 +104,7 @@ def follow_schedule(engine: PipelineEngine, name: str, chunks: ModelChunks) -> N
         return
     order, stage = ORDERS[name], engine.stage_id
     passes = list(order(chunks, engine.micro_batches, stage))
-    gradients = WeightGradients()
+    gradients = DeferredGradients()
     if any(each.kind is Kind.WEIGHT_GRADIENTS for each in passes):
         attach(engine.module, gradients)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness.resilience.process.activity import Phase
 from harness.resilience.watch.board import MAIN, ROW, VERDICT, WATCHER, Board
-from harness.resilience.watch.diagnosis import LONGEST, Verdict
+from harness.resilience.watch.diagnosis import LONGEST, Diagnosis
 
 few = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
 seconds = st.floats(0, 1e9)
@@ -89,9 +89,9 @@ def test_of_two_verdicts_the_second_stands_alone(first: str, second: str, tmp_pa
 @pytest.mark.parametrize("character", ["a", "é", "日", "🙂", "\\", '"', "\n", "\x01", "\udce9"])
 def test_a_verdict_of_any_letters_reaches_the_other_ranks_whole(character: str, tmp_path: Path) -> None:
     board = Board(tmp_path / "board", 1)
-    verdict = Verdict(error="Hang", culprit=2**31, step=10**9, message=character * 1000)
+    verdict = Diagnosis(error="Hang", culprit=2**31, step=10**9, message=character * 1000)
     board.verdict = verdict.dump()
-    found = Verdict.load(board.verdict)
+    found = Diagnosis.load(board.verdict)
     assert (found.error, found.culprit, found.step) == ("Hang", 2**31, 10**9)
     assert found.message == ("?" if character == "\udce9" else character) * LONGEST
     assert json.loads(verdict.dump())["message"] == character * LONGEST

@@ -9,7 +9,7 @@ import pytest
 
 from harness.resilience.process.activity import BEATS_OF_STEP, Phase
 from harness.resilience.watch.board import VERDICT
-from harness.resilience.watch.diagnosis import LONGEST, RankStatus, Verdict, diagnose
+from harness.resilience.watch.diagnosis import LONGEST, Diagnosis, RankStatus, diagnose
 from harness.resilience.watch.stragglers import slowest_rank
 from harness.resilience.watch.watcher import SLOW_S, Limits
 
@@ -62,7 +62,7 @@ def test_of_ranks_that_hang_the_one_that_does_not_wait_is_named(stuck: dict[str,
     assert verdict is not None and (verdict.error, verdict.culprit, verdict.step) == ("Hang", 1, 7)
     assert "rank 1 (stage 1, host a) hangs in step 7, during: RecvGrad(1)" in verdict.message
     assert "waits for it (RecvGrad(0), recv), and 1 more" in verdict.message
-    assert Verdict.load(verdict.dump()) == replace(verdict, message=verdict.message[:LONGEST])
+    assert Diagnosis.load(verdict.dump()) == replace(verdict, message=verdict.message[:LONGEST])
     assert len(replace(verdict, message="é" * 9999).dump()) < VERDICT
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from harness.console import Console
 from harness.resilience.process.records import THIS_RANK
-from harness.resilience.watch.diagnosis import RankStatus, Verdict
+from harness.resilience.watch.diagnosis import Diagnosis, RankStatus
 from harness.resilience.watch.ending import announce, append_stacks
 from harness.topology.env import RECORDS
 from tests.unit.resilience.watch.test_diagnosis import rank_status
@@ -24,7 +24,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def said(verdict: Verdict, statuses: list[RankStatus], path: Path) -> str:
+def said(verdict: Diagnosis, statuses: list[RankStatus], path: Path) -> str:
     console = Console(out=io.StringIO(), error=io.StringIO(), speaks=False)
     announce(verdict, statuses, path, console)
     assert isinstance(console.error, io.StringIO)
@@ -36,7 +36,7 @@ def recorded(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_a_hang_leaves_a_line_the_ranks_and_a_record_of_the_one_to_blame(tmp_path: Path, records: Path) -> None:
-    verdict = Verdict(error="Hang", culprit=1, step=7, message="rank 1 hangs in step 7")
+    verdict = Diagnosis(error="Hang", culprit=1, step=7, message="rank 1 hangs in step 7")
     statuses = [rank_status(0), rank_status(1, state="T", doing="Forward(3)"), rank_status(2)]
     path = tmp_path / "hang-7.txt"
     line = said(verdict, statuses, path)
@@ -52,7 +52,7 @@ def test_a_hang_leaves_a_line_the_ranks_and_a_record_of_the_one_to_blame(tmp_pat
 
 def test_where_all_wait_for_each_other_this_rank_stands_for_them(tmp_path: Path, records: Path) -> None:
     said(
-        Verdict(error="Silent", culprit=-1, step=2, message="m"),
+        Diagnosis(error="Silent", culprit=-1, step=2, message="m"),
         [rank_status(THIS_RANK.rank), rank_status(THIS_RANK.rank + 1)],
         tmp_path,
     )
@@ -60,7 +60,7 @@ def test_where_all_wait_for_each_other_this_rank_stands_for_them(tmp_path: Path,
 
 
 def test_of_a_rank_that_is_dead_there_is_a_line_alone(tmp_path: Path, records: Path) -> None:
-    verdict = Verdict(error="Dead", culprit=1, step=2, message="rank 1 was killed\nby SIGKILL")
+    verdict = Diagnosis(error="Dead", culprit=1, step=2, message="rank 1 was killed\nby SIGKILL")
     assert (
         said(verdict, [rank_status(0), rank_status(1, state="")], tmp_path / "hang")
         == "error: rank 1 was killed by SIGKILL\n"
@@ -81,6 +81,6 @@ def test_each_rank_adds_its_stacks_behind_what_is_there(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_gone_does_not_end_a_run_otherwise(tmp_path: Path) -> None:
     append_stacks(tmp_path / "gone" / "hang-1.txt")
-    verdict = Verdict(error="Hang", culprit=0, step=1, message="m")
+    verdict = Diagnosis(error="Hang", culprit=0, step=1, message="m")
     assert said(verdict, [rank_status(0)], tmp_path / "gone" / "hang-1.txt").startswith("error: m; ")
     assert not (tmp_path / "gone").exists()

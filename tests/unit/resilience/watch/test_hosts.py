@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from harness.resilience.process.activity import Phase
 from harness.resilience.watch import hosts
-from harness.resilience.watch.diagnosis import RankStatus, Verdict, diagnose
+from harness.resilience.watch.diagnosis import Diagnosis, RankStatus, diagnose
 from harness.resilience.watch.hosts import OtherHosts
 from tests.unit.resilience.watch.test_diagnosis import rank_status
 
-VERDICT = Verdict(error="Hang", culprit=3, step=7, message="rank 3 hangs")
+VERDICT = Diagnosis(error="Hang", culprit=3, step=7, message="rank 3 hangs")
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_host_that_falls_silent_grows_still_until_it_is_heard_of_again(made: C
 def test_the_first_claim_counts_and_reaches_every_host_that_still_shows_itself(made: Callable[..., OtherHosts]) -> None:
     first, second = made(0), made(1)
     assert second.claim(VERDICT) is True
-    assert first.claim(Verdict(error="Dead", culprit=0, step=1, message="")) is False
+    assert first.claim(Diagnosis(error="Dead", culprit=0, step=1, message="")) is False
     assert first.verdict() is None  # it has shown nothing: another rank of it judges
     first.show([rank_status(0)])
     until(first.verdict)

@@ -22,7 +22,7 @@ WITHOUT_GAIN = {"cpu"}
 """Kinds of devices on which nothing runs early."""
 
 
-class Beside:
+class EarlyModules:
     """The modules of one block that run early."""
 
     def __init__(self, block: nn.Module, experts: nn.Module, width: int) -> None:

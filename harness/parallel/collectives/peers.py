@@ -46,8 +46,8 @@ class Invitation:
     secret: bytes
 
 
-class Neighbours:
-    """The other ranks of a group.
+class Peers:
+    """Connections to the other ranks of a group.
 
     Attributes:
         rank, size: this rank's index in the group, and the number of its ranks.
@@ -98,13 +98,13 @@ class Neighbours:
         return ConnectionError(f"connection closed by peer: rank {rank} of the group has ended")
 
 
-def meet(group: dist.ProcessGroup, memory_bytes: int, timeout: timedelta) -> Neighbours | None:
+def meet(group: dist.ProcessGroup, memory_bytes: int, timeout: timedelta) -> Peers | None:
     """Connect to all ranks of `group`, each with `memory_bytes` of shared memory; all its ranks must call it.
 
     Return None on all of them if they are not on one host or if the system does not let them share memory.
     """
     invitations: list[Invitation | None] = [None] * dist.get_world_size(group)
-    found: Neighbours | None = None
+    found: Peers | None = None
     with ExitStack() as until_met:
         own = _listen()
         dist.all_gather_object(invitations, None if own is None else own[1], group=group)
@@ -142,7 +142,7 @@ def _listen() -> tuple[socket.socket, Invitation] | None:
 
 def _connect(
     rank: int, invitations: list[Invitation], listener: socket.socket, memory_bytes: int, timeout: timedelta
-) -> Neighbours:
+) -> Peers:
     """Connect to the lower ranks, accept the higher ones, and exchange memory with each of them."""
     own = os.memfd_create("ds-harness", os.MFD_CLOEXEC)
     try:
@@ -174,7 +174,7 @@ def _connect(
         connection.settimeout(None)
         limit = _TIMEVAL.pack(max(int(timeout.total_seconds()), 1), 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    return Neighbours(rank, dict(sorted(sockets.items())), [memory[each] for each in range(len(invitations))])
+    return Peers(rank, dict(sorted(sockets.items())), [memory[each] for each in range(len(invitations))])
 
 
 def _caller(connection: socket.socket, secret: bytes) -> int:
