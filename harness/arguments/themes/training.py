@@ -105,8 +105,8 @@ class ModelArguments(Flags):
 
     TITLE: ClassVar[str] = "Model and precision"
 
-    bf16: bool = flag(False, "train in bfloat16")
-    fp16: bool = flag(False, "train in float16 with loss scaling")
+    bf16: bool = flag(AutoValues.bf16, "train in bfloat16")
+    fp16: bool = flag(AutoValues.fp16, "train in float16 with loss scaling")
     tf32: bool | None = flag(
         None, "on a GPU, multiply float32 matrices in TF32: several times as fast, 10 bits of mantissa; default: off"
     )

@@ -68,7 +68,7 @@ class SharedSequence:
         return replace(payload, hidden=self.share(hidden), tokens=kept)
 
     def share(self, stretch: Tensor) -> Tensor:
-        """Return this rank's share of a hidden state of its context rank's stretch; contiguous, as ranks send it."""
+        """Return this rank's share of its context rank's hidden state [batch, tokens, width], contiguous to be sent."""
         return stretch.contiguous() if self.group is None else split_sequence(stretch, self.group)
 
     def length(self, payload: StagePayload) -> int:

@@ -85,9 +85,10 @@ class RouterCapture:
     def finish(
         self, model: nn.Module, taken: Sequence[Tensor], forward: Callable[..., ForwardOutput]
     ) -> tuple[Tensor, Tensor]:
-        """Return the logits and the router loss of `model`, given the router logits `taken` from each of `layers`.
+        """Return the logits [batch, sequence, vocabulary] and the router loss (a scalar) of `model`.
 
         Args:
+            taken: the router logits of each of `layers`.
             forward: ends the forward of `model`; takes further arguments of it.
         """
         with self.replaying(model, taken):

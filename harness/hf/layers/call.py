@@ -46,7 +46,7 @@ class LayerInputs:
 
     @classmethod
     def split(cls, args: Positional, kwargs: Keyword) -> tuple[Tensor, LayerInputs]:
-        """Return the hidden state, and the rest of a layer's arguments."""
+        """Return the hidden state [batch, sequence, width], and the rest of a layer's arguments."""
         key = None if args else HIDDEN
         hidden = args[0] if args else kwargs[HIDDEN]
         rest = {name: value for name, value in kwargs.items() if name != key}
