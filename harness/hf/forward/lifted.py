@@ -297,7 +297,7 @@ class LiftedForward:
         return takes_positions(self.model)
 
     def run(self, tokens: Tokens, run: ForwardRun) -> Tensor:
-        """Return the logits [batch, sequence, vocabulary] of the model's forward; its placeholders do what `run` says."""
+        """Return the logits [batch, sequence, vocabulary] of the model's forward, with placeholders as `run` says."""
         logits: Tensor = self.forward(tokens, run).logits
         return logits
 

@@ -102,8 +102,8 @@ def split_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def join_sequence(share: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Forward: shares (batch, tokens, ...) of sequences of `length` tokens are joined. Backward: each rank keeps its share
-    of the gradient, which must be whole."""
+    """Forward: shares (batch, tokens, ...) of sequences of `length` tokens are joined. Backward: each rank keeps its
+    share of the gradient, which must be whole."""
     return _gather(share, group, widths_of(length, group), SharedInput())[0]
 
 

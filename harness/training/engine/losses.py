@@ -133,7 +133,7 @@ class Loss(ABC):
         return {}
 
     def of_tile(self, _targets: Targets, _logits: Tensor, _start: int, _stop: int, /) -> Tensor:
-        """Return the sum of the losses, a scalar, of tokens `start` to `stop` - 1, from logits [batch, tokens, vocabulary].
+        """Return the summed losses, a scalar, of tokens `start` to `stop` - 1 from logits [batch, tokens, vocabulary].
 
         `__call__` with the total of all tiles as outputs then weighs it. Raises TypeError if the loss has no tiles.
         """
@@ -157,7 +157,7 @@ class CausalLoss(Loss):
     by_source: SourceLosses = field(default_factory=SourceLosses, compare=False)
 
     def count(self, labels: Tensor, rows: int) -> int:
-        """Return the number of valid labels [batch, sequence] without the first of each sample, which is not predicted."""
+        """Return the number of valid labels [batch, sequence] but the first of each sample, which is not predicted."""
         return int((labels[:rows, 1:] != IGNORED).sum())
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
