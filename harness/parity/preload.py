@@ -1,8 +1,9 @@
-"""Import what the first engines of a process import, so that ranks forked from it need not."""
+"""Import and read what the first engines of a process do, so that ranks forked from it need not."""
 
 from importlib import import_module
 
 from harness.config import schema
+from harness.topology.agreement import code_version
 
 for name in (
     "deepspeed.module_inject.auto_ep_layer",
@@ -13,4 +14,5 @@ for name in (
 ):
     import_module(name)
 _ = import_module("deepspeed.ops").__compatible_ops__  # computed once: it starts a compiler
-_ = schema.root()
+_ = schema.root(), code_version()
+import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")  # made once, for all families

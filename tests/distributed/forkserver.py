@@ -23,11 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
     "torch.distributed",
     "transformers.models.llama.modeling_llama",
-    "deepspeed.runtime.zero.muon.original_muon",  # with it torch's compiler, which the first engine would import
-    # what the first engines would import
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
-    "torch._subclasses.schema_check_mode",
+    "harness.parity.preload",
+    "datasets",  # its cache is where the environment of the server has it, as that of the hub
     "harness.training.trainer",
     "tests.distributed.training",
 )
@@ -101,7 +98,6 @@ def serve(launch: Callable[[str, Path], int]) -> None:
     os.dup2(2, 1)  # what imports print is no answer
     for module in PRELOADED:
         importlib.import_module(module)
-    _ = importlib.import_module("deepspeed.ops").__compatible_ops__  # found once: a compiler is started to find it
     gc.freeze()  # else each collection of garbage looks through all that is imported, for half a second
     for line in sys.stdin:
         request = json.loads(line)
