@@ -40,7 +40,7 @@ def test_four_ranks_train_and_evaluate_alike_by_every_schedule(tmp_path: Path) -
     # the inner stages put off weight gradients past the next gradient that they receive
     model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=4)
     pipeline = {"pipeline": {"stages": 4, "partition": "uniform"}, "bf16": {"enabled": True}}
-    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
+    eight = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
     one_chunk = [name for name in SCHEDULES if name not in SEVERAL_CHUNKS]
     # a folded model: the tied embedding and head on one stage; one activation crosses to the same rank
     both = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}
@@ -48,8 +48,8 @@ def test_four_ranks_train_and_evaluate_alike_by_every_schedule(tmp_path: Path) -
         4,
         by_schedule,
         [
-            (Job(model, "pp4z1", {**pipeline, **sizes}), one_chunk),
-            (Job(model, "pp2tp2z1", {**both, **sizes}), [DEEPSPEED_1F1B, *SEVERAL_CHUNKS]),
+            (Job(model, "pp4z1", {**pipeline, **eight}), one_chunk),
+            (Job(model, "pp2tp2z1", both), [DEEPSPEED_1F1B, *SEVERAL_CHUNKS]),
         ],
         str(tmp_path),
     )[0]
