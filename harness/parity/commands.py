@@ -44,7 +44,7 @@ def verify(argv: Sequence[str]) -> int:
     parser.add_argument("--deepspeed_config", help="DeepSpeed JSON: a file or a preset's name")
     parser.add_run_arguments(ARGUMENTS)
     parser.add_argument("--world_size", type=positive, help="ranks of the run (default: as few as the config runs on)")
-    parser.add_argument("--output", type=Path, help="where to write the certificate (default: kept for runs alone)")
+    parser.add_argument("--output", type=Path, help="file of the certificate (default: it is only kept for runs)")
     parser.add_argument("--against", type=Path, help="metrics of another program: .jsonl, .json, .csv or a log")
     args = parser.parse_args(argv)
     if args.against is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from harness.resilience.cause import Cause, Device
 from harness.wording import counted
 
-SAME_STEP = 3  # give up after so many errors of the code in a row at one step
+SAME_STEP = 3  # give up after this many errors of the code in a row at one step
 SAME_STEP_ELSEWHERE = 5  # the same for faults that may pass: a full disk, a network
 PAUSE_S = 2.0  # before a restart at the same step
 PAUSES_S = (10.0, 60.0, 300.0)  # the same for faults that may pass: before the second, the third and later restarts

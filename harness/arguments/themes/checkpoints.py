@@ -28,7 +28,7 @@ class CheckpointArguments(Flags):
         choices=(*STRATEGIES, "best"),
     )
     save_steps: int = flag(500, "steps between checkpoints; the last step also saves one; 0: no checkpoints", least=0)
-    save_seconds: float | None = flag(None, "also save when so many seconds have passed since the last checkpoint")
+    save_seconds: float | None = flag(None, "also save when this many seconds have passed since the last checkpoint")
     save_total_limit: int | None = flag(
         None, "number of newest checkpoints to keep, the best one included and always kept (default: all)", least=1
     )
@@ -41,7 +41,7 @@ class CheckpointArguments(Flags):
         None, "whether a higher metric is better (default: unless its name is perplexity or ends with loss)"
     )
     early_stopping_patience: int | None = flag(
-        None, "stop after so many evaluations in a row without a new best", least=1
+        None, "stop after this many evaluations in a row without a new best", least=1
     )
 
     @property

@@ -35,7 +35,7 @@ class RunArguments(Flags):
     )
     hang_seconds: float = flag(
         30.0,
-        "end a run of several ranks if none makes progress in a step for so long, or for 5 steps; 0: never",
+        "end a run of several ranks if none makes progress in a step for this time, or for that of 5 steps; 0: never",
         least=0,
     )
     allow_ignored_keys: bool = flag(False, "run even if a key of the JSON looks like a misspelling of a known one")

@@ -46,7 +46,7 @@ class ScriptArguments(Flags):
     )
 
     preview_samples: int = flag(
-        0, "print so many samples of train_file, with the tokens in the loss between [[ and ]], and do not train"
+        0, "print this many samples of train_file, with the tokens in the loss between [[ and ]], and do not train"
     )
 
     @property

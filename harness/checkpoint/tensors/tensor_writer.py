@@ -25,9 +25,9 @@ from harness.errors import UserError, reason
 from harness.hf.weights.tensor_files import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BLOCK_BYTES = 32 << 20  # at most so many are converted and copied at once
+BLOCK_BYTES = 32 << 20  # at most this many are converted and copied at once
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of fallocate that mean a full disk or a quota
-SOON_BYTES = 1 << 20  # for a write of at least so many, the disk is told to begin while the next one is copied
+SOON_BYTES = 1 << 20  # for a write of at least this many, the disk is told to begin while the next one is copied
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ Row: TypeAlias = tuple[str, object]
 
 _COUNTED_AT_ONCE = 1 << 20  # bytes of a read when lines are counted
 _ROWS_AT_ONCE = 64  # rows of a parquet file in memory
-_LONGEST_REST = 3  # a UTF-8 character has at most so many bytes after its first
+_LONGEST_REST = 3  # a UTF-8 character has at most this many bytes after its first
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 LONGEST_DEFAULT = 1024  # tokens; run_clm.py's default for block_size
 NEEDS_TOKENIZER = "a data set of text or conversations needs processing_class, the tokenizer"
-_COUNTED = 1000  # up to so many documents are measured, before they are tokenised
+_COUNTED = 1000  # up to this number of documents, their size is measured before they are tokenised
 
 Pair: TypeAlias = tuple[MapDataset | None, EvaluationData]
 """Training and evaluation data."""
@@ -144,7 +144,7 @@ def _require_enough(documents: Sequence[Documents], form: SampleForm, config: Ru
     most = 0.0
     for each in documents:
         if isinstance(each, list) or (len(each) > _COUNTED and "conversation" not in each.column_names):
-            return  # token files are counted when they are mapped; so many documents fill any usual batch
+            return  # token files are counted when they are mapped, and 1,000 documents fill any usual batch
         most += len(each)
         if "conversation" not in each.column_names:  # upper bound: two tokens a byte, and a document's end
             most += sum(2 * len(text.encode()) + 8 for text in each["text"]) / form.block_size

@@ -127,7 +127,7 @@ def settle_compression(resolved: Resolved, groups: Groups, device: torch.device,
 def compress_gradients(
     engine: PipelineEngine, groups: Groups, bits: int | None, device: torch.device
 ) -> CompressedReduction | None:
-    """Make a pipeline engine average gradients in so many bits; None for 0 bits or a single data rank."""
+    """Make a pipeline engine average gradients in `bits` bits; None for 0 bits or a single data rank."""
     if not bits or groups.dp_group is None:
         return None
     parameters = trained_parameters(engine)

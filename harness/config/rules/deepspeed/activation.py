@@ -68,7 +68,7 @@ def nothing_is_checkpointed(view: RunView) -> Iterator[Finding]:
     """Options for activation checkpointing are set, but it is off.
 
     The section only sets options of deepspeed.checkpointing. With the harness, and in a PipelineModule,
-    `pipeline.activation_checkpoint_interval` says that every so many layers are recomputed; it is 0 by
+    `pipeline.activation_checkpoint_interval` is the number of layers that are recomputed together; it is 0 by
     default. With other programs the model's own code decides, so this is reported for `--target harness` only.
 
     Wrong: {"train_batch_size": 8, "activation_checkpointing": {"cpu_checkpointing": true}}
