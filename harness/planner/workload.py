@@ -42,7 +42,7 @@ class Habits:
             gather the input of a block again for its backward (Korthikanti et al. 2022); narrow_gathers: in the
             precision of the products.
         overlap_data: gradients travel while layers compute; overlap_parameters: parameters of ZeRO-1 do.
-        overlap_interleaved: stages with several parts send and receive while they compute.
+        overlap_interleaved: stages with several chunks send and receive while they compute.
         equal_stages: all stages have equally many layers, whatever stands before and after them; and as many chunks as
             divide those.
         reduces_layers: gradients are reduced layer by layer.
@@ -138,7 +138,7 @@ class Strategy:
             each forward and each backward of a micro-batch.
         whole_gradients: whether each data-parallel rank gets all summed gradients, though it needs only its part.
         bucket: gradients that are reduced at once.
-        boundaries: of the parts of the model in a run that has chosen them; else `partition` does.
+        boundaries: boundaries of the model chunks in a run that has chosen them; else `partition` chooses.
     """
 
     pp_size: int = 1

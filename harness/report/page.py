@@ -75,11 +75,11 @@ def step_facts(run: RunFiles, predicted: Prediction | None) -> list[Fact]:
         shares = found["bubble"]
         p, m, schedule = run.profiles[-1].pp_size, found["micro_batches"], run.profiles[-1].schedule
         v = run.profiles[-1].parts_per_stage
-        of_parts = f" of {v} parts" if v > 1 else ""
+        of_chunks = f" of {v} chunks" if v > 1 else ""
         how = (
             f"({p} - 1) / ({m} + {p} - 1)"
             if schedule != ZERO_BUBBLE and v == 1
-            else f"{schedule}, {p} stages{of_parts}, {m} micro-batches"
+            else f"{schedule}, {p} stages{of_chunks}, {m} micro-batches"
         )
         facts.append(Fact(f"{shares['measured']:.1%}", "bubble, measured", "time in which a stage does not compute"))
         facts.append(Fact(f"{shares['unequal']:.1%}", "predicted, these stages", "by their measured times"))

@@ -276,7 +276,7 @@ def _kinds(profile: StepProfile, pieces: Mapping[tuple[str, int], Sequence[tuple
         share = seconds[kind] / whole * sum(span.seconds for _, span in own) / of_kind
         name, color = TITLES.get(kind, kind), OF_KIND[kind]
         if several and kind in COMPUTING:
-            name = f"{name}, parts {number * stages}-{(number + 1) * stages - 1}"
+            name = f"{name}, chunks {number * stages}-{(number + 1) * stages - 1}"
             color = darker(color, number)
         yield _spans(f"{name} {share:.0%}", color, kind, own, is_named=several)
 
@@ -285,7 +285,7 @@ def _spans(name: str, color: str, kind: str, pieces: Sequence[tuple[str, Span]],
     """Return the bars of one kind; `is_named`: name their model chunk in the hover text."""
 
     def hover(span: Span) -> str:
-        of = f", part {span.part}" if is_named and span.part is not None else ""
+        of = f", chunk {span.part}" if is_named and span.part is not None else ""
         of += "" if span.micro_batch is None else f", micro-batch {span.micro_batch}"
         what = f"waits in {span.name}" if kind == "wait" else span.name
         return f"{what}{of}<br>{span.start * 1e3:.2f} to {span.end * 1e3:.2f} ms: {span.seconds * 1e3:.2f} ms"
@@ -333,7 +333,7 @@ def layer_chart(profiles: Sequence[StepProfile]) -> BarChart:
 def _owner(profile: StepProfile, chunk: int) -> str:
     """Return the stage of a model chunk as text, with the chunk if stages have several."""
     stage = f"stage {profile.chunks.stage_of(chunk)}"
-    return stage if profile.parts_per_stage == 1 else f"{stage}, part {chunk}"
+    return stage if profile.parts_per_stage == 1 else f"{stage}, chunk {chunk}"
 
 
 def memory_chart(profile: StepProfile, predicted: Sequence[Mapping[str, float]]) -> BarChart:

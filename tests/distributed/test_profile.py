@@ -101,7 +101,7 @@ def test_profiled_steps_of_stages_with_several_parts_tell_them_apart(tmp_path: P
         for rank in steps[-1].ranks:
             check_passes(rank, of_stages[rank.stage])
         events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-        assert {f"ForwardPass, part {part}" for part in range(4)} <= {event["name"] for event in events}
+        assert {f"ForwardPass, chunk {part}" for part in range(4)} <= {event["name"] for event in events}
 
 
 def check_passes(rank: RankProfile, parts: list[int]) -> None:

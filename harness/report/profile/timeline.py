@@ -177,7 +177,7 @@ def _slice(rank: RankProfile, span: Span, begin: float, thread: int, profile: St
     name = f"waits for {PEERS[span.name][0]}" if span.kind == "wait" else span.name
     return {
         "ph": "X",
-        "name": f"{name}, part {span.part}" if span.part is not None and profile.parts_per_stage > 1 else name,
+        "name": f"{name}, chunk {span.part}" if span.part is not None and profile.parts_per_stage > 1 else name,
         "cat": span.kind,
         "pid": rank.rank,
         "tid": thread,

@@ -38,17 +38,17 @@ def test_a_timeline_has_each_rank_and_the_share_of_each_kind() -> None:
     assert "further ranks" not in chart.note
 
 
-def test_the_parts_of_a_stage_have_shades_of_one_colour_and_say_which_they_are() -> None:
+def test_the_chunks_of_a_stage_have_shades_of_one_colour_and_say_which_they_are() -> None:
     chart = timeline(several_parts())
-    passes = {bars.name.rsplit(" ", 1)[0]: bars for bars in chart.bars if "parts" in bars.name}
-    assert list(passes) == [f"{kind}, parts {parts}" for kind in ("forward", "backward") for parts in ("0-1", "2-3")]
+    passes = {bars.name.rsplit(" ", 1)[0]: bars for bars in chart.bars if "chunks" in bars.name}
+    assert list(passes) == [f"{kind}, chunks {parts}" for kind in ("forward", "backward") for parts in ("0-1", "2-3")]
     assert len({bars.color for bars in passes.values()}) == 4
-    assert passes["forward, parts 2-3"].rows == ["rank 0, stage 0", "rank 1, stage 1"]
-    assert passes["forward, parts 2-3"].starts == [3500.0, 2300.0]
-    assert passes["backward, parts 0-1"].hovers[0].startswith("BackwardPass, part 0, micro-batch 0<br>")
+    assert passes["forward, chunks 2-3"].rows == ["rank 0, stage 0", "rank 1, stage 1"]
+    assert passes["forward, chunks 2-3"].starts == [3500.0, 2300.0]
+    assert passes["backward, chunks 0-1"].hovers[0].startswith("BackwardPass, chunk 0, micro-batch 0<br>")
     # 8 s of 23.9 that two ranks have
     assert [bars.name.rsplit(" ", 1)[1] for bars in passes.values()] == ["8%", "8%", "17%", "17%"]
-    owners = ["stage 0, part 0", "stage 1, part 1", "stage 1, part 2", "stage 0, part 3"]
+    owners = ["stage 0, chunk 0", "stage 1, chunk 1", "stage 1, chunk 2", "stage 0, chunk 3"]
     assert [text for _, text in layer_chart([several_parts()]).dividers] == owners
 
 

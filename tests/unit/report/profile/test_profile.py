@@ -78,7 +78,7 @@ def test_parts_of_a_stage_wait_for_other_stages_alone() -> None:
     ]
     events = trace([several_parts()])["traceEvents"]
     assert len([event for event in events if event["ph"] == "s"]) == 6
-    assert "waits for SendGrad, part 2" in {event["name"] for event in events}
+    assert "waits for SendGrad, chunk 2" in {event["name"] for event in events}
 
 
 def test_the_summary_of_stages_with_several_parts_says_what_each_part_takes() -> None:
