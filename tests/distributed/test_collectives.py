@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness import Trainer
-from harness.parallel.collectives import neighbours, of_group
+from harness.parallel.collectives import of_group, peers
 from harness.parallel.collectives.host_memory import HostMemory
 from harness.parallel.tensor.layers import overlap_sums
 from tests.distributed.ranks import run_ranks
@@ -207,15 +207,15 @@ def with_strangers() -> tuple[list[list[int]], bool, float]:
     """The files that strangers get who call the first rank before the others do, and whether the ranks meet still."""
     group, strangers = dist.group.WORLD, []
     assert group is not None
-    listen = neighbours._listen
+    listen = peers._listen
 
     def called_by_strangers() -> Any:
         found = listen()
         assert found is not None
-        greeting = neighbours._GREETING.pack(1, bytes(16))
+        greeting = peers._GREETING.pack(1, bytes(16))
         told = [(0, greeting), (0, b"garbage"), (0, b"")]
         if os.geteuid() == 0:  # else there is no other user to be
-            told.append((65534, neighbours._GREETING.pack(1, found[1].secret)))
+            told.append((65534, peers._GREETING.pack(1, found[1].secret)))
         for user, words in told:
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             os.seteuid(user or os.geteuid())
@@ -226,7 +226,7 @@ def with_strangers() -> tuple[list[list[int]], bool, float]:
         strangers[2].close()
         return found
 
-    with patch.object(neighbours, "_listen", called_by_strangers) if dist.get_rank() == 0 else nullcontext():
+    with patch.object(peers, "_listen", called_by_strangers) if dist.get_rank() == 0 else nullcontext():
         of_group.share_memory([group])
     return (
         [handed_over(stranger) for stranger in strangers if stranger.fileno() >= 0],
@@ -249,14 +249,14 @@ def without() -> list[tuple[bool, float]]:
     """Whether memory is shared, and a sum, where one rank has another system, no memory, or another host."""
     group, found = dist.group.WORLD, []
     assert group is not None
-    here = neighbours.Path
+    here = peers.Path
     elsewhere: list[Any] = [
         patch.object(sys, "platform", "other"),
         patch.object(os, "posix_fallocate", full),
-        patch.object(neighbours, "Path", lambda name: here("/proc/self/ns/mnt" if name.endswith("net") else name)),
+        patch.object(peers, "Path", lambda name: here("/proc/self/ns/mnt" if name.endswith("net") else name)),
     ]
     for other in elsewhere:
-        with patch.object(neighbours, "_MEETING_S", 2.0), other if dist.get_rank() else nullcontext():
+        with patch.object(peers, "_MEETING_S", 2.0), other if dist.get_rank() else nullcontext():
             of_group.share_memory([group])
         found.append((of_group.shares_memory(group), of_group.summed(torch.ones(1), group).item()))
     return found
