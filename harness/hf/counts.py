@@ -29,6 +29,18 @@ USUAL_NAMES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
     *("num_attention_heads", "num_key_value_heads"),
 )
+_COUNTED: dict[tuple[type[PretrainedConfig], str], ParameterCounts] = {}
+
+
+def counts_of(config: PretrainedConfig) -> ParameterCounts:
+    """Return the counts of the model that transformers makes of a config. UserError as of `parameter_counts`.
+
+    They are kept: a process may train one model in many layouts, and to build a skeleton is a part of each start.
+    """
+    key = type(config), config.to_json_string(use_diff=False)
+    if key not in _COUNTED:
+        _COUNTED[key] = parameter_counts(build_skeleton(config))
+    return _COUNTED[key]
 
 
 def parameter_counts(model: PreTrainedModel) -> ParameterCounts:

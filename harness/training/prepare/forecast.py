@@ -11,7 +11,7 @@ import torch
 from harness.config.values.pointers import lookup
 from harness.device.memory import device_limit_bytes, host_limit_bytes
 from harness.errors import UserError
-from harness.hf.counts import parameter_counts
+from harness.hf.counts import counts_of
 from harness.planner.estimate import Prediction, predict
 from harness.planner.hardware import GIB, Hardware, load_hardware, names
 from harness.planner.memory import mask_bytes
@@ -36,7 +36,7 @@ def forecast(plan: RunPlan, length: int, device: torch.device, local_ranks: int)
     on_cpu, name = device.type == "cpu", _described(device)
     try:
         read = decoder_of(source.config.to_dict(), source.name)
-        shape = with_counts(read, parameter_counts(source.skeleton()))
+        shape = with_counts(read, counts_of(source.config))
         hardware = None if name is None else _device(name, plan.layout.world_size)
         found = predict(plan.resolved, shape, length, hardware=hardware, on_cpu=on_cpu)
     except (UserError, ArithmeticError, LookupError):  # a config that the planner cannot read must not stop a run
