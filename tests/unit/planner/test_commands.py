@@ -215,13 +215,15 @@ def test_planning_imports_no_torch():
 
 def test_a_model_that_the_planner_does_not_know_is_counted_or_said_to_be_a_guess(capsys, tmp_path, monkeypatch):
     """A doge names 16,384 experts that only some of its models have: read as they stand they are 3,000 GiB."""
-    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "doge", "num_experts": 16384, **sizes}))
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    file, doge = tmp_path / "config.json", {"model_type": "doge", "num_experts": 16384, **sizes}
+    file.write_text(json.dumps(doge))  # its width is the default of its family
     argv = ["plan", "--model", str(tmp_path), "--world_size", "1", "--hardware", "h100", "--global_batch_size", "1"]
     assert main([*argv, "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)[0]["memory_gib"]["max"] < 4
     assert said.err == ""
+    file.write_text(json.dumps({**doge, "hidden_size": 128}))
     monkeypatch.setattr(model_config, "LIMIT_S", 0.01)
     main(argv)
     assert "parameters are a guess: the planner does not know how this doge is made" in capsys.readouterr().err

@@ -16,7 +16,6 @@ from harness.hf.counts import counted, read_config
 from harness.planner.model_config import (
     SIZE_NAMES,
     NoSize,
-    counted_decoder,
     decoder_of,
     families,
     text_decoder,
@@ -139,11 +138,6 @@ def test_what_is_not_read_is_counted_on_the_model(config: dict[str, Any]) -> Non
     shape = with_counts(decoder_of(complete, "it", counts), counts)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters()) and not shape.guessed
     assert len(stages_of(shape, 2, "balanced", 64, False)) == 2
-
-
-def test_transformers_is_asked_in_a_process_of_its_own() -> None:
-    _, shape, doubt = counted_decoder({"model_type": "mamba", "num_hidden_layers": 2, "vocab_size": 100}, "it")
-    assert (len(shape.layers), shape.vocab, shape.layers[0].heads, doubt) == (2, 100, 0, "")
 
 
 @pytest.mark.parametrize(
