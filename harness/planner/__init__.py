@@ -10,5 +10,5 @@ Plain numbers in, plain numbers out: no torch, no process. The modules, in the o
 - `memory.py`: what each stage holds between two steps, and at the fullest moment of one
 - `step.py`: seconds of a step, from the three above
 - `estimate.py`: the prediction of one config; `search.py`: all layouts of a task, ranked, and what more would bring
-- `preset.py`: the DeepSpeed JSON of a layout; `page/`: the planner in a browser; `commands.py`: the verbs, their tables
+- `preset.py`: the DeepSpeed JSON of a layout; `page/`: the planner in a browser; `cli/`: the verbs, their tables
 """

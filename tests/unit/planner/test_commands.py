@@ -209,7 +209,7 @@ def test_a_device_of_ones_own_is_a_file(capsys, tmp_path):
 
 
 def test_planning_imports_no_torch():
-    code = "import sys, harness.planner.commands; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, harness.planner.cli.verbs; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

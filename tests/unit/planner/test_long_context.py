@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.planner.commands import plan_lines
+from harness.planner.cli.verbs import plan_lines
 from harness.planner.estimate import estimate
 from harness.planner.hardware import load_hardware
 from harness.planner.model_config import text_decoder

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.planner.commands import estimate_lines, plan_lines
+from harness.planner.cli.verbs import estimate_lines, plan_lines
 from harness.planner.hardware import GIB, Hardware, load_hardware
 from harness.planner.search import (
     NO_HOST_MEMORY,

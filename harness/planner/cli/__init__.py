@@ -1,0 +1,1 @@
+"""The verbs of `ds-harness` that plan and predict."""
