@@ -141,12 +141,8 @@ def _try(
     except UserError:
         raise
     except Exception as error:  # a wrong plan ends in any of them
-        text = " ".join(str(error).split())[:120]
-        what, kind = (
-            f"{type(error).__name__} ({text})",
-            {"tensor_parallel": place.size > 1, "context": context.size > 1},
-        )
-        return Difference(what=what, off=float("inf"), **kind)
+        what = f"{type(error).__name__} ({' '.join(str(error).split())[:120]})"
+        return Difference(what=what, off=float("inf"), tensor_parallel=place.size > 1, context=context.size > 1)
 
 
 def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> tuple[ModelNumbers, ModelNumbers]:
