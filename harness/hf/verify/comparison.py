@@ -150,10 +150,11 @@ def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> t
 
     The tolerance is measured on `moved`, a copy of the model whose weights are changed here by rounding errors.
     """
-    whole = _run(model, ids)
+    whole, generator = _run(model, ids), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in moved.parameters():
-            parameter.mul_(1 + ROUNDING * (torch.randint_like(parameter, 2) * 2 - 1))
+            sign = torch.randint(2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+            parameter.mul_(1 + ROUNDING * sign)
     other = _run(moved, ids)
     least = LEAST * max(_largest(gradient).item() for gradient in whole.gradients.values())
 
