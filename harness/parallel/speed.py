@@ -1,18 +1,24 @@
 """Measure the speed of this machine's processor for one rank: the constants of a device file of the planner.
 
-`python -m harness.parallel.speed rank NUMBER RANKS FILE` prints the rates of one rank with one thread while the other
-ranks measure too; with `link` in place of `rank`, those of the connection between ranks. FILE is where they find each
-other. Each figure is the median of several tries: what a long run gets, not the best possible.
+`python -m harness.parallel.speed CORES` prints the rates of one rank with one thread while a rank on each other core
+measures too, and those of the connection between two ranks and between twice as many as there are cores. All ranks are
+forked from one process, so that they need not import torch. Each figure is the median of several tries: what a long
+run gets, not the best possible.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from math import ceil, log2
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -75,7 +81,7 @@ def narrow_layer_seconds(layers: int = 4) -> float:
 
     The time of a model without layers is subtracted.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM  # a second for the ranks that measure links without it
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     ids = torch.ones(1, 8, dtype=torch.long)
 
@@ -124,21 +130,52 @@ def rates() -> dict[str, float]:
     return found
 
 
+def link_rates() -> dict[str, float]:
+    """Return the rates of the link between all ranks, which must call it."""
+    ranks = dist.get_world_size()
+    share_memory([dist.group.WORLD])
+    few, many = link()
+    leave_memory()
+    moved, hops = 2 * (ranks - 1) / ranks * 4 * 2**22, 2 * ceil(log2(ranks))
+    return {"hop_seconds": few / hops, "bytes_per_second": moved / max(many - few, 1e-9)}
+
+
+def on_ranks(ranks: int, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Fork ranks that measure together, and return what the first one finds; exit with 1 if one of them fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = [_forked(rank, ranks, Path(folder), measure) for rank in range(ranks)]
+        if any(os.waitpid(child, 0)[1] for child in children):
+            sys.exit(1)  # it has said why
+        found: dict[str, float] = json.loads((Path(folder) / "found").read_text(encoding="utf-8"))
+    return found
+
+
+def _forked(rank: int, ranks: int, folder: Path, measure: Callable[[], dict[str, float]]) -> int:
+    """Return the id of a process that is this rank and then ends."""
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+        found = measure()
+        dist.destroy_process_group()
+        if rank == 0:
+            (folder / "found").write_text(json.dumps(found), encoding="utf-8")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def main() -> None:
     """Print the measurements as JSON."""
     torch.set_num_threads(1)
-    what, rank, ranks, meeting = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
-    if what == "rank":
-        measured = rates()
-    else:
-        share_memory([dist.group.WORLD])
-        few, many = link()
-        moved, hops = 2 * (ranks - 1) / ranks * 4 * 2**22, 2 * ceil(log2(ranks))
-        measured = {"hop_seconds": few / hops, "bytes_per_second": moved / max(many - few, 1e-9)}
-        leave_memory()
-    dist.destroy_process_group()
-    print(json.dumps(measured))
+    cores = int(sys.argv[1])
+    links = {str(ranks): on_ranks(ranks, link_rates) for ranks in (2, 2 * cores)}
+    import_module("transformers.models.auto.modeling_auto")  # once for the ranks that follow
+    print(json.dumps({"rank": on_ranks(cores, rates), "links": links}))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import torch
 
 from harness.cli import main
 from harness.parallel import speed
+from harness.planner import calibrate
 from harness.planner.calibrate import device
 from harness.planner.hardware import GIB, load_hardware
 
@@ -49,3 +50,10 @@ def test_threads_are_left_alone():
     before = torch.get_num_threads()
     speed.matmul_flops(torch.float32, size=8)
     assert torch.get_num_threads() == before
+
+
+def test_a_measurement_that_fails_is_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, "MODULE", "harness.parallel.none")
+    assert main(["plan", "--calibrate", str(tmp_path / "here.json")]) == 1
+    said = capsys.readouterr().err
+    assert "a measurement failed: " in said and "harness.parallel.none" in said and said.count("\n") == 1
