@@ -199,13 +199,15 @@ def _two_steps(
     micro_batches = 1 if pipeline else min(2, accumulation)
     batches = [(ids, ids)] * micro_batches if engine.reads_data else []
     engine.compared = True  # skip the comparison of the batches with those of other ranks: there are none
-    gc.freeze()  # the collections before backward passes then look at the step's own objects only
+    if not (spared := gc.get_freeze_count()):  # else the caller did it, and to undo it would undo that as well
+        gc.freeze()  # the collections before backward passes then look at the step's own objects only
     for _ in range(2):
         ledger.begin_step()
         count.kept.clear()
         cut_step(deepspeed, micro_batches)
         engine.train_step(batches, 0, plan.block_size)
-    gc.unfreeze()
+    if not spared:
+        gc.unfreeze()
     repeated = OF_A_MICRO_BATCH if pipeline else ("BackwardPass", "OptimizerStep")
     times = dict.fromkeys(repeated, accumulation if pipeline else accumulation - 1)
     return _on_device(count.memory(_in_flight(engine, plan, count.kept)), engine, plan), ledger.messages(times)
