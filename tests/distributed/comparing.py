@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness.parallel.plans.experts import run_where_aligned
 from harness.parallel.tensor.shard import Shard, shard_of
 
 
@@ -36,15 +39,38 @@ def _whole(parts: tuple[tuple[str, Shard, Tensor], ...]) -> Tensor:
     return full.masked_fill(owners != 1, float("nan"))
 
 
-def differences(model: Any, part: Any, group: dist.ProcessGroup, vocabulary: int) -> dict[str, float]:
-    """The largest difference of the logits and of each gradient, relative to the whole model's largest value of its
-    kind; that of a gradient which only one of them has is infinite."""
+def logits_of(model: Any, vocabulary: int) -> Tensor:
+    """The logits of a model after its backward, for the same tokens always."""
     drawn = torch.randint(vocabulary, (2, 2, 13), generator=torch.Generator().manual_seed(1), device="cpu")
     ids, labels = drawn.to(model.device)
-    logits, got = (m(input_ids=ids, use_cache=False).logits for m in (model, part))
-    for each in (logits, got):
-        F.cross_entropy(each.flatten(0, 1), labels.flatten()).backward()
-    wanted = {name: param.grad.cpu() for name, param in model.named_parameters() if param.grad is not None}
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    return logits.detach()
+
+
+@dataclass(frozen=True)
+class Uncut:
+    """What a whole model comes to: its logits, and its gradients on the host."""
+
+    logits: Tensor
+    gradients: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: Any, vocabulary: int, *, aligned: bool = True) -> Uncut:
+        """Run a copy of the model, which itself gets no gradients; `aligned`: whether its experts' widths are."""
+        whole = copy.deepcopy(model)
+        if not aligned:
+            run_where_aligned(whole, torch.float32)
+        logits = logits_of(whole, vocabulary)
+        named = whole.named_parameters()
+        return cls(logits, {name: param.grad.cpu() for name, param in named if param.grad is not None})
+
+
+def differences(whole: Uncut, part: Any, group: dist.ProcessGroup, vocabulary: int) -> dict[str, float]:
+    """The largest difference of the logits and of each gradient, relative to the whole model's largest value of its
+    kind; that of a gradient which only one of them has is infinite."""
+    logits, wanted = whole.logits, whole.gradients
+    got = logits_of(part, vocabulary)
     grads = whole_grads(part, group)
     scale = max(grad.abs().max() for grad in wanted.values())
     errors = {"logits": ((got - logits).abs().max() / logits.abs().max()).item()}

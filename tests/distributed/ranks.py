@@ -83,6 +83,19 @@ def on_device(worker: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def inheriting(make: Callable[[], object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Have `make`, which keeps what it makes, called once before a worker's ranks are forked, which then have it too.
+
+    Not on the simulated device, where each rank makes it on its own.
+    """
+
+    def mark(worker: Callable[..., Any]) -> Callable[..., Any]:
+        worker.inherited = make  # type: ignore[attr-defined]
+        return worker
+
+    return mark
+
+
 def words_of_failing_ranks(n: int, worker: Callable[..., Any], *args: Any, timeout_s: float = 60) -> str:
     """Call `worker(*args)` on `n` ranks, one of which has to fail; return what all of them printed."""
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
@@ -187,6 +200,8 @@ def launch_ranks(name: str, job: Path) -> int:
     if process_group:
         import torch.distributed  # noqa: F401  imported before the fork, so once
     worker = getattr(importlib.import_module(module), function)
+    if hasattr(worker, "inherited") and not simulated.is_installed():
+        worker.inherited()
     alive: dict[int, int] = {}
     for rank in range(n):
         pid = os.fork()

@@ -3,7 +3,7 @@
 Two ranks are launched once; the shapes are the first of those of the plans' own tests.
 """
 
-import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,8 +15,8 @@ from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.lora import cut_with_adapters
 from harness.parallel.plans.plan import plan_for
-from tests.distributed.comparing import differences
-from tests.distributed.ranks import on_device, run_ranks
+from tests.distributed.comparing import Uncut, differences
+from tests.distributed.ranks import inheriting, on_device, run_ranks
 from tests.distributed.test_parallel_models import VOCABULARY
 from tests.plan_models import PLANS, SHAPES, plan_model
 
@@ -24,9 +24,13 @@ pytestmark = pytest.mark.ranks
 TOLERANCE = 1e-5  # float32, sums in another order
 
 
-def compare(model: Any) -> str | dict[str, float]:
-    """The differences of the cut model from the whole one, or why it was not cut."""
-    group = dist.group.WORLD
+@cache
+def adapted() -> dict[str, tuple[Any, Any, Uncut] | str]:
+    """The model of each family with adapters, its plan, and what it comes to; or why it takes none."""
+    return {family: with_adapters(plan_model(family, shapes[0])) for family, shapes in SHAPES.items()}
+
+
+def with_adapters(model: Any) -> tuple[Any, Any, Uncut] | str:
     plan = plan_for(model, PLANS)
     try:
         inject_adapter_in_model(LoraConfig(r=2, lora_alpha=4, target_modules="all-linear"), model)
@@ -37,18 +41,24 @@ def compare(model: Any) -> str | dict[str, float]:
         for name, param in model.named_parameters():
             if ".lora_" in name:
                 param.normal_(std=0.1)
-    part = copy.deepcopy(model)
+    return model, plan, Uncut.of(model, VOCABULARY)
+
+
+def compare(part: Any, plan: Any, uncut: Uncut) -> str | dict[str, float]:
+    """The differences of the cut model from the whole one, or why it was not cut."""
+    group = dist.group.WORLD
     try:
         cut_with_adapters(part, plan, TensorParallel.of(group), part.config)
     except UserError as error:
         return str(error)
-    return differences(model, part, group, VOCABULARY)
+    return differences(uncut, part, group, VOCABULARY)
 
 
+@inheriting(adapted)
 @on_device
 def run_cases() -> dict[str, str | dict[str, float]]:
     """What every rank does."""
-    return {family: compare(plan_model(family, shapes[0])) for family, shapes in SHAPES.items()}
+    return {family: each if isinstance(each, str) else compare(*each) for family, each in adapted().items()}
 
 
 def test_adapters_follow_every_plan() -> None:

@@ -8,7 +8,7 @@ as DeepSpeed counts it.
 
 import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from harness.parallel.plans.plan import plan_for
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.tensor.shard import shard_of
 from tests.distributed.comparing import whole_grads
-from tests.distributed.ranks import on_device, run_ranks
+from tests.distributed.ranks import inheriting, on_device, run_ranks
 
 pytestmark = pytest.mark.ranks
 TOLERANCE = 1e-5  # float32, sums in another order
@@ -157,7 +157,7 @@ class Whole:
         return {name: param.grad.cpu() for name, param in self.model.named_parameters()}
 
 
-@lru_cache(maxsize=1)
+@cache
 def whole(case: str) -> Whole:
     """The uncut model, run once for all cuts of it."""
     model = tiny(case)
@@ -227,6 +227,13 @@ def compare(case: str, group: dist.ProcessGroup, local_logits: bool) -> dict[str
     }
 
 
+def all_whole() -> None:
+    """Run the uncut model of each case."""
+    for case in CASES:
+        whole(case)
+
+
+@inheriting(all_whole)
 @on_device
 def run_cases() -> dict[tuple[str, int, bool], dict[str, float]]:
     """What every rank does: every case, in both group sizes, with gathered and with local logits."""

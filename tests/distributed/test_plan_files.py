@@ -3,20 +3,18 @@
 Two ranks are launched once; a file without a shape, or with one that is refused, fails.
 """
 
-import copy
+from functools import cache
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from harness.errors import UserError
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
-from harness.parallel.plans.experts import run_where_aligned
 from harness.parallel.plans.plan import plan_for
-from tests.distributed.comparing import differences
-from tests.distributed.ranks import here, on_device, run_ranks
+from tests.distributed.comparing import Uncut, differences
+from tests.distributed.ranks import here, inheriting, on_device, run_ranks
 from tests.plan_models import (
     ODD_SHAPES,
     ODD_SIZES,
@@ -34,38 +32,52 @@ MORE_THAN_HALF = "more than half"
 TOLERATED = {MORE_THAN_HALF: 0.4}  # a plan that cuts little is worth nothing
 
 
-def compare(family: str, shape: dict[str, Any]) -> dict[str, float]:
+@cache
+def models() -> dict[str, list[tuple[Any, Uncut]]]:
+    """The models of each family, and what they come to."""
+    made = {family: [plan_model(family, shape).to(here()) for shape in shapes] for family, shapes in SHAPES.items()}
+    return {family: [(model, Uncut.of(model, VOCABULARY)) for model in some] for family, some in made.items()}
+
+
+@cache
+def odd_models() -> dict[str, tuple[Any, Uncut | None]]:
+    """A model of each family that ranks do not share equally, and what it comes to unless it is to be refused."""
+    found: dict[str, tuple[Any, Uncut | None]] = {}
+    for family, shapes in SHAPES.items():
+        model = plan_model(family, ODD_SHAPES.get(family, shapes[0]), ODD_SIZES).to(here())
+        found[family] = model, None if family in REFUSED_ODD else Uncut.of(model, VOCABULARY, aligned=False)
+    return found
+
+
+def compare(part: Any, uncut: Uncut) -> dict[str, float]:
     """The differences of the cut model; `MORE_THAN_HALF`: by how much a rank holds more than its half of the whole."""
     group = dist.group.WORLD
-    model = plan_model(family, shape).to(here())
-    part = copy.deepcopy(model)
     whole = sum(param.numel() for param in part.parameters())
     cut(part, "", plan_for(part, PLANS), TensorParallel.of(group), part.config)
     held = sum(param.numel() for param in part.parameters()) / whole
-    return {MORE_THAN_HALF: held - 1 / SIZE, **differences(model, part, group, VOCABULARY)}
+    return {MORE_THAN_HALF: held - 1 / SIZE, **differences(uncut, part, group, VOCABULARY)}
 
 
+@inheriting(models)
 @on_device
 def run_shapes() -> dict[str, list[dict[str, float]]]:
     """What every rank does."""
-    return {family: [compare(family, shape) for shape in shapes] for family, shapes in SHAPES.items()}
+    return {family: [compare(*each) for each in some] for family, some in models().items()}
 
 
+@inheriting(odd_models)
 @on_device
 def run_odd_shapes() -> dict[str, dict[str, float] | str]:
     """What every rank does with shares that are not equal: differences, or why a family was refused."""
     found: dict[str, dict[str, float] | str] = {}
-    for family, shapes in SHAPES.items():
-        shape = ODD_SHAPES.get(family, shapes[0])
-        model = plan_model(family, shape, ODD_SIZES).to(here())
-        part = copy.deepcopy(model)
+    for family, (part, uncut) in odd_models().items():
         try:
             cut(part, "", plan_for(part, PLANS), TensorParallel.of(dist.group.WORLD), part.config)
         except UserError as error:
             found[family] = str(error)
             continue
-        run_where_aligned(model, torch.float32)
-        found[family] = differences(model, part, dist.group.WORLD, VOCABULARY)
+        assert uncut is not None, f"{family} is not refused"
+        found[family] = differences(uncut, part, dist.group.WORLD, VOCABULARY)
     return found
 
 
