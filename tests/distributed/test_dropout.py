@@ -104,7 +104,7 @@ def check(made: Any, alone: Any, cases: list[tuple[str, str, int]], ranks: int, 
 
 def test_the_layout_changes_no_mask_on_two_ranks(made: Any, alone: Any, tmp_path: Path) -> None:
     assert worst(alone["dropout"], alone["eager"]) < (LOSS, NORM), "the implementation of attention changes masks"
-    cases = [("dropout", layout, 1) for layout in ("pp2z1", "tp2z0", "dp2z2", "dp2z3")]
+    cases = [("dropout", "dp2z3", 1)]  # the compositions have it in other layouts
     cases += [("attention", "pp2z0", 2), ("attention", "tp2z2", 1), ("eager", "tp2z1", 0)]
     cases += [
         ("jitter", "pp2z1", 1),

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness import Trainer
 from harness.parallel.collectives.host_memory import HostMemory
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import BATCH, Curve, Job, arguments_of, rows
+from tests.distributed.training import BATCH, Curve, Job, arguments_of, rows, tiny_model
 from tests.simulated_device.process_group import Group
 
 pytestmark = pytest.mark.ranks
@@ -27,17 +27,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def job(interval: int, zero: dict[str, Any]) -> Job:
+def job(model: str, interval: int, zero: dict[str, Any]) -> Job:
     config = {
         "train_micro_batch_size_per_gpu": BATCH // 2 // MICRO_BATCHES,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
         "pipeline": {"activation_checkpoint_interval": interval},
     }
-    return Job("tiny-llama", "dp2z3", config)
+    return Job(model, "dp2z3", config)
 
 
-def train(interval: int, zero: dict[str, Any], folder: str) -> tuple[Curve, list[float]]:
+def train(own: Job, folder: str) -> tuple[Curve, list[float]]:
     """Losses and norms of the steps, and how often each of them gathers all parameters."""
     numbers = 0
     whole_of_deepspeed, of_device = HostMemory.all_gather, Group.allgather_into_tensor_coalesced
@@ -58,7 +58,7 @@ def train(interval: int, zero: dict[str, Any], folder: str) -> tuple[Curve, list
         patch.object(HostMemory, "all_gather", counted),
         patch.object(Group, "allgather_into_tensor_coalesced", counted_on_device),
     ):
-        trainer = Trainer("tiny-llama", arguments_of(job(interval, zero), folder), train_dataset=rows())
+        trainer = Trainer(own.model, arguments_of(own, folder), train_dataset=rows())
         total = sum(parameter.ds_numel for parameter in trainer.run.module.parameters())
         for _ in range(STEPS):
             numbers = 0
@@ -69,9 +69,9 @@ def train(interval: int, zero: dict[str, Any], folder: str) -> tuple[Curve, list
     return curve, gathered
 
 
-def train_all(folder: Path) -> dict[tuple[str, int], tuple[Curve, list[float]]]:
+def train_all(model: str, folder: Path) -> dict[tuple[str, int], tuple[Curve, list[float]]]:
     return {
-        (name, interval): train(interval, zero, os.fspath(folder / f"{name}-{interval}"))
+        (name, interval): train(job(model, interval, zero), os.fspath(folder / f"{name}-{interval}"))
         for name, zero in CASES.items()
         for interval in (0, 1)
     }
@@ -79,7 +79,8 @@ def train_all(folder: Path) -> dict[tuple[str, int], tuple[Curve, list[float]]]:
 
 def test_parameters_are_gathered_once_a_step(tmp_path: Path) -> None:
     """Whether layers are recomputed or not, with the same numbers to the bit."""
-    found = run_ranks(2, train_all, tmp_path, timeout_s=300)[0]
+    model = tiny_model(tmp_path / "m", "llama", False)
+    found = run_ranks(2, train_all, model, tmp_path, timeout_s=300)[0]
     for interval in (0, 1):
         curve, gathered = found["room for all", interval]
         assert gathered == [1.0] * STEPS
