@@ -52,6 +52,19 @@ def ask_torch_for_free_memory(accelerator: DeepSpeedAccelerator) -> None:
     accelerator.available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
 
 
+def take_the_only_device(accelerator: DeepSpeedAccelerator) -> None:
+    """Have DeepSpeed use device 0 in a process that sees one device.
+
+    DeepSpeed takes the local rank for the index of the device: when it builds a module or an engine, and under ZeRO-3
+    in each step. But a launcher may show each rank only its own device, as Slurm does with --gpus-per-task.
+    """
+    if "device_name" in vars(accelerator):  # by an earlier run of this process
+        return
+    named, chosen = accelerator.device_name, accelerator.set_device
+    accelerator.device_name = lambda index=None: named(None if index is None else 0)
+    accelerator.set_device = lambda _index: chosen(0)
+
+
 def set_secondary_group(group: ProcessGroup | None) -> None:
     """Set the group whose ranks share a second copy of ZeRO-3's parameters (hpZ); None if there is no such copy.
 

@@ -17,7 +17,12 @@ from harness.config import ConfigError, Resolved
 from harness.config.checking.check import unsupported_on_cpu
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.orthogonal import import_muon_without_compiler
-from harness.deepspeed.process_wide import ask_torch_for_free_memory, avoid_compiling, mask_norms_on_the_device
+from harness.deepspeed.process_wide import (
+    ask_torch_for_free_memory,
+    avoid_compiling,
+    mask_norms_on_the_device,
+    take_the_only_device,
+)
 from harness.errors import UserError
 from harness.topology.agreement import host_group, spell_ranks, values_of_all
 from harness.topology.env import LaunchEnv, run_timeout
@@ -33,6 +38,8 @@ def start(env: LaunchEnv) -> torch.device:
     device = torch.device("cpu")
     if accelerator.device_name() != "cpu":
         index = device_index(env.local_rank, accelerator.device_count())
+        if accelerator.device_count() == 1:
+            take_the_only_device(accelerator)
         accelerator.set_device(index)
         device = torch.device(accelerator.device_name(index))
     if device.type == "cuda":
@@ -52,6 +59,10 @@ def start(env: LaunchEnv) -> torch.device:
             world_size=env.world_size,
             timeout=timeout,
         )
+    if device.type == "cuda" and env.world_size > 1:
+        # a barrier takes the device of an earlier collective. Without one torch guesses it from the global rank, which
+        # is wrong where hosts have different numbers of GPUs
+        dist.all_reduce(torch.zeros(1, device=device))
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(timeout=timeout, auto_mpi_discovery=False, verbose=False)
     host_group()

@@ -36,7 +36,7 @@ class SimulatedAccelerator(CUDA_Accelerator):  # type: ignore[misc]
         self._compile_backend, self._nvtx_domains = "inductor", {}
 
     def __getattribute__(self, name: str) -> Any:
-        if name in SAME:
+        if name in SAME and name not in super().__getattribute__("__dict__"):
             return getattr(torch.get_device_module(NAME), name)
         if name in TENSORS:
             return partial(torch.tensor, dtype=TENSORS[name], device=NAME)

@@ -35,8 +35,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex deviceCount() const override { return devices; }
   void setCurrentDevice(c10::DeviceIndex d) const override { current = d; }
   c10::DeviceIndex getCurrentDevice() const override { return current; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override { return std::exchange(current, d); }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override { return std::exchange(current, d); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override { return std::exchange(current, there(d)); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override { return std::exchange(current, there(d)); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex i) const override { return generators()[i < 0 ? current : i]; }
   at::Generator getNewGenerator(c10::DeviceIndex i) const override { return at::make_generator<Generator>(i < 0 ? current : i); }
   at::Device getDeviceFromPtr(void*) const override { return {DEVICE, current}; }
@@ -59,9 +59,9 @@ c10::Stream stream_of(c10::Device d, c10::StreamId id) { return c10::Stream(c10:
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = DEVICE;
   c10::DeviceType type() const override { return DEVICE; }
-  c10::Device exchangeDevice(c10::Device d) const override { return {DEVICE, std::exchange(current, d.index())}; }
+  c10::Device exchangeDevice(c10::Device d) const override { return {DEVICE, std::exchange(current, there(d.index()))}; }
   c10::Device getDevice() const override { return {DEVICE, current}; }
-  void setDevice(c10::Device d) const override { current = d.index(); }
+  void setDevice(c10::Device d) const override { current = there(d.index()); }
   void uncheckedSetDevice(c10::Device d) const noexcept override { current = d.index(); }
   c10::DeviceIndex deviceCount() const noexcept override { return devices; }
   c10::Stream getStream(c10::Device d) const override { return stream_of(d, stream_now[d.index()]); }
@@ -453,10 +453,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("current_device", [] { return int(current); });
   m.def("set_device", [](int d) {
-    TORCH_CHECK(d >= 0 && d < devices, "simulated device: invalid device ordinal ", d);
-    current = d;
+    TORCH_CHECK(d >= 0, "simulated device: no index");
+    current = there(d);
   });
   m.def("device_count", [] { return int(devices); });
+  m.def("see", [](int n) { devices = n; });
   m.def("default_generator", [](int i) { return generators()[i]; });
   m.def("used", [] { return used.load(); });
   m.def("peak", [] { return peak.load(); });

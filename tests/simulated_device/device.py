@@ -187,7 +187,7 @@ def _module() -> types.ModuleType:
         "init": nothing,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: count,
+        "device_count": C.device_count,
         "current_device": C.current_device,
         "set_device": lambda device: C.set_device(_index(device)),
         "device": lambda device: on_device(_index(device)),

@@ -40,6 +40,10 @@ thread_local c10::StreamId stream_now[MOST] = {0};
 thread_local int quiet = 0;  // inside of what the device itself does
 c10::DeviceIndex devices = 8;
 int64_t capacity = int64_t(16) << 30;
+c10::DeviceIndex there(c10::DeviceIndex d) {
+  TORCH_CHECK(d < devices, "simulated device: invalid device ordinal ", int(d));
+  return d;
+}
 std::atomic<int> stuck{0};  // 1: a collective never ends, and so no wait for the device; 2: it was aborted
 std::atomic<int64_t> used{0}, peak{0}, operations{0}, streams{1};
 PyObject* locator = nullptr;

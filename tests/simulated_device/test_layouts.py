@@ -14,6 +14,7 @@ from harness.hf.verify.tiny_copy import tiny_model as tiny_copy
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_experts import FAMILIES
 from tests.distributed.training import Curve, Job, reference, tiny_model, train_all, worst
+from tests.simulated_device import device
 
 pytestmark = pytest.mark.ranks
 
@@ -110,6 +111,19 @@ def test_float32(kind: str, trained: dict[str, tuple[list[Job], list[Curve]]]) -
 
 def test_bf16(trained: dict[str, tuple[list[Job], list[Curve]]]) -> None:
     assert wrong(*trained["bf16"], 0.01, 0.05, dtype=torch.bfloat16) == []
+
+
+def train_on_the_one_device_that_is_seen(jobs: list[Job], folder: str) -> list[Curve]:
+    if device.is_installed():  # else they share a GPU, and see no other
+        torch.accelerator.set_device_index(0)
+        device.C.see(1)
+    return train_all(jobs, folder)
+
+
+def test_a_rank_that_sees_one_device_takes_it_whatever_its_local_rank(model: str, tmp_path: Path) -> None:
+    jobs = [Job(model, "pp2z1"), Job(model, "dp2z3")]
+    curves = run_ranks(2, train_on_the_one_device_that_is_seen, jobs, str(tmp_path))[0]
+    assert wrong(jobs, curves) == []
 
 
 def test_axes_together(model: str, tmp_path: Path) -> None:

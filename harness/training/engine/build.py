@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -107,13 +106,11 @@ def _initialize(
     mark_experts(spread)
     trained = any(parameter.requires_grad for parameter in spread)
     groups = parameter_groups(module, stated, names)
-    index = context.device.index  # not the local rank if the launcher shows each rank only its own device
     with (
         keeping_fp32(),
         knowing_experts(context.groups.ep_group, context.groups.ep_copies, marked=trained),
     ):
         engine, *_ = deepspeed.initialize(
-            args=SimpleNamespace() if index is None else SimpleNamespace(device_rank=index),
             model=module,
             model_parameters=groups,
             optimizer=own_optimizer(config, module, groups, context.args, context.device, names),
