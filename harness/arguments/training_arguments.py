@@ -146,15 +146,17 @@ class TrainingArguments(
         """
         import torch.distributed as dist
 
+        from harness.topology.agreement import host_group
+
         waits = (self.local_process_index if local else self.process_index) > 0
         is_open = dist.is_initialized() and self.world_size > 1
         if is_open and waits:
-            dist.barrier()
+            dist.barrier(host_group())
         try:
             yield
         finally:
             if is_open and not waits:
-                dist.barrier()
+                dist.barrier(host_group())
 
     if not TYPE_CHECKING:  # a type checker knows the flags
 

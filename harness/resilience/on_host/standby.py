@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -99,6 +100,8 @@ def main() -> None:
     for module in sys.argv[1:-1]:
         importlib.import_module(module)
     gc.freeze()  # else each garbage collection in a rank visits all imported objects and so copies their pages
+    # Python 3.12 and newer warn of the idle threads of numpy's and torch's pools
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     while line := sys.stdin.readline():
         if (child := os.fork()) == 0:
             if _fork_ranks(json.loads(line), environment, answers):

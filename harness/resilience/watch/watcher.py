@@ -35,7 +35,7 @@ from harness.resilience.watch.ending import announce, append_stacks, main_frame
 from harness.resilience.watch.enqueued import abort_groups, count_transfers, enqueued, flight_record, left_out
 from harness.resilience.watch.hosts import OtherHosts
 from harness.resilience.watch.stragglers import SAMPLES, Stragglers, share_of_work
-from harness.topology.agreement import any_rank, value_of_first, values_on_host
+from harness.topology.agreement import any_rank, host_group, value_of_first, values_on_host
 from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
 from harness.topology.placement import host_id
@@ -335,7 +335,7 @@ def watch_run(
     members, me, folder = list(here.values.values()), list(here.values).index(groups.rank), Path(args.output_dir)
     watcher = Watcher(board, members, me, limits, console, folder.absolute(), others, store)
     watcher.start()
-    dist.barrier()  # each rank has written its row before any rank judges by it
+    dist.barrier(host_group())  # each rank has written its row before any rank judges by it
     return watcher
 
 
@@ -350,7 +350,7 @@ def _shared_board(ranks: list[int], rank: int) -> tuple[Board, str]:
     shared, of_run = values_on_host(_view(), folder).values[ranks[0]], value_of_first(folder)
     assert shared is not None and of_run is not None
     board = Board(shared / "board", len(ranks))
-    dist.barrier()
+    dist.barrier(host_group())
     if folder is not None:
         (folder / "board").unlink()
         folder.rmdir()
