@@ -21,8 +21,8 @@ gc.disable()  # while test files are imported: there is next to no garbage, and 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--device simulated`: ranks run on the simulated device, in the place of the CPU."""
-    parser.addoption("--device", choices=("cpu", "simulated"), default="cpu", help="what tests start ranks on")
+    """`--device`: ranks run on the simulated device, or on the GPUs of this machine, in the place of the CPU."""
+    parser.addoption("--device", choices=("cpu", "simulated", "cuda"), default="cpu", help="what tests start ranks on")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,10 +35,16 @@ def pytest_configure(config: pytest.Config) -> None:
             pytest.exit(reason, 0)
         ranks.DEVICE[0] = "simulated"
         os.environ.update(device.environment())
+    elif config.getoption("--device") == "cuda":
+        from tests.distributed import ranks
+
+        ranks.DEVICE[0] = "cuda"
+        os.environ.setdefault(ranks.GPUS, os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip on the simulated device what cannot hold there, with the reason that the test gives.
+    """Skip on a device what cannot hold there, with the reason that the test gives.
 
     Files of `tests/e2e` come between those of `tests/distributed`: they mostly wait for processes that end or are
     given time, and leave the cores to the other worker.
@@ -49,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     share = {path: index / len(paths) for paths in folders.values() for index, path in enumerate(paths)}
     mixed = (Path(__file__).parent / "distributed", Path(__file__).parent / "e2e")
     items.sort(key=lambda item: (0, share[item.path]) if item.path.parent in mixed else (1, 0))
-    for item in items if config.getoption("--device") == "simulated" else []:
+    for item in items if config.getoption("--device") != "cpu" else []:
         for mark in item.iter_markers("on_host"):
             item.add_marker(pytest.mark.skip(reason=mark.args[0]))
 

@@ -2,6 +2,8 @@
 
 from importlib import import_module
 
+from deepspeed.accelerator import get_accelerator
+
 from harness.config import schema
 from harness.topology.agreement import code_version
 
@@ -13,6 +15,7 @@ for name in (
     "transformers.models.auto.modeling_auto",
 ):
     import_module(name)
-_ = import_module("deepspeed.ops").__compatible_ops__  # computed once: it starts a compiler
+if get_accelerator().device_name() == "cpu":  # on a GPU it would open a CUDA context, which no fork can use
+    _ = import_module("deepspeed.ops").__compatible_ops__  # computed once: it starts a compiler
 _ = schema.root(), code_version()
 import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")  # made once, for all families

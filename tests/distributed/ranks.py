@@ -3,10 +3,11 @@
 `run_ranks(4, worker, *args)` starts one launcher process, forked from a server that has imported torch already. It
 imports the worker's module once and forks the ranks from there: a rank costs a fork. Every rank has the launcher's
 environment (RANK, WORLD_SIZE, ...), one thread, the CPU, and, unless `process_group=False`, gloo
-initialised. With `--device simulated` it has the simulated device and its backend in their place. A worker
-is a function at the top of an importable module; arguments and results are pickled;
-asserts belong into the test. A rank that fails or hangs fails the test with the last lines of all ranks,
-the first one to fail on top; a rank that runs out of time prints where it stands. Nothing is left running.
+initialised. With `--device simulated` it has the simulated device and its backend in their place, with
+`--device cuda` a GPU and NCCL. A worker is a function at the top of an importable module; arguments and
+results are pickled; asserts belong into the test. A rank that fails or hangs fails the test with the last
+lines of all ranks, the first one to fail on top; a rank that runs out of time prints where it stands.
+Nothing is left running.
 """
 
 import faulthandler
@@ -28,6 +29,7 @@ from typing import Any
 
 import pytest
 
+from harness.resilience.on_host.standby import WITHOUT_DRIVER
 from harness.topology.env import LOOPBACK, free_port
 from tests.distributed.forkserver import ForkServer
 from tests.simulated_device import device as simulated
@@ -41,7 +43,9 @@ SERVERS: list[ForkServer] = []
 """The one that runs, if one does."""
 
 DEVICE = ["cpu"]
-"""What ranks run on: cpu or simulated."""
+"""What ranks run on: cpu, simulated or cuda."""
+
+GPUS = "GPUS_OF_TESTS"  # what CUDA_VISIBLE_DEVICES is for ranks; the process of the tests itself stays on the CPU
 
 
 def run_ranks(
@@ -69,7 +73,14 @@ def here() -> Any:
     """Return the device of this rank, on which tensors lie that ranks exchange."""
     import torch
 
-    return torch.device(f"{simulated.NAME}:{os.environ['LOCAL_RANK']}" if simulated.is_installed() else "cpu")
+    if kind() == "cuda":
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
+    return torch.device(f"{simulated.NAME}:{os.environ['LOCAL_RANK']}" if kind() == "simulated" else "cpu")
+
+
+def kind() -> str:
+    """Return what this rank runs on: cpu, simulated or cuda."""
+    return "simulated" if simulated.is_installed() else "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu"
 
 
 def on_device(worker: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +88,7 @@ def on_device(worker: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(worker)
     def run(*args: Any) -> Any:
-        with here() if simulated.is_installed() else nullcontext():
+        with nullcontext() if kind() == "cpu" else here():
             return worker(*args)
 
     return run
@@ -170,10 +181,13 @@ def _environment(n: int, extra: Mapping[str, str]) -> dict[str, str]:
 
 def device_environment() -> dict[str, str]:
     """Return what a process needs in its environment to run on the device of the tests, on a machine with a GPU too."""
-    found = {} if DEVICE[0] == "cpu" else simulated.environment()  # the first build extends the path
+    found = simulated.environment() if DEVICE[0] == "simulated" else {}  # the first build extends the path
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     if DEVICE[0] == "cpu":
         return {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
+    if DEVICE[0] == "cuda":
+        devices = {"CUDA_VISIBLE_DEVICES": os.environ[GPUS], "DS_ACCELERATOR": "cuda"}
+        return {**devices, **WITHOUT_DRIVER, "PYTHONPATH": path}
     return {"CUDA_VISIBLE_DEVICES": "", **found, "PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], path])}
 
 
@@ -231,6 +245,8 @@ def _be_rank(rank: int, job: Path, timeout_s: float, call: Callable[[], Any]) ->
     code = 1
     try:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        if kind() == "cuda":
+            _take_gpu(rank)
         log = os.open(job / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -245,6 +261,14 @@ def _be_rank(rank: int, job: Path, timeout_s: float, call: Callable[[], Any]) ->
         os._exit(code)
 
 
+def _take_gpu(rank: int) -> None:
+    """Have ranks share the GPUs if there are fewer. NCCL refuses two ranks of a host on one GPU: let each be a host."""
+    devices = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    if int(os.environ["WORLD_SIZE"]) > len(devices):
+        own = {"CUDA_VISIBLE_DEVICES": devices[rank % len(devices)], "NCCL_HOSTID": f"rank {rank}"}
+        os.environ.update(own, NCCL_SOCKET_IFNAME="lo")
+
+
 def _call(worker: Callable[..., Any], args: tuple[Any, ...], process_group: bool) -> Any:
     if not process_group:
         return worker(*args)
@@ -252,9 +276,9 @@ def _call(worker: Callable[..., Any], args: tuple[Any, ...], process_group: bool
     import torch.distributed as dist
     from torch.utils._pytree import tree_map_only
 
-    if simulated.is_installed():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(simulated.BACKEND if simulated.is_installed() else "gloo")
+    if kind() != "cpu":
+        torch.accelerator.set_device_index(here().index)
+    dist.init_process_group({"cpu": "gloo", "simulated": simulated.BACKEND, "cuda": "nccl"}[kind()])
     result = tree_map_only(torch.Tensor, torch.Tensor.cpu, worker(*args))  # the test's process may lack the device
     dist.barrier()  # no rank tears its sockets down while another still computes
     dist.destroy_process_group()

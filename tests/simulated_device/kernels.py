@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import modeling_flash_attention_utils as of_transformers
 
 from harness.hf.layers import attention
+from tests.distributed.ranks import here
 from tests.simulated_device.device import NAME
 
 CALLED: set[str] = set()
@@ -77,7 +78,7 @@ def flash_attn_varlen_func(
 
 def _require_fit(dims: int, *projected: Tensor) -> None:
     """What the kernels refuse."""
-    assert {x.device.type for x in projected} == {NAME}
+    assert {x.device.type for x in projected} == {here().type}
     assert {x.dtype for x in projected} <= {torch.bfloat16} or {x.dtype for x in projected} <= {torch.float16}
     assert all(x.dim() == dims and x.stride(-1) == 1 and x.shape[-1] % 8 == 0 for x in projected)
     assert projected[0].shape[-2] % projected[1].shape[-2] == 0
@@ -85,12 +86,12 @@ def _require_fit(dims: int, *projected: Tensor) -> None:
 
 def _flex(query: Tensor, key: Tensor, value: Tensor) -> None:
     CALLED.add("flex")
-    assert {x.device.type for x in (query, key, value)} == {NAME}
+    assert {x.device.type for x in (query, key, value)} == {here().type}
 
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Have them meanwhile."""
+    """Have them meanwhile; on a GPU those of flash-attention alone, as torch has flex attention there."""
     package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
     vars(package).update(
         flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func, flash_attn_with_kvcache=None
@@ -103,7 +104,8 @@ def stand_ins() -> Iterator[None]:
         stack.enter_context(patch.dict(matrix, {"general_availability_check": there}))
         for module in (of_transformers, attention):
             stack.enter_context(patch.object(module, "is_flash_attn_2_available", there))
-        stack.enter_context(patch.object(attention, "FLEX_DEVICES", (NAME,)))
         stack.enter_context(patch.object(flex_attention, "_validate_device", _flex))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if here().type == NAME:
+            stack.enter_context(patch.object(attention, "FLEX_DEVICES", (NAME,)))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
