@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -114,15 +115,16 @@ def with_harness(task: Task, **options: Any) -> dict[str, Any]:
     return found
 
 
-def waits_of(step: Callable[[], object]) -> int | None:
-    """Return how often a step waits for the device; None where that is not known."""
+def waits_of(step: Callable[[], object]) -> dict[str, int] | None:
+    """Return how often a step waits for the device, by place; None where that is not known."""
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             step()
         torch.cuda.set_sync_debug_mode("default")
-        return sum("synchronizing CUDA operation" in str(each.message) for each in said)
+        places = [each for each in said if "synchronizing CUDA operation" in str(each.message)]
+        return Counter(f"{each.filename.split('/site-packages/')[-1]}:{each.lineno}" for each in places)
     step()
     return None
 
@@ -182,7 +184,7 @@ def run_program(name: str, folder: Path, steps: int) -> dict[str, Any]:
 
 def product_rate(edge: int, seconds: float) -> float:
     """Return the operations a second of a square matrix product in bf16 on the accelerator."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     a, b = (torch.randn(edge, edge, device=device, dtype=torch.bfloat16) for _ in range(2))
     done, begun, elapsed = 0, 0.0, 0.0
     while elapsed < seconds:

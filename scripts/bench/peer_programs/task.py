@@ -78,7 +78,7 @@ class Task:
     @property
     def device(self) -> torch.device:
         """Of this rank."""
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
     @property
     def rank(self) -> int:
