@@ -34,11 +34,14 @@ class Drawing:
         fill: str = INK,
         anchor: str = "start",
         bold: bool = False,
+        mono: bool = False,
     ) -> None:
-        """Add a line of text whose baseline is at `y`."""
-        weight = ' font-weight="600"' if bold else ""
+        """Add a line of text whose baseline is at `y`; with `mono` each character is 0.6 of `size` wide."""
+        style = ' font-weight="600"' if bold else ""
+        if mono:
+            style += f' font-family="monospace" textLength="{0.6 * size * len(text):.1f}"'
         self._shapes.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{weight}>'
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{style}>'
             f"{escape(text)}</text>"
         )
 

@@ -131,6 +131,13 @@ def test_code_and_json_of_a_page_can_be_read(path: Path) -> None:
         json.loads(text if text.lstrip().startswith("{") else f"{{{text}}}")
 
 
+@pytest.mark.parametrize("path", sorted({*DOCS.glob("recipes/*.md")} - {DOCS / "recipes/index.md"}), ids=name_of)
+def test_a_recipe_has_a_command_its_output_and_a_picture(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert re.findall(r"^```(\w*)\n.*?^```$", text, re.M | re.S).count("") >= 2
+    assert re.search(r"^!\[.+\]\(\.\./images/", text, re.M)
+
+
 @pytest.mark.parametrize("path", [ROOT / "README.md", DOCS / "layouts.md"], ids=name_of)
 def test_the_table_of_presets_is_the_folder(path: Path) -> None:
     listed = re.findall(r"^\| `(\w+)` \|.*D\)|^\| `(\w+)` \|.*\| any \|", path.read_text(), re.M)

@@ -1,7 +1,8 @@
-"""The picture of a run shows every step, evaluation and layer; a folder without a run is one line. That of a plan is
-what the planner says today."""
+"""The picture of a run shows every step, evaluation and layer; a folder without a run is one line. Those of a plan and
+of a refused config are what the planner and the check say today; that of an export has each byte at its rank."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts import draw_plan
+from harness.cli import main as ds_harness
+from harness.config import check, load
+from scripts import draw_check, draw_export, draw_plan
+from scripts.svg import PALE
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = [
@@ -37,9 +41,9 @@ def run(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def shapes(folder: Path, kind: str) -> list[dict[str, str]]:
+def shapes(folder: Path, kind: str, name: str = "run.svg") -> list[dict[str, str]]:
     """The attributes of every shape of a kind, and its text."""
-    tree = ElementTree.parse(folder / "run.svg")
+    tree = ElementTree.parse(folder / name)
     return [{**e.attrib, "text": e.text or ""} for e in tree.iter() if e.tag.endswith(f"}}{kind}")]
 
 
@@ -90,3 +94,51 @@ def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
 def test_the_picture_of_a_plan_is_what_the_planner_says() -> None:
     drawn = draw_plan.picture(draw_plan.distinct(draw_plan.planned()))
     assert drawn == draw_plan.PICTURE.read_text(), "run: python scripts/draw_plan.py"
+
+
+def test_the_recipe_of_a_refused_config_is_what_the_check_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs/recipes/refused-config.md").read_text()
+    config, command, output = re.findall(r"^```\w*\n(.*?)^```$", page, re.M | re.S)
+    (tmp_path / "ds.json").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    assert ds_harness(command.split()[1:]) == 1
+    assert capsys.readouterr().out == output
+    drawn = draw_check.draw(load("ds.json"), check(load("ds.json"), world_size=8)).text()
+    kept = (ROOT / "docs/images/recipes/refused.svg").read_text()
+    assert drawn == kept, "run: python scripts/draw_check.py ds.json --world_size 8, with the config of the page"
+
+
+def write_header(path: Path, sizes: dict[str, int], dtype: str, width: int) -> None:
+    """Write a safetensors file of vectors, without their values."""
+    header, end = {}, 0
+    for name, size in sizes.items():
+        header[name] = {"dtype": dtype, "shape": [size], "data_offsets": [end, end + width * size]}
+        end += width * size
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def test_the_picture_of_an_export_has_each_layer_in_the_colour_of_its_rank(tmp_path: Path) -> None:
+    names = [
+        "lm_head.weight",
+        "m.embed.weight",
+        *(f"m.layers.{n}.{x}" for n in range(3) for x in "ab"),
+        "m.norm.weight",
+    ]
+    sizes = dict(zip(names, [300, 200, *[250] * 6, 500], strict=True))  # as many as STAGES has
+    checkpoint, model = tmp_path / "run/checkpoint-1", tmp_path / "model"
+    for name in ("model", "exp_avg"):
+        write_header(checkpoint / f"{name}.safetensors", sizes, "F32", 4)
+    write_header(model / "model.safetensors", sizes, "BF16", 2)
+    (tmp_path / "run/run.json").write_text(json.dumps({"stages": STAGES}))
+    (tmp_path / "picture.svg").write_text(draw_export.draw(checkpoint, model).text())
+    boxes = [box for box in shapes(tmp_path, "rect", "picture.svg") if box.get("height") == f"{draw_export.HIGH:.1f}"]
+    assert [PALE.index(box["fill"]) for box in boxes] == [1, 0, 0, 0, 1, 1] * 3
+    widths = [sum(float(box["width"]) for box in boxes[first : first + 6]) for first in (0, 6, 12)]
+    assert widths == pytest.approx([draw_export.BAR, draw_export.BAR, draw_export.BAR / 2], abs=0.5)
+    write_header(model / "model.safetensors", {**sizes, "m.norm.weight": 501}, "BF16", 2)
+    with pytest.raises(ValueError, match="does not hold the parameters"):
+        draw_export.draw(checkpoint, model)
