@@ -31,9 +31,9 @@ def check(
         world_size: number of ranks.
         model: a preset's name or a directory with config.json.
         target: the program that will read the file.
-        pipeline_parallel_size: overrides the file's layout, as a run's argument does; likewise the other sizes.
+        pipeline_parallel_size: overrides the file, as `--pipeline_parallel_size` of a run does; so do the other sizes.
 
-    Raises UserError if the model's config cannot be read, or the model cannot be cut.
+    Raises UserError if the model's config cannot be read, or the model uses LayerDrop.
     """
     view = RunView(
         document,
@@ -49,7 +49,7 @@ def check(
 
 
 def known_shape(model: str | None, target: Target) -> ModelShape | None:
-    """Return the shape of a model, if one is given. Raises UserError if it cannot be read, or cannot be cut."""
+    """Return the shape of a model, if one is given. Raises UserError if it cannot be read, or uses LayerDrop."""
     shape = read_shape(model) if model is not None else None
     if shape is not None and target == "harness":
         require_every_layer(shape.layerdrop)
@@ -63,16 +63,16 @@ def findings(view: RunView) -> list[Diagnostic]:
 
 
 def refusals(diagnostics: list[Diagnostic], *, allow_ignored_keys: bool = False) -> list[Diagnostic]:
-    """Return the findings that keep a run from starting: errors, and ignored keys that look like misspelt real ones.
+    """Return the findings that stop a run: errors, and ignored keys that are misspelt or misplaced.
 
-    A misspelt key could make a run train at ZeRO stage 0 unnoticed; `allow_ignored_keys` lets such keys pass.
+    With a misspelt key a run could train at ZeRO stage 0 unnoticed. `allow_ignored_keys` accepts such keys.
     """
     misspelt = () if allow_ignored_keys else ("DS101", "DS102")
     return [item for item in diagnostics if item.severity is Severity.ERROR or item.code in misspelt]
 
 
 def unsupported_on_cpu(config: Mapping[str, object]) -> list[Diagnostic]:
-    """Return errors for features that a CPU lacks; a check, which does not know the device, only gives advice."""
+    """Return an error for each feature that a CPU lacks; `check` does not know the device and only gives advice."""
     document = from_values(config)
     found = [
         _diagnostic(document, needs_an_accelerator, item) for item in needs_an_accelerator.check(RunView(document))

@@ -1,11 +1,11 @@
 """Apply the remedies of findings to a config's text.
 
-A safe remedy does not change the training: it removes what DeepSpeed ignores, writes a value as DeepSpeed converts it,
-and corrects what DeepSpeed refuses if it can mean only one thing. An unsafe remedy makes a key take effect that did
-not, or guesses what was meant.
+A safe remedy does not change the training. It removes a key that DeepSpeed ignores, writes a value in the form to which
+DeepSpeed converts it, or corrects an error that can mean only one thing. An unsafe remedy guesses what was meant, or
+makes an ignored key take effect.
 
-One finding is fixed at a time and the text is checked again, so remedies cannot overlap, and one that has become
-unnecessary is never applied. A remedy that would cause a new error, or would not settle, is left to the user.
+`fix` applies one remedy, checks the text again, and goes on. So remedies cannot overlap, and none is applied in vain.
+It leaves a remedy to the user if that causes a new error or does not remove its finding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Fixed:
 def fix(
     document: Document, *, world_size: int | None = None, target: Target = "harness", unsafe: bool = False
 ) -> Fixed:
-    """Apply every safe remedy whose result DeepSpeed's parser accepts; with `unsafe` the others too."""
+    """Apply every safe remedy, with `unsafe` the others too, unless DeepSpeed's parser would refuse the result."""
     applied: list[Diagnostic] = []
     refused: set[tuple[str, str, str]] = set()
     for _ in range(_ROUNDS):
@@ -63,7 +63,7 @@ def _key(finding: Diagnostic) -> tuple[str, str, str]:
 def _try(
     document: Document, chosen: Diagnostic, before: list[Diagnostic], world_size: int | None, target: Target
 ) -> Document | None:
-    """Return the document after one remedy; None if it cannot be read, or has a new error."""
+    """Apply one remedy and return the new document; None if the finding stays, or a new error appears."""
     text = apply(document.text, chosen.edits)
     if text == document.text:
         return None
@@ -75,7 +75,7 @@ def _try(
         return None  # a safe remedy must not change the config's values
     findings = check(after, world_size=world_size, target=target)
     if _key(chosen) in {_key(item) for item in findings}:
-        return None  # it did not help
+        return None  # the finding is still there
     known = {(item.code, item.pointer) for item in before}
     new = [item for item in findings if item.severity is Severity.ERROR and (item.code, item.pointer) not in known]
     return None if any(_is_refusal(item) for item in new) else after

@@ -15,9 +15,9 @@ from harness.config.schema import supported
 
 _TABLE: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 STRICTER = _TABLE["stricter"]
-"""Why some values are errors although DeepSpeed's parser accepts them, by pointer."""
+"""Pointer -> why some of its values are errors here although DeepSpeed's parser accepts them."""
 LENIENT = _TABLE["lenient"]
-"""Why some values pass although DeepSpeed's parser refuses them on some machines."""
+"""Pointer -> why some of its values pass here although DeepSpeed's parser refuses them on some machines."""
 
 
 def page(rule: Rule) -> str:
@@ -48,7 +48,7 @@ def page(rule: Rule) -> str:
 
 
 def pretty(text: str) -> str:
-    """Return an example with one key a line; one that is not plain JSON, or has duplicate keys, stays unchanged."""
+    """Return an example with one key per line; unchanged if it is not plain JSON or has duplicate keys."""
     try:
         data = json.loads(text)
     except ValueError:

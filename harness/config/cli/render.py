@@ -20,7 +20,7 @@ _WIDTH = 160  # longer source lines are cut around the finding
 
 
 def render(findings: Sequence[Diagnostic], style: str, texts: dict[str, str], *, colour: bool, files: int) -> str:
-    """Return all findings in one of FORMATS; `texts` has the files' contents by path."""
+    """Return all findings in one of FORMATS; `texts` maps each file's path to its content."""
     if style == "json":
         return json.dumps([as_json(finding) for finding in findings], indent=2)
     if style == "sarif":
@@ -47,7 +47,7 @@ def as_json(finding: Diagnostic) -> JsonObject:
 
 
 def text_block(finding: Diagnostic, text: str, *, colour: bool) -> str:
-    """Return a finding with its line of the file, the key underlined, DeepSpeed's behaviour and the remedy."""
+    """Format a finding: message, source line with the key underlined, DeepSpeed's behaviour, and the remedy."""
     paint = _COLOURS[finding.severity] if colour else ""
 
     def painted(words: str, style: str = "") -> str:
@@ -80,7 +80,7 @@ def summary(findings: Sequence[Diagnostic], files: int) -> str:
 
 
 def _remedies(findings: Sequence[Diagnostic]) -> list[str]:
-    """Return the number of findings that have a remedy, and the flags that apply it, in at most one line."""
+    """Return a line that counts the findings that --fix and --unsafe-fixes can fix; no line if there are none."""
     safe = sum(bool(finding.edits) and finding.is_safe for finding in findings)
     unsafe = sum(bool(finding.edits) and not finding.is_safe for finding in findings)
     parts = [f"{safe} with --fix"] * bool(safe) + [f"{unsafe} with --fix --unsafe-fixes"] * bool(unsafe)

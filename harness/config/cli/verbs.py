@@ -96,7 +96,7 @@ def _sources(arguments: Sequence[str]) -> list[str]:
 
 
 def _fix(document: Document, args: argparse.Namespace) -> Document:
-    """Write the fixed text back and show what changed; text from standard input is only shown."""
+    """Fix the file in place and print the diff to stderr; for standard input only print the diff."""
     fixed = fix(document, world_size=args.world_size, target=args.target, unsafe=args.unsafe_fixes)
     if fixed.text == document.text:
         return document
@@ -141,7 +141,7 @@ def schema(argv: Sequence[str]) -> int:
 
 
 def resolve(argv: Sequence[str]) -> int:
-    """Print the config with every "auto" replaced, as DeepSpeed alone accepts it, and the source of each value."""
+    """Print the config with every "auto" replaced, for DeepSpeed without the harness, and the source of each value."""
     example = "ds-harness resolve zero3 --world_size 8 --learning_rate 1e-4 --hidden_size 4096"
     parser = _parser("resolve", 'Replace every "auto" with its value and show where the value comes from.', example)
     parser.add_argument("file", metavar="FILE", help="a config or a preset")
@@ -162,7 +162,7 @@ def resolve(argv: Sequence[str]) -> int:
 
 
 def _print_filled(resolved: Resolved) -> None:
-    """Print the values that were not in the file as comments above the config."""
+    """Print each value that was filled in, with its source, as a comment above the config."""
     width = max((len(item.pointer) for item in resolved.filled), default=0)
     for item in resolved.filled:
         value = "-" if item.value is None else json.dumps(item.value)
@@ -173,4 +173,4 @@ def _print_filled(resolved: Resolved) -> None:
         f" {counted(resolved.train_batch, 'sample')} a step"
     )
     if "train_batch_size" not in resolved.alone:
-        print("# without train_batch_size, for which DeepSpeed alone counts every rank as data-parallel")
+        print("# train_batch_size is left out: without the harness DeepSpeed counts every rank as data-parallel")

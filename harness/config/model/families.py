@@ -18,11 +18,11 @@ def require_trainable_family(source: str) -> None:
 
 
 def require_trainable_config(config: Mapping[str, object], is_type_alone: bool) -> None:
-    """Raise UserError, with the reason, for a family that every layout has refused when the matrix was made.
+    """Raise UserError, with the reason, for a family that no layout could train when the matrix was made.
 
-    It is raised too for a config.json that lacks `is_decoder` if its family is a decoder only with that. Such a run
-    would end with the same reason, but only after the model has been built. A config with a plan of its own, or another
-    transformers than the one of the matrix, always passes, as nothing is known then.
+    Also raise it if config.json lacks `is_decoder` and the family is a decoder only with it. Without this check such a
+    run would end with the same reason, but only after the model has been built. A config with a plan of its own always
+    passes, and so does every config if the matrix was made with another version of transformers.
     """
     text = config.get("text_config")
     parts = [config, *([text] if isinstance(text, Mapping) else [])]

@@ -1,7 +1,7 @@
 """Tell from a config.json alone whether a model can be cut for tensor parallelism. No torch, no transformers.
 
 The stored matrix knows which families declare a plan, but only for the transformers version that it was made with. A
-packaged plan file has its refusals in itself.
+packaged plan file lists the cases that it refuses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODELS = Path(__file__).resolve().parents[2] / "models"
 def plan_refusal(config: Mapping[str, object]) -> str | None:
     """Return why a model with this config.json cannot be cut for tensor parallelism; None if no reason is known.
 
-    Of a multimodal model only the text decoder is cut; its plan may be declared by it or by the whole model.
+    For a multimodal model only the text decoder is sharded; the decoder or the whole model may declare its plan.
     """
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     families = [part.get("model_type") for part in parts]

@@ -22,12 +22,12 @@ class Resolved:
     """A config without any "auto", ready for DeepSpeed, and the settings that the harness reads from it."""
 
     config: JsonObject  # as DeepSpeed gets it from the harness
-    alone: JsonObject  # for DeepSpeed without the harness, which then cuts the model itself
+    alone: JsonObject  # for DeepSpeed without the harness; DeepSpeed then shards the model itself
     filled: tuple[Filled, ...]
     pp_size: int
     tp_size: int
     dp_size: int
-    ep_size: int  # ranks of a stage among which whole experts are dealt; 1: each expert is cut as other layers are
+    ep_size: int  # expert-parallel ranks, each with whole experts; 1: tensor-parallel ranks share each expert
     token_pieces: int  # number of pieces in which a layer's tokens are sent to experts on other data-parallel ranks
     cp_size: int  # data ranks that share each sequence
     sequence_parallel: bool  # whether tensor-parallel ranks share the sequence between the blocks of a layer
@@ -40,11 +40,11 @@ class Resolved:
     partition: str  # balanced, measured, uniform, parameters or type:REGEX
     schedule: str  # the pipeline's: one of `layout_keys.SCHEDULES`
     chunks: ModelChunks  # the model chunks, and the stage of each
-    gradient_bits: int | None  # of gradients between data-parallel ranks: 8, 4, or 0 (uncompressed); None: by a trial
+    gradient_bits: int | None  # of gradients between data-parallel ranks: 8, 4, 0 (uncompressed); None: a trial decides
     activation_checkpoint_interval: int  # decoder layers that are recomputed together; 0 is off
     loss_tile: int  # number of tokens whose loss is computed at a time; 0: all
     attention_tile: int  # number of queries whose masks and attention are computed at a time; 0: all
-    feed_forward_tile: int  # likewise of feed-forward blocks and norms
+    feed_forward_tile: int  # number of tokens that feed-forward blocks and norms compute at a time; 0: all
 
     @property
     def readers(self) -> int:

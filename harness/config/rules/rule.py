@@ -19,13 +19,13 @@ from harness.config.text.diagnostic import Edit, Severity
 from harness.config.values.json_object import JsonObject
 
 # refuses: DeepSpeed's parser raises; engine: deepspeed.initialize raises; runs: both accept it;
-# elsewhere: it takes more than one process, a model or another program to see it
+# elsewhere: it shows only with several processes, with a model, or in another program
 Claim = Literal["refuses", "engine", "runs", "elsewhere"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A finding of a rule at one position; the rule adds its code and, unless given here, the severity."""
+    """A finding at one position of a config. The rule adds its code, and its severity unless one is given here."""
 
     pointer: str
     message: str
@@ -33,9 +33,9 @@ class Finding:
     deepspeed: str = ""
     severity: Severity | None = None
     on_value: bool = False  # underline the value and not the key
-    span: tuple[int, int] | None = None  # offsets, where no pointer leads
+    span: tuple[int, int] | None = None  # offsets into the text, for a place that no pointer names
     edits: tuple[Edit, ...] = ()
-    is_safe: bool = True  # with the edits DeepSpeed does the same as without them, or it did not run without them
+    is_safe: bool = True  # the edits leave the training unchanged, or it could not run before
 
 
 Check = Callable[[RunView], Iterator[Finding]]
@@ -70,7 +70,7 @@ class Rule:
 
     @property
     def right(self) -> str:
-        """The JSON of a config like it in which it does not."""
+        """The JSON of a similar config in which the rule finds nothing."""
         return self._docstring[2]
 
     @property

@@ -1,4 +1,4 @@
-"""The view of a config that rules get: its values, the sizes of the run as far as known, and the target program."""
+"""What a rule sees: the config's values, the sizes of the run as far as they are known, and the target program."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class RunView:
 
     @cached_property
     def file_as_read(self) -> JsonObject:
-        """The same for the file alone, before arguments replace "auto"."""
+        """The file after DeepSpeed's conversion of values, before arguments replace "auto"."""
         return as_read(self.document.data)
 
     def in_file(self, pointer: str) -> object:
@@ -109,7 +109,7 @@ class RunView:
 
     @cached_property
     def visits(self) -> tuple[KeyOccurrence, ...]:
-        """Yield every key of the file, parents first."""
+        """Every key of the file, parents first."""
         visits = _walk(self.document.data, schema.root(), "")
         shadowed = self.document.data.get("bf16") is not None  # then DeepSpeed does not look at the old name
         return tuple(visit for visit in visits if not (shadowed and visit.parent == "/bfloat16"))
@@ -123,7 +123,7 @@ class RunView:
         return 0 if stage == AUTO else as_int(stage)
 
     def size(self, pointer: str) -> int | None:
-        """Return a whole number of at least 1 at a pointer, else None."""
+        """Return the value at a pointer if it is a whole number of at least 1, else None."""
         number = whole(self.as_read(pointer))
         return number if number is not None and number > 0 else None
 
@@ -164,7 +164,7 @@ class RunView:
 
     @cached_property
     def ep_size(self) -> int:
-        """Number of ranks among which whole experts are dealt, from the config or an argument."""
+        """Number of expert-parallel ranks, each with whole experts, from the config or an argument."""
         asked = self.size("/expert_parallel/autoep_size") if self.on("/expert_parallel/enabled") else None
         return self.ep_override or asked or 1
 

@@ -1,8 +1,8 @@
 """How DeepSpeed reads one value: whether it accepts, converts or refuses it.
 
 Its pydantic sections are lenient: 5e8, true and "500" all pass as an integer, "yes" and 1 as a boolean. Plain sections
-check nothing, and use only some of their values at once. Rules that call a value wrong ask here, so that nothing is
-refused that DeepSpeed accepts. Source: pydantic's conversion table, lax mode.
+check nothing, and use only some of their values at once. Rules about wrong values use this module, so that they refuse
+nothing that DeepSpeed accepts. Source: pydantic's conversion table, lax mode.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class StatedSizes:
 
     @property
     def train_name(self) -> str:
-        """Name of the size of the global batch in messages: the flag or the key that gives it."""
+        """The flag or key that gives the size of the global batch, for messages."""
         return self.sources.get(TRAIN, "train_batch_size")
 
 
@@ -67,7 +67,8 @@ def stated_sizes(config: Mapping[str, object], values: AutoValues | None) -> Sta
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Samples: `train` a step, `micro` at a time on a data-parallel rank, `accumulation` times a step."""
+    """Samples per step (`train`) and per micro-batch (`micro`); `accumulation`: micro-batches per step and
+    data-parallel rank."""
 
     train: int
     micro: int
@@ -116,7 +117,7 @@ def bubble(
 
 
 def bucket_elements(hidden: int) -> int:
-    """Return the default number of gradient elements that ZeRO reduces at once: those of a square matrix of the model.
+    """Return the default number of gradient elements that ZeRO reduces at once: hidden size squared, within bounds.
 
     There is a minimum, because each reduction, however small, costs the host some hundred operations. The maximum is
     DeepSpeed's default; DeepSpeed allocates the whole bucket, which can be larger than a small model itself.
@@ -125,7 +126,7 @@ def bucket_elements(hidden: int) -> int:
 
 
 def left_waits(stages: int, micro_batches: int, schedule: str, parts_per_stage: int | None = None) -> float:
-    """Return the fraction of 1F1B's waits that remains under a schedule; 1 for a single stage, which has none."""
+    """Return a schedule's idle time as a fraction of 1F1B's; 1 for a single stage, which never waits."""
     chunks = model_chunks(stages, schedule, parts_per_stage)
     return _waits(chunks, micro_batches, schedule) / (3 * chunks.each * (stages - 1)) if stages > 1 else 1.0
 

@@ -19,9 +19,9 @@ _TABLE: JsonObject = json.loads(Path(__file__).with_suffix(".json").read_text(en
 IDLE: dict[str, str] = _TABLE["idle"]
 """Keys without effect in the harness, each with the reason."""
 _ACCELERATED: dict[str, list[str]] = _TABLE["accelerated"]
-"""Keys that ask for kernels which DeepSpeed has only for accelerators, with the values that do."""
+"""Keys that need kernels that DeepSpeed has only for accelerators, and the values that need them."""
 _DROPPED: list[str] = _TABLE["dropped"]
-"""Keys and sections that DeepSpeed is not given."""
+"""Keys and sections that the harness does not pass on to DeepSpeed."""
 
 
 def accelerated(config: Mapping[str, object]) -> dict[str, str]:

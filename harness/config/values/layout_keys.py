@@ -24,9 +24,9 @@ SPLIT_BACKWARD = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 INDUCTOR = "inductor"
 """The default backend of torch.compile."""
 CONTEXT, DEEPSPEED_CONTEXT = "/context_parallel/size", "/sequence_parallel_size"
-"""Ranks that share each sequence: the harness's own key, and DeepSpeed's, which is read as such."""
+"""Keys of the context-parallel size: the harness's own, and DeepSpeed's, which means the same."""
 LOSS_TILE, FEED_FORWARD_TILE, ATTENTION_TILE = "/tiling/loss", "/tiling/feed_forward", "/tiling/attention"
-"""Tokens that the loss, and each feed-forward block and norm, are computed of at a time; 0 is all."""
+"""Number of tokens that the loss, feed-forward blocks and norms, or attention compute at a time; 0 is all."""
 GRADIENT_BITS = "/gradient_compression/bits"
 GRADIENT_BITS_CHOICES = (0, 4, 8)
 EXPERTS = "/expert_parallel"
@@ -34,7 +34,7 @@ EXPERT_ROUTING = (
     *("route_norm", "route_scale", "routed_scaling_factor", "score_apply", "score_func", "top_k"),
     *("num_expert_groups", "num_limited_groups", "load_balance_coeff", "expert_activation"),
 )
-"""Options of DeepSpeed's AutoEP that change what a mixture computes; here the model's config decides that."""
+"""Options of DeepSpeed's AutoEP that change what a mixture of experts computes; here the model's config decides."""
 EXPERT_PARTS = "expert_tensor_parallel_size"
 TOKEN_PIECES = "/expert_parallel/token_pieces"
 # sizes that the harness itself reads, and the least that each may be; DeepSpeed takes any value for them

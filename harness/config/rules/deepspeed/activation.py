@@ -12,7 +12,7 @@ SECTION = "/activation_checkpointing"
 
 
 def _severity(view: RunView) -> Severity | None:
-    """Return an error where the harness will configure activation checkpointing, since DeepSpeed then raises."""
+    """Return ERROR if the harness will configure activation checkpointing, because DeepSpeed then raises."""
     recomputes = view.size("/pipeline/activation_checkpoint_interval") is not None
     return Severity.ERROR if view.target == "harness" and recomputes else None
 
@@ -21,9 +21,8 @@ def _severity(view: RunView) -> Severity | None:
 def contiguous_without_partition(view: RunView) -> Iterator[Finding]:
     """contiguous_memory_optimization without partition_activations.
 
-    DeepSpeed copies activations into one buffer only after it has shared them out. It raises an
-    AssertionError as soon as its activation checkpointing is configured; a program that never does that
-    does not notice.
+    DeepSpeed copies activations into one buffer only after it has partitioned them. It raises an AssertionError when
+    its activation checkpointing is configured; a program that never configures it gets no error.
 
     Wrong: {"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true,
            "number_checkpoints": 4}}
@@ -44,8 +43,8 @@ def contiguous_without_partition(view: RunView) -> Iterator[Finding]:
 def contiguous_without_number(view: RunView) -> Iterator[Finding]:
     """contiguous_memory_optimization without number_checkpoints.
 
-    The buffer's size is the number of checkpointed layers times that of one; DeepSpeed raises an
-    AssertionError when its activation checkpointing is configured without it.
+    The size of the buffer depends on the number of checkpointed layers. Without it DeepSpeed raises an AssertionError
+    when its activation checkpointing is configured.
 
     Wrong: {"train_batch_size": 8, "activation_checkpointing": {"contiguous_memory_optimization": true,
            "partition_activations": true}}
@@ -68,8 +67,8 @@ def nothing_is_checkpointed(view: RunView) -> Iterator[Finding]:
     """Options for activation checkpointing are set, but it is off.
 
     The section only sets options of deepspeed.checkpointing. With the harness, and in a PipelineModule,
-    `pipeline.activation_checkpoint_interval` is the number of layers that are recomputed together; it is 0 by
-    default. With other programs the model's own code decides, so this is reported for `--target harness` only.
+    `pipeline.activation_checkpoint_interval` is the number of layers that are recomputed together; its default, 0, is
+    off. With other programs the model's own code decides, so this is reported for `--target harness` only.
 
     Wrong: {"train_batch_size": 8, "activation_checkpointing": {"cpu_checkpointing": true}}
     Right: {"train_batch_size": 8, "activation_checkpointing": {"cpu_checkpointing": true},

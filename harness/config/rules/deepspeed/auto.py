@@ -41,7 +41,7 @@ _USED_AT_ONCE = frozenset({"/train_batch_size", "/train_micro_batch_size_per_gpu
 
 
 def _autos(view: RunView) -> Iterator[KeyOccurrence]:
-    """Every "auto" that nobody will resolve."""
+    """Yield every "auto" that no program replaces."""
     filled = {"harness": _FILLED | _HARNESS_FILLS, "hf": _FILLED, "deepspeed": frozenset[str]()}[view.target]
     for visit in view.visits:
         known = visit.key is not None and "expert_parallel" not in visit.pointer and "zenflow" not in visit.pointer
@@ -54,9 +54,9 @@ def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
     """ "auto" where nobody replaces it with a value.
 
     DeepSpeed itself gives "auto" no meaning; the harness and the HuggingFace Trainer replace it before
-    DeepSpeed sees it, but only in the places that they know. In an unchecked section it stays a string among
-    numbers: the batch sizes cause a TypeError at once, an optimizer's argument when the optimizer is
-    built, other keys when they are first used.
+    DeepSpeed sees it, but only in the places that they know. In a section that DeepSpeed does not check, "auto" stays a
+    string, and fails where a number is needed: a batch size raises a TypeError at once, an optimizer's argument when
+    the optimizer is built, another key when it is first used.
 
     Wrong: {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     Right: {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}
@@ -81,8 +81,8 @@ def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
 def auto_that_means_the_default(view: RunView) -> Iterator[Finding]:
     """ "auto" where neither the harness nor the HuggingFace Trainer has a value for it.
 
-    In a section that DeepSpeed checks, DeepSpeed drops the key; elsewhere the harness does. The default applies, and
-    the message gives it.
+    In a section that DeepSpeed checks, DeepSpeed drops the key; elsewhere the harness does. The message gives the
+    default, which then applies.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": "auto"}}
     Right: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_comm": true}}

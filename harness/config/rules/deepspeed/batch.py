@@ -44,9 +44,8 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
     """The batch sizes do not agree.
 
     train_batch_size must be the micro-batch times the accumulation steps times the number of data-parallel
-    ranks. Without `--world_size` this is reported only if no number of ranks would fit. With the
-    harness only ranks that read different samples count: ranks / (pipeline stages x tensor-parallel ranks
-    x context ranks).
+    ranks. Without `--world_size` this is reported only if they agree for no number of ranks. With the harness only
+    ranks that read different samples count: ranks / (pipeline stages x tensor-parallel ranks x context ranks).
 
     Wrong: {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     Right: {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
@@ -67,5 +66,5 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
 
 
 def _some_ranks(train: int, micro: int | None, steps: int | None) -> int:
-    """Return the number of ranks at which the sizes are most likely to fit."""
+    """Return the largest number of ranks for which the micro-batches do not exceed the global batch; at least 1."""
     return max(1, train // (micro * steps)) if micro and steps else 1

@@ -13,7 +13,7 @@ SAMPLING = "/data_efficiency/data_sampling"
 
 @rule("DS711", "curriculum-without-metrics", Severity.ERROR, claim="refuses")
 def curriculum_without_metrics(view: RunView) -> Iterator[Finding]:
-    """Curriculum learning is on, but the metric of difficulty is missing.
+    """Curriculum learning is on, but its difficulty metrics are missing.
 
     Wrong: {"train_batch_size": 8, "data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": true}}}}
     Right: {"train_batch_size": 8, "data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": true,

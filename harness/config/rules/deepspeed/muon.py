@@ -21,7 +21,7 @@ def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
     """Muon orthogonalises whole matrices, but a tensor-parallel rank of DeepSpeed holds only parts of them.
 
     Orthogonalising each part does not give the parts of the orthogonalised matrix, so the training would depend on the
-    number of tensor-parallel ranks. The harness gathers each matrix first, and does not report this.
+    number of tensor-parallel ranks. The harness gathers each matrix first; with it this is not reported.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "Muon",
            "params": {"lr": 0.001}}}
@@ -40,8 +40,9 @@ def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
 def muon_norm_of_update(view: RunView) -> Iterator[Finding]:
     """Under DeepSpeed's ZeRO the gradient norm is computed from Muon's update, not from the gradient.
 
-    It orthogonalises gradients before it computes the norm. So they are clipped by another norm than at stage 0, and
-    the reported norm tells little about them. The harness orthogonalises after clipping, and does not report this.
+    DeepSpeed orthogonalises gradients before it computes the norm. So it clips by another norm than at stage 0, and the
+    reported norm says little about the gradients. The harness orthogonalises after clipping; with it this is not
+    reported.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Muon",
            "params": {"lr": 0.001}}}
@@ -60,8 +61,9 @@ def muon_norm_of_update(view: RunView) -> Iterator[Finding]:
 def optimizer_cannot_train(view: RunView) -> Iterator[Finding]:
     """DeepSpeed can build this optimizer, but cannot train with it.
 
-    LBFGS calls the model itself, and SparseAdam takes sparse gradients. Muon of DeepSpeed alone needs whole gradients
-    at ZeRO-3; the harness has none that orthogonalises each attention head by itself (`per_head_muon`).
+    LBFGS calls the model itself, and SparseAdam takes sparse gradients. At ZeRO-3 DeepSpeed's own Muon needs whole
+    gradients (`reduce_scatter: false`). The harness's Muon cannot orthogonalise attention heads separately
+    (`per_head_muon`).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SparseAdam", "params": {"lr": 0.001}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}

@@ -20,10 +20,10 @@ def offloads(view: RunView, section: str) -> bool:
 
 @rule("DS501", "offload-param-below-stage-3", Severity.WARNING, claim="runs")
 def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
-    """Parameters are to be offloaded at a stage that does not partition them.
+    """offload_param is set at a ZeRO stage that does not partition parameters.
 
-    DeepSpeed accepts that and keeps them on the device. The harness refuses it, because the memory that you
-    expect to be free would not be.
+    DeepSpeed accepts this and keeps the parameters on the device. The harness refuses it, because it would not free the
+    memory that you expect.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
     Right: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
@@ -40,7 +40,7 @@ def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
 
 @rule("DS502", "nvme-without-path", Severity.ERROR, claim="engine")
 def nvme_without_path(view: RunView) -> Iterator[Finding]:
-    """Offloading to NVMe, without the folder to write to.
+    """Offloading to NVMe without nvme_path, the folder to write to.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}},
            "optimizer": {"type": "AdamW", "params": {"torch_adam": true}}}
@@ -62,7 +62,7 @@ def nvme_without_path(view: RunView) -> Iterator[Finding]:
 
 @rule("DS504", "partial-offload-below-stage-3", Severity.ERROR, claim="refuses", target="deepspeed")
 def partial_offload_below_stage_3(view: RunView) -> Iterator[Finding]:
-    """Only a part of the optimizer state is to be offloaded, which works at stage 3 only.
+    """offload_optimizer.ratio offloads a part of the optimizer state, which works at ZeRO-3 only.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu",
            "ratio": 0.5}}}
@@ -84,8 +84,8 @@ def partial_offload_below_stage_3(view: RunView) -> Iterator[Finding]:
 def contiguous_gradients_forced(view: RunView) -> Iterator[Finding]:
     """contiguous_gradients is off, but offloading turns it on again.
 
-    At stages 1 and 2 gradients travel to the CPU through the contiguous buffer, so it is always there, with
-    the memory that it takes.
+    At stages 1 and 2 DeepSpeed copies gradients to the CPU through the contiguous buffer, so it always allocates that
+    buffer.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "contiguous_gradients": false,
            "offload_optimizer": {"device": "cpu"}}}
@@ -105,10 +105,10 @@ def contiguous_gradients_forced(view: RunView) -> Iterator[Finding]:
 
 @rule("DS512", "offload-optimizer-without-effect", Severity.WARNING, claim="runs")
 def offload_optimizer_without_effect(view: RunView) -> Iterator[Finding]:
-    """The optimizer state is to be offloaded at a stage that does not offload it there.
+    """offload_optimizer names a device to which this ZeRO stage does not offload.
 
-    Stages 1 to 3 offload it to the CPU, stage 3 alone to NVMe. At other stages DeepSpeed keeps the state where
-    the parameters are.
+    Stages 1 to 3 can offload the optimizer state to the CPU, and only stage 3 to NVMe. Otherwise DeepSpeed keeps it
+    where the parameters are.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},
            "zero_force_ds_cpu_optimizer": false}

@@ -18,7 +18,7 @@ from harness.wording import one_of
 TYPE, PARAMS = "/optimizer/type", "/optimizer/params"
 OWN = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 _REMOVED = {"onebitadam": "AdamW", "onebitlamb": "Lamb", "zerooneadam": "AdamW"}
-# read by the engine before the class sees the rest
+# parameters that the engine reads itself and does not pass to the class
 _ENGINE = {
     "adam": ("torch_adam", "adam_w_mode", "fp32_optimizer_states"),
     "adamw": ("torch_adam", "adam_w_mode", "fp32_optimizer_states"),
@@ -29,7 +29,7 @@ _ZERO_TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
 
 
 def kind(view: RunView) -> str | None:
-    """DeepSpeed's own optimizer in lower case, or the name of a torch class as it is written."""
+    """Return the optimizer's name: in lower case if it is DeepSpeed's own, else as it is written."""
     name = view.get(TYPE)
     if not isinstance(name, str) or (name == AUTO and view.target == "harness"):
         return None
@@ -42,7 +42,7 @@ def about_type(*, message: str, hint: str, deepspeed: str) -> Finding:
 
 
 def _class_name(view: RunView, name: str) -> str | None:
-    """Return the class that the engine builds, by the name of its signature; None where nothing is known of it."""
+    """Return the name of the class that the engine builds, as in `schema.signatures`."""
     cpu = offloads(view, "offload_optimizer")
     if name in ("adam", "adamw"):
         if view.on(f"{PARAMS}/torch_adam"):
@@ -56,7 +56,7 @@ def _class_name(view: RunView, name: str) -> str | None:
 
 
 def _unknown(view: RunView) -> str | None:
-    """Return the name of an optimizer that exists nowhere."""
+    """Return the optimizer's name if neither DeepSpeed nor torch.optim has it, else None."""
     name = kind(view)
     known = name is None or name in (own.lower() for own in OWN) or name in signatures()["torch_optimizers"]
     return None if known else name
@@ -73,7 +73,7 @@ def is_tested_with_zero(view: RunView) -> bool:
 def unknown_optimizer(view: RunView) -> Iterator[Finding]:
     """The optimizer is neither DeepSpeed's own nor a class of torch.optim.
 
-    DeepSpeed's own names are taken in any case; those of torch.optim as torch writes them.
+    DeepSpeed ignores the case of its own names. Names from torch.optim must be written as in torch.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamWW"}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
@@ -109,8 +109,8 @@ def removed_optimizer(view: RunView) -> Iterator[Finding]:
 def unknown_optimizer_parameter(view: RunView) -> Iterator[Finding]:
     """The optimizer's class has no argument of this name.
 
-    Which class is built depends on the config: Adam is FusedAdam, with an offloaded optimizer
-    DeepSpeedCPUAdam, and with `"torch_adam": true` torch's own, and they do not take the same arguments.
+    The config decides which class is built: Adam is FusedAdam, with an offloaded optimizer DeepSpeedCPUAdam, and with
+    `"torch_adam": true` torch's own. These classes take different arguments.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.99]}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
@@ -155,7 +155,7 @@ def _unknown_to_muon(view: RunView) -> Iterator[Finding]:
 def max_grad_norm_in_optimizer(view: RunView) -> Iterator[Finding]:
     """The clipping norm is set among the optimizer's parameters.
 
-    Gradients are clipped by the engine: the key is gradient_clipping, at the top level.
+    The engine clips gradients, not the optimizer. Its key is gradient_clipping, at the top level.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "max_grad_norm": 1.0}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "gradient_clipping": 1.0}
@@ -174,11 +174,11 @@ def max_grad_norm_in_optimizer(view: RunView) -> Iterator[Finding]:
 
 @rule("DS805", "untested-optimizer", Severity.ERROR, claim="engine")
 def untested_optimizer(view: RunView) -> Iterator[Finding]:
-    """ZeRO with an optimizer that DeepSpeed has not tested it with.
+    """ZeRO is on with an optimizer that DeepSpeed has not tested with ZeRO.
 
-    ZeRO flattens the parameters, which is right for optimizers that treat each element alone (Adam,
-    Adagrad, Lion) and wrong for those that look at a whole tensor (Lamb, Adafactor). DeepSpeed therefore
-    wants zero_allow_untested_optimizer for all others.
+    ZeRO flattens the parameters. That is right for optimizers that update each element by itself (Adam, Adagrad, Lion),
+    and wrong for those that need whole tensors (Lamb, Adafactor). So DeepSpeed requires zero_allow_untested_optimizer
+    for every optimizer that it has not tested.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD",
            "params": {"lr": 0.1}}}
@@ -196,7 +196,7 @@ def untested_optimizer(view: RunView) -> Iterator[Finding]:
 
 @rule("DS806", "lamb-with-fixed-loss-scale", Severity.ERROR, claim="engine")
 def lamb_with_fixed_loss_scale(view: RunView) -> Iterator[Finding]:
-    """Lamb with a fixed loss scale; it works with an adaptive one only, whether fp16 is on or not.
+    """Lamb needs an adaptive loss scale, but fp16.loss_scale is fixed, even if fp16 is off.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 128}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 0}}
@@ -216,7 +216,7 @@ def lamb_with_fixed_loss_scale(view: RunView) -> Iterator[Finding]:
 def offload_without_cpu_optimizer(view: RunView) -> Iterator[Finding]:
     """The optimizer is offloaded, but DeepSpeed has no CPU version of it.
 
-    DeepSpeed has CPU versions of Adam, Adagrad and Lion. Another optimizer steps in PyTorch on the CPU, and
+    DeepSpeed has CPU versions of Adam, Adagrad and Lion. Any other optimizer runs its step in PyTorch on the CPU, and
     every rank waits for it.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}},

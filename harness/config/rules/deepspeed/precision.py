@@ -47,7 +47,7 @@ def fp16_and_bf16(view: RunView) -> Iterator[Finding]:
 def loss_scale_in_bf16(view: RunView) -> Iterator[Finding]:
     """A loss scale is set for bf16.
 
-    bfloat16 has the range of float32, so no loss is scaled; the section refuses the key.
+    bfloat16 has the range of float32, so the loss needs no scale, and DeepSpeed refuses the key.
 
     Wrong: {"train_batch_size": 8, "bf16": {"enabled": true, "loss_scale": 0}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}}
@@ -65,10 +65,10 @@ def loss_scale_in_bf16(view: RunView) -> Iterator[Finding]:
 
 @rule("DS403", "impossible-loss-scaling", Severity.ERROR, claim="refuses")
 def impossible_loss_scaling(view: RunView) -> Iterator[Finding]:
-    """Adaptive loss scaling with a window or a floor of 0 or less, or a loss scale that is a switch.
+    """loss_scale_window or min_loss_scale is 0 or less, or a setting of the loss scale is true or false.
 
-    The window divides the number of steps, and a scale that may fall to 0 makes every gradient 0. With a
-    fixed loss_scale the two are not used, and any number passes.
+    Adaptive loss scaling divides the number of steps by the window, and a scale that may fall to 0 makes every gradient
+    0. With a fixed loss_scale the two are not used, and any number is accepted.
 
     Wrong: {"train_batch_size": 8, "fp16": {"enabled": true, "min_loss_scale": 0}}
     Right: {"train_batch_size": 8, "fp16": {"enabled": true, "min_loss_scale": 1}}
@@ -92,8 +92,8 @@ def impossible_loss_scaling(view: RunView) -> Iterator[Finding]:
 def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
     """Master weights or optimizer states in 16 bits, without ZeRO or without its CPU Adam.
 
-    Only ZeRO's optimizers can keep them so; master weights alone only with an offloaded optimizer state.
-    bf16_optimizer_states also needs bf16_master_weights_and_grads.
+    Only ZeRO's optimizers can keep them in 16 bits. Master weights in 16 bits without bf16_optimizer_states need an
+    offloaded optimizer state, and bf16_optimizer_states needs bf16_master_weights_and_grads.
 
     Wrong: {"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true,
@@ -128,7 +128,7 @@ def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
 
 @rule("DS405", "param-dtype-conflict", Severity.ERROR, claim="engine")
 def param_dtype_conflict(view: RunView) -> Iterator[Finding]:
-    """data_types.param_dtype says one precision, and fp16 or bf16 another.
+    """data_types.param_dtype differs from the precision that fp16 or bf16 sets.
 
     Wrong: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "bf16"}}
@@ -147,9 +147,9 @@ def param_dtype_conflict(view: RunView) -> Iterator[Finding]:
 
 @rule("DS406", "accumulation-in-another-type", Severity.ERROR, claim="engine")
 def accumulation_in_another_type(view: RunView) -> Iterator[Finding]:
-    """Gradients are to be accumulated in another type than the model's, without ZeRO.
+    """grad_accum_dtype differs from the model's dtype, without ZeRO.
 
-    Without ZeRO there is no buffer of another type to accumulate in.
+    Only ZeRO has a buffer of another dtype to accumulate gradients in.
 
     Wrong: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"},
@@ -171,9 +171,9 @@ def accumulation_in_another_type(view: RunView) -> Iterator[Finding]:
 def fp16_without_zero(view: RunView) -> Iterator[Finding]:
     """fp16 at ZeRO stage 0, which the harness runs at stage 1.
 
-    DeepSpeed's optimizer for fp16 at stage 0 clips by a norm that depends on the layout. Stage 1 gives the numbers of
-    one process with less memory, so the harness uses it instead. It partitions flattened parameters: an optimizer that
-    looks at whole tensors, such as Lamb, is refused there unless zero_allow_untested_optimizer is true.
+    DeepSpeed's optimizer for fp16 at stage 0 clips by a norm that depends on the layout. Stage 1 gives the results of
+    one process, with less memory, so the harness uses it instead. It flattens and partitions the parameters. So an
+    optimizer that needs whole tensors, such as Lamb, is refused unless zero_allow_untested_optimizer is true.
 
     Wrong: {"train_batch_size": 8, "fp16": {"enabled": true}}
     Right: {"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}

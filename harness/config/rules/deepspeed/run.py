@@ -33,7 +33,7 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
     for pointer, name, wanted in (*stated, *values.by_pointer):
         in_file = view.in_file(pointer)
         if pointer == "/scheduler/params/warmup_num_steps":
-            in_file = 1 if in_file == 0 else in_file  # which is the same
+            in_file = 1 if in_file == 0 else in_file  # the harness writes 1 for 0
         if name in values.given and pointer != BETAS and in_file not in (None, AUTO, wanted):
             yield _conflict(pointer, name, wanted, in_file)
     yield from _other_betas(view.in_file(BETAS), values)
@@ -47,7 +47,7 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
 
 
 def _other_betas(in_file: object, values: AutoValues) -> Iterator[Finding]:
-    """Yield the betas that were given and are not those of the file; of two, one may be left to it."""
+    """Yield a finding for each beta that was given and differs from the file's."""
     names = ("adam_beta1", "adam_beta2")
     for name, beta in zip(names, in_file, strict=False) if isinstance(in_file, list) else ():
         wanted = getattr(values, name)
@@ -56,7 +56,7 @@ def _other_betas(in_file: object, values: AutoValues) -> Iterator[Finding]:
 
 
 def _same_as(optimizer: str) -> tuple[str, ...]:
-    """Return the names that an optimizer has in a file; DeepSpeed's Adam decays weights as AdamW does."""
+    """Return the names in a config that mean this optimizer; DeepSpeed's Adam decays weights as AdamW does."""
     return ("adam", "adamw") if optimizer == "AdamW" else (optimizer.lower(),)
 
 

@@ -48,9 +48,9 @@ def unknown_scheduler(view: RunView) -> Iterator[Finding]:
 
 @rule("DS812", "parameter-of-another-scheduler", Severity.ERROR, claim="engine")
 def parameter_of_another_scheduler(view: RunView) -> Iterator[Finding]:
-    """The schedule has no argument of this name; often another one has.
+    """The schedule has no parameter of this name; often another schedule has.
 
-    WarmupCosineLR, for one, scales the optimizer's learning rate by ratios and takes no warmup_max_lr.
+    For example, WarmupCosineLR scales the optimizer's learning rate by ratios and has no warmup_max_lr.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
            "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_max_lr": 0.1}}}
@@ -106,8 +106,8 @@ def missing_scheduler_parameter(view: RunView) -> Iterator[Finding]:
 def no_warmup_steps(view: RunView) -> Iterator[Finding]:
     """warmup_num_steps is not a whole number of at least 1.
 
-    DeepSpeed's warm-up divides by it; older versions took 0 for 2, this one refuses it. 1 is as good as
-    none, and the harness, as the HuggingFace Trainer does with "auto", writes 1 where the file says 0.
+    DeepSpeed divides by it. Older versions replaced 0 by 2; this one refuses it. A warm-up of 1 step has the effect of
+    none, so the harness writes 1 where the file says 0, as the HuggingFace Trainer does for "auto".
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}

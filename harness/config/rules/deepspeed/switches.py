@@ -1,4 +1,4 @@
-"""A rule about settings that only act while another key is on, and that key is not."""
+"""A rule about settings that have no effect because another key is off."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_other(value: object, default: object) -> bool:
 
 @dataclass(frozen=True)
 class Needs:
-    """Keys of a section that act only where something holds, and how to make it hold."""
+    """Keys of a section that act only under a condition, and how to meet it."""
 
     section: str
     names: tuple[str, ...]
@@ -109,7 +109,7 @@ SWITCHED = ("/comms_logger", "/flops_profiler", "/torch_autocast", "/compile", "
 
 @rule("DS110", "setting-without-its-switch", Severity.WARNING, claim="runs")
 def setting_without_its_switch(view: RunView) -> Iterator[Finding]:
-    """A key acts only together with another one, which is off.
+    """A key has no effect because the key that it depends on is off.
 
     Examples are settings of the swap to NVMe if nothing is swapped, of a section that is not enabled, and of a dynamic
     loss scale if the scale is fixed. DeepSpeed accepts them and does nothing. A section whose `enabled` is false is off

@@ -24,8 +24,8 @@ def _acts(value: object, default: object) -> bool:
 def key_of_another_stage(view: RunView) -> Iterator[Finding]:
     """A key that has no effect at this ZeRO stage.
 
-    It is accepted and does nothing: `stage3_*` keys, sub_group_size, ZeRO++ (zero_hpz_partition_size,
-    zero_quantized_*) act at stage 3, round_robin_gradients and parameter_alignment at stages 1 and 2.
+    DeepSpeed accepts the key and ignores it. `stage3_*` keys, sub_group_size and ZeRO++ (zero_hpz_partition_size,
+    zero_quantized_*) act at stage 3 only; round_robin_gradients and parameter_alignment at stages 1 and 2.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9}}
     Right: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9}}
@@ -52,7 +52,7 @@ def key_of_another_stage(view: RunView) -> Iterator[Finding]:
 def no_gradient_norm(view: RunView) -> Iterator[Finding]:
     """The gradient norm is disabled where DeepSpeed needs it.
 
-    It can be left out at stages 1 and 2, and only if nothing is clipped; an absent gradient_clipping clips
+    DeepSpeed can skip the norm at stages 1 and 2, and only without clipping. If gradient_clipping is absent, it clips
     at 1.0.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "compute_grad_norm": false}}
@@ -77,9 +77,9 @@ def no_gradient_norm(view: RunView) -> Iterator[Finding]:
 
 @rule("DS506", "summed-gradients", Severity.ERROR, claim="refuses")
 def summed_gradients(view: RunView) -> Iterator[Finding]:
-    """Gradients are to be summed over the ranks, with something that averages them.
+    """gradient_allreduce_op is sum, with a feature that can only average gradients.
 
-    ZeRO-3, ZenFlow and DeepCompile know the mean only.
+    ZeRO-3, ZenFlow and DeepCompile support only the mean.
 
     Wrong: {"train_batch_size": 8, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}
     Right: {"train_batch_size": 8, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 2}}
@@ -106,7 +106,7 @@ def summed_gradients(view: RunView) -> Iterator[Finding]:
 
 @rule("DS507", "prescaled-gradients", Severity.ERROR, claim="engine")
 def prescaled_gradients(view: RunView) -> Iterator[Finding]:
-    """Gradients are to be scaled before they are reduced, and reduce-scatter cannot do that.
+    """Gradients are scaled before they are reduced, which does not work with reduce-scatter.
 
     prescale_gradients and a gradient_predivide_factor other than 1 exclude reduce_scatter, which is on by
     default, at stages 2 and 3.

@@ -12,17 +12,17 @@ from harness.wording import counted
 
 
 def context_pointer(view: RunView) -> str:
-    """Return the key that sets how many ranks share a sequence; the harness's own if none does."""
+    """Return the pointer of the key that sets the context-parallel size; the harness's own if none does."""
     return DEEPSPEED_CONTEXT if view.has(DEEPSPEED_CONTEXT) and not view.has(CONTEXT) else CONTEXT
 
 
 @rule("DS321", "context-sizes-in-conflict", Severity.ERROR, claim="runs")
 def context_sizes_in_conflict(view: RunView) -> Iterator[Finding]:
-    """Two places say how many ranks share a sequence, and they differ.
+    """Two keys set the context-parallel size, and they differ.
 
     The harness reads DeepSpeed's `sequence_parallel_size` as `context_parallel.size`.
-    `--context_parallel_size` overrides the latter, as the other flags of the layout do, but not DeepSpeed's
-    key, which a program beside the harness may read too.
+    `--context_parallel_size` overrides `context_parallel.size`, as the other flags of the layout override theirs. It
+    does not override DeepSpeed's key, which another program may read too.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}, "sequence_parallel_size": 4}
     Right: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}
@@ -46,7 +46,7 @@ def context_sizes_in_conflict(view: RunView) -> Iterator[Finding]:
 def context_with_compile(view: RunView) -> Iterator[Finding]:
     """Context parallelism is on together with torch.compile.
 
-    Context ranks exchange attention heads inside of a layer, where a compiled layer could not.
+    Context ranks exchange attention heads inside a layer, and torch.compile cannot compile that exchange here.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}, "compile": {"enabled": true}}
     Right: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}
@@ -63,10 +63,10 @@ def context_with_compile(view: RunView) -> Iterator[Finding]:
 
 @rule("DS323", "more-context-ranks-than-heads", Severity.WARNING, claim="runs", model="tiny-llama")
 def more_context_ranks_than_heads(view: RunView) -> Iterator[Finding]:
-    """There are more context ranks than attention heads on a tensor-parallel rank.
+    """There are more context ranks than attention heads per tensor-parallel rank.
 
-    Context ranks deal out the heads. Where there are fewer heads than ranks, every rank computes the attention
-    of all heads over all tokens: right, but no faster than on one rank, and with the memory of one.
+    In attention each context rank computes some of the heads over all tokens. With fewer heads than ranks every rank
+    computes all heads. The result is right, but attention is no faster than on one rank and takes as much memory.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 1009}}
     Right: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}
@@ -89,7 +89,7 @@ def more_context_ranks_than_heads(view: RunView) -> Iterator[Finding]:
 
 @rule("DS324", "context-without-effect", Severity.WARNING, claim="runs", target="deepspeed")
 def context_without_effect(view: RunView) -> Iterator[Finding]:
-    """context_parallel is set, but the config is not for the harness, which alone reads it.
+    """context_parallel is set, but only the harness reads it, and the config is for another program.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 2}}
     Right: {"train_micro_batch_size_per_gpu": 1}
@@ -105,12 +105,12 @@ def context_without_effect(view: RunView) -> Iterator[Finding]:
 
 @rule("DS325", "mask-of-all-pairs", Severity.WARNING, claim="runs", model="tiny-mistral")
 def mask_of_all_pairs(view: RunView) -> Iterator[Finding]:
-    """A config for long sequences lets a model with a window make masks of all pairs of tokens.
+    """A model with sliding-window attention builds masks of tokens x tokens in a config for long sequences.
 
-    For a window that is shorter than the sequence torch's attention takes a mask of tokens x tokens, a byte each:
-    1 GiB at 32,768 tokens, 16 GiB at 131,072, on every rank, however many share the sequence. `tiling.attention`
-    makes it for some queries at a time; on a GPU `--attn_implementation flex_attention` makes it in blocks.
-    A run whose mask alone exceeds the memory is refused before it starts.
+    If the window is shorter than the sequence, torch's attention needs a mask with a byte for each pair of tokens: 1
+    GiB at 32,768 tokens, 16 GiB at 131,072. Every rank builds it, however many share the sequence. `tiling.attention`
+    builds it for some queries at a time; on a GPU `--attn_implementation flex_attention` builds it in blocks. A run
+    whose mask alone exceeds the memory is refused before it starts.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "tiling": {"loss": 4096}}
     Right: {"train_micro_batch_size_per_gpu": 1, "tiling": {"loss": 4096, "attention": 1024}}

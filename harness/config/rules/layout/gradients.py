@@ -16,12 +16,12 @@ _IGNORES = "ignores the section, and sends gradients as they are"
 
 @rule("DS318", "gradients-that-cannot-be-compressed", Severity.ERROR, claim="runs")
 def gradients_that_cannot_be_compressed(view: RunView) -> Iterator[Finding]:
-    """gradient_compression is asked for where the harness cannot compress.
+    """gradient_compression is set, but the harness cannot compress with these settings.
 
     The harness compresses whole gradients once a step, at ZeRO stages 0 and 1, in 8 or 4 bits. ZeRO-2 and
-    ZeRO-3 reduce gradients in parts, in every backward pass. At stage 1 `overlap_comm`,
-    `contiguous_gradients: false` and an offloaded optimizer take gradients away before they are whole. Experts that
-    are dealt among data-parallel ranks are summed over other ranks than the rest.
+    ZeRO-3 reduce gradients in parts, in every backward pass. At stage 1 `overlap_comm`, `contiguous_gradients: false`
+    and an offloaded optimizer reduce or move gradients before they are complete. If experts are distributed among
+    data-parallel ranks, their gradients are summed over other ranks than the rest.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "gradient_compression": {"bits": 8}}
     Right: {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "gradient_compression": {"bits": 8}}
@@ -63,9 +63,9 @@ def _obstacle(view: RunView) -> tuple[str, str] | None:
 
 @rule("DS319", "gradient-compression-without-effect", Severity.WARNING, claim="elsewhere", world_size=1)
 def gradient_compression_without_effect(view: RunView) -> Iterator[Finding]:
-    """gradient_compression is asked for where nobody compresses.
+    """gradient_compression is set, but has no effect.
 
-    With one data-parallel rank there is nothing to send. Without the harness nobody reads the section.
+    With one data-parallel rank there is nothing to send. Without the harness no program reads the section.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_compression": {"bits": 8}}
     Right: {"train_micro_batch_size_per_gpu": 1}

@@ -29,10 +29,10 @@ def _asks(view: RunView, pointer: str) -> bool:
 def no_effect_in_the_harness(view: RunView) -> Iterator[Finding]:
     """A key configures something that the harness does itself, or does not do.
 
-    The harness reads the data, cuts the model and writes checkpoints and model on its own, and neither compiles
-    through DeepSpeed nor tunes: `data_efficiency`, `compile.deepcompile`, `hybrid_engine`, `autotuning`,
-    `checkpoint.writer` and others have nothing to act on, and most are not handed on to DeepSpeed. With
-    `--target deepspeed` or `hf` this is not reported.
+    The harness itself reads the data, shards the model and writes checkpoints. It does not use DeepSpeed's compiler or
+    autotuning. So `data_efficiency`, `compile.deepcompile`, `hybrid_engine`, `autotuning`, `checkpoint.writer` and
+    others have no effect, and most are not passed on to DeepSpeed. With `--target deepspeed` or `hf` this is not
+    reported.
 
     Wrong: {"train_batch_size": 8, "dataloader_drop_last": true}
     Right: {"train_batch_size": 8}
@@ -193,7 +193,7 @@ _REFUSED = (
     _Refusal(
         FEED_FORWARD_TILE,
         lambda view: view.exchanges_tokens and (view.size(FEED_FORWARD_TILE) or 0) > 0,
-        "tiling.feed_forward would have each tile of tokens travel to the experts of other ranks by itself",
+        "tiling.feed_forward would send each tile of tokens to the experts of other ranks separately",
         "remove it: a rank computes its own experts alone",
         "does not read it",
     ),
@@ -236,8 +236,7 @@ def refused_by_the_harness(view: RunView) -> Iterator[Finding]:
     """A key that DeepSpeed accepts, but that would make a run of the harness fail or compute something else.
 
     The harness partitions parameters layer by layer at ZeRO-3, decides itself when the optimizer steps, and uses
-    torch's AdamW if the config names no optimizer. Keys that cannot work together with that are refused before the
-    start.
+    torch's AdamW if the config names no optimizer. Keys that conflict with this are refused before the run starts.
 
     Wrong: {"train_batch_size": 8, "managed_gradient_accumulation": false}
     Right: {"train_batch_size": 8, "managed_gradient_accumulation": true}
@@ -256,8 +255,8 @@ def refused_by_the_harness(view: RunView) -> Iterator[Finding]:
 def needs_an_accelerator(view: RunView) -> Iterator[Finding]:
     """A feature that DeepSpeed supports on accelerators only.
 
-    A check cannot know where the file will run. On a CPU the run is refused with the same words, before the
-    model is built.
+    `ds-harness check` does not know the device. On a CPU the run is refused with the same message, before the model is
+    built.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "Lamb", "params": {"lr": 1e-4}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}

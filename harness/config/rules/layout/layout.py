@@ -47,10 +47,10 @@ def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
 def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
     """An option of DeepSpeed's AutoTP or AutoEP, which do not run under the harness.
 
-    The harness cuts the layers itself, by the plans that the model declares, and takes nothing but
-    `tensor_parallel.autotp_size`, `tensor_parallel.sequence_parallel`, and, where `enabled`,
-    `expert_parallel.autoep_size` and `expert_parallel.token_pieces` from these sections, which are not handed
-    on to DeepSpeed. Options of AutoEP by which a model would compute something else are refused (DS108).
+    The harness shards the layers itself, by the plan that the model declares. From these sections it reads only
+    `tensor_parallel.autotp_size`, `tensor_parallel.sequence_parallel` and, if `expert_parallel.enabled` is true,
+    `expert_parallel.autoep_size` and `expert_parallel.token_pieces`. It does not pass the sections on to DeepSpeed.
+    Options of AutoEP that would change what the model computes are refused (DS108).
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1, "tp_overlap_comm": true}}
     Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}
@@ -73,13 +73,13 @@ def autotp_option_in_the_harness(view: RunView) -> Iterator[Finding]:
 
 @rule("DS314", "experts-over-other-ranks", Severity.ERROR, claim="elsewhere", world_size=8)
 def experts_over_other_ranks(view: RunView) -> Iterator[Finding]:
-    """Experts are to be dealt among a number of ranks that does not fit the layout.
+    """The expert-parallel size does not fit the layout.
 
-    The harness deals whole experts among the ranks of a tensor-parallel group, which see the same tokens, or of
-    several neighbours on the data axis, between which tokens travel: `autoep_size` is 1, or a multiple of
-    `tensor_parallel.autotp_size` that divides the ranks of a stage. Without `expert_parallel` each tensor-parallel
-    rank has a part of every expert. How many data-parallel ranks there are is known with `--world_size`, and at
-    the start of a run.
+    The harness distributes whole experts among the ranks of a tensor-parallel group, which see the same tokens, or of
+    several neighbouring groups on the data axis, which send tokens to each other. So `autoep_size` must be 1, or a
+    multiple of `tensor_parallel.autotp_size` that divides the number of ranks of a stage. That number is known with
+    `--world_size`, and when a run starts. Without `expert_parallel` each tensor-parallel rank has a part of every
+    expert.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4},
            "expert_parallel": {"enabled": true, "autoep_size": 2}}
@@ -128,7 +128,7 @@ def size_that_is_none(view: RunView) -> Iterator[Finding]:
 
 @rule("DS316", "key-of-the-harness", Severity.ERROR, claim="refuses", target="deepspeed")
 def key_of_the_harness(view: RunView) -> Iterator[Finding]:
-    """A key that only the harness knows, in a config that is not for the harness.
+    """A key that only the harness knows, in a config for another program.
 
     These are `tensor_parallel.sequence_parallel` (tensor-parallel ranks share the sequence between the blocks
     of a layer; Korthikanti et al. 2022, arXiv 2205.05198), `compile.enabled` and `compile.backend`

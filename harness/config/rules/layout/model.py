@@ -18,7 +18,7 @@ _TINY = "tiny-llama"
 def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
     """The model has fewer decoder layers than the pipeline has stages, so some stages would be empty.
 
-    Where the schedule gives a stage several model chunks, no chunk may be empty.
+    If the schedule gives each stage several model chunks, each chunk needs a layer.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4096, "pipeline": {"stages": 1000}}
     Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2}}
@@ -53,7 +53,7 @@ def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
 def fewer_heads_than_ranks(view: RunView) -> Iterator[Finding]:
     """The model has fewer attention heads than a tensor-parallel group has ranks, so some ranks would have none.
 
-    Key-value heads may be fewer than ranks: then several ranks hold one.
+    There may be fewer key-value heads than ranks: then several ranks hold the same one.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1009}}
     Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
@@ -71,11 +71,10 @@ def fewer_heads_than_ranks(view: RunView) -> Iterator[Finding]:
 
 @rule("DS903", "unequal-shares", Severity.WARNING, claim="elsewhere", model=_TINY)
 def unequal_shares(view: RunView) -> Iterator[Finding]:
-    """Attention heads, or the width between a layer's projections, cannot be shared equally by the ranks.
+    """Attention heads, intermediate columns or experts cannot be divided equally among the ranks.
 
-    The numbers stay those of one process, but in every layer the other ranks wait for the one with the largest
-    share. Heads go to the ranks together with the key-value head that they belong to. The message says how
-    large the largest share is.
+    Results do not change, but in every layer all ranks wait for the one with the largest share; the message says how
+    large that is. Query heads stay on the same rank as their key-value head.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 3}}
     Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 4}}
@@ -115,8 +114,8 @@ def unequal_shares(view: RunView) -> Iterator[Finding]:
 def fewer_experts_than_ranks(view: RunView) -> Iterator[Finding]:
     """A layer has fewer experts than there are ranks to share them, so some ranks would have none.
 
-    Every rank takes whole experts. Without `expert_parallel` each expert is cut instead, and their number
-    does not matter.
+    Every rank takes whole experts. Without `expert_parallel` each rank takes a part of every expert instead, and the
+    number of experts does not matter.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1009},
            "expert_parallel": {"enabled": true, "autoep_size": 1009}}
@@ -136,16 +135,16 @@ def fewer_experts_than_ranks(view: RunView) -> Iterator[Finding]:
 
 @rule("DS905", "no-tensor-parallel-plan", Severity.ERROR, claim="elsewhere", model=planless_family())
 def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
-    """The model cannot be cut for tensor parallelism.
+    """The model cannot be sharded for tensor parallelism.
 
-    Its family declares no plan in transformers and none comes with the harness, or the plan refuses what the
-    model's config.json says. A plan is one file: `models/plans/MODEL_TYPE.json`.
+    Its family declares no plan in transformers and has no plan file in the harness, or its plan does not support this
+    config.json. A plan file is `models/plans/MODEL_TYPE.json`.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
     Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 1}}
     """
     refusal = view.model.plan_refusal if view.model is not None else None
-    spreads_experts = view.ep_size > 1  # then the ranks may hold all else whole
+    spreads_experts = view.ep_size > 1  # then every rank may hold the other weights whole
     if view.target == "harness" and view.tp_size > 1 and not spreads_experts and refusal is not None:
         yield Finding(
             pointer="/tensor_parallel/autotp_size",
@@ -158,10 +157,10 @@ def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
 
 @rule("DS906", "no-expert-parallel-plan", Severity.ERROR, claim="elsewhere", model=_TINY)
 def no_expert_parallel_plan(view: RunView) -> Iterator[Finding]:
-    """The model has no experts, or none that can be dealt whole among ranks.
+    """The model has no experts, or the harness cannot distribute them whole among ranks.
 
-    Which of a model's modules are experts stands in the plan that its family declares in transformers
-    (`base_model_ep_plan`), or in the plan file of the family: `models/plans/MODEL_TYPE.json`.
+    A plan says which modules are experts. The model's family declares it in transformers (`base_model_ep_plan`), or the
+    harness has a plan file for it: `models/plans/MODEL_TYPE.json`.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": true, "autoep_size": 2}}
     Right: {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": true, "autoep_size": 1}}

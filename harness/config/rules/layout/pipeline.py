@@ -37,12 +37,11 @@ def zero_2_with_pipeline(view: RunView) -> Iterator[Finding]:
 
 @rule("DS602", "reentrant-checkpointing", Severity.WARNING, claim="elsewhere")
 def reentrant_checkpointing(view: RunView) -> Iterator[Finding]:
-    """Activation checkpointing in a pipeline, in its reentrant form.
+    """A pipeline uses reentrant activation checkpointing.
 
-    Reentrant checkpointing needs an input that requires a gradient. The first layer's input are integer
-    ids, so backward ends with "element 0 of tensors does not require grad" on the first stage, and the
-    others report a lost connection. Reentrant is DeepSpeed's default; the harness sets `use_reentrant` to
-    false unless the file says otherwise.
+    Reentrant checkpointing needs an input that requires a gradient. The first layer's input is integer ids, so backward
+    ends with "element 0 of tensors does not require grad" on the first stage, and the others report a lost connection.
+    Reentrant is DeepSpeed's default; the harness sets `use_reentrant` to false unless the file says otherwise.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,
            "activation_checkpoint_interval": 1, "use_reentrant": true}}
@@ -66,12 +65,12 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     """Too few micro-batches to keep the stages busy.
 
     With p stages and m micro-batches (gradient_accumulation_steps) every stage idles for (p - 1) / (m + p -
-    1) of a step. From 4 (p - 1) micro-batches on that is at most a fifth. `"schedule": "zero-bubble"` leaves
-    a third of the idle time, (p - 1) / (3 m + p - 1) of a step; schedules with several model chunks a
-    stage leave less, as docs/layouts.md says.
+    1) of a step. With 4 (p - 1) micro-batches or more that is at most a fifth. `"schedule": "zero-bubble"` leaves a
+    third of the idle time, (p - 1) / (3 m + p - 1) of a step; schedules with several model chunks per stage leave less
+    (docs/layouts.md).
 
-    The layout never changes the number of micro-batches; the start of a run says how much is idle where it is
-    more. Sources: GPipe, arXiv 1811.06965, section 2.3; Zero Bubble Pipeline Parallelism, arXiv 2401.10241,
+    The harness never changes the number of micro-batches. A run that idles for more than a fifth of a step says so when
+    it starts. Sources: GPipe, arXiv 1811.06965, section 2.3; Zero Bubble Pipeline Parallelism, arXiv 2401.10241,
     section 3.1.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "pipeline": {"stages": 4}}
@@ -104,8 +103,8 @@ def unknown_partition(view: RunView) -> Iterator[Finding]:
     """pipeline.partition does not name a known partition method.
 
     The harness knows `balanced` (by cost), `measured` (by time), `uniform` (by layers), `parameters` and
-    `type:REGEX` (by class name), and refuses another word when more than one stage is asked for. DeepSpeed
-    itself reads the key and does nothing with it; `best`, its default, stands for balanced.
+    `type:REGEX` (by class name). With more than one stage it refuses any other word. DeepSpeed reads the key but does
+    nothing with it; its default, `best`, means `balanced` here.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"partition": "fair"}}
     Right: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"partition": "balanced"}}

@@ -1,4 +1,4 @@
-"""Rules about the order in which pipeline stages compute, and the model chunks that each of them has."""
+"""Rules about the pipeline schedule and the number of model chunks per stage."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def unknown_schedule(view: RunView) -> Iterator[Finding]:
     """pipeline.schedule does not name a schedule of the harness.
 
     The harness knows `1f1b` (DeepSpeed's own, the default), `gpipe` and `zero-bubble` (ZB-H1, arXiv
-    2401.10241); with several model chunks a stage `interleaved`, `zero-bubble-v` and `dualpipe-v`. It refuses
-    another word when more than one stage is asked for. `1f1b-async`, `looped-bfs` and
-    `interleaved-zero-bubble` were removed. DeepSpeed itself reads the key and does nothing with it: it always
-    runs 1F1B.
+    2401.10241); with several model chunks per stage `interleaved`, `zero-bubble-v` and `dualpipe-v`. With more than one
+    stage it refuses any other word. `1f1b-async`, `looped-bfs` and `interleaved-zero-bubble` were removed. DeepSpeed
+    reads the key but does nothing with it: it always runs 1F1B.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zb-h2"}}
     Right: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"schedule": "zero-bubble"}}
@@ -43,10 +42,10 @@ def unknown_schedule(view: RunView) -> Iterator[Finding]:
 def zero_bubble_with_recomputation(view: RunView) -> Iterator[Finding]:
     """A zero-bubble schedule together with activation checkpointing.
 
-    A deferred weight gradient needs the input of its layer and the gradient of its output until it is
-    computed. Under `zero-bubble` stage s (from 0) keeps them for s micro-batches, although activation
-    checkpointing has freed the other activations. Other schedules that defer weight gradients do likewise. The
-    numbers stay the same; some stages save less memory than under 1F1B.
+    Until a deferred weight gradient is computed, its layer's input and the gradient of its layer's output stay in
+    memory. Under `zero-bubble` stage s (from 0) keeps them for s micro-batches, although activation checkpointing frees
+    the other activations. Other schedules that defer weight gradients do the same. Results do not change, but some
+    stages save less memory than under 1F1B.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,
            "schedule": "zero-bubble", "activation_checkpoint_interval": 1}}
@@ -69,11 +68,11 @@ def zero_bubble_with_recomputation(view: RunView) -> Iterator[Finding]:
 
 @rule("DS610", "parts-of-another-schedule", Severity.WARNING, claim="runs")
 def parts_of_another_schedule(view: RunView) -> Iterator[Finding]:
-    """pipeline.parts_per_stage asks for model chunks that the schedule does not have.
+    """pipeline.parts_per_stage is a number of model chunks that the schedule does not support.
 
-    `interleaved` takes 2 model chunks a stage or more, 2 unless the key says otherwise. `zero-bubble-v` and
-    `dualpipe-v` have 2, every other schedule has 1. The harness refuses another number when more than one stage
-    is asked for. DeepSpeed itself reads the key and does nothing with it.
+    `interleaved` takes 2 or more model chunks per stage; 2 is the default. `zero-bubble-v` and `dualpipe-v` have 2,
+    every other schedule has 1. With more than one stage the harness refuses any other number. DeepSpeed reads the key
+    but does nothing with it.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,
            "parts_per_stage": 4}}

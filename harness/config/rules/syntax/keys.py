@@ -30,7 +30,7 @@ def _consequence(visit: KeyOccurrence) -> tuple[Severity, str]:
 
 
 def _meant(visit: KeyOccurrence) -> str | None:
-    """Return the key of the same section that is meant, if it can be known."""
+    """Guess which key of the same section is meant; None without a good guess."""
     meant = alias_here(visit.name, visit.parent) or nearest(visit.name, visit.section.keys)
     takes_object = meant is not None and (
         visit.section.keys[meant].is_section or "object" in visit.section.keys[meant].types
@@ -43,9 +43,8 @@ def misspelt_key(view: RunView) -> Iterator[Finding]:
     """An unknown key that looks like a misspelling of a known one.
 
     At the top level DeepSpeed ignores what it does not know: `zero_optimisation` with stage 3 trains at
-    stage 0, and `gradient_cliping` leaves clipping at its default of 1.0. Sections that are checked refuse
-    such a key, and there it is an error. Renaming makes the key take effect, so that is one of the
-    `--unsafe-fixes`.
+    stage 0, and `gradient_cliping` leaves clipping at its default of 1.0. Sections that DeepSpeed checks refuse such a
+    key, so there it is an error. Renaming makes the key take effect, so only `--unsafe-fixes` does that.
 
     Wrong: {"train_batch_size": 8, "zero_optimisation": {"stage": 3}}
     Right: {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
@@ -71,8 +70,8 @@ def misspelt_key(view: RunView) -> Iterator[Finding]:
 def misplaced_key(view: RunView) -> Iterator[Finding]:
     """A key is in the wrong section.
 
-    The classic is `partition_activations` under `pipeline`, where nothing reads it. `--unsafe-fixes` moves the
-    key to where it acts, unless that key is set already.
+    A common case is `partition_activations` under `pipeline`, where nothing reads it. `--unsafe-fixes` moves the key to
+    where it acts, unless that key is set already.
 
     Wrong: {"train_batch_size": 8, "pipeline": {"partition_activations": true}}
     Right: {"train_batch_size": 8, "activation_checkpointing": {"partition_activations": true}}
@@ -137,7 +136,7 @@ def removed_feature(view: RunView) -> Iterator[Finding]:
     """A key of a feature that DeepSpeed has removed.
 
     DeepSpeed refuses it even when it is switched off, so that nobody trains without what the config asks
-    for. Where the section says `"enabled": false`, `--fix` takes it out.
+    for. If the section says `"enabled": false`, `--fix` removes it.
 
     Wrong: {"train_batch_size": 8, "elasticity": {"enabled": false}}
     Right: {"train_batch_size": 8}

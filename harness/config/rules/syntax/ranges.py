@@ -1,4 +1,4 @@
-"""A rule about numbers that DeepSpeed accepts unchecked, but that make no sense in a training."""
+"""A rule about numbers that DeepSpeed accepts unchecked, but that make no sense for training."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from harness.wording import one_of
 
 @dataclass(frozen=True)
 class Bounds:
-    """The possible numbers: from `least` to `most`, each of which may be excluded.
+    """The valid numbers: from `least` to `most`, each of which may be excluded.
 
-    `count` is the number of items of a list; without it only names in `LISTS` may have one. `whole`: no fractions.
+    `count` is the length that a list must have; without it only names in `LISTS` may have a list. `whole`: no
+    fractions.
     """
 
     least: float
@@ -36,7 +37,7 @@ class Bounds:
         try:
             if not math.isfinite(number) or (self.whole and number != int(number)):
                 return False
-        except OverflowError:  # a whole number that is no float
+        except OverflowError:  # a whole number too large for a float
             return False
         above = number > self.least if self.without_least else number >= self.least
         return above and (number < self.most if self.without_most else number <= self.most)
@@ -58,33 +59,34 @@ KINDS = {
     "two_positive": Bounds(0, without_least=True, count=2),
     "step": Bounds(-1, whole=True),
     "depth": Bounds(-1),
-    "exponent": Bounds(0, 126),  # 2 to the power of 127 times a loss is no float32
+    "exponent": Bounds(0, 126),  # a loss times 2 to the power of 127 overflows float32
 }
 _TABLE: JsonObject = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 OPTIMIZER, SCHEDULER, OTHERS = (
     {name: KINDS[kind] for kind, names in _TABLE[part].items() for name in names}
     for part in ("optimizer", "scheduler", "others")
 )
-"""Bounds by the name of a parameter, in any class of optimizers or of schedulers; and by the pointer of a number in
-another section for which DeepSpeed's own reader has none."""
+"""Bounds by name, for a parameter of any optimizer or scheduler class; by pointer, for a number in another section for
+which DeepSpeed's parser has no bounds."""
 LISTS: list[str] = _TABLE["lists"]
-"""Numbers that may also be a list: one for each group of parameters, the steps of a schedule, Adafactor's two."""
+"""Parameters that may be a list of numbers: one for each parameter group, the steps of a schedule, Adafactor's two."""
 OPTIONAL: list[str] = _TABLE["optional"]
-"""Numbers that may be null, which is their default."""
+"""Parameters that may be null, which is their default."""
 SWITCHES: list[str] = _TABLE["switches"]
-"""Parameters that are on or off; text is on, whatever it says."""
+"""Parameters that are true or false; Python takes any text for true."""
 WORDS: dict[str, list[str]] = _TABLE["words"]
-"""Parameters that are one of some words."""
+"""Name of a parameter -> the words that it accepts."""
 FUNCTIONS: list[str] = _TABLE["functions"]
-"""Parameters that only Python can give."""
+"""Parameters that are Python functions."""
 
 
 @rule("DS207", "impossible-value", Severity.ERROR, claim="runs")
 def impossible_value(view: RunView) -> Iterator[Finding]:
-    """A value cannot be meant: a negative learning rate, a decay rate of 2, a schedule of -5 steps, a number as text.
+    """A value makes no sense: a negative learning rate, a decay rate of 2, a schedule of -5 steps, a number as text.
 
-    DeepSpeed checks hardly any value of the optimizer, of the schedule and of its plain sections. Some of these
-    make the loss grow or divide by zero without any message; others end the run when the engine is built.
+    DeepSpeed checks hardly any value of the optimizer, of the schedule, and of the sections that it does not validate.
+    Some wrong values make the loss grow or divide by zero without a message; others end the run when the engine is
+    built.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": -0.1}}}
@@ -113,7 +115,7 @@ def impossible_value(view: RunView) -> Iterator[Finding]:
 
 
 def _wanted(name: str, value: object, bounds: Bounds) -> str:
-    """Return what is wanted instead of a value that is no number, or no list if one is needed; empty if it is right."""
+    """Return what is wanted instead of a value that is not a number, or not the list that is needed; else empty."""
     if value == AUTO or (value is None and name in OPTIONAL):
         return ""
     is_list = isinstance(value, list) and (bounds.count is not None or name in LISTS)

@@ -27,13 +27,12 @@ def unreadable_config(_view: RunView) -> Iterator[Finding]:
     """The file cannot be read as a config at all.
 
     It is missing, a directory, binary, far too large, or its text is broken in a way that neither a JSON
-    reader nor DeepSpeed's own (which is more lenient) can follow. Nothing else can be said about such a
-    file.
+    reader nor DeepSpeed's own (which is more lenient) can follow. No other rule can check such a file.
 
     Wrong: {"train_batch_size": 8,, }
     Right: {"train_batch_size": 8}
     """
-    yield from ()  # loading raises it: a view exists of readable configs only
+    yield from ()  # `load` raises it: only readable configs get a view
 
 
 @rule("DS002", "not-plain-json", Severity.INFO, claim="runs")
@@ -90,7 +89,8 @@ def word_read_as_string(view: RunView) -> Iterator[Finding]:
     """An unquoted word is read as a string, up to the end of its line.
 
     In Hjson `True,` is not the value true but the string "True,", comma included; a template's `${stage},`
-    is a string too. Where the word is a literal in another language's spelling, `--unsafe-fixes` writes it as JSON.
+    is a string too. If the word is a literal of another language, such as Python's True, `--unsafe-fixes` writes it as
+    JSON.
 
     Wrong: {"train_batch_size": 8,
             "wandb": {"project": mine

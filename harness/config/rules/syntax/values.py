@@ -68,9 +68,9 @@ def unchecked_ranges(view: RunView) -> Iterator[tuple[KeyOccurrence, Reading]]:
 def wrong_type(view: RunView) -> Iterator[Finding]:
     """A value has a type that DeepSpeed cannot use.
 
-    The tolerance is DeepSpeed's own: 5e8 is a whole number, and sections that are checked take 1 for true.
-    A number in quotes is refused where DeepSpeed computes with it at once, such as the batch sizes. Where
-    DeepSpeed checks nothing the wrong value is only a warning, since it may never be used.
+    The rule accepts what DeepSpeed accepts: 5e8 is a whole number, and in sections that DeepSpeed checks 1 is true. A
+    number in quotes is an error if DeepSpeed computes with it at once, as with batch sizes. In sections that DeepSpeed
+    does not check, a wrong value is only a warning, because it may never be used.
 
     Wrong: {"train_batch_size": 8, "fp16": {"enabled": "maybe"}}
     Right: {"train_batch_size": 8, "fp16": {"enabled": true}}
@@ -145,10 +145,10 @@ def out_of_range(view: RunView) -> Iterator[Finding]:
 
 @rule("DS204", "converted-value", Severity.WARNING, claim="runs")
 def converted_value(view: RunView) -> Iterator[Finding]:
-    """A number or switch is written as something else: in quotes, or a switch where a number belongs.
+    """A value has another type than its key: it is in quotes, or a switch stands for a number.
 
-    DeepSpeed converts it, true to 1 and "2" to 2; every other reader of the file, HuggingFace's among them,
-    sees and compares what is written.
+    DeepSpeed converts true to 1 and "2" to 2. Other programs that read the file, such as HuggingFace's, see the value
+    as it is written.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": "2"}}
     Right: {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
@@ -167,9 +167,9 @@ def converted_value(view: RunView) -> Iterator[Finding]:
 
 @rule("DS205", "section-not-an-object", Severity.ERROR, claim="refuses")
 def section_not_an_object(view: RunView) -> Iterator[Finding]:
-    """A section is given as something else than an object.
+    """A section is not an object.
 
-    DeepSpeed asks the section for its keys and ends with an AttributeError or TypeError that names neither.
+    DeepSpeed then ends with an AttributeError or TypeError that names neither the section nor the cause.
 
     Wrong: {"train_batch_size": 8, "checkpoint": {"parallel_write": true}}
     Right: {"train_batch_size": 8, "checkpoint": {"parallel_write": {"pipeline_stage": true}}}
