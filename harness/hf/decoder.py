@@ -56,7 +56,7 @@ class EmbeddingNoise:
     alpha: float
 
     def __call__(self, module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-        """Return the embedding's output, in training with noise."""
+        """Return the embedding's output [batch, sequence, width], in training with noise."""
         if not module.training:
             return output
         most = self.alpha / (output.shape[1] * output.shape[2]) ** 0.5

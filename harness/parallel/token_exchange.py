@@ -165,7 +165,7 @@ class RowExchange:
         self._begun = apply(_Send, rows, self)
 
     def end(self) -> Tensor:
-        """Wait for the rows from all ranks, and return them in rank order."""
+        """Wait for the rows from all ranks, and return them [arrived rows, width] in rank order."""
         return apply(_Arrive, self._begun, self)
 
     def start(self, rows: Tensor, *, back: bool = False) -> None:
@@ -174,7 +174,7 @@ class RowExchange:
         self._wait = start_exchange(rows, sizes, self._group)
 
     def wait(self) -> Tensor:
-        """Wait for the exchange that was started last, and return the rows that arrive."""
+        """Wait for the exchange that was started last, and return the rows that arrive [arrived rows, width]."""
         assert self._wait is not None
         arrived, self._wait = self._wait(), None
         return arrived

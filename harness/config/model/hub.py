@@ -29,7 +29,7 @@ class Wanted:
         flag: flag with which the user names it.
         files: patterns of the files to download.
         is_whole: whether a folder holds all that is needed.
-        lacking: words for what a folder lacks that is not whole.
+        lacking: words for what an incomplete folder lacks.
     """
 
     flag: str

@@ -9,7 +9,7 @@ from harness.config import schema
 
 # names that many sections have do not tell where a key belongs
 _EVERYWHERE = frozenset({"enabled", "type", "params", "device", "dtype", "seed", "metric", "debug", "verbose", "mode"})
-_ALIKE = 0.8  # share of matching characters; at 0.8 "lr_scheduler" still means "scheduler"
+_ALIKE = 0.8  # share of matching characters; at 0.8 "lr_scheduler" still matches "scheduler"
 
 
 def plain(name: str) -> str:
@@ -25,7 +25,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def elsewhere(name: str, section: str) -> str | None:
-    """Return the pointer of a key in another section that `name`, found in `section`, means; None if there is none."""
+    """Return the pointer of the key in another section that `name` in `section` was meant to be, or None."""
     meant = schema.aliases().get(plain(name))
     if meant is not None and meant.rsplit("/", 1)[0] != section:
         return meant

@@ -94,7 +94,7 @@ class SharedSequence:
         return replace(payload, hidden=join_sequence(payload.hidden, self.stretch(payload), self.group))
 
     def rows(self, whole: Tensor) -> TokenRows:
-        """Return the cutter of rows for sequences such as `whole`, a hidden state of the whole sequence's shape."""
+        """Return the cutter of rows for sequences like `whole`, a hidden state [batch, whole sequence, width]."""
         return TokenRows(context=self.context, batch=whole.shape[0], length=whole.shape[1])
 
     def join_all(self, payload: StagePayload) -> StagePayload:

@@ -237,7 +237,7 @@ class ForwardRun:
 
 
 def keep_hidden(_index: int, _inputs: LayerInputs, hidden: Tensor) -> Tensor:
-    """Handle a layer as if it were not there: return the hidden state."""
+    """Handle a layer as if it were not there: return the hidden state [batch, sequence, width]."""
     return hidden
 
 

@@ -52,7 +52,7 @@ class HiddenShape:
 
     @classmethod
     def of(cls, hidden: Tensor, tokens: Tokens | None) -> HiddenShape:
-        """Return the shape of the ids if they are passed on, else as much as the hidden state shows."""
+        """Return the sizes of the ids [batch, sequence] if passed on, else those of `hidden` [batch, tokens, width]."""
         rows = hidden.shape if tokens is None else tokens.ids.shape
         return cls(rows[0], rows[1], hidden.dtype)
 
@@ -144,7 +144,7 @@ class OuterForward(LiftedForward):
         return StagePayload(hidden=reached.hidden, states=outputs)
 
     def arguments(self, index: int, payload: StagePayload) -> tuple[Tensor, LayerInputs]:
-        """Return the arguments of layer `index`: its hidden state, and the other inputs.
+        """Return the arguments of layer `index`: its hidden state [batch, tokens, width], and the other inputs.
 
         The other inputs are made once for all hidden states of a shape and dtype. If they depend on token or position
         ids, they are made once per micro-batch; if they depend on states, at every call, so that states get gradients.
@@ -180,7 +180,7 @@ class OuterForward(LiftedForward):
 
     @torch.no_grad()
     def finish(self, head: str, output: Tensor, **options: object) -> ForwardOutput:
-        """Run the forward after its module `head`, as if that had returned `output`; return the model's output."""
+        """Return the model's output as if its module `head` had returned `output` [batch, sequence, vocabulary]."""
         tokens = HiddenShape.of(output, None).tokens(self.device)
         with self.real({head: _Constant(output)}):
             return self.forward(tokens, ForwardRun(keep_hidden, output.dtype), **options)

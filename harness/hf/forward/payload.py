@@ -37,7 +37,7 @@ class Tokens:
         return cls(inputs) if isinstance(inputs, Tensor) else cls(*inputs)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return ids and position ids, in the order in which they end the tuple."""
+        """Return ids and position ids, both [batch, sequence], in the order in which they end the tuple."""
         return (self.ids,) if self.positions is None else (self.ids, self.positions)
 
 

@@ -97,7 +97,7 @@ class RouterCapture:
 
     @contextmanager
     def replaying(self, model: nn.Module, taken: Sequence[Tensor]) -> Iterator[None]:
-        """Hand these router logits to `model`'s forward in this context, as if its own layers had recorded them."""
+        """While the context lasts, give `model`'s forward these router logits, [routers, ...] for each layer."""
 
         def after_forward(_module: nn.Module, _args: object, output: ForwardOutput) -> ForwardOutput:
             # as transformers' recorder does: the logits of all routers in the order of the layers

@@ -53,7 +53,7 @@ class LayerInputs:
         return hidden, cls(args[1:], rest, key)
 
     def apply(self, layer: Callable[..., LayerOutput], hidden: Tensor) -> LayerOutput:
-        """Call `layer` with the hidden state and these arguments; return what the layer returns."""
+        """Call `layer` with the hidden state [batch, sequence, width] and these arguments; return what it returns."""
         if self.key is None:
             return layer(hidden, *self.args, **self.kwargs)
         return layer(*self.args, **{self.key: hidden}, **self.kwargs)
@@ -126,7 +126,8 @@ def dry_run(
 ) -> Result:
     """Return `run(layer, inputs, hidden)` for a layer on the meta device, run where it takes the least memory.
 
-    It is tried on meta, then on the CPU with zeros, then on the device of `hidden`, whose error is raised.
+    `hidden` is [batch, sequence, width]. Try meta, then zeros on the CPU, then the device of `hidden`; raise the error
+    of the last.
     """
 
     def attempt(device: torch.device) -> Result:
@@ -143,9 +144,9 @@ def dry_run(
 
 
 def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
-    """Return the shapes of the random numbers that a layer on the meta device draws.
+    """Return the shapes of what a layer on the meta device draws at random for `hidden` [batch, sequence, width].
 
-    The arguments may have another dtype than the layer, as those of a run in 16 bits have.
+    The arguments may have another dtype than the layer, as in a run in 16 bits.
     """
     dtype = next((weight.dtype for weight in layer.parameters() if weight.is_floating_point()), hidden.dtype)
 

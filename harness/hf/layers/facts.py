@@ -75,7 +75,7 @@ class LayerOutputSpec:
         return replace(self, name=name, effects=effects)
 
     def output(self, hidden: Tensor, known: Mapping[str, Tensor]) -> LayerOutput:
-        """Return the layer's output, made of a hidden state and the tensors in `known`; all others are None."""
+        """Return the layer's output: `hidden` [batch, sequence, width], the tensors in `known`, and None for others."""
         if self.extras is None or self.spec is None:
             return hidden
         leaves = [known.get(name) for name in _named(f"{self.name}.output", self.extras)]
@@ -113,7 +113,7 @@ def kind_of(layer: nn.Module) -> Hashable:
 
 @torch.no_grad()
 def output_spec_of(name: str, layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> LayerOutputSpec:
-    """Run a layer on the meta device; return the structure of its output besides the hidden state.
+    """Run a layer on meta with `hidden` [batch, sequence, width]; return the structure of its output besides that.
 
     Raises:
         UserError: it does not return a hidden state first, or appends to a list among its arguments.
@@ -311,7 +311,7 @@ class LayerFacts:
         return self._output_specs[index]
 
     def observe(self, index: int, inputs: LayerInputs, hidden: Tensor) -> LayerOutputSpec:
-        """Return what layer `index` returns for these arguments besides the hidden state; found at its first call."""
+        """Return what layer `index` returns besides `hidden` [batch, sequence, width]; found at its first call."""
         if index not in self._output_specs:
             layer, name = self._layers[index], self._names[index]
             kind = kind_of(layer)  # once for all that are alike: a layer that reads values takes a second
@@ -322,7 +322,7 @@ class LayerFacts:
         return self._output_specs[index]
 
     def drawn_shapes(self, index: int, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
-        """Return the shapes of the random numbers that the uncut layer `index` draws for these arguments."""
+        """Return the shapes of what the uncut layer `index` draws at random for `hidden` [batch, sequence, width]."""
         key = index, hidden.shape
         if key not in self._drawn_shapes:
             self._drawn_shapes[key] = drawn_shapes(self._layers[index], inputs, hidden)

@@ -109,7 +109,7 @@ class Change:
     kwargs: dict[str, object]
 
     def apply(self, values: Tensor, at: int) -> None:
-        """Apply it to those of `values`, which are the elements from `at` on, that it concerns."""
+        """Apply the operation to its elements among `values`, the elements from `at` on, flat [elements]."""
         first, last = max(self.start, at), min(self.stop, at + len(values))
         if first < last:
             self.function(values[first - at : last - at], *self.args, **self.kwargs)

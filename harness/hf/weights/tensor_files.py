@@ -57,11 +57,11 @@ class OpenFile:
             os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, into: Tensor, start: int) -> None:
-        """Fill a contiguous tensor in host memory with the bytes from `start`."""
+        """Fill a contiguous tensor of any shape, in host memory, with the bytes from `start`."""
         self._fill(_bytes_of(into), start)
 
     def read_runs(self, into: Tensor, start: int, step: int) -> None:
-        """Fill each row of such a tensor with the bytes from `start`, `start + step` and so on.
+        """Fill each row of such a tensor [rows, ...] with the bytes from `start`, `start + step` and so on.
 
         The stretch of the file from the first to the last is mapped: the kernel fetches it in large pieces, whatever
         the number of rows, and keeps it for the other processes of this host.

@@ -58,11 +58,11 @@ class EqualShares:
             yield piece
 
     def copy(self, part: int, piece: Piece, out: Tensor) -> Tensor:
-        """Copy a piece of a part into `out`, which is returned."""
+        """Copy a piece of a part into `out` [elements of the piece], which is returned."""
         return torch.cat([self._run(part, index, run) for index, run in piece], out=out)
 
     def split(self, part: int, whole: Tensor) -> list[Tensor]:
-        """Split a part of all tensors (flat, with padding) into the part of each (flat, without)."""
+        """Split a part of all tensors, [sum of sizes] with padding, into the part of each, flat without padding."""
         return [
             each[: max(0, len(flat) - part * size)]
             for each, flat, size in zip(whole.split(self.sizes), self._flat, self.sizes, strict=True)

@@ -44,7 +44,7 @@ def shares_memory(group: dist.ProcessGroup | None) -> bool:
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of `x` over the group, in a new tensor."""
+    """Return the sum of `x` (any shape) over the group, in a new tensor."""
     if (memory := _memory(x, group)) is not None:
         return memory.all_reduce(x)
     total = _copy(x)
@@ -121,13 +121,13 @@ def sums_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
 
 
 def gathers_in_memory(whole: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Fill `whole` with the tensors of all ranks, likewise."""
+    """Fill `whole`, (ranks, ...) or flat, with the tensors `x` (...) of all ranks, likewise."""
     memory = None if not whole.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.all_gather(x, out=whole) is whole
 
 
 def scatters_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Fill `share` with this rank's share of the sum of `x`, likewise."""
+    """Fill `share` (n / ranks, ...) with this rank's share of the sum of `x` (n, ...), likewise."""
     memory = None if not share.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.reduce_scatter(x, out=share) is share
 

@@ -44,12 +44,12 @@ class ContextParallel:
         return tuple(stop - start for start, stop in (stretch(length, rank, self.size) for rank in range(self.size)))
 
     def own(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's stretch of a tensor that has an entry for each token along `dim`, as a view."""
+        """Return a view of this rank's stretch along `dim`: for 1, [batch, own tokens, ...] of [batch, tokens, ...]."""
         start, stop = self.stretch(whole.shape[dim])
         return whole.narrow(dim, start, stop - start)
 
     def join(self, share: Tensor, length: int, dim: int = 1) -> Tensor:
-        """Return a tensor for all `length` tokens, from the stretches along `dim` that the ranks have.
+        """Join the ranks' stretches along `dim`: for 1, [batch, own tokens, ...] into [batch, length, ...].
 
         Backward: the gradients of all ranks are summed, and each rank keeps those of its own tokens.
         """

@@ -289,7 +289,7 @@ def _cut_inputs(
 
 
 def own_part(x: Tensor, rule: InputRule, run: int, stretch: Stretch) -> Tensor:
-    """Return this rank's stretch of every run of `run` entries of dimension `rule.dim`."""
+    """Return this rank's stretch of every `run` entries of `x` [..., runs * run, ...] along `rule.dim`."""
     dim, (start, stop) = rule.dim % x.ndim, stretch
     runs: Tensor = x.unflatten(dim, (-1, run))
     return runs.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)

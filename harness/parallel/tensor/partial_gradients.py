@@ -52,7 +52,7 @@ class GradientSum:
     once_a_step: bool = False
 
     def widen(self, grad: Tensor) -> Tensor:
-        """Return the tensor to be summed: the gradient, or a whole one with zeros around it."""
+        """Return the tensor to be summed: the gradient, padded with zeros to `shard.full_shape` if there is a shard."""
         if self.shard is None:
             return grad
         full = grad.new_zeros(self.shard.full_shape)
@@ -60,7 +60,7 @@ class GradientSum:
         return full
 
     def narrow(self, total: Tensor) -> Tensor:
-        """Return this rank's gradient from the sum."""
+        """Return this rank's gradient, of its parameter's shape, from the sum."""
         return total if self.shard is None else self.shard.take(total)
 
     def of_hook(self, grad: Tensor | None) -> Tensor | None:

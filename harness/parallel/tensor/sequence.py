@@ -49,7 +49,7 @@ class SequenceShare:
 
     @contextmanager
     def forward_of(self, share: Tensor, length: int) -> Iterator[None]:
-        """Enter a forward of the layer with `share` of sequences of `length` tokens."""
+        """Enter a forward of the layer with `share` [batch, own tokens, width] of sequences of `length` tokens."""
         self.batch, self.length, self.width = share.shape[0], length, share.shape[-1]
         try:
             yield
@@ -87,6 +87,7 @@ class SequenceShare:
         return isinstance(x, Tensor) and x.is_floating_point() and tuple(x.shape) in shapes
 
     def with_batch(self, x: Tensor) -> Tensor:
+        """Return `x`, [batch, tokens, width] or flat [batch * tokens, width], as [batch, tokens, width]."""
         return x.unflatten(0, (self.batch, -1)) if x.dim() == 2 else x
 
 

@@ -81,7 +81,8 @@ class Shard:
             offset += stop - start + self.padding
 
     def take(self, full: Tensor) -> Tensor:
-        """Return the local tensor, cut from the whole, always as a new tensor. Raises ValueError for another shape."""
+        """Cut the shard [local_shape] from `full` [full_shape], as a new tensor. Raises ValueError for another
+        shape."""
         shape = tuple(full.shape)
         if shape != self.full_shape:
             raise ValueError(f"got a tensor of shape {shape}, expected {self.full_shape}")
@@ -95,13 +96,13 @@ class Shard:
         return torch.cat(parts, dim=self.dim)
 
     def read_into(self, local: Tensor, full: Tensor) -> None:
-        """Fill the local tensor from the whole, as `take` does, but without a second copy in memory."""
+        """Fill `local` [local_shape] from `full` [full_shape], as `take` does, but without a second copy in memory."""
         for start, stop, offset in self.spans():
             local.narrow(self.dim, offset, stop - start).copy_(full[self._index(start, stop)])
             local.narrow(self.dim, offset + stop - start, self.padding).zero_()
 
     def put(self, local: Tensor, full: Tensor) -> None:
-        """Copy the pieces of the local tensor, without padding, to their places in the whole."""
+        """Copy the pieces of `local` [local_shape], without padding, to their places in `full` [full_shape]."""
         for start, stop, offset in self.spans():
             full[self._index(start, stop)] = local.narrow(self.dim, offset, stop - start)
 

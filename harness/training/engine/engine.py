@@ -277,7 +277,7 @@ class Engine(ABC):
         Weights are computed on the device: the host does not wait for `totals`.
 
         Args:
-            totals: the result of `count`.
+            totals: the result of `count`, two scalars.
             by_label: weigh the router loss of a micro-batch by its labels, not its samples, so that an evaluation gives
                 the same result however the data set is cut into parts.
         """

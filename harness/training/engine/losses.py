@@ -53,7 +53,7 @@ LossFunction: TypeAlias = Callable[..., Tensor]
 def targets(
     labels: Labels, weight: float | Tensor, rows: int, share: float | Tensor = 1.0, sources: Sequence[int] = ()
 ) -> Targets:
-    """Return Targets from numbers, or scalars on the device, and one or more tensors of labels."""
+    """Return Targets from numbers (or scalars on the device) and one or more tensors of labels [batch, ...]."""
     weight, share = (torch.as_tensor(value, dtype=torch.float32) for value in (weight, share))
     return weight, torch.tensor(rows), share, torch.tensor(sources, dtype=torch.long), *_tensors(labels)
 
@@ -90,7 +90,7 @@ class SourceLosses:
             self._found = {0: found} if tile is None else {**self._found, tile: found}
 
     def reported(self) -> dict[str, Tensor | None]:
-        """Return the sum of the losses and the number of labels of each source, by key; None without any loss."""
+        """Return the scalar sum of losses and number of labels of each source, by key; None without any loss."""
         if len(self.names) < 2:
             return {}
         tiles = list(self._found.values())
@@ -204,7 +204,8 @@ class RouterLoss(Loss):
         return self.causal.count(labels, rows)
 
     def __call__(self, outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
-        """Return the causal loss plus this micro-batch's share of the router loss; outputs: (logits, router loss)."""
+        """Return the causal loss plus this micro-batch's share of the router loss; outputs: those of `causal`, a
+        scalar."""
         logits, router_loss = outputs
         return self.causal(logits, targets) + self.coefficient * router_loss.float() * targets[2]
 
@@ -212,7 +213,7 @@ class RouterLoss(Loss):
         return self.causal.of_tile(targets, logits, start, stop)
 
     def parts(self, outputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return the router loss before its coefficient."""
+        """Return the router loss before its coefficient, a scalar."""
         return {AUX_LOSS: outputs[1].detach().float()}
 
 
@@ -231,7 +232,7 @@ class MeanLoss(Loss):
         return first_tensor(inputs).shape[0]
 
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
-        """Return the mean over the rows that count, times their number and weight."""
+        """Return the mean over the samples that count, times their number and weight; outputs: [batch, ...]."""
         weight, rows, _, _, *labels = targets
         n = first_tensor(outputs).shape[0]
         if not torch.is_grad_enabled():  # in training all rows count, and int(rows) would wait for the device
@@ -263,11 +264,11 @@ class LogitsLoss(Loss):
         return "num_items_in_batch" in inspect.signature(self.loss_fn).parameters
 
     def count(self, labels: Tensor, rows: int) -> int:
-        """Return the number of valid labels, or of samples."""
+        """Return the number of valid labels [batch, sequence], or of samples."""
         return int((labels[:rows, 1:] != IGNORED).sum()) if self.per_label else rows
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
-        """Return the weighted loss of the rows that count, a float32 scalar."""
+        """Return the weighted loss of the samples that count, a scalar; outputs: [batch, own tokens, vocabulary]."""
         weight, _, _, _, labels = targets
         outputs = self.context.join(outputs, labels.shape[1])
         if not self.per_label:

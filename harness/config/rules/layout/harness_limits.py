@@ -194,7 +194,7 @@ _REFUSED = (
         FEED_FORWARD_TILE,
         lambda view: view.exchanges_tokens and (view.size(FEED_FORWARD_TILE) or 0) > 0,
         "tiling.feed_forward would send each tile of tokens to the experts of other ranks separately",
-        "remove it: a rank computes its own experts alone",
+        "remove it: each rank computes only its own experts",
         "does not read it",
     ),
     _Refusal(
