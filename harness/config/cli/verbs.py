@@ -173,4 +173,4 @@ def _print_filled(resolved: Resolved) -> None:
         f" {counted(resolved.train_batch, 'sample')} a step"
     )
     if "train_batch_size" not in resolved.alone:
-        print("# train_batch_size is left out: without the harness DeepSpeed counts every rank as data-parallel")
+        print("# without train_batch_size: DeepSpeed alone would count every rank as data-parallel")

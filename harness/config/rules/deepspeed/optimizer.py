@@ -196,7 +196,7 @@ def untested_optimizer(view: RunView) -> Iterator[Finding]:
 
 @rule("DS806", "lamb-with-fixed-loss-scale", Severity.ERROR, claim="engine")
 def lamb_with_fixed_loss_scale(view: RunView) -> Iterator[Finding]:
-    """Lamb needs an adaptive loss scale, but fp16.loss_scale is fixed, even if fp16 is off.
+    """Lamb needs an adaptive loss scale even if fp16 is off, but fp16.loss_scale is fixed.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 128}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 0}}
