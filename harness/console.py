@@ -1,12 +1,13 @@
 """What a rank prints for the user, and where all other output goes.
 
-Rank 0 prints status to stdout; any rank prints an error to stderr, as one line. Each line also goes to the logger
-`harness`, where a program can collect it. Under `quiet` everything else that a process prints (DeepSpeed, torch,
-compilers, C++ code) goes to a log file of its rank.
+Rank 0 prints status to stdout; any rank prints an error to stderr, as one line. Each line also goes to the logger of
+the module that prints it (`harness.training.trainer`), where a program can collect it. Under `quiet` everything else
+that a process prints (DeepSpeed, torch, compilers, C++ code) goes to a log file of its rank.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import os
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from harness.config.values.secrets import Secrets
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PACKAGE = Path(__file__).resolve().parent
-LOGGER = logging.getLogger("harness")
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,13 @@ class Console:
         if self.speaks:
             text = Secrets.known().masked(text)
             print_if_heard(prefix + text, self.out)
-            LOGGER.log(level, "%s", text)
+            _logger().log(level, "%s", text)
 
     def fail(self, text: str) -> None:
         """Print an error, on any rank, as one line."""
         line = " ".join(Secrets.known().masked(text).split())
         print_if_heard(f"error: {line}", self.error)
-        LOGGER.error("%s", line)
+        _logger().error("%s", line)
 
     @property
     def is_terminal(self) -> bool:
@@ -76,6 +77,15 @@ class Console:
         with suppress(OSError):
             return os.get_terminal_size(self.out.fileno()).columns > 0
         return True
+
+
+def _logger() -> logging.Logger:
+    """Return the logger of the module that prints, as `harness.training.trainer`."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_globals["__name__"] == __name__:
+        frame = frame.f_back
+    name = PACKAGE.name if frame is None else str(frame.f_globals["__name__"])
+    return logging.getLogger(name if name.startswith(f"{PACKAGE.name}.") else PACKAGE.name)
 
 
 def print_if_heard(text: str, stream: TextIO) -> None:

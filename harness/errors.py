@@ -37,7 +37,7 @@ def reason(error: OSError, folder: Path | None = None) -> str:
 
 
 def lacks_inodes(folder: Path) -> bool:
-    """Whether no file can be created where a folder is or would be, however many bytes are free."""
+    """Return whether no file can be created where a folder is or would be, however many bytes are free."""
     found = os.statvfs(next(path for path in (folder, *folder.absolute().parents) if path.is_dir()))
     return found.f_files > 0 and found.f_ffree == 0  # some file systems count none at all
 

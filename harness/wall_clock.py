@@ -22,7 +22,8 @@ class WallClock:
 
     def _begin(self, since: float) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._doing, self._since = STARTING, since
+        self._doing = STARTING
+        self._since = since
         self._longest: dict[str, float] = {}
 
     @contextmanager

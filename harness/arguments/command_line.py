@@ -197,7 +197,7 @@ def own_arguments(given: Mapping[str, object], items: Iterable[Field[object]]) -
 
 
 def _may_stand(name: str, negated: str, given: str) -> bool:
-    """Whether an unknown flag may be ignored because it has no effect, such as a bare `--deepspeed`."""
+    """Return whether an unknown flag may be ignored because it has no effect, such as a bare `--deepspeed`."""
     if name == "deepspeed" or is_idle(name, given):
         return True
     return name != negated and is_idle(negated, "false")

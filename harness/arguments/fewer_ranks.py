@@ -67,7 +67,7 @@ def _with_open_accumulation(given: Sequence[str], args: TrainingArguments) -> li
 
 
 def _passes(words: Sequence[str], model: str, layout: Layout) -> bool:
-    """Whether a command line passes the checks of a run in this layout."""
+    """Return whether a command line passes the checks of a run in this layout."""
     try:
         _, args, _ = parse(KINDS, words[1:], prog="", description="", epilog="")
         read_run_config(args, world_size=layout.world_size, model=model)

@@ -64,7 +64,7 @@ def other_programs() -> OtherPrograms:
 
 
 def is_idle(name: str, value: object) -> bool:
-    """Whether a flag of another program, with this value, asks only for the behaviour that the harness always has."""
+    """Return whether another program's flag, with this value, asks only for what the harness always does."""
     entry = other_programs().not_taken.get(name)
     if entry is not None:
         return value is None or _plain(value) in map(_plain, entry.same)
@@ -76,7 +76,7 @@ def is_idle(name: str, value: object) -> bool:
 
 
 def is_section(name: str) -> bool:
-    """Whether torchtitan's config files have a section of that name, whose keys are flags `NAME.KEY`."""
+    """Return whether torchtitan's config files have a section of that name, whose keys are flags `NAME.KEY`."""
     return any(flag.startswith(f"{name}.") for flag in other_programs().programs["torchtitan"])
 
 

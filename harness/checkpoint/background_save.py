@@ -157,10 +157,13 @@ class BackgroundSave:
         NotSaved on all ranks if memory, the folder or the disk fails.
         """
         writer.wait()  # the thread may still be deleting older checkpoints
-        self.number, self.step = next(_NUMBERS), progress.step
+        self.number = next(_NUMBERS)
+        self.step = progress.step
         self.path = target.output_dir / finished_name(progress.step)
         self._folder = target.output_dir / partial_name(progress.step)
-        self._first, self._writer, self._one_host = state.groups.rank == 0, writer, state.one_host
+        self._first = state.groups.rank == 0
+        self._writer = writer
+        self._one_host = state.one_host
         files, progress = state.stored(progress)
         if target.model_only:
             files = [(stem, held) for stem, held in files if stem == state.stem]

@@ -201,7 +201,7 @@ def _require_types(progress: TrainingProgress) -> None:
 
 
 def _is_of(value: object, kind: object) -> bool:
-    """Whether a JSON value has the type of a field. A whole number may stand for a float; true is no number."""
+    """Return whether a JSON value has the type of a field. A whole number may stand for a float; true is no number."""
     match get_origin(kind), get_args(kind):
         case builtins.list, (element,):
             return isinstance(value, list) and all(_is_of(each, element) for each in value)

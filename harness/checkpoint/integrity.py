@@ -86,7 +86,7 @@ def require_listed_weights(directory: Path) -> None:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a directory is a checkpoint of a run, complete or not."""
+    """Return whether a directory is a checkpoint of a run, complete or not."""
     return (directory / MANIFEST).is_file() and (directory / STATE).is_file()
 
 
@@ -249,5 +249,5 @@ def _wrong_size(checkpoint: Path, name: str, saved: int) -> str | None:
 
 
 def _is_special(mode: int) -> bool:
-    """Whether this is the mode of a pipe, device or socket, which could block a reader for ever."""
+    """Return whether this is the mode of a pipe, device or socket, which could block a reader for ever."""
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)

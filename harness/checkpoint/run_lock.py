@@ -44,7 +44,7 @@ def lock_directory(directory: Path) -> None:
 
 
 def is_lent_twice(directory: Path) -> bool:
-    """Whether this process can take a lock that a process on another host holds: locks do not work between hosts."""
+    """Return whether this process can take a lock held on another host: if so, locks do not work between hosts."""
     try:
         descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -72,7 +72,7 @@ def _holder(directory: Path) -> str:
 
 
 def _is_held(directory: Path) -> bool:
-    """Whether this process holds the lock on the present lock file.
+    """Return whether this process holds the lock on the present lock file.
 
     Raises UserError if another process has written its name there since: the file system granted the lock to both.
     """

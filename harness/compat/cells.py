@@ -107,7 +107,7 @@ def _experts(trial: FamilyCase) -> None:
 
 
 def _has_experts(config: PretrainedConfig) -> bool:
-    """Whether a family is a mixture of experts, by its plan or its config."""
+    """Return whether a family is a mixture of experts, by its plan or its config."""
     text = config.get_text_config(decoder=True).to_dict()
     return spreads_experts(text) or experts_of(text)[0] > 1
 

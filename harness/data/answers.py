@@ -348,11 +348,11 @@ class _Marked:
         return end if self._is_header(found) and before.count(found) == 1 else None
 
     def _is_header(self, text: str) -> bool:
-        """Whether a text can be the header of an answer: the template does not write it before a question."""
+        """Return whether a text can be the header of an answer: the template does not write it before a question."""
         return bool(text.strip()) and text not in self.chat.around_question[0]
 
     def _is_template_alone(self, index: int) -> bool:
-        """Whether the text between the previous message's marks and this answer comes from the template alone."""
+        """Return whether all text between the previous message's marks and this answer is the template's."""
         return index == 0 or bool(self.of(index - 1))
 
     def _behind_earlier(self, index: int, first: Placed) -> int | None:

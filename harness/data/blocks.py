@@ -49,7 +49,8 @@ class TokenIds:
     """
 
     def __init__(self, ids: Sequence[npt.NDArray[np.integer]], starts: Sequence[npt.NDArray[np.int64]]) -> None:
-        self._ids, self._starts = ids, starts
+        self._ids = ids
+        self._starts = starts
         self._ends = np.cumsum([len(part) for part in ids], dtype=np.int64).tolist()
 
     def __len__(self) -> int:

@@ -94,7 +94,7 @@ class MarkedMessages:
     marks: Mapping[str, Mark]
 
     def has(self, index: int, field: str | None = None) -> bool:
-        """Whether a message has marks, in this field of it if one is given."""
+        """Return whether a message has marks, in this field of it if one is given."""
         return any(mark.message == index and field in (None, mark.field) for mark in self.marks.values())
 
     def read(self, output: str) -> tuple[str, list[Placed]]:
@@ -108,7 +108,7 @@ class MarkedMessages:
 
 
 def holds_marks(text: str) -> bool:
-    """Whether the text contains characters that serve as marks."""
+    """Return whether the text contains characters that serve as marks."""
     return _MARKS.search(text) is not None
 
 

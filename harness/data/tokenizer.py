@@ -114,7 +114,7 @@ def end_of_document_id(tokenizer: Tokenizer) -> int:
 
 
 def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
-    """Whether the directory holds a tokenizer's files."""
+    """Return whether the directory holds a tokenizer's files."""
     return any(Path(directory, name).is_file() for name in _FILES)
 
 
@@ -185,7 +185,7 @@ def _from_directory(directory: str) -> PreTrainedTokenizerBase:
 
 
 def _is_marked(directory: str) -> bool:
-    """Whether this is a saved bytes tokenizer, and nobody has added tokens to it since."""
+    """Return whether this is a saved bytes tokenizer, and nobody has added tokens to it since."""
     try:
         config = read_json(Path(directory, "tokenizer_config.json"))
         if not isinstance(config, dict) or config.get(_MARK) != BYTES:

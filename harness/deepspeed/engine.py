@@ -23,7 +23,7 @@ GRADIENTS = ("grad", "_hp_grad", "grad_accum")
 
 
 def has_bf16_optimizer(engine: DeepSpeedEngine) -> bool:
-    """Whether DeepSpeed updates float32 copies of bf16 parameters without one of ZeRO's optimizers."""
+    """Return whether DeepSpeed updates float32 copies of bf16 parameters without one of ZeRO's optimizers."""
     return isinstance(engine.optimizer, BF16_Optimizer)
 
 
@@ -60,7 +60,8 @@ def clip_before_step(engine: DeepSpeedEngine, clip: Callable[[], Tensor], *, ski
         engine._global_grad_norm = norm
         if optimizer.skips_itself:
             # torch's fused kernels read `found_inf`, as GradScaler sets it, and change nothing where it is 1
-            optimizer.overflow, optimizer.found_inf = False, (~torch.isfinite(norm)).float()
+            optimizer.overflow = False
+            optimizer.found_inf = (~torch.isfinite(norm)).float()
             return update(*args, **kwargs)
         optimizer.overflow = skip_nonfinite and not bool(torch.isfinite(norm))
         return None if optimizer.overflow else update(*args, **kwargs)
@@ -70,7 +71,7 @@ def clip_before_step(engine: DeepSpeedEngine, clip: Callable[[], Tensor], *, ski
 
 
 def skips_nonfinite_itself(engine: DeepSpeedEngine) -> bool:
-    """Whether the optimizer's kernel skips the update if the gradient norm is not finite; see `clip_before_step`."""
+    """Return whether the optimizer's kernel skips an update if the norm is not finite; see `clip_before_step`."""
     return bool(getattr(engine.optimizer, "skips_itself", False))
 
 
@@ -128,7 +129,7 @@ def count_groups_alike(optimizer: EngineOptimizer, most: int) -> None:
 
 
 def is_counted_elsewhere(parameter: Tensor) -> bool:
-    """Whether an earlier stage holds the same tied parameter and counts it in the gradient norm."""
+    """Return whether an earlier stage holds the same tied parameter and counts it in the gradient norm."""
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
@@ -193,7 +194,7 @@ def forget_outputs(engine: PipelineEngine) -> None:
 
 
 def scales_loss_dynamically(optimizer: EngineOptimizer) -> bool:
-    """Whether an engine's optimizer scales the loss dynamically (fp16)."""
+    """Return whether an engine's optimizer scales the loss dynamically (fp16)."""
     return bool(getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False))
 
 
@@ -213,6 +214,7 @@ def set_loss_scaling(optimizer: EngineOptimizer, saved: Mapping[str, float]) -> 
 
 def set_counters(engine: DeepSpeedEngine, steps: int, skipped: int) -> None:
     """Set an engine's counters to `steps` optimizer steps, `skipped` of them without an update."""
-    engine.global_steps, engine.skipped_steps = steps, skipped
+    engine.global_steps = steps
+    engine.skipped_steps = skipped
     engine.global_samples = steps * engine.train_batch_size()
     engine.micro_steps = steps * engine.gradient_accumulation_steps()

@@ -28,7 +28,7 @@ def mark_experts(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Whether a parameter was marked by `mark_experts`."""
+    """Return whether a parameter was marked by `mark_experts`."""
     return not getattr(parameter, "allreduce", True)
 
 

@@ -37,11 +37,13 @@ def keeping_fp32() -> Iterator[None]:
         runs = [list(run) for _, run in groupby(tensors, key=lambda tensor: tensor.dtype)]
         return _FlatRuns([of_zero3(run) for run in runs]) if len(runs) > 1 else of_zero3(tensors)
 
-    DeepSpeedEngine._cast_module_mixed_precision, stage3.defragment = cast, flatten
+    DeepSpeedEngine._cast_module_mixed_precision = cast
+    stage3.defragment = flatten
     try:
         yield
     finally:
-        DeepSpeedEngine._cast_module_mixed_precision, stage3.defragment = of_engine, of_zero3
+        DeepSpeedEngine._cast_module_mixed_precision = of_engine
+        stage3.defragment = of_zero3
 
 
 class _FlatRuns:
@@ -77,5 +79,5 @@ def reduce_fp32_gradients(optimizer: EngineOptimizer) -> None:
 
 
 def is_kept(parameter: Tensor) -> bool:
-    """Whether a parameter stays in float32."""
+    """Return whether a parameter stays in float32."""
     return bool(getattr(parameter, "kept_in_fp32", False))

@@ -126,7 +126,8 @@ def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> StateTemplate:
     group = inner.param_groups[stepped.param_group]
     trial = {**group, "params": [probe], "lr": 0.0}
     state, groups = inner.state, inner.param_groups
-    inner.state, inner.param_groups = defaultdict(dict), [trial]
+    inner.state = defaultdict(dict)
+    inner.param_groups = [trial]
     try:
         # The bare step of the class, without hooks and without the wrappers of the learning-rate scheduler and the
         # harness: those would take this for the first step of the run, in which they see which parameters are used.
@@ -136,7 +137,8 @@ def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> StateTemplate:
         step(inner)
         made = dict(inner.state[probe])
     finally:
-        inner.state, inner.param_groups = state, groups
+        inner.state = state
+        inner.param_groups = groups
     elements = {name: value.dtype for name, value in made.items() if isinstance(value, Tensor) and value.dim() > 0}
     for name in elements:
         if made[name].shape != probe.shape:

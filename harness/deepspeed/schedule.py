@@ -107,7 +107,8 @@ def _new_group(engine: PipelineEngine) -> dist.ProcessGroup | None:
 @contextmanager
 def _in_place_of_p2p(transfers: Transfers) -> Iterator[None]:
     before = p2p.send, p2p.recv
-    p2p.send, p2p.recv = transfers.send, transfers.receive
+    p2p.send = transfers.send
+    p2p.recv = transfers.receive
     try:
         yield
     finally:
@@ -130,7 +131,8 @@ class ChunkSwitch:
     """
 
     def __init__(self, engine: PipelineEngine, chunks: ModelChunks) -> None:
-        self._engine, self._last = engine, chunks.count - 1
+        self._engine = engine
+        self._last = chunks.count - 1
         self._own = chunks.of_stage(engine.stage_id)
         self._at: int | None = None
         self._buffers = 0
@@ -163,7 +165,8 @@ class ChunkSwitch:
         engine.is_first_stage = lambda: 0 in self._here
         engine.is_last_stage = lambda: self._last in self._here
         engine._loss_stage_global_rank = lambda: engine.grid.stage_to_global(loss_stage)
-        engine.reset_activation_shape, engine._next_batch = reset_activation_shape, load
+        engine.reset_activation_shape = reset_activation_shape
+        engine._next_batch = load
 
     @property
     def _here(self) -> list[int]:
@@ -232,7 +235,8 @@ class ChunkSwitch:
         for name, value in self._kept[chunk].items():
             setattr(engine, name, value)
         engine._reserve_pipe_buffers(self._buffers)
-        engine.prev_stage, engine.next_stage = chunk - 1, chunk + 1
+        engine.prev_stage = chunk - 1
+        engine.next_stage = chunk + 1
         engine.module.chunk = chunk
 
 
@@ -271,7 +275,8 @@ class OwnSchedule(of_deepspeed.PipeSchedule):  # type: ignore[misc]  # DeepSpeed
 
     def __init__(self, engine: PipelineEngine, program: StageProgram, last: Sequence[Kind]) -> None:
         super().__init__(program.micro_batches, engine.num_stages, engine.stage_id)
-        self._program, self._last = program, last
+        self._program = program
+        self._last = last
 
     def num_pipe_buffers(self) -> int:
         """Return how many buffers the engine has to hold."""

@@ -19,7 +19,7 @@ Partitioned: TypeAlias = Any
 
 
 def is_partitioned(tensor: Tensor) -> bool:
-    """Whether ZeRO-3 has divided a tensor among the data-parallel ranks."""
+    """Return whether ZeRO-3 has divided a tensor among the data-parallel ranks."""
     return hasattr(tensor, "ds_id")
 
 

@@ -88,7 +88,7 @@ def shared_store() -> dist.Store:
 
 
 def all_arrive(place: str, seconds: float) -> bool:
-    """Whether all ranks call this with the same `place` within `seconds`: a barrier with a time limit."""
+    """Return whether all ranks call this with the same `place` within `seconds`: a barrier with a time limit."""
     store, ranks = shared_store(), range(dist.get_world_size())
     store.set(f"{place} {dist.get_rank()}", "")
     try:

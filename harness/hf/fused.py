@@ -56,7 +56,7 @@ def with_globals(function: FunctionType, values: Mapping[str, object]) -> Functi
 
 
 def reads_globals(function: object, names: Iterable[str]) -> TypeGuard[FunctionType]:
-    """Whether a plain function's own code reads one of these globals; decorators are not looked into."""
+    """Return whether a plain function's own code reads one of these globals; decorators are not looked into."""
     return isinstance(function, FunctionType) and not set(names).isdisjoint(function.__code__.co_names)
 
 
@@ -156,7 +156,7 @@ def _fused(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[T
 
 @cache
 def _reads_as(function: object, replaced: str) -> bool:
-    """Whether a function has the code that is replaced, except for comments and types."""
+    """Return whether a function has the code that is replaced, except for comments and types."""
     return function is not None and (found := _code(function)) is not None and found == _code_of(replaced)
 
 

@@ -93,7 +93,7 @@ def liger_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernel
 
 
 def _taken(module: nn.Module) -> bool:
-    """Whether to use Liger's change of a module: it must work when the module is cut. Experts keep the harness's."""
+    """Return whether to use Liger's form of a module: it must work when the module is cut. Experts keep ours."""
     return "forward" in vars(module) and all(own.dim() < 2 for own in module.parameters(recurse=False))
 
 
@@ -133,5 +133,5 @@ def _where_there_are_values(kernel: Callable[..., Any], plain: Callable[..., Any
 
 
 def _interpreted() -> bool:
-    """Whether Triton interprets kernels on the CPU, which is only fit for tests."""
+    """Return whether Triton interprets kernels on the CPU, which is only fit for tests."""
     return inherited("TRITON_INTERPRET").get("TRITON_INTERPRET") == "1"

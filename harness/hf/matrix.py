@@ -77,7 +77,7 @@ def plan_digest(config_class: type[PretrainedConfig]) -> str | None:
 
 
 def is_tested(config: PretrainedConfig, split: bool, path: Path = STORED, *, dealt: bool = False) -> bool:
-    """Whether the matrix has the family of `config` as working with the installed transformers.
+    """Return whether the matrix has the family of `config` as working with the installed transformers.
 
     Args:
         split: also over tensor-parallel ranks. A plan of the config's own, or an edited plan file, is not in the

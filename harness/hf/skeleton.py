@@ -215,7 +215,7 @@ def _reason(error: Exception) -> str:
 
 
 def is_composite(config: PretrainedConfig) -> bool:
-    """Whether a config is that of a vision-language model: a text decoder with encoders of images."""
+    """Return whether a config is that of a vision-language model: a text decoder with encoders of images."""
     with_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return with_images and isinstance(getattr(config, "text_config", None), PretrainedConfig)
 

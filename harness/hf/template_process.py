@@ -44,7 +44,8 @@ class TemplateProcess:
     """
 
     def __init__(self, source: str, names: Mapping[str, Any]) -> None:
-        self._source, self._names = source, dict(names)
+        self._source = source
+        self._names = dict(names)
         self._owner = 0  # a forked process needs a template process of its own
         self._process: ForkProcess | None = None
         self._there: Connection[Any, Any] | None = None

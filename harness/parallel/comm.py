@@ -149,7 +149,8 @@ class _CopyToGroup(torch.autograd.Function):
 class _CopyTailToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, tail: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.tail, ctx.group = tail, group
+        ctx.tail = tail
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
@@ -171,7 +172,8 @@ class _ReduceFromGroup(torch.autograd.Function):
 class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.widths = group, widths
+        ctx.group = group
+        ctx.widths = widths
         return _join(x, group, widths)
 
     @staticmethod
@@ -182,7 +184,8 @@ class _GatherFromGroup(torch.autograd.Function):
 class _SplitToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.widths = group, widths
+        ctx.group = group
+        ctx.widths = widths
         return _own_share(x, group, widths)
 
     @staticmethod

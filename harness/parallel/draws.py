@@ -251,7 +251,9 @@ def expect_shapes(
     """
     active = _active.get()
     if isinstance(active, KeyedDraws) and (active.key.tensor.size > 1 or tokens is not None):
-        active.whole, active.shares, active.tokens = shapes(), shares, tokens
+        active.whole = shapes()
+        active.shares = shares
+        active.tokens = tokens
 
 
 @contextmanager
@@ -299,7 +301,7 @@ def draws_apart(seed: int, device: torch.device | None = None) -> Iterator[None]
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether a module contains a dropout layer with a probability above 0."""
+    """Return whether a module contains a dropout layer with a probability above 0."""
     return any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.modules())
 
 

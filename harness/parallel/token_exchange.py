@@ -160,7 +160,8 @@ class RowExchange:
 
     def __init__(self, rows: Tensor, sizes: list[list[int]], group: dist.ProcessGroup) -> None:
         """Begin to send `rows`, which lie in the order of the ranks that get them: `sizes[i][j]` go from i to j."""
-        self._sizes, self._group = sizes, group
+        self._sizes = sizes
+        self._group = group
         self._wait: Callable[[], Tensor] | None = None
         self._begun = apply(_Send, rows, self)
 
@@ -218,7 +219,8 @@ class _RowsOfPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, hidden: Tensor, order: Tensor, chosen: int) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.tokens, ctx.chosen = hidden.shape[0], chosen
+        ctx.tokens = hidden.shape[0]
+        ctx.chosen = chosen
         return hidden.index_select(0, order // chosen)
 
     @staticmethod

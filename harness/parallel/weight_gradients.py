@@ -114,7 +114,7 @@ def _linear(
 
 
 def _can_wait(x: Tensor, weight: Tensor) -> bool:
-    """Whether a weight's gradient can be deferred: only that of a parameter or of a view of one.
+    """Return whether a weight's gradient can be deferred: only that of a parameter or of a view of one.
 
     A weight that is computed from parameters has a graph of its own, and autograd frees that after one backward.
     """
@@ -151,7 +151,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         # not by save_for_backward: activation checkpointing would return a copy that is detached from the parameter
         ctx.weight = weight
-        ctx.gradients, ctx.products = gradients, products
+        ctx.gradients = gradients
+        ctx.products = products
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -175,7 +176,8 @@ class _Later(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
-        ctx.product, ctx.transposed = (x, grad), weight.stride(0) == 1
+        ctx.product = (x, grad)
+        ctx.transposed = weight.stride(0) == 1
         return weight.new_zeros(())
 
     @staticmethod

@@ -46,7 +46,7 @@ class Distance:
     tensor: float
 
     def within(self, limit: Distance) -> bool:
-        """Whether no number is NaN or larger than that of `limit`."""
+        """Return whether no number is NaN or larger than that of `limit`."""
         return all(value <= getattr(limit, name) for name, value in asdict(self).items())
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ def _quotient(a: float, b: float) -> float:
 
 
 def is_another_course(found: TrainingResult, again: Callable[[int], TrainingResult], limit: Distance) -> bool:
-    """Whether `found` is within `limit` of one process that starts from weights changed by rounding errors.
+    """Return whether `found` is within `limit` of one process that starts from weights changed by rounding errors.
 
     If a router's choice or a ReLU depends on the last bit, rounding leads a training to one of a few courses, which
     are far from each other. The seeds of `noise_limit` may have missed this course, so more seeds are tried.

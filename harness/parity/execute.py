@@ -106,7 +106,8 @@ class StopAt(TrainerCallback):
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:  # noqa: ARG002
         """Request the end of training after that step."""
         if state.global_step == self.step:
-            control.should_save, control.should_training_stop = self.saves, True
+            control.should_save = self.saves
+            control.should_training_stop = True
 
 
 def new_trainer(

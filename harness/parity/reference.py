@@ -84,7 +84,8 @@ class _Loop:
 
     def __init__(self, training: Training, subject: Subject, precision: str) -> None:
         self.training = training
-        self.precision, self.dtype = precision, DTYPES[precision]
+        self.precision = precision
+        self.dtype = DTYPES[precision]
         self.scale = 2.0**SCALE_POWER if precision == "fp16" else 1.0
         self.sums = DTYPES.get(training.sums, torch.float32) if self.dtype != torch.float32 else torch.float32
         self.masters = _model(training, subject, torch.float32)
@@ -310,7 +311,8 @@ class _Draws(TorchFunctionMode):
     def __init__(self, model: Model, training: Training, first_sample: int) -> None:
         super().__init__()
         self.key = training.seed, first_sample
-        self.samples, self.lora = training.micro, training.lora
+        self.samples = training.micro
+        self.lora = training.lora
         self.layer = self.number = 0
         self.stack = _layer_stack(model)
         self._hooks: list[RemovableHandle] = []
@@ -329,7 +331,8 @@ class _Draws(TorchFunctionMode):
             hook.remove()
 
     def _enter(self, layer: int) -> None:
-        self.layer, self.number = layer, 0
+        self.layer = layer
+        self.number = 0
 
     def __torch_function__(
         self, func: Model, types: object, args: tuple[object, ...] = (), kwargs: JsonObject | None = None

@@ -236,7 +236,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
 
 
 def sums_whole(precision: str, zero_stage: int) -> bool:
-    """Whether DeepSpeed's optimizer keeps all summed gradients on each rank: only for bf16 at stage 1."""
+    """Return whether DeepSpeed's optimizer keeps all summed gradients on each rank: only for bf16 at stage 1."""
     return precision == "bf16" and zero_stage <= 1
 
 

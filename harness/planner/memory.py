@@ -436,7 +436,7 @@ def _at_update(workload: Workload, strategy: Strategy, load: StageLoad) -> float
 
 
 def _sums_apart(workload: Workload) -> bool:
-    """Whether gradients are summed in a wider dtype than their own (`_use_compact_grad_partition_buffer`)."""
+    """Return whether gradients are summed in a wider dtype than their own (`_use_compact_grad_partition_buffer`)."""
     return workload.gradient_bytes > workload.element_bytes
 
 

@@ -158,7 +158,7 @@ def decoder_of(config: Mapping[str, object], source: str, counts: ParameterCount
 
 
 def _is_guess(config: Mapping[str, object]) -> bool:
-    """Whether the sizes read here were never compared with a model of this family and with these keys.
+    """Return whether the sizes read here were never compared with a model of this family and with these keys.
 
     A config.json that lacks a main size of its family must have it under another name.
     """
@@ -173,7 +173,7 @@ def _is_guess(config: Mapping[str, object]) -> bool:
 
 
 def _is_dense(config: Mapping[str, object], sizes: Mapping[str, int], index: int) -> bool:
-    """Whether a layer has a dense feed-forward network, by any of the ways in which configs say which have experts."""
+    """Return whether a layer has a dense feed-forward network, in whichever way the config says which have experts."""
     if not sizes["experts"] or index < sizes["dense_layers"]:
         return True
     for key, dense in (("mlp_layer_types", "dense"), ("moe_layer_freq", 0)):
@@ -194,7 +194,7 @@ def _is_dense(config: Mapping[str, object], sizes: Mapping[str, int], index: int
 
 
 def _has_window(config: Mapping[str, object], sizes: Mapping[str, int], index: int) -> bool:
-    """Whether a layer attends only to a window, if the config has one."""
+    """Return whether a layer attends only to a window, if the config has one."""
     if config.get("use_sliding_window") is False:
         return False
     kinds = config.get("layer_types")

@@ -69,8 +69,12 @@ class Agent(LocalElasticAgent):
         *,
         serves: bool = False,
     ) -> None:
-        self.offer, self.options, self.ranks = offer, options, ranks
-        self._look, self._received, self._serves = look, received, serves
+        self.offer = offer
+        self.options = options
+        self.ranks = ranks
+        self._look = look
+        self._received = received
+        self._serves = serves
         self.store = run_store(store, options.rdzv_id)
         self.handler = Rendezvous(store, options, name, self._wait_for_others)
         self.heartbeat = Heartbeat(self.store, self.handler.node)
@@ -81,7 +85,8 @@ class Agent(LocalElasticAgent):
         self._number = -1  # of the start
         self._hosts = 0  # number of agents that take part
         self._passed = 0  # number of received signals that were passed on to the ranks
-        self._joins, self._joins_since = True, time.monotonic()
+        self._joins = True
+        self._joins_since = time.monotonic()
         self._signalled = self._finished = False
         self._kills = oom_kills()
         if serves:
@@ -105,7 +110,9 @@ class Agent(LocalElasticAgent):
         spec: WorkerSpec,  # noqa: ARG002
     ) -> list[Worker]:
         """Exchange what the hosts have and what they start; return the ranks of this host."""
-        self._joins, self._leads, self._hosts = False, group_rank == 0, group_world_size
+        self._joins = False
+        self._leads = group_rank == 0
+        self._hosts = group_world_size
         history = None if self.store.check(["history"]) else self.leader.known
         port = self.options.master_port or free_port()
         put(store, f"offer/{group_rank}", replace(self.offer, node=self.handler.node, port=port, history=history))
@@ -118,7 +125,9 @@ class Agent(LocalElasticAgent):
                 self._leave(verdict.code or 0)
         self._await(store, ["plan", own := f"plan/{self.handler.node}"])
         self._plan = {**take(store, "plan", dict), **take(store, own, dict)}
-        self._number, self._signalled, self._finished = self._plan["start"], False, False
+        self._number = self._plan["start"]
+        self._signalled = False
+        self._finished = False
         first, total, here = self._plan["first"], self._plan["ranks"], range(len(self._plan["devices"]))
         return [Worker(local, first + local, first + local, total, total) for local in here]
 
@@ -161,7 +170,8 @@ class Agent(LocalElasticAgent):
         if self._received:
             self._leave(128 + self._received[0])
         self._pause(verdict.pause)
-        self._joins, self._joins_since = True, time.monotonic()
+        self._joins = True
+        self._joins_since = time.monotonic()
         return RunResult(state=WorkerState.FAILED)
 
     def _watch(self) -> str:

@@ -53,9 +53,14 @@ class Leader:
         received: Sequence[int],
         known: History,
     ) -> None:
-        self.options, self.script, self.store, self.known = options, script, store, known
-        self._devices, self._wanted = devices, options.wanted or devices * options.nodes[1]
-        self._pause, self._received = pause, received
+        self.options = options
+        self.script = script
+        self.store = store
+        self.known = known
+        self._devices = devices
+        self._wanted = options.wanted or devices * options.nodes[1]
+        self._pause = pause
+        self._received = received
         self.team = Team(offers=())  # the hosts of the current start
         self.grows = False  # whether its ranks were told to save and stop because further hosts are there
         self._waits_since = 0.0  # since when there are too few hosts; 0 if there are enough
@@ -99,7 +104,8 @@ class Leader:
         elif start is not None:
             self.script.earlier = history.earlier
             start = self.script.again(start)
-        self.team, self.grows = team, False
+        self.team = team
+        self.grows = False
         several, first = len([offer for offer in team.offers if offer.devices]) > 1, team.offers[0]
         address = self.options.master_addr or (first.address if several else LOOPBACK)
         plan = {"start": number, "hosts": len(team.offers), "address": address, "port": first.port}
@@ -139,7 +145,7 @@ class Leader:
         return None
 
     def would_grow(self, waiting: int) -> bool:
-        """Whether more ranks could be used if the waiting hosts had as many devices as this one."""
+        """Return whether more ranks could be used if the waiting hosts had as many devices as this one."""
         used = sum(len(offer.devices) for offer in self.team.offers)
         most = min(self._wanted, used + waiting * self._devices)
         better = self.script.first(most) if most == self._wanted else self.script.on_fewer(self._wanted, most)
@@ -189,7 +195,7 @@ class Leader:
         return reports
 
     def _can_spare(self, leaving: set[str]) -> bool:
-        """Whether the run can go on without these agents: enough are left, and none of the leaving serves the store."""
+        """Return whether the run can go on without these agents: enough stay, and none of these serves the store."""
         left = [offer.node for offer in self.team.offers if offer.node not in leaving]
         server = self.store.get("server").decode() if self.store.check(["server"]) else ""
         least, most = self.options.nodes

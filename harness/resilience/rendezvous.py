@@ -135,7 +135,8 @@ class Heartbeat:
     """The counters by which agents see that the others are alive. A thread increases that of this agent, `node`."""
 
     def __init__(self, store: dist.Store, node: str) -> None:
-        self._store, self._node = dist.PrefixStore("heartbeat", store), node
+        self._store = dist.PrefixStore("heartbeat", store)
+        self._node = node
         own: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._seen: dict[str, tuple[bytes, float]] = {}
         self._checked = -math.inf
@@ -171,7 +172,8 @@ class StateHolder(_BackendRendezvousStateHolder):
         self, backend: C10dRendezvousBackend, settings: RendezvousSettings, node: _NodeDesc, tick: Callable[[], None]
     ) -> None:
         super().__init__(backend, settings)
-        self._node, self._tick = node, tick
+        self._node = node
+        self._tick = tick
         self.gone: frozenset[str] = frozenset()  # names of agents to leave out
         self.expected = settings.max_nodes  # number of hosts to wait for
         self.last_call = LAST_CALL_S  # seconds without a new host after which those that are there start
@@ -220,7 +222,8 @@ class Rendezvous(DynamicRendezvousHandler):
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         node, without_limit, run_id = _NodeDesc(*name), timedelta(seconds=JOIN_S), options.rdzv_id
         settings = RendezvousSettings(run_id, *options.nodes, RendezvousTimeout(join=without_limit), without_limit, 1)
-        self.holder, self.node = StateHolder(C10dRendezvousBackend(store, run_id), settings, node, tick), str(node)
+        self.holder = StateHolder(C10dRendezvousBackend(store, run_id), settings, node, tick)
+        self.node = str(node)
         super().__init__(node, settings, "c10d", store, self.holder)
 
     def _start_heartbeats(self) -> None:
@@ -242,7 +245,7 @@ class Rendezvous(DynamicRendezvousHandler):
         return [str(node) for node in sorted(numbers, key=lambda node: numbers[node])]
 
     def takes_part(self) -> bool:
-        """Whether this agent is still one of the participants: it may have been stopped, and counted as lost."""
+        """Return whether this agent is still one of the participants: it may have been stopped, and counted as lost."""
         self.holder.sync()
         return self.node in self.participants()
 

@@ -73,7 +73,7 @@ def why_over(records: Path, exits: Sequence[Exit], count: int) -> str:
 
 
 def have_reported(records: Path, exits: Sequence[Exit], count: int, why: str, waited: float) -> bool:
-    """Whether all ranks of a host have ended or recorded why they fail, or have had time enough for it."""
+    """Return whether all ranks of a host have ended or recorded why they fail, or have had time enough for it."""
     failures = read_failures(records) if count else []
     wrong = [failure for failure in failures if failure.error != STOPPED]
     told = {rank for rank, _, _ in exits} | {failure.rank for failure in wrong}
@@ -83,7 +83,7 @@ def have_reported(records: Path, exits: Sequence[Exit], count: int, why: str, wa
 
 
 def _is_bad(failures: Sequence[Failure], exits: Sequence[Exit]) -> bool:
-    """Whether a rank has failed, other than by a signal after which it saved."""
+    """Return whether a rank has failed, other than by a signal after which it saved."""
     errors = {failure.rank: failure.error for failure in failures}
     return bool({*errors.values()} - {STOPPED}) or any(code and rank not in errors for rank, code, _ in exits)
 

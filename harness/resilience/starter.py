@@ -65,7 +65,9 @@ class Starter:
     """Keeps a launch on each host until the run is over. `received`: signals that this process gets."""
 
     def __init__(self, options: Options, hosts: Sequence[HostDevices], received: Sequence[int]) -> None:
-        self.options, self.hosts, self.received = options, hosts, received
+        self.options = options
+        self.hosts = hosts
+        self.received = received
         self.launches: dict[int, HostLaunch] = {}
         self.missing: dict[int, float] = {}  # when each host without a launch is tried again
         self._told = ""
@@ -78,7 +80,8 @@ class Starter:
         listener = listen(self._address, 0)
         if listener is None:
             raise UserError(f"{self._address}: no port can be opened there")
-        self._listener, self._endpoint = listener, listener.getsockname()[:2]
+        self._listener = listener
+        self._endpoint = listener.getsockname()[:2]
 
     def run(self) -> int:
         """Run the script to its end; return the exit code."""

@@ -80,7 +80,7 @@ def largest(values: Sequence[int]) -> list[int]:
 
 
 def any_rank(requested: bool) -> bool:
-    """Whether `requested` is true on any rank; all ranks call it."""
+    """Return whether `requested` is true on any rank; all ranks call it."""
     return bool(largest([int(requested)])[0])
 
 

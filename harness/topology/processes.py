@@ -47,7 +47,7 @@ def status_of(process: int) -> ProcessStatus | None:
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a process is stopped (as by SIGSTOP); False where that cannot be known."""
+    """Return whether a process is stopped (as by SIGSTOP); False where that cannot be known."""
     with suppress(OSError):
         status = status_of(process)
         return status is not None and status.state == "T"
@@ -152,7 +152,9 @@ class LineReader:
     """Reads whole lines from a file descriptor without blocking."""
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor, self.is_closed, self._rest = descriptor, False, b""
+        self.descriptor = descriptor
+        self.is_closed = False
+        self._rest = b""
 
     def read(self) -> list[str]:
         """Return the complete lines that have arrived."""

@@ -14,7 +14,7 @@ ANSWER_S = 30  # timeout of a command; Slurm's controller may be busy
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Whether `srun` started this process as a task; the shell of a batch job or of salloc is not one."""
+    """Return whether `srun` started this process as a task; the shell of a batch job or of salloc is not one."""
     return "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ
 
 

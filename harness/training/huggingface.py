@@ -87,7 +87,7 @@ def methods_of_transformers() -> frozenset[str]:
 
 
 def _serves(method: Callable[..., object], of_base: Callable[..., object] | None) -> bool:
-    """Whether a method can replace the one that it overrides: every argument that it requires is one of the base's."""
+    """Return whether a method can replace the one it overrides: all arguments that it requires are the base's."""
     if of_base is None:
         return False
     takes = inspect.signature(of_base).parameters

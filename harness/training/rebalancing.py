@@ -71,7 +71,8 @@ def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> 
     files.clear()  # otherwise these references would keep the old engine's tensors alive
     run.engine.release()
     run.engine = build_engine(run, trainable.layers, boundaries, trainable.loss, trainable.traits)
-    run.boundaries, run.stages = boundaries, stage_lines(trainable, boundaries, run.module, run)
+    run.boundaries = boundaries
+    run.stages = stage_lines(trainable, boundaries, run.module, run)
     ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, run.resolved.chunks)
 
     def fill(stem: str, want: Sequence[LocalShard]) -> None:
@@ -134,7 +135,8 @@ class Rebalancer:
         of_all = values_of_all((computed, median(self._steps)))
         step_seconds = max(seconds for _, seconds in of_all)
         of_chunks = [max(found[chunk] for found, _ in of_all if chunk in found) for chunk in range(chunks.count)]
-        self._computed, self._steps = [], []
+        self._computed = []
+        self._steps = []
         if self._before is not None and not self._has_gained(step_seconds, state):
             return
         costs = corrected(self.run.trainable.costs, self.run.boundaries, of_chunks)

@@ -37,7 +37,9 @@ class MicroBatches(Dataset[object]):
     """The micro-batches of one rank: dicts of input_ids, labels and perhaps position_ids, or pairs (inputs, labels)."""
 
     def __init__(self, dataset: MapDataset, rows: Sequence[Sequence[int]], collator: Collator) -> None:
-        self.dataset, self.rows, self.collator = dataset, rows, collator
+        self.dataset = dataset
+        self.rows = rows
+        self.collator = collator
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -100,11 +102,11 @@ class ScriptMethods(ABC):
         return True
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.state.is_world_process_zero
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first rank of its host."""
+        """Return whether this is the first rank of its host."""
         return self.state.is_local_process_zero
 
     def get_num_trainable_parameters(self) -> int:
@@ -230,7 +232,7 @@ class ScriptMethods(ABC):
 
 
 def _is_loss(key: str) -> bool:
-    """Whether a logged value is the loss of an evaluation."""
+    """Return whether a logged value is the loss of an evaluation."""
     return key.startswith("eval_") and key.endswith("_loss")
 
 

@@ -63,7 +63,10 @@ def flag(
         hf_only: the flag acts on HuggingFace models only, and is refused for a model given as a list of layers.
     """
     about = Help(text.replace("%", "%%"))
-    about.least, about.choices, about.paths, about.hf_only = least, tuple(choices), paths, hf_only
+    about.least = least
+    about.choices = tuple(choices)
+    about.paths = paths
+    about.hf_only = hf_only
     return field(default=default, metadata={"help": about})
 
 

@@ -55,7 +55,7 @@ class ScriptArguments(Flags):
         return not self.do_eval if self.do_train is None else self.do_train
 
     def holds_out(self, *, evaluates: bool) -> bool:
-        """Whether a part of train_file is held out if there is no validation_file.
+        """Return whether a part of train_file is held out if there is no validation_file.
 
         Args:
             evaluates: whether there are evaluations during training.

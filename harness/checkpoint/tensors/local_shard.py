@@ -139,12 +139,12 @@ def _trained(name: str, stepped: SteppedOn, run: ElementRun, groups: Groups) -> 
 
 
 def _is_first(shard: Shard | None, groups: Groups) -> bool:
-    """Whether this is the first tensor-parallel rank with these values."""
+    """Return whether this is the first tensor-parallel rank with these values."""
     return groups.coordinate.tp_rank == 0 if shard is None else shard.owner
 
 
 def _is_first_on_data(shard: Shard | None, groups: Groups) -> bool:
-    """Whether this is the first data-parallel rank with these values."""
+    """Return whether this is the first data-parallel rank with these values."""
     return groups.first_of_copies if shard is not None and shard.over_data else groups.coordinate.dp_rank == 0
 
 

@@ -133,7 +133,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def _is_on_nfs(path: Path) -> bool:
-    """Whether a file lies on NFS, by Linux's table of mounts."""
+    """Return whether a file lies on NFS, by Linux's table of mounts."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -161,7 +161,7 @@ def _deal(dealt: list[list[FileRegion]] | None, groups: Groups) -> list[FileRegi
 
 
 def takes_part(coordinate: Coordinate, axis: Axis) -> bool:
-    """Whether a rank takes part when places are passed along an axis.
+    """Return whether a rank takes part when places are passed along an axis.
 
     Only groups whose first rank has the places by then do: those at coordinate 0 of all later axes.
     """
@@ -250,7 +250,7 @@ def write_tensors(
 
 
 def several_hosts() -> bool:
-    """Whether ranks run on more than one host; all ranks call it."""
+    """Return whether ranks run on more than one host; all ranks call it."""
     return values_on_host(host_id(), None).hosts > 1
 
 

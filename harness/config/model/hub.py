@@ -79,7 +79,7 @@ def fetch(source: str, wanted: Wanted) -> Path | None:
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether a folder holds a config.json and all files of its weights."""
+    """Return whether a folder holds a config.json and all files of its weights."""
     if not (folder / "config.json").is_file():
         return False
     try:

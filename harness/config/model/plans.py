@@ -45,8 +45,7 @@ def expert_plan_refusal(config: Mapping[str, object]) -> str | None:
 
 
 def spreads_experts(config: Mapping[str, object]) -> bool:
-    """Whether the family's configuration in the installed transformers declares an expert-parallel plan, or its plan
-    file does."""
+    """Return whether transformers' configuration of the family, or its plan file, declares an expert-parallel plan."""
     text = config.get("text_config")
     part = text if isinstance(text, Mapping) else config
     file = plan_file(part.get("model_type"))
@@ -55,7 +54,7 @@ def spreads_experts(config: Mapping[str, object]) -> bool:
 
 
 def declares_expert_plan(family: str) -> bool:
-    """Whether a family's folder in the installed transformers has a configuration with an expert-parallel plan."""
+    """Return whether the installed transformers' configuration of a family has an expert-parallel plan."""
     found = util.find_spec("transformers")
     folders = found.submodule_search_locations if found is not None else None
     return any(

@@ -104,7 +104,7 @@ def _counts(config: object, names: re.Pattern[str]) -> Iterator[tuple[str, float
 
 
 def is_model_type(source: str) -> bool:
-    """Whether `source` is only a model type, without a config.json."""
+    """Return whether `source` is only a model type, without a config.json."""
     return source in families_of_matrix() and not (PRESETS / source).exists() and not Path(source).exists()
 
 

@@ -30,7 +30,7 @@ class Heads:
     key_value: int
 
     def fit(self, size: int) -> bool:
-        """Whether `size` ranks can share the heads so that each has a query head."""
+        """Return whether `size` ranks can share the heads so that each has a query head."""
         if self.query % self.key_value:  # no group of query heads belongs to a key/value head
             return self.query % size == 0 and self.key_value % size == 0
         return size <= self.query

@@ -91,15 +91,15 @@ class RunView:
         return lookup(self.file_as_read, pointer)
 
     def has(self, pointer: str) -> bool:
-        """Whether the config has a key, whatever its value."""
+        """Return whether the config has a key, whatever its value."""
         return _has(self.data, pointer)
 
     def file_has(self, pointer: str) -> bool:
-        """Whether the file has a key: what arguments and defaults have filled in is not in it."""
+        """Return whether the file has a key: what arguments and defaults have filled in is not in it."""
         return _has(self.document.data, pointer)
 
     def on(self, pointer: str) -> bool:
-        """Whether a switch is on for DeepSpeed's lenient reader."""
+        """Return whether a switch is on for DeepSpeed's lenient reader."""
         return as_bool(self.get(pointer)) is True
 
     def section(self, pointer: str) -> JsonObject:
@@ -214,7 +214,7 @@ class RunView:
 
 
 def is_comment(name: str) -> bool:
-    """Whether a key is a comment for people."""
+    """Return whether a key is a comment for people."""
     return name.startswith(COMMENT_MARKS) or "comment" in name.lower()
 
 

@@ -75,7 +75,7 @@ class Batch:
     accumulation: int
 
     def fits(self, dp_size: int) -> bool:
-        """Whether the three agree, each at least 1."""
+        """Return whether the three agree, each at least 1."""
         sizes_are_positive = min(self.train, self.micro, self.accumulation) > 0
         return sizes_are_positive and self.train == self.micro * self.accumulation * dp_size
 

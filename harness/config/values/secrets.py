@@ -83,7 +83,7 @@ class Secrets:
 
 
 def is_secret(name: object, value: object) -> bool:
-    """Whether a key of a config names a secret and its value may be one; a switch, a number and null are not."""
+    """Return whether a key of a config names a secret and its value may be one; a switch, a number and null are not."""
     return _KEY.fullmatch(str(name)) is not None and not (value is None or isinstance(value, bool | float))
 
 

@@ -18,7 +18,7 @@ TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
 def takes(hint: object, kind: type) -> bool:
-    """Whether a type hint accepts values of a class: `float | None` accepts float, `tuple[str, ...]` accepts tuple."""
+    """Return whether a type hint accepts a class: `float | None` accepts float, `tuple[str, ...]` accepts tuple."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return any((get_origin(member) or member) is kind for member in members)
 

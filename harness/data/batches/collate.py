@@ -94,7 +94,7 @@ def _language(samples: Sequence[Mapping[str, object]]) -> MicroBatch:
 
 
 def _have(name: str, samples: Sequence[object]) -> bool:
-    """Whether the samples have this column. UserError if only some have it: the others would silently go without."""
+    """Return whether the samples have this column. Raises UserError if only some have it."""
     having = [isinstance(sample, Mapping) and name in sample for sample in samples]
     if any(having) and not all(having):
         raise UserError(

@@ -117,6 +117,6 @@ def _batches(
 
 
 def _are_token_labels(inputs: Value, labels: torch.Tensor) -> bool:
-    """Whether there is one label for each token, as in a language model, so that -100 takes a token out of the loss."""
+    """Return whether each token has a label, as in a language model, so that -100 leaves the token out of the loss."""
     ids = inputs[0] if isinstance(inputs, (tuple, list)) else inputs
     return isinstance(ids, torch.Tensor) and ids.dtype == labels.dtype == torch.long and ids.shape == labels.shape

@@ -122,7 +122,9 @@ class BatchStream:
             plan = self._planned(self.consumed)
             self.consumed = plan.consumed + self.global_batch
             micro_batches, masked = (self._ahead or self._read)(plan) if read else ([], 0)
-        self.length, self._tokens, self._masked = plan.length, plan.tokens, masked
+        self.length = plan.length
+        self._tokens = plan.tokens
+        self._masked = masked
         if isinstance(self.dataset, SeveralSources) and len(self.dataset.names) > 1 and read:
             self.sources = [self.dataset.sources_of(rows) for rows in plan.rows]
         return micro_batches

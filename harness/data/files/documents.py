@@ -147,7 +147,7 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
 
 
 def holds_tokens(dataset: MapDataset | None) -> bool:
-    """Whether a data set needs no tokenising: None, rows with input_ids, pairs, or rows without a known column."""
+    """Return whether a data set is not tokenised: None, rows with input_ids, pairs, rows without a known column."""
     if dataset is None or not hasattr(dataset, "__getitem__") or not len(dataset):
         return True
     row = dataset[0]

@@ -24,7 +24,7 @@ DATA = "data"
 
 
 def is_whole(file: Path) -> bool:
-    """Whether a .json file is one array or object, and not one object a line; reads only as much as decides it."""
+    """Return whether a .json file is one array or object, not one object a line; read no more than tells."""
     # The first line decides: a complete object, without a list under "data", means one object a line.
     for text, is_all in _beginnings(file, "replace"):
         begin = text.lstrip(_BLANK)

@@ -189,7 +189,7 @@ def kind_of_file(file: Path) -> str | None:
 
 
 def decodes(file: Path) -> bool:
-    """Whether the whole file can be read and is UTF-8."""
+    """Return whether the whole file can be read and is UTF-8."""
     try:
         file.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError):

@@ -280,7 +280,7 @@ def _with_answers(messages: list[JsonObject], answers_from: int, place: str) -> 
 
 
 def _is_learnt(message: JsonObject, place: str) -> bool:
-    """Whether a message may be trained on, by its own keys. UserError for a key that asks for something unsupported."""
+    """Return whether a message may be trained on, by its own keys. Raises UserError for an unsupported key."""
     partly = next((name for name in ("train_detail", "training_detail") if _is_there(message.get(name))), None)
     if partly is not None:
         raise UserError(
@@ -301,12 +301,12 @@ def _is_learnt(message: JsonObject, place: str) -> bool:
 
 
 def _says_no(name: str, value: object) -> bool:
-    """Whether a column of _MARKS is false, or a weight other than 1. Other numbers may be classes or scores."""
+    """Return whether a column of _MARKS is false, or a weight other than 1. Other numbers may be classes or scores."""
     return (value not in (None, 1)) if name == "weight" else str(value).lower() == "false"
 
 
 def _is_there(value: object) -> bool:
-    """Whether an unsupported column holds anything."""
+    """Return whether an unsupported column holds anything."""
     return bool(value.strip() if isinstance(value, str) else value)
 
 

@@ -36,7 +36,9 @@ class PreparationProgress:
     """
 
     def __init__(self, total: int, doing: str, say: Callable[[str], None]) -> None:
-        self.total, self.doing, self.say = total, doing, say
+        self.total = total
+        self.doing = doing
+        self.say = say
         self._terminal = say.terminal if isinstance(say, Speaker) else None
         self._bar: tqdm[NoReturn] | None = None
         self._begun = self._said = time.monotonic()

@@ -76,7 +76,7 @@ def mapped(
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder holds exactly what was written into it.
+    """Return whether a folder holds exactly what was written into it.
 
     A file with the noted size and modification time is not read; of any other file the digest is compared.
     """

@@ -84,7 +84,8 @@ class FileRows(Rows):
 
     def __init__(self, files: Sequence[Path], kind: str, say: Callable[[str], None] = lambda _: None) -> None:
         super().__init__(say)
-        self.files, self.kind = list(files), kind
+        self.files = list(files)
+        self.kind = kind
         self.key = fingerprint("stream", kind, *map(_sampled, files))
 
     def since(self, section: int, mark: Mark) -> Iterator[tuple[int, int, Row]]:
@@ -214,7 +215,7 @@ def _sampled(file: Path) -> str:
 
 
 def is_iterable(dataset: object) -> TypeIs[IterableDataset[Row]]:
-    """Whether this is an IterableDataset of torch or of `datasets` (which is a subclass of torch's)."""
+    """Return whether this is an IterableDataset of torch or of `datasets` (which is a subclass of torch's)."""
     return isinstance(dataset, IterableDataset)
 
 

@@ -100,7 +100,9 @@ class TextBlocks(SampleMaker):
     """Documents joined and cut into blocks, with position ids if they are packed."""
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, *, packing: bool) -> None:
-        self._pieces, self._size, self._packing = PieceEncoder(tokenizer), block_size, packing
+        self._pieces = PieceEncoder(tokenizer)
+        self._size = block_size
+        self._packing = packing
         self.key = ("blocks", block_size, packing)
 
     def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
@@ -128,7 +130,9 @@ class ConversationSamples(SampleMaker):
     """Conversations, each padded on the right; or packed, 256 consecutive ones at a time, none cut."""
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, *, packing: bool) -> None:
-        self._chat, self._size, self._packing = ConversationEncoder(tokenizer), block_size, packing
+        self._chat = ConversationEncoder(tokenizer)
+        self._size = block_size
+        self._packing = packing
         self.key = ("conversations", block_size, packing, self._chat.template)
 
     def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
@@ -204,7 +208,8 @@ class StreamedSource:
     """
 
     def __init__(self, rows: Rows, maker: SampleMaker, made_with: str = "") -> None:
-        self._rows, self._maker = rows, maker
+        self._rows = rows
+        self._maker = maker
         self._made = fingerprint(made_with, *maker.key)
         self.key = fingerprint(rows.key, self._made)
         self.seek({})
@@ -237,11 +242,13 @@ class StreamedSource:
 
     def _start(self, origin: StreamPosition) -> None:
         self._origin = self._position = origin
-        self._count, self._coming = origin.sample, self._maker.samples(self._rows, origin)
+        self._count = origin.sample
+        self._coming = self._maker.samples(self._rows, origin)
 
     def _next(self) -> Sample:
         sample, position = next(self._coming)
-        self._count, self._position = self._count + 1, position or self._position
+        self._count = self._count + 1
+        self._position = position or self._position
         return sample
 
 
@@ -263,7 +270,9 @@ class Streamed(OwnOrder, SeveralSources):
         buffer: int = 0,
         names: Sequence[str] = (),
     ) -> None:
-        self.sources, self._buffer, self.names = list(sources), max(buffer, 1), names
+        self.sources = list(sources)
+        self._buffer = max(buffer, 1)
+        self.names = names
         self._shares = Shares(weights or [1.0])
         self.key = fingerprint(*(source.key for source in sources), *self._shares.shares, self._buffer)
         self._number = -1  # number of the buffer in memory
@@ -278,7 +287,8 @@ class Streamed(OwnOrder, SeveralSources):
             return self._read(index)
         number, inside = divmod(index, self._buffer)
         if number != self._number:
-            self._number, self._held = -1, []
+            self._number = -1
+            self._held = []
             self._begin = self.position(number * self._buffer)
             for place in range(number * self._buffer, (number + 1) * self._buffer):
                 beat("reading data")

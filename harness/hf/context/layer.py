@@ -67,7 +67,8 @@ class StretchLayer:
     def forward_of(self, inputs: LayerInputs, batch: int, length: int) -> Iterator[LayerInputs]:
         """Enter a forward of the layer. `inputs` are for `length` tokens; yield those for this rank's stretch."""
         own, whole = self._split.split(self._index, inputs, self._context, length)
-        self._whole, self._rows = whole, TokenRows(context=self._context, batch=batch, length=length)
+        self._whole = whole
+        self._rows = TokenRows(context=self._context, batch=batch, length=length)
         try:
             with SharedAttention(context=self._context, length=length, whole=whole).active():
                 yield own

@@ -84,7 +84,7 @@ class ForwardProbe(ForwardRun):
         return self._source(name, -1, like)
 
     def passes_on(self, index: int) -> bool:
-        """Whether layer `index` gets exactly the hidden state that the previous layer returned."""
+        """Return whether layer `index` gets exactly the hidden state that the previous layer returned."""
         return index == 0 or same(self.calls[index][0], self.outputs[index - 1])
 
     def _at_layer(self, index: int, inputs: LayerInputs, hidden: Tensor) -> Tensor:

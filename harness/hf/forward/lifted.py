@@ -31,7 +31,7 @@ from harness.parallel.values import Argument, Keyword, Positional
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model's forward takes position ids."""
+    """Return whether the model's forward takes position ids."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 

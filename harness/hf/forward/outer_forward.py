@@ -90,7 +90,7 @@ class LayerInputCache:
 
 
 def _share_memory(known: Tokens, tokens: Tokens) -> bool:
-    """Whether both are the same tensors, or other views of their memory, as activation checkpointing makes them."""
+    """Return whether both are the same tensors, or views of the same memory, as activation checkpointing makes."""
     return len(known.tensors()) == len(tokens.tensors()) and all(
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
         for a, b in zip(known.tensors(), tokens.tensors(), strict=True)

@@ -38,7 +38,7 @@ class RouterOutput:
     inside: str | None
 
     def finds(self, name: str, module: nn.Module) -> bool:
-        """Whether the module of that name in a layer is a router."""
+        """Return whether the module of that name in a layer is a router."""
         return isinstance(module, self.kind) and (self.inside is None or f".{self.inside.strip('.')}." in f".{name}.")
 
 
@@ -65,7 +65,7 @@ class RouterCapture:
         return f"{ROUTER_LOGITS}:{index}"
 
     def has_router(self, block: nn.Module, name: str) -> bool:
-        """Whether the module `name` of a layer holds a router, or is one."""
+        """Return whether the module `name` of a layer holds a router, or is one."""
         inside = (f"{name}.{each}".rstrip(".") for each, _ in block.named_modules())
         pairs = zip(inside, block.modules(), strict=True)
         return any(recorder.finds(each, module) for each, module in pairs for recorder in self.recorders)

@@ -44,7 +44,7 @@ def choose_attention(config: PretrainedConfig, name: str | None) -> None:
 
 
 def is_flash(config: PretrainedConfig) -> bool:
-    """Whether the model runs with flash-attention."""
+    """Return whether the model runs with flash-attention."""
     return FLASH in str(attention_of(config))
 
 

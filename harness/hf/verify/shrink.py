@@ -267,7 +267,7 @@ def _fewest(counts: Collection[int], tensor: int) -> dict[int, int]:
 
 
 def _alike(fewer: tuple[int, int], before: tuple[int, int], tensor: int) -> bool:
-    """Whether a tiny number of heads divides the largest one, and is shared by ranks, as the number before it was."""
+    """Return whether tiny numbers of heads divide each other, and are shared by ranks, as the original numbers are."""
     divides = fewer[1] % fewer[0] == 0, before[1] % before[0] == 0
     return divides[0] == divides[1] and _sharing(fewer[0], tensor) == _sharing(before[0], tensor)
 

@@ -194,7 +194,7 @@ class _LayerTrial:
         self.calls[name][-1] = (given, kept, asked.asked[first:])
 
     def _works(self, block: nn.Module, given: Argument, output: Argument, asked: list[object]) -> bool:
-        """Whether a block gives for a stretch what it gives for all tokens."""
+        """Return whether a block gives for a stretch what it gives for all tokens."""
         return self._agrees(lambda: block(*given[0], **given[1]), output, asked)
 
     def _agrees(self, run: Callable[[], Argument], output: Argument, wanted: list[object]) -> bool:
@@ -231,7 +231,7 @@ def _return(output: Argument, *_args: object, **_kwargs: object) -> Argument:
 
 
 def _agree(run: Callable[[], Argument], rows: TokenRows, whole: Argument) -> bool:
-    """Whether `run` gives for a stretch what `whole` has there."""
+    """Return whether `run` gives for a stretch what `whole` has there."""
     try:
         found = tree_leaves(run())
     except CANNOT_RUN:

@@ -197,7 +197,7 @@ def _tie(found: dict[str, LazyTensor], model: PreTrainedModel) -> tuple[str, ...
 
 
 def _equal(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether two lazy tensors have the same values, compared a few rows at a time."""
+    """Return whether two lazy tensors have the same values, compared a few rows at a time."""
     if one is other or one.shape != other.shape:
         return one is other
     rows = max(1, (1 << 20) // max(one[0].numel(), 1))

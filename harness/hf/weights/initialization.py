@@ -43,7 +43,7 @@ def mark_unfilled(tensors: Iterable[Tensor]) -> None:
 
 
 def is_unfilled(tensor: Tensor) -> bool:
-    """Whether a tensor still has the values of `mark_unfilled`."""
+    """Return whether a tensor still has the values of `mark_unfilled`."""
     return tensor.is_floating_point() and tensor.numel() > 0 and bool(tensor.isnan().all())
 
 
@@ -182,7 +182,8 @@ class Scratch:
 
     def room_for(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor of these sizes, without values."""
-        self.holds, self.values = None, torch.empty(0)
+        self.holds = None
+        self.values = torch.empty(0)
         count = prod(sizes)
         if count * dtype.itemsize > PIECE_BYTES:
             return torch.empty(tuple(sizes), dtype=dtype, device=device)

@@ -221,7 +221,7 @@ class StoredTensors:
 
 
 def has_tensors(directory: Path) -> bool:
-    """Whether `directory` has weights, or an index of weights, in a form that `open_tensors` finds."""
+    """Return whether `directory` has weights, or an index of weights, in a form that `open_tensors` finds."""
     named = (INDEX, OLD_SINGLE, OLD_INDEX)
     return any(directory.glob("*.safetensors")) or any((directory / name).is_file() for name in named)
 

@@ -39,7 +39,7 @@ def leave_memory() -> None:
 
 
 def shares_memory(group: dist.ProcessGroup | None) -> bool:
-    """Whether the ranks of `group` share memory."""
+    """Return whether the ranks of `group` share memory."""
     return group is not None and _ranks(group) in _OPEN
 
 

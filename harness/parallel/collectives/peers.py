@@ -55,7 +55,9 @@ class Peers:
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], memory: list[Tensor]) -> None:
-        self.rank, self.size, self.memory = rank, len(memory), memory
+        self.rank = rank
+        self.size = len(memory)
+        self.memory = memory
         self._sockets = sockets
 
     def tell_ranks(self, written: int) -> None:

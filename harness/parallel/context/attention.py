@@ -171,7 +171,8 @@ class _Seen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
-        ctx.shape, ctx.keys = x.shape, keys
+        ctx.shape = x.shape
+        ctx.keys = keys
         ctx.set_materialize_grads(False)
         return x.view_as(x), x[:, :, keys]
 

@@ -115,7 +115,8 @@ def _is_flat(x: Tensor, batch: int, tokens: int) -> bool:
 class _JoinStretches(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, share: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.widths = group, widths
+        ctx.group = group
+        ctx.widths = widths
         return join_shares(share, group, widths)
 
     @staticmethod
@@ -176,7 +177,8 @@ class _Places:
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, places: _Places, to_heads: bool) -> Tensor:
-        ctx.places, ctx.to_heads = places, to_heads
+        ctx.places = places
+        ctx.to_heads = to_heads
         return places.to_heads(x) if to_heads else places.to_tokens(x)
 
     @staticmethod

@@ -133,7 +133,7 @@ def _all_finite(known: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def is_recomputed(layers: Sequence[LayerCall]) -> bool:
-    """Whether activation checkpointing applies to a run of layers.
+    """Return whether activation checkpointing applies to a run of layers.
 
     It does if any of them has `recompute = True`, or parameters and no such attribute.
     """

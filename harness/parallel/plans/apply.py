@@ -206,7 +206,7 @@ def _cut_bare_parameters(place: _Place) -> None:
 
 
 def _splits_own_outputs(module: nn.Module, name: str, plan: Plan) -> bool:
-    """Whether the plan cuts a parameter of `module` itself by its outputs, so that the module's input is whole."""
+    """Return whether the plan cuts a parameter of `module` itself by outputs, so that its input is whole."""
     rules = (plan.rule_of(f"{name}.{own}") for own, _ in module.named_parameters(recurse=False))
     return any(rule is not None and rule.style.endswith("colwise") for rule in rules)
 

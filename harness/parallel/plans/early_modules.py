@@ -98,7 +98,7 @@ def _called_after(block: nn.Module, experts: nn.Module, width: int) -> dict[str,
 
 
 def _is_whole(view: Tensor, given: Tensor) -> bool:
-    """Whether `view` has all elements of `given`, perhaps with batch and sequence in one dimension.
+    """Return whether `view` has all elements of `given`, perhaps with batch and sequence in one dimension.
 
     Compares storages, because tensors on the meta device have no addresses.
     """
@@ -107,6 +107,6 @@ def _is_whole(view: Tensor, given: Tensor) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module computes the same whenever it is called: it draws no dropout, and no hook sees its output."""
+    """Return whether a module computes the same at any time: it has no dropout, and no hook sees its output."""
     draws = any(isinstance(part, _DropoutNd) and part.p > 0 for part in module.modules())
     return not draws and not module._forward_hooks  # noqa: SLF001  # torch has no public way to ask

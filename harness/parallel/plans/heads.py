@@ -142,7 +142,7 @@ def _owners(name: str) -> Iterator[str]:
 
 
 def _is_layer(name: str) -> bool:
-    """Whether `name` is that of a decoder layer, or of a module around the layers."""
+    """Return whether `name` is that of a decoder layer, or of a module around the layers."""
     pattern = wildcard(name)
     return "*" not in pattern or (pattern.endswith(".*") and pattern.count("*") == 1)
 

@@ -37,7 +37,7 @@ Wrapper: TypeAlias = Any
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether `module` is a wrapper with adapters."""
+    """Return whether `module` is a wrapper with adapters."""
     return {"base_layer", "lora_A"} <= {name for name, _ in module.named_children()}
 
 
@@ -98,7 +98,7 @@ def cut_with_adapters(
 
 
 def _acts_on_both(wrapper: nn.Module, plan: Plan, name: str) -> bool:
-    """Whether the plan's rule for a linear layer changes only its input or output, not its weight.
+    """Return whether the plan's rule for a linear layer changes only its input or output, not its weight.
 
     Such a rule must be applied to the wrapper, which adds up the outputs of the layer and of its adapters.
     """

@@ -61,14 +61,14 @@ def _last_row(block: nn.Module) -> RowParallelLinear | None:
 
 
 def _gives_columns(block: nn.Module) -> bool:
-    """Whether nothing in `block` sums over the group or gathers, so that it returns some columns of all tokens."""
+    """Return whether `block` neither sums over the group nor gathers: it returns some columns of all tokens."""
     columns = [module for module in block.modules() if isinstance(module, _COLUMNS)]
     sums = any(isinstance(module, RowParallelLinear) for module in block.modules())
     return bool(columns) and not sums and not any(getattr(module, "gather_output", False) for module in columns)
 
 
 def _is_cut_otherwise(block: nn.Module) -> bool:
-    """Whether `block` has cut matrices outside of linear layers, as fused experts have."""
+    """Return whether `block` has cut matrices outside of linear layers, as fused experts have."""
     linears = [module for module in block.modules() if isinstance(module, (*_COLUMNS, RowParallelLinear))]
     known = {id(param) for linear in linears for param in linear.parameters(recurse=False)}
     cut = (param for param in block.parameters() if _is_matrix(param) and shard_of(param) is not None)

@@ -365,7 +365,7 @@ def _whole_widths(target: PlanTarget) -> PlanTarget:
 
 
 def _is_transposed(target: PlanTarget) -> bool:
-    """Whether the linear layer at `target` stores its weight as (in, out). Raises UserError if it is none."""
+    """Return whether the linear layer at `target` stores its weight as (in, out). Raises UserError if it is none."""
     if isinstance(target.module, Conv1D):
         return True
     if isinstance(target.module, nn.Linear) and _computes_as_linear(type(target.module)):
@@ -374,7 +374,7 @@ def _is_transposed(target: PlanTarget) -> bool:
 
 
 def _computes_as_linear(kind: type[nn.Linear]) -> bool:
-    """Whether a subclass of nn.Linear computes what nn.Linear does, by trying a small instance."""
+    """Return whether a subclass of nn.Linear computes what nn.Linear does, by trying a small instance."""
     if kind.forward is nn.Linear.forward:
         return True
     with own_generators(0), torch.no_grad():  # must not move the generators of the run

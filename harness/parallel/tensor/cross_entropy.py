@@ -52,7 +52,7 @@ def vocab_parallel_cross_entropy(
 
 
 def is_needed(logits: Tensor) -> bool:
-    """Whether the logits are needed after the loss: by the caller, or by the backward of the operation that made them.
+    """Return whether the caller, or the backward of the operation that made the logits, needs them after the loss.
 
     Walk the graph upwards as long as nodes share the memory of the logits, and look whether any has saved it. Return
     True for logits of a part that is computed again for the backward, and for a loss in such a part: there the second
@@ -78,7 +78,7 @@ def is_needed(logits: Tensor) -> bool:
 
 
 def _has_packed(node: Node) -> bool:
-    """Whether hooks hold what a node has saved, as those of a part that is computed again do."""
+    """Return whether hooks hold what a node has saved, as those of a part that is computed again do."""
     raw = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
     each = chain.from_iterable(value if isinstance(value, tuple | list) else (value,) for value in raw)
     return any(getattr(saved, "unpack_hook", None) is not None for saved in each)

@@ -300,7 +300,8 @@ def _begin(
     nn.Module.__init__(layer)
     shape = linear.get_parameter("weight").shape
     layer.out_features, layer.in_features = reversed(shape) if weight_transposed else shape
-    layer.group, layer.weight_transposed = group, weight_transposed
+    layer.group = group
+    layer.weight_transposed = weight_transposed
     layer.train(linear.training)
 
 

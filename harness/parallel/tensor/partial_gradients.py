@@ -92,7 +92,7 @@ def sum_gradient(param: nn.Parameter, of: GradientSum) -> None:
 
 
 def sums_gradient(param: nn.Parameter) -> bool:
-    """Whether `sum_gradient` was called for this very object; its attributes may be copies of another one's."""
+    """Return whether `sum_gradient` was called for this very object; its attributes may be copies of another one's."""
     return bool(getattr(param, "gradient_sum", (None, None))[0] == id(param))
 
 

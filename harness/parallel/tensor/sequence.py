@@ -50,18 +50,20 @@ class SequenceShare:
     @contextmanager
     def forward_of(self, share: Tensor, length: int) -> Iterator[None]:
         """Enter a forward of the layer with `share` [batch, own tokens, width] of sequences of `length` tokens."""
-        self.batch, self.length, self.width = share.shape[0], length, share.shape[-1]
+        self.batch = share.shape[0]
+        self.length = length
+        self.width = share.shape[-1]
         try:
             yield
         finally:
             self.gathered = None  # else the whole hidden state would stay in memory
 
     def is_share(self, x: object) -> bool:
-        """Whether `x` is a hidden state of this rank's tokens."""
+        """Return whether `x` is a hidden state of this rank's tokens."""
         return self._is_hidden(x, self.widths[group_rank(self.group)])
 
     def is_whole(self, x: object) -> bool:
-        """Whether `x` is a hidden state of all tokens."""
+        """Return whether `x` is a hidden state of all tokens."""
         return self._is_hidden(x, self.length)
 
     def gather(self, share: Tensor) -> Tensor:
@@ -169,7 +171,8 @@ class _GatherSequence(torch.autograd.Function):
         ctx: Context, share: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...], shared: SharedInput
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.group, ctx.widths = group, widths
+        ctx.group = group
+        ctx.widths = widths
         attach(ctx, shared)
         whole = join_shares(share, group, widths)
         return whole, whole.detach()  # detached, so that the two outputs are two tensors for autograd
@@ -190,7 +193,8 @@ class _GatherSequence(torch.autograd.Function):
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, partial: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.widths = group, widths
+        ctx.group = group
+        ctx.widths = widths
         return start_reduce(partial, group, widths)()
 
     @staticmethod
@@ -201,7 +205,8 @@ class _ScatterSequence(torch.autograd.Function):
 class _SplitSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, whole: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.widths = group, widths
+        ctx.group = group
+        ctx.widths = widths
         return _own_share(whole, group, widths)
 
     @staticmethod

@@ -185,7 +185,7 @@ class Segment:
     width: int
 
     def is_shared(self, size: int) -> bool:
-        """Whether several of `size` ranks use the same unit."""
+        """Return whether several of `size` ranks use the same unit."""
         return self.units % size != 0
 
     def fits(self, size: int) -> bool:

@@ -50,7 +50,8 @@ _LATEST = _Latest()
 
 def attach(ctx: Context, shared: SharedInput) -> None:
     """Give the graph node of a copy a weak reference to the shared input."""
-    ctx.shared, ctx.products = weakref.ref(shared), shared.products
+    ctx.shared = weakref.ref(shared)
+    ctx.products = shared.products
 
 
 def forget(ctx: Context) -> None:
@@ -72,14 +73,16 @@ def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[
     if _LATEST.key != key or not _LATEST.shared.tensors:
         shared = SharedInput()
         shared.tensors += [x, apply(_CopyOnce, x, group, shared)]  # with the input, as another may get its id
-        _LATEST.key, _LATEST.shared = key, shared
+        _LATEST.key = key
+        _LATEST.shared = shared
     return _LATEST.shared.tensors[1], _LATEST.shared.products
 
 
 def keep_copy(shared: SharedInput, group: dist.ProcessGroup) -> None:
     """Have the next `copy_once` of an input return the copy in `shared`, whose gradient another function sums."""
     x = shared.tensors[0]
-    _LATEST.key, _LATEST.shared = (id(x), x._version, group), shared  # noqa: SLF001  # no public name
+    _LATEST.key = (id(x), x._version, group)  # noqa: SLF001  # no public name
+    _LATEST.shared = shared
 
 
 class _CopyOnce(torch.autograd.Function):

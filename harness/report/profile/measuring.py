@@ -400,5 +400,5 @@ def _tensors(value: object, is_gradient: bool = False, depth: int = 0) -> Iterat
 
 
 def _names_gradients(name: object) -> bool:
-    """Whether a key names gradients ("ipg" in DeepSpeed's buckets); it may also be a tensor, which names nothing."""
+    """Return whether a key names gradients ("ipg" in DeepSpeed's buckets); a key that is a tensor does not."""
     return isinstance(name, str) and ("grad" in name or "ipg" in name)

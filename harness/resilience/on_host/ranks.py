@@ -58,7 +58,10 @@ class Ranks:
         preloads: bool,
         spared: Sequence[int] = (),
     ) -> None:
-        self.root, self._stopped_s, self._preloads, self._spared = root, stopped_s, preloads, spared
+        self.root = root
+        self._stopped_s = stopped_s
+        self._preloads = preloads
+        self._spared = spared
         self.alive: dict[int, int] = {}  # the rank of each process
         self.exits: list[Exit] = []  # of the ranks that exited by themselves in this start
         self.records = root
@@ -75,7 +78,9 @@ class Ranks:
         """Start ranks (number, command, environment). OSError if no folder for their records can be made."""
         self.end()
         drop_output_without_reader()  # ranks inherit these streams
-        self.exits, self._passed_on, self.count = [], 0, len(ranks)
+        self.exits = []
+        self._passed_on = 0
+        self.count = len(ranks)
         self.records = self.root / f"{number:04d}"
         shutil.rmtree(self.records, ignore_errors=True)  # of a start before the store of the agents was lost
         self.records.mkdir(parents=True)
@@ -113,7 +118,8 @@ class Ranks:
             self._drop_standby()  # in the midst of forking
         standby = [] if self._standby is None else [self._standby.process.pid]
         sweep(str(self.root), kept=[*self._spared, *standby])
-        self.alive, self._awaited = {}, {}
+        self.alive = {}
+        self._awaited = {}
 
     def end_slowly(self, seconds: float) -> None:
         """Let the ranks save and exit. SIGCONT first, because a stopped rank does not handle SIGTERM."""
@@ -193,7 +199,8 @@ class Ranks:
         """
         now, stopped = time.monotonic(), list(filter(is_stopped, self._processes()))
         if now - self._checked > PAUSED_S:
-            self._stopped, self._checked = {}, now
+            self._stopped = {}
+            self._checked = now
         self._stopped = {process: self._stopped.get(process, self._checked) for process in stopped}
         for process in stopped if self._stopped_s else ():
             if now - self._stopped[process] > self._stopped_s:

@@ -79,7 +79,7 @@ class Standby:
         return [(rank, process) for rank, process in map(json.loads, self._answers.read())]
 
     def has_ended(self) -> bool:
-        """Whether it forks no ranks besides those that `started` returns now."""
+        """Return whether it forks no ranks besides those that `started` returns now."""
         return self._answers.is_closed or self.process.poll() is not None
 
     def end(self) -> None:

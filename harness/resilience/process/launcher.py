@@ -57,7 +57,7 @@ class Launcher:
         return cls(links=(*links, (launch, runner)), command=command, runner=runner, is_deepspeed=True)
 
     def is_gone(self) -> bool:
-        """Whether a process of the launch above this one has exited."""
+        """Return whether a process of the launch above this one has exited."""
         try:
             return any(parent_of(process) != parent for process, parent in self.links)
         except OSError:  # unknown for now: no file can be opened, for instance
@@ -68,7 +68,7 @@ class Launcher:
         return wakes_of(self.runner) if self.runner else 0
 
     def is_interrupted(self, wakes: int) -> bool:
-        """Whether the `deepspeed` command got a SIGINT since `runner_wakes` was `wakes`.
+        """Return whether the `deepspeed` command got a SIGINT since `runner_wakes` was `wakes`.
 
         After one it wakes several times in a quarter of a second, waiting for its child, then prints a traceback. After
         SIGSTOP and SIGCONT it wakes once.
@@ -89,7 +89,7 @@ class Launcher:
 
 
 def _is_wrapper(words: Sequence[str]) -> bool:
-    """Whether a command line is that of `ds-harness launch`."""
+    """Return whether a command line is that of `ds-harness launch`."""
     return WRAPPER in zip((Path(word).name for word in words[:3]), words[1:4], strict=False)
 
 

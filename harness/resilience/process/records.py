@@ -58,7 +58,8 @@ class Failure(Position):
 
 def begin_step(step: int) -> None:
     """Set the current step, and write it to a file: a rank that is killed cannot report it later."""
-    THIS_RANK.step, THIS_RANK.doing = step, "training"
+    THIS_RANK.step = step
+    THIS_RANK.doing = "training"
     _write(f"position-{THIS_RANK.rank}.json", asdict(THIS_RANK))
 
 
@@ -95,12 +96,12 @@ def record_success() -> None:
 
 
 def succeeded(folder: Path) -> bool | None:
-    """Whether rank 0 has recorded success; None for a program that does not record it."""
+    """Return whether rank 0 has recorded success; None for a program that does not record it."""
     return (folder / SUCCESS).exists() or (False if (folder / EXPECTED).exists() else None)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that the connection to another rank broke."""
+    """Return whether an error only says that the connection to another rank broke."""
     return any(sign in f"{type(error).__name__}: {error}".lower() for sign in LOST_PEER)
 
 

@@ -43,8 +43,10 @@ class SignalListener:
     """Receives the signals of this process inside its `with` block; `say` prints a line for the user."""
 
     def __init__(self, say: Callable[[str], None], launcher: Launcher) -> None:
-        self.say, self.launcher = say, launcher
-        self.first, self._first_at = 0, 0.0  # number of the first signal, which asks for the end, and its time
+        self.say = say
+        self.launcher = launcher
+        self.first = 0  # number of the first signal, which asks for the end
+        self._first_at = 0.0  # its time
         self.saves = False  # whether the training loop checks `first` and saves; else a signal ends the process at once
         self.promise = ""  # message for the first signal, if any
         self.where: str | None = "before the first step"  # named in the message of an exit at once; None: no message
@@ -92,7 +94,8 @@ class SignalListener:
         if number == signal.SIGINT:  # Ctrl-C reaches the `deepspeed` command too
             self._runner_is_interrupted()
         if self.saves and not self.first:
-            self.first, self._first_at = number, time.monotonic()
+            self.first = number
+            self._first_at = time.monotonic()
             if self.promise:
                 self.say(f"{signal.Signals(number).name}: {self.promise}")
         elif not self.saves or since_first > (FORWARDED_S if is_forwarded else SAME_S):
@@ -159,11 +162,13 @@ def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterat
         if listener is None:
             yield
             return
-        listener.saves, listener.where = True, "again"
+        listener.saves = True
+        listener.where = "again"
         try:
             yield
         except BaseException as error:
-            listener.saves, listener.where = False, None  # the error itself says why the run ends
+            listener.saves = False
+            listener.where = None  # the error itself says why the run ends
             listener.first = error.number if isinstance(error, Stopped) else listener.first
             raise
         listener.promise = (

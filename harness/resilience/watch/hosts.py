@@ -43,7 +43,8 @@ class _Message:
     """The last message of a host."""
 
     def __init__(self, content: bytes) -> None:
-        self.at, self.content = time.monotonic(), content
+        self.at = time.monotonic()
+        self.content = content
         _, self.left_s, self.is_odd, self._packed = pickle.loads(content)
         self._rows: list[RankStatus] | None = None
 
@@ -92,7 +93,7 @@ class OtherHosts:
         return self.judges_all and len(self._heard) == len(self._others)
 
     def is_well(self, here: Sequence[RankStatus], now: float) -> bool:
-        """Whether digests alone rule out a verdict: all hosts answer, all ranks train, and one makes progress."""
+        """Return whether digests alone rule out a verdict: all hosts answer, all ranks train, one makes progress."""
         left_s, is_odd = digest(here)
         heard = list(self._heard.values())
         if is_odd or any(each.is_odd or now - each.at > SILENT_S for each in heard):

@@ -33,11 +33,12 @@ class Stragglers:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._looked_at = 0.0
-        self._slowest, self._times = -1, 0
+        self._slowest = -1
+        self._times = 0
         self._quiet_until = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Whether EVERY_S seconds have passed since the last comparison."""
+        """Return whether EVERY_S seconds have passed since the last comparison."""
         return now - self._looked_at >= EVERY_S
 
     def look(self, statuses: Sequence[RankStatus], now: float) -> None:
@@ -49,7 +50,8 @@ class Stragglers:
             return
         slowest, peers = slowest_rank(statuses, ACTIVITY.stage_costs)
         rank = -1 if slowest is None else slowest.rank
-        self._slowest, self._times = rank, self._times + 1 if rank == self._slowest else 1
+        self._times = self._times + 1 if rank == self._slowest else 1
+        self._slowest = rank
         if slowest is not None and self._times >= IN_A_ROW and now >= self._quiet_until:
             self._quiet_until = now + AGAIN_S
             self.console.warn(

@@ -99,8 +99,14 @@ class Watcher:
         others: OtherHosts | None = None,
         store: dist.Store | None = None,
     ) -> None:
-        self.board, self.members, self.me, self.limits = board, members, me, limits
-        self.console, self.output_dir, self.others, self.store = console, output_dir, others, store
+        self.board = board
+        self.members = members
+        self.me = me
+        self.limits = limits
+        self.console = console
+        self.output_dir = output_dir
+        self.others = others
+        self.store = store
         self.stragglers = Stragglers(console)
         self._works: deque[bool] = deque(maxlen=SAMPLES)  # whether this rank worked, in each sample of a step
         self._steps: deque[float] = deque(maxlen=21)  # seconds of the latest steps
@@ -127,7 +133,9 @@ class Watcher:
 
     def start(self) -> None:
         """Publish the state of this rank, and start the thread."""
-        ACTIVITY.publish, ACTIVITY.stop_watching, ACTIVITY.is_watched = self.publish, self.close, True
+        ACTIVITY.publish = self.publish
+        ACTIVITY.stop_watching = self.close
+        ACTIVITY.is_watched = True
         self.publish()
         self._look_at_self(time.monotonic())
         self._thread.start()
@@ -161,7 +169,8 @@ class Watcher:
                 self._poll.unregister(descriptor)
             now = time.monotonic()
             if ended or now - self._states_at > STATES_S:
-                self._states_at, self._states = now, [self._state(row) for row in range(len(self.members))]
+                self._states_at = now
+                self._states = [self._state(row) for row in range(len(self.members))]
             if now - self._looked_at > PAUSED_S:
                 self._resumed_at = now
             self._looked_at = now
@@ -218,7 +227,8 @@ class Watcher:
         if ended:
             self._steps.append((now - self._begun_at) / ended)
             self._step_seconds = statistics.median(self._steps)
-        self._begun, self._begun_at = begun, now
+        self._begun = begun
+        self._begun_at = now
 
     def _has_read_or_written(self, now: float) -> bool:
         has_grown = False

@@ -59,7 +59,7 @@ class ProgressCallback(TrainerCallback):
             self.console.say("  ".join([f"step {record.step}/{state.max_steps}", *_figures(record, self.unit), left]))
 
     def _line_is_due(self, args: TrainingArguments, state: TrainerState, now: float) -> bool:
-        """Whether to print a line: at the first and last step, every `logging_steps` if given, else every 5 s."""
+        """Return whether to print: at the first and the last step, every `logging_steps` if given, else every 5 s."""
         if state.global_step in (1, state.max_steps):
             return True
         if "logging_steps" in args.given:

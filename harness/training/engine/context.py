@@ -55,12 +55,12 @@ class LayerTraits:
 
 
 def can_keep_fp32(resolved: Resolved) -> bool:
-    """Whether the model's own list of float32 parameters can be followed in a bf16 run."""
+    """Return whether the model's own list of float32 parameters can be followed in a bf16 run."""
     return resolved.precision == "bf16" and keeps_wanted(resolved) and obstacle(resolved) is None
 
 
 def keeps_wanted(resolved: Resolved) -> bool:
-    """Whether the config lets the model keep parameters in float32; an empty `keep_in_fp32_modules` forbids it."""
+    """Return whether the model may keep parameters in float32; an empty `keep_in_fp32_modules` forbids it."""
     return bool(resolved.config.get("data_types", {}).get("keep_in_fp32_modules", "auto") != [])
 
 
@@ -78,5 +78,5 @@ def obstacle(resolved: Resolved) -> str | None:
 
 
 def is_offloaded(zero: Mapping[str, Mapping[str, object] | None], section: str) -> bool:
-    """Whether a section of `zero_optimization`, such as `offload_param`, moves anything off the device."""
+    """Return whether a section of `zero_optimization`, such as `offload_param`, moves anything off the device."""
     return (zero.get(section) or {}).get("device", "none") != "none"

@@ -104,7 +104,7 @@ def _clip(engine: DeepSpeedEngine, groups: Groups) -> Tensor:
 
 
 def _counts(parameter: nn.Parameter, tp_rank: int) -> bool:
-    """Whether this rank counts the parameter in the norm: its own shard, or a whole parameter on tp_rank 0."""
+    """Return whether this rank counts the parameter in the norm: its own shard, or a whole parameter on tp_rank 0."""
     if is_counted_elsewhere(parameter):
         return False
     return tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False)

@@ -360,7 +360,8 @@ class GuardedLoss:
         self.loss = loss
         self.tiles = tiles
         self.spoils = spoils
-        self.count, self.units = loss.count, loss.units
+        self.count = loss.count
+        self.units = loss.units
         self._parts: Mapping[str, Tensor | None] = dict.fromkeys(loss.reports)
         self.observer: Callable[[Outputs, Targets], None] | None = None
         self.release: Callable[[], None] = lambda: None

@@ -115,7 +115,7 @@ _OF_CPU_ADAGRAD = ("amsgrad", "fp32_optimizer_states")
 
 
 def makes_adam_by_torch(config: JsonObject, device: torch.device) -> bool:
-    """Whether torch's fused Adam replaces DeepSpeed's, which is compiled at its first use.
+    """Return whether torch's fused Adam replaces DeepSpeed's, which is compiled at its first use.
 
     DeepSpeed's FusedAdam needs nvcc and ninja; torch's needs nothing. For states offloaded from a GPU to the host,
     DeepSpeed's CPU Adam is used if it can be compiled: there it is several times as fast.

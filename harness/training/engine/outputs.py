@@ -58,7 +58,9 @@ class KeptOutputs:
     """
 
     def __init__(self, engine: Engine, preprocess: Preprocess | None = None, *, everywhere: bool = False) -> None:
-        self._engine, self._preprocess, self._everywhere = engine, preprocess, everywhere
+        self._engine = engine
+        self._preprocess = preprocess
+        self._everywhere = everywhere
         self._fresh: list[tuple[Arrays, Arrays]] = []
         self._gathered: list[tuple[Arrays, Arrays]] = []
 

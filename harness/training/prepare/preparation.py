@@ -195,7 +195,8 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         all_or_none(lambda: lock_directory(plan.output_dir) if env.rank == 0 else None)
         foreign_groups = open_groups()
         groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
-        THIS_RANK.rank, THIS_RANK.stage = groups.rank, groups.coordinate.stage
+        THIS_RANK.rank = groups.rank
+        THIS_RANK.stage = groups.coordinate.stage
         watch_run(args, groups, console, on_accelerator=device.type != "cpu")
     if device.type == "cpu":  # ranks of one host reduce in shared memory, several times as fast as by gloo
         share_memory([groups.tp_group, groups.dp_group, groups.cp_group, groups.ep_group])
@@ -372,7 +373,7 @@ def require_shared(output_dir: Path, rank: int, world_size: int) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Whether a file exists, now or within PATIENCE_S."""
+    """Return whether a file exists, now or within PATIENCE_S."""
     until = time.monotonic() + PATIENCE_S
     while not path.exists() and time.monotonic() < until:
         with suppress(OSError):

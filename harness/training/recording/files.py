@@ -195,7 +195,7 @@ def _installed(package: str) -> str:
 
 
 def _is_before(line: bytes, first_step: int) -> bool:
-    """Whether this is a complete line of a step before `first_step`."""
+    """Return whether this is a complete line of a step before `first_step`."""
     try:
         return line.endswith(b"\n") and bool(parse_json(line)["step"] < first_step)
     except (ValueError, KeyError, TypeError):

@@ -28,7 +28,8 @@ class Monitors:
     """The enabled monitors of a run, by section of the DeepSpeed JSON."""
 
     def __init__(self, sections: Mapping[str, JsonObject], run_id: str, first_step: int) -> None:
-        self._sections, self._run_id = sections, run_id
+        self._sections = sections
+        self._run_id = run_id
         self._tensorboard: SummaryWriter | None = None
         self._wandb: wandb.Run | None = None
         self._comet: CometMonitor | None = None
@@ -126,7 +127,9 @@ class Tables:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        self._folder, self._first_step, self._is_fresh = folder, first_step, first_step == 1
+        self._folder = folder
+        self._first_step = first_step
+        self._is_fresh = first_step == 1
         self._own: set[Path] = set()
 
     def append(self, values: Mapping[str, float], step: int) -> None:

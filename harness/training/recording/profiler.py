@@ -52,7 +52,9 @@ class ProfileCallback(TrainerCallback):
         """Choose the steps to profile; rename the profile of an earlier run."""
         done = state.global_step
         self._first = done + 1 + min(WARM_STEPS, max(0, state.max_steps - done - self.steps))
-        self._profiles, self._count, self._is_open = [], 0, True
+        self._profiles = []
+        self._count = 0
+        self._is_open = True
         if state.is_world_process_zero and done == 0:
             set_aside(Path(args.output_dir) / FOLDER)
 
@@ -63,7 +65,8 @@ class ProfileCallback(TrainerCallback):
         self._stop()  # the step before may have failed without on_step_end
         step, run = state.global_step + 1, kwargs["trainer"].run
         if self._boundaries != run.boundaries:
-            self._memory, self._boundaries = {}, run.boundaries  # layers have moved
+            self._memory = {}  # layers have moved
+            self._boundaries = run.boundaries
         takes_memory = not self._memory and self._first - 1 <= step < self._first + self.steps
         is_timed = self._first <= step < self._first + self.steps
         if takes_memory or is_timed:
@@ -144,7 +147,8 @@ class _Measurement:
     def __init__(self, run: Run, is_timed: bool, takes_memory: bool) -> None:
         engine, clock, self.is_timed = run.engine.deepspeed, Clock(run.engine.device), is_timed
         self.memory = StepMemory(engine, run.engine.device) if takes_memory else None
-        self._layers, self._stack = SpanLog(clock), ExitStack()
+        self._layers = SpanLog(clock)
+        self._stack = ExitStack()
         self._instructions = SpanLog(clock, self._layers)
         before_update = self.memory.note_gradients if self.memory is not None else (lambda: None)
         self._stack.enter_context(log_instructions(engine, self._instructions, before_update))

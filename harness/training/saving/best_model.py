@@ -27,7 +27,8 @@ class EarlyStoppingCallback(TrainerCallback):
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
-        self.patience, self.threshold = early_stopping_patience, early_stopping_threshold
+        self.patience = early_stopping_patience
+        self.threshold = early_stopping_threshold
 
     def on_train_begin(
         self,
@@ -66,7 +67,7 @@ def own_early_stopping(callback: TrainerCallback) -> TrainerCallback:
 
 
 def has_metric(args: TrainingArguments, metrics: Mapping[str, object]) -> bool:
-    """Whether an evaluation has the metric that decides which model is the best."""
+    """Return whether an evaluation has the metric that decides which model is the best."""
     return not metrics.keys().isdisjoint((f"eval_{args.best_metric_name}", args.best_metric_name))
 
 
@@ -82,7 +83,7 @@ def metric_of(args: TrainingArguments, metrics: Mapping[str, object]) -> float:
 
 
 def improves(args: TrainingArguments, state: TrainerState, value: float, threshold: float = 0.0) -> bool:
-    """Whether a value is better than the best so far by more than `threshold`."""
+    """Return whether a value is better than the best so far by more than `threshold`."""
     if not isfinite(value) or state.best_metric is None:
         return isfinite(value)
     gain = value - state.best_metric
@@ -100,7 +101,8 @@ def note_evaluation(
     if metrics is None or (args.metric_for_best_model is None and not has_metric(args, metrics)):
         return  # several data sets, and no metric was named that decides
     if improves(args, state, value := metric_of(args, metrics)):
-        state.best_metric, state.best_global_step = value, state.global_step
+        state.best_metric = value
+        state.best_global_step = state.global_step
         control.should_save |= args.save_strategy == "best" or args.load_best_model_at_end
 
 
@@ -152,7 +154,8 @@ def restore_best(
 def note_checkpoint(state: TrainerState, checkpoint: Path, metric: float | None) -> None:
     """Record a complete checkpoint if it is that of a best evaluation; `metric` is that evaluation's value, or None."""
     if metric is not None:
-        state.best_model_checkpoint, state.best_saved_metric = str(checkpoint), metric
+        state.best_model_checkpoint = str(checkpoint)
+        state.best_saved_metric = metric
 
 
 def forget_unsaved(args: TrainingArguments, state: TrainerState) -> None:
@@ -162,7 +165,8 @@ def forget_unsaved(args: TrainingArguments, state: TrainerState) -> None:
     """
     if args.load_best_model_at_end:
         held = NAME.fullmatch(Path(state.best_model_checkpoint or "").name)
-        state.best_global_step, state.best_metric = int(held[1]) if held else 0, state.best_saved_metric
+        state.best_global_step = int(held[1]) if held else 0
+        state.best_metric = state.best_saved_metric
 
 
 def load_best(run: Run, state: TrainerState) -> None:

@@ -51,7 +51,10 @@ class Checkpoints:
         overridden: Callable[[], Path] | None = None,
     ) -> None:
         """Save nothing yet. `overridden` is `save_checkpoint` of a subclass of the Trainer, called instead of ours."""
-        self.run, self._state, self._nonfinite, self._on_save = run, state, nonfinite, on_save
+        self.run = run
+        self._state = state
+        self._nonfinite = nonfinite
+        self._on_save = on_save
         self._overridden = overridden
         self._writer = Writer()
         self._pending: BackgroundSave | None = None

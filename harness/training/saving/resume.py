@@ -49,7 +49,8 @@ def load(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | 
     if not load_residue(run.engine.compression, checkpoint, str(run.layout), listed):
         run.console.say(f"gradient compression: {checkpoint} has no residue of this layout: starting without")
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
-    state.global_step, state.consumed_samples = progress.step, progress.consumed_samples
+    state.global_step = progress.step
+    state.consumed_samples = progress.consumed_samples
     of_first_rank = lambda path: value_of_first(damage(path))  # noqa: E731  folders may look different from each host
     if lost := restore_best(run.args, state, progress.best, checkpoint.absolute().parent, of_first_rank):
         run.console.warn(lost)
@@ -177,8 +178,11 @@ class Rollback:
     """Rolls a run back to its newest checkpoint after a non-finite step, and leaves out that step's samples."""
 
     def __init__(self, run: Run, state: TrainerState, stream: BatchStream | None) -> None:
-        self.run, self.state, self.stream = run, state, stream
-        self._in_a_row, self._failed_at = 0, 0
+        self.run = run
+        self.state = state
+        self.stream = stream
+        self._in_a_row = 0
+        self._failed_at = 0
         if stream is not None:
             stream.skipped = state.skipped_samples
 

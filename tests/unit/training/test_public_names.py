@@ -74,8 +74,10 @@ def test_a_program_can_collect_what_the_console_prints() -> None:
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(f"{record.levelname} {record.getMessage()}")
+            names.append(record.name)
 
     lines: list[str] = []
+    names: list[str] = []
     logger, handler = logging.getLogger("harness"), Collect()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -86,11 +88,13 @@ def test_a_program_can_collect_what_the_console_prints() -> None:
             console.say("step 1: 50%")
             console.warn("the disk is nearly full")
         console.fail("no\nroom")
+        exec("console.fail('no room')", {"__name__": "harness.training.trainer", "console": console})
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    assert lines == ["INFO step 1: 50%", "WARNING the disk is nearly full", "ERROR no room"]
+    assert lines == ["INFO step 1: 50%", "WARNING the disk is nearly full", "ERROR no room", "ERROR no room"]
+    assert names == ["harness"] * 3 + ["harness.training.trainer"]
     assert (out.getvalue(), error.getvalue()) == (
         "step 1: 50%\nwarning: the disk is nearly full\n",
-        "error: no room\n",
+        "error: no room\n" * 2,
     )

@@ -14,7 +14,7 @@ ZERO = "/zero_optimization"
 
 
 def offloads(view: RunView, section: str) -> bool:
-    """Whether a section moves something off the accelerator."""
+    """Return whether a section moves something off the accelerator."""
     return view.as_read(f"{ZERO}/{section}/device") in ("cpu", "nvme")
 
 

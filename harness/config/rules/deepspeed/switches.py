@@ -16,7 +16,7 @@ ZERO = "/zero_optimization"
 
 
 def is_other(value: object, default: object) -> bool:
-    """Whether a value asks for something else than its key's default."""
+    """Return whether a value asks for something else than its key's default."""
     if value in (None, AUTO, [], {}):
         return False
     return value is not bool(default) if isinstance(value, bool) else value != default

@@ -16,7 +16,7 @@ ZERO = "/zero_optimization"
 
 
 def _acts(value: object, default: object) -> bool:
-    """Whether a value would do something if its key were read; the default of a number counts, as it was written."""
+    """Return whether a value would have an effect if its key were read; a number counts even if it is the default."""
     return value not in (None, AUTO) and (is_other(value, default) if isinstance(value, bool) else True)
 
 

@@ -19,7 +19,7 @@ from harness.config.values.pointers import AUTO, name_of
 
 
 def _asks(view: RunView, pointer: str) -> bool:
-    """Whether a key has another value than its default."""
+    """Return whether a key has another value than its default."""
     key, value = find(pointer), view.as_read(pointer)
     default: object = key.spec.get("default") if key is not None else None
     return view.has(pointer) and value not in (None, AUTO, default) and not (value is False and default is None)

@@ -33,7 +33,7 @@ class Bounds:
     whole: bool = False
 
     def hold(self, number: float) -> bool:
-        """Whether a number is possible; one that is not finite never is."""
+        """Return whether a number is possible; one that is not finite never is."""
         try:
             if not math.isfinite(number) or (self.whole and number != int(number)):
                 return False

@@ -38,7 +38,7 @@ def _readings(view: RunView) -> Iterator[tuple[KeyOccurrence, Reading]]:
 
 
 def _is_refused(visit: KeyOccurrence) -> bool:
-    """Whether DeepSpeed's parser stops at a wrong value here."""
+    """Return whether DeepSpeed's parser stops at a wrong value here."""
     return visit.section.is_pydantic or bool(visit.key and visit.key.spec.get("x-crashes"))
 
 

@@ -183,7 +183,8 @@ class _Passes:
     def __init__(self, chunks: list[int]) -> None:
         self._parts = chunks
         self._passes: list[Pass] = []
-        self._forwards, self._backwards = [0, 0], [0, 0]
+        self._forwards = [0, 0]
+        self._backwards = [0, 0]
         self._deferred: deque[Pass] = deque()
 
     @property
