@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("thorough", deadline=None, max_examples=1000)
-settings.register_profile("harness", deadline=None, max_examples=25)
+settings.register_profile("harness", deadline=None, max_examples=15)
 settings.load_profile("harness")
 gc.disable()  # while test files are imported: there is next to no garbage, and looking for it is a sixth of the time
 

@@ -27,7 +27,7 @@ from tests.random_compositions import Families, draw
 pytestmark = pytest.mark.ranks
 
 FIXED = Path(__file__).parent / "compositions.txt"
-FRESH = 12
+FRESH = 8
 MODEL = "tiny-llama"
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
