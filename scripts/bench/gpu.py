@@ -124,9 +124,15 @@ def waits_of(step: Callable[[], object]) -> dict[str, int] | None:
             step()
         torch.cuda.set_sync_debug_mode("default")
         places = [each for each in said if "synchronizing CUDA operation" in str(each.message)]
-        return Counter(f"{each.filename.split('/site-packages/')[-1]}:{each.lineno}" for each in places)
+        return Counter(f"{in_package(each.filename)}:{each.lineno}" for each in places)
     step()
     return None
+
+
+def in_package(path: str) -> str:
+    """Return a path from the folder of its package on."""
+    packages = (f"/{name}/" for name in ("harness", "deepspeed", "transformers", "torch"))
+    return next((path[path.rindex(each) + 1 :] for each in packages if each in path), path)
 
 
 class OnHost(Task):
