@@ -39,7 +39,14 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.distributed import ranks
 
         ranks.DEVICE[0] = "cuda"
-        os.environ.setdefault(ranks.GPUS, os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+        if ranks.GPUS not in os.environ:  # else a worker, which has it from the process that starts the tests
+            import torch
+
+            count = torch.cuda.device_count()
+            if count == 0:
+                pytest.exit("--device cuda: no GPU is here", 0)
+            every = ",".join(map(str, range(count)))
+            os.environ[ranks.GPUS] = os.environ.get("CUDA_VISIBLE_DEVICES", every)
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
 
 

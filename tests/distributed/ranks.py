@@ -80,7 +80,8 @@ def here() -> Any:
 
 def kind() -> str:
     """Return what this rank runs on: cpu, simulated or cuda."""
-    return "simulated" if simulated.is_installed() else "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu"
+    on_gpus = GPUS in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES")  # the latter alone may be the user's
+    return "simulated" if simulated.is_installed() else "cuda" if on_gpus else "cpu"
 
 
 def on_device(worker: Callable[..., Any]) -> Callable[..., Any]:
