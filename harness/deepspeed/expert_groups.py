@@ -40,7 +40,7 @@ def knowing_experts(sharing: ProcessGroup | None, copies: ProcessGroup | None, *
     they stay set after the context.
 
     Args:
-        sharing: the ranks among which experts are dealt; None if no experts are.
+        sharing: the ranks over which experts are distributed; None if no experts are.
         copies: the ranks that hold the same experts as this one.
         marked: whether any parameter of this rank is marked.
     """

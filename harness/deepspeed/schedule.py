@@ -231,7 +231,8 @@ class ChunkSwitch:
         if chunk == self._at:
             return
         self.leave()
-        self._at, engine = chunk, self._engine
+        self._at = chunk
+        engine = self._engine
         for name, value in self._kept[chunk].items():
             setattr(engine, name, value)
         engine._reserve_pipe_buffers(self._buffers)

@@ -76,17 +76,17 @@ def plan_digest(config_class: type[PretrainedConfig]) -> str | None:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def is_tested(config: PretrainedConfig, split: bool, path: Path = STORED, *, dealt: bool = False) -> bool:
+def is_tested(config: PretrainedConfig, split: bool, path: Path = STORED, *, experts: bool = False) -> bool:
     """Return whether the matrix has the family of `config` as working with the installed transformers.
 
     Args:
         split: also over tensor-parallel ranks. A plan of the config's own, or an edited plan file, is not in the
         matrix.
-        dealt: also with experts on several data-parallel ranks.
+        experts: also with experts on several data-parallel ranks.
     """
     matrix = read_matrix(path)
     row = matrix.families.get(config.model_type, {})
-    cells = ("pipeline", *(("tensor",) if split else ()), *(("experts",) if dealt else ()))
+    cells = ("pipeline", *(("tensor",) if split else ()), *(("experts",) if experts else ()))
     return (
         matrix.transformers == installed_transformers()
         and all(row.get(cell) == YES for cell in cells)

@@ -36,7 +36,7 @@ RunExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbours:
-    """The ranks on the data axis among which a rank's experts are dealt.
+    """The ranks on the data axis over which a rank's experts are distributed.
 
     Attributes:
         place: this rank's place among them.

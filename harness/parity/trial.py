@@ -27,8 +27,8 @@ from harness.parity.compare import (
     other_than_numbers,
 )
 from harness.parity.composition import Composition
-from harness.parity.execute import run_lines
-from harness.parity.launch import run_on_ranks
+from harness.parity.execute import run_lines, run_lines_unverified
+from harness.parity.launch import Worker, run_on_ranks
 from harness.parity.reference import TrainingResult, reference
 from harness.parity.subject import Subject, make_subject
 
@@ -74,13 +74,16 @@ def try_all(
     limit_s: float = LIMIT_S,
     judge: Judge | None = None,
     root: Path | None = None,
+    verify_plan: bool = True,
 ) -> list[TrialResult]:
     """Return a verdict on each composition, in their order; each is reported as soon as it is known.
 
     Args:
         judge: a judge that has already trained some compositions in one process.
         root: root of another copy of the harness, which is tried instead of this one.
+        verify_plan: whether a run may be refused because its tiny copy, cut, differs from the whole one.
     """
+    worker = run_lines if verify_plan else run_lines_unverified
     found: dict[int, TrialResult] = {}
 
     def conclude(index: int, verdict: TrialResult) -> None:
@@ -92,7 +95,7 @@ def try_all(
         ranks = sorted({each.ranks for each in compositions})
         for size in ranks:
             some = [(index, each) for index, each in enumerate(compositions) if each.ranks == size]
-            _try_some(some, size, Path(folder) / f"on_{size}", judge, conclude, limit_s, root)
+            _try_some(some, size, Path(folder) / f"on_{size}", judge, conclude, limit_s, root, worker)
     return [found[index] for index in range(len(compositions))]
 
 
@@ -104,6 +107,7 @@ def _try_some(
     conclude: Callable[[int, TrialResult], None],
     limit_s: float,
     root: Path | None,
+    worker: Worker,
 ) -> None:
     """Try compositions that need the same number of ranks."""
     able: list[tuple[int, Composition]] = []
@@ -121,7 +125,7 @@ def _try_some(
         conclude(index, judge.verdict(composition, subject, outcome, folder / str(number)))
 
     lines = [str(each) for _, each in able]
-    run_on_ranks(lines, ranks, folder, worker=run_lines, limit_s=limit_s, report=judged, root=root)
+    run_on_ranks(lines, ranks, folder, worker=worker, limit_s=limit_s, report=judged, root=root)
 
 
 @contextmanager

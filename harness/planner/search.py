@@ -143,7 +143,7 @@ def candidates(task: Task) -> Iterator[Strategy | str]:
 
 
 def _expert_sizes(task: Task, tensor: int, data: int) -> list[int]:
-    """Return the numbers of ranks of a stage among which whole experts can be dealt equally."""
+    """Return the numbers of ranks of a stage over which whole experts can be distributed equally."""
     experts = {layer.experts for layer in task.workload.shape.layers if layer.experts}
     can = bool(experts) and (task.spreads_experts or task.workload.habits.tokens_travel)
     sizes = (tensor * neighbours for neighbours in divisors(data)) if can else ()

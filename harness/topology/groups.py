@@ -27,7 +27,7 @@ class Groups:
     dp_group: ProcessGroup | None  # the ranks with the same shard of the same layers
     cp_group: ProcessGroup | None  # the data ranks that read the same samples, in order of their stretches
     tp_group: ProcessGroup | None  # the ranks with the other shards of the same layers
-    ep_group: ProcessGroup | None = None  # neighbours on the data axis among which whole experts are dealt
+    ep_group: ProcessGroup | None = None  # neighbours on the data axis over which whole experts are distributed
     ep_copies: ProcessGroup | None = None  # with `ep_group`: the ranks with the same experts
     loss_stage: int  # the stage that has the last layers; with a schedule shaped like a V this is stage 0
 

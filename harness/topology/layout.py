@@ -1,7 +1,7 @@
 """Convert between global ranks and coordinates on the axes of parallelism.
 
 A `Layout` is the sizes of three axes (pipeline, data, tensor) and of two subdivisions: `cp_size` neighbouring data
-ranks form the context ranks of one reader of data, and experts may be dealt over tensor and neighbouring data ranks.
+ranks form the context ranks of one reader of data, and experts may be distributed over tensor and data ranks.
 The tensor axis is innermost and the pipeline axis outermost,
 
     rank = (stage * dp_size + dp_rank) * tp_size + tp_rank,
@@ -50,8 +50,8 @@ class Layout:
     """The sizes of the three axes, whose product is the number of ranks, and of two subdivisions.
 
     Attributes:
-        ep_size: number of ranks of a stage among which whole experts are dealt; 1 if each expert is cut like any other
-            layer. They are a tensor-parallel group, or those of several neighbours along the data axis.
+        ep_size: number of ranks of a stage over which whole experts are distributed; 1 if each expert is cut like any
+            other layer. They are a tensor-parallel group, or those of several neighbours along the data axis.
         cp_size: number of neighbours on the data axis that read the same samples and keep a stretch of the tokens
             each; it divides dp_size. For weights, gradients and checkpoints they are data ranks like all others.
 
@@ -97,11 +97,11 @@ class Layout:
 
     @property
     def ep_data_size(self) -> int:
-        """Number of neighbours along the data axis among which experts are dealt; tokens are sent between them."""
+        """Number of neighbours along the data axis over which experts are distributed; tokens are sent between them."""
         return max(self.ep_size // self.tp_size, 1)
 
     def expert_groups(self) -> list[list[int]]:
-        """Return all groups of data-parallel neighbours among which experts are dealt."""
+        """Return all groups of data-parallel neighbours over which experts are distributed."""
         size = self.ep_data_size
         return [ranks[at : at + size] for ranks in self.groups("data") for at in range(0, len(ranks), size)]
 

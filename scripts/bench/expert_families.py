@@ -1,4 +1,4 @@
-"""For which families experts that are dealt among data-parallel ranks give the gradients of the whole model.
+"""For which families experts that are distributed over data-parallel ranks give the gradients of the whole model.
 
     python scripts/bench/expert_families.py [FAMILY ...]
 
@@ -71,7 +71,7 @@ def backward(model: Any, ids: Tensor) -> Tensor:
 
 
 def measure(config: PretrainedConfig) -> float:
-    """Return the largest relative difference between the whole model and one whose experts are dealt."""
+    """Return the largest relative difference between the whole model and one whose experts are distributed."""
     whole, *parts = (tiny_model(config) for _ in range(1 + RANKS))
     ids = torch.cat([tiny_ids(whole, seed) for seed in range(RANKS)])[:RANKS]
     logits = backward(whole, ids)
@@ -99,7 +99,7 @@ def measure(config: PretrainedConfig) -> float:
                 shard.put(part, total)
         worst = max(worst, (total - grad).abs().max().item() / max(grad.abs().max().item(), least))
     if not any(shard_of(param) for param in parts[0].parameters()):
-        raise UserError("no experts are dealt")
+        raise UserError("no experts are distributed")
     return worst
 
 

@@ -126,7 +126,7 @@ def flex_on_cpu() -> Iterator[None]:
 
 
 def curve(case: Case, folder: str, config: dict[str, Any], *, done: int = 0) -> Curve:
-    arguments = {"verify_plan": "off", **case.arguments}  # each is compared with torch here
+    arguments = dict(case.arguments)
     lora = arguments.pop("lora", None)
     more: dict[str, Any] = {"resume_from_checkpoint": "auto"} if done else {}
     if case.flex:

@@ -188,8 +188,9 @@ def test_two_ranks_train_with_few_bits_and_resume_to_the_bit(tmp_path: Path) -> 
     model = tiny_model(tmp_path / "llama", "llama", tied=False)
     plain = Job(model, "dp2z0")
     bf16 = {"bf16": {"enabled": True}}
-    jobs = [plain, *(compressed(replace(plain, layout=f"dp2z{stage}"), bits) for stage in (0, 1) for bits in (8, 4))]
-    jobs += [compressed(Job(model, f"dp2z{stage}", config=bf16), 8) for stage in (0, 1)]
+    layouts = [("dp2z0", 8), ("dp2z0", 4), ("dp2z1", 8)]
+    jobs = [plain, *(compressed(replace(plain, layout=layout), bits) for layout, bits in layouts)]
+    jobs.append(compressed(Job(model, "dp2z1", config=bf16), 8))
     jobs += [replace(plain, arguments=ADAPTED), compressed(replace(plain, arguments=ADAPTED), 8)]
     jobs.append(compressed(Job(model, "dp2z1"), 4))
     ranks = run_ranks(2, work, jobs, str(tmp_path / "runs"), plain, timeout_s=200)

@@ -39,7 +39,7 @@ def jobs_of(llama: str, blocks: str) -> list[Job]:
 
 def tied_after(job: Job, folder: str) -> tuple[Curve, dict[str, list[torch.Tensor]]]:
     """The curve of a job, and what this stage holds of each tied weight after it."""
-    trainer = Trainer(job.model, arguments_of(job, folder, max_steps=STEPS, verify_plan="off"), rows())
+    trainer = Trainer(job.model, arguments_of(job, folder, max_steps=STEPS), rows())
     curve = steps_of(trainer, STEPS)
     held = {
         key: [weight.detach().float().clone() for weight in weights.parameters()]

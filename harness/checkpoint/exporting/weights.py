@@ -82,7 +82,7 @@ def gather_tp(local: Tensor, groups: Groups) -> Tensor:
 
 
 def _gather_experts(local: Tensor, shard: Shard, groups: Groups) -> Tensor:
-    """Return the whole tensor of experts that are dealt over data-parallel ranks; all ranks of a stage call it."""
+    """Return the whole tensor of experts that are distributed over data ranks; all ranks of a stage call it."""
     whole = local.new_zeros(shard.full_shape)
     shard.put(local, whole)
     for group in (groups.ep_group, groups.tp_group):

@@ -34,8 +34,7 @@ def plan_refusal(config: Mapping[str, object]) -> str | None:
 
 
 def expert_plan_refusal(config: Mapping[str, object]) -> str | None:
-    """Return why the experts of a model with this config.json cannot be dealt whole among ranks; None if no reason is
-    known."""
+    """Return why the experts of a model with this config.json cannot be distributed whole; None if they can."""
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     family = parts[-1].get("model_type")
     has_own = any(key.startswith("base_model_") for part in parts for key in part)

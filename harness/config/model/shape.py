@@ -46,7 +46,7 @@ class ModelShape:
     """Sizes of a decoder; None if its config does not have one.
 
     `plan_refusal` is the reason why it cannot be cut for tensor parallelism, and `expert_plan_refusal` why its experts
-    cannot be dealt whole; None if no reason is known.
+    cannot be distributed whole; None if no reason is known.
     """
 
     name: str

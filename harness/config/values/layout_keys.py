@@ -67,7 +67,7 @@ def size_fault(pointer: str, value: object) -> tuple[str, str] | None:
 
 
 def expert_fault(ep_size: int, tp_size: int, dp_size: int | None) -> tuple[str, str] | None:
-    """Return why whole experts cannot be dealt among `ep_size` ranks of a stage, and the remedy; None if they can.
+    """Return why whole experts cannot be distributed over `ep_size` ranks of a stage, and the remedy; None if they can.
 
     `dp_size` is None if it is not known.
     """

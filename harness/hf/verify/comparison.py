@@ -69,6 +69,34 @@ class ModelNumbers:
     gradients: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, kw_only=True)
+class WholeModel:
+    """The tiny copy as one process runs it.
+
+    Attributes:
+        ids: its input, [rows, tokens].
+        allowed: the tolerance of each number.
+    """
+
+    model: PreTrainedModel
+    ids: Tensor
+    numbers: ModelNumbers
+    allowed: ModelNumbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The groups of ranks that share the cut model: its tensors, its tokens, or, as `neighbours`, its experts."""
+
+    tensor: TensorParallel
+    context: ContextParallel
+    neighbours: TensorParallel
+
+    def difference(self, what: str, off: float) -> Difference:
+        """Return a difference that was found on these ranks."""
+        return Difference(what=what, off=off, tensor_parallel=self.tensor.size > 1, context=self.context.size > 1)
+
+
 def find_difference(
     config: PretrainedConfig,
     cut: Cut,
@@ -80,16 +108,17 @@ def find_difference(
     """Return the worst difference between a tiny config's model cut and whole; None if there is none.
 
     The model is cut into two stages and, if `place` has a group, over its tensor-parallel ranks; `cut` gives each rank
-    of `context` a stretch of the tokens, or deals the experts among `neighbours`, which have the same tokens. Then all
-    ranks of these groups call this, and get the same result.
+    of `context` a stretch of the tokens, or distributes the experts over `neighbours`, which have the same tokens.
+    Then all ranks of these groups call this, and get the same result.
 
     Raises:
         UserError: the model cannot be cut.
     """
     found = None
+    ranks = Ranks(tensor=place, context=context, neighbours=neighbours)
     with own_generators(0, device):
         for seed in SEEDS:
-            found = worst_of(_try(config, cut, place, device, seed, context, neighbours.size), place, context)
+            found = worst_of(_try(cut, _run_whole(config, seed, device), ranks), place, context)
             found = worst_of(found, neighbours)
             if found is None:
                 break
@@ -124,32 +153,19 @@ def worst_of(own: Difference | None, place: TensorParallel, context: ContextPara
     return own
 
 
-def _try(
-    config: PretrainedConfig,
-    cut: Cut,
-    place: TensorParallel,
-    device: torch.device,
-    seed: int,
-    context: ContextParallel,
-    times: int,
-) -> Difference | None:
-    model, moved = (on_device(tiny_model(config, seed=seed), device) for _ in range(2))
-    ids = tiny_ids(model, seed).to(device)
-    whole, allowed = _reference(model, moved, ids)
+def _try(cut: Cut, whole: WholeModel, ranks: Ranks) -> Difference | None:
     try:
-        return _compare(model, whole, allowed, ids, cut, place, context, times)
+        return _compare(cut, whole, ranks)
     except UserError:
         raise
     except Exception as error:  # a wrong plan ends in any of them
-        what = f"{type(error).__name__} ({' '.join(str(error).split())[:120]})"
-        return Difference(what=what, off=float("inf"), tensor_parallel=place.size > 1, context=context.size > 1)
+        return ranks.difference(f"{type(error).__name__} ({' '.join(str(error).split())[:120]})", float("inf"))
 
 
-def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> tuple[ModelNumbers, ModelNumbers]:
-    """Return the whole model's numbers, and the tolerance of each.
-
-    The tolerance is measured on `moved`, a copy of the model whose weights are changed here by rounding errors.
-    """
+def _run_whole(config: PretrainedConfig, seed: int, device: torch.device) -> WholeModel:
+    """Run the tiny copy whole; the tolerance is from another run, with weights changed by rounding errors."""
+    model, moved = (on_device(tiny_model(config, seed=seed), device) for _ in range(2))
+    ids = tiny_ids(model, seed).to(device)
     whole, generator = _run(model, ids), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in moved.parameters():
@@ -164,10 +180,11 @@ def _reference(model: PreTrainedModel, moved: PreTrainedModel, ids: Tensor) -> t
         floor = 10 * least if a.numel() == 1 else least
         return torch.clamp(RELATIVE * _largest(a) + NOISE * _largest(a - b), min=floor)
 
-    return whole, ModelNumbers(
+    tolerance = ModelNumbers(
         logits=allowed(whole.logits, other.logits),
         gradients={name: allowed(tensor, other.gradients[name]) for name, tensor in whole.gradients.items()},
     )
+    return WholeModel(model=model, ids=ids, numbers=whole, allowed=tolerance)
 
 
 def _run(model: PreTrainedModel, ids: Tensor) -> ModelNumbers:
@@ -193,40 +210,31 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
 
 
-def _compare(
-    model: PreTrainedModel,
-    whole: ModelNumbers,
-    allowed: ModelNumbers,
-    ids: Tensor,
-    cut: Cut,
-    place: TensorParallel,
-    context: ContextParallel,
-    times: int,
-) -> Difference | None:
-    """Return how the cut model differs; `times`: how many ranks send the same tokens to the experts of this one."""
-    source = replace(ModelSource.of_model(model), model=None)  # made from the config, as on ranks that read a file
-    stages = [cut(source, place) for _ in range(2)]  # each runs a forward of its own, as ranks do
+def _compare(cut: Cut, whole: WholeModel, ranks: Ranks) -> Difference | None:
+    """Return how the cut model differs."""
+    source = replace(
+        ModelSource.of_model(whole.model), model=None
+    )  # made from the config, as on ranks that read a file
+    stages = [cut(source, ranks.tensor) for _ in range(2)]  # each runs a forward of its own, as ranks do
     depth = len(stages[0].layers)
     built = [build_layers(stages[0].layers, 0, depth // 2, 0), build_layers(stages[1].layers, depth // 2, depth, 0)]
-    value: LayerOutput = ids
+    value: LayerOutput = whole.ids
     for stage in built:
         value = Unpacker()(pack_payload(value))
         for layer in stage.calls:
             value = layer(value)
+    logits = whole.numbers.logits
     wanted, direction, permitted = (
-        context.own(_own_logits(each, stages[0], place)) if each.shape == whole.logits.shape else each
-        for each in (whole.logits, _direction(whole.logits), allowed.logits)
+        ranks.context.own(_own_logits(each, stages[0], ranks.tensor)) if each.shape == logits.shape else each
+        for each in (logits, _direction(logits), whole.allowed.logits)
     )
     (value * direction).sum().backward()
-    _sum_gradients([module for stage in built for module in stage.modules.values()], context)
-    found = [_difference("logits", value.detach(), wanted, permitted, whole.logits)]
-    found += _gradient_differences(
-        model, [module for stage in built for module in stage.modules.values()], whole, allowed, times
-    )
+    modules = [module for stage in built for module in stage.modules.values()]
+    _sum_gradients(modules, ranks.context)
+    found = [_difference("logits", value.detach(), wanted, permitted, logits)]
+    found += _gradient_differences(modules, whole, ranks.neighbours.size)
     worst = max((pair for pair in found if pair is not None), key=lambda pair: pair[1], default=None)
-    if worst is None:
-        return None
-    return Difference(what=worst[0], off=worst[1], tensor_parallel=place.size > 1, context=context.size > 1)
+    return None if worst is None else ranks.difference(*worst)
 
 
 def _sum_gradients(modules: list[nn.Module], context: ContextParallel) -> None:
@@ -246,9 +254,9 @@ def _own_logits(whole: Tensor, stage: CausalModel, place: TensorParallel) -> Ten
     return whole[..., start:stop]
 
 
-def _gradient_differences(
-    model: PreTrainedModel, modules: list[nn.Module], whole: ModelNumbers, allowed: ModelNumbers, times: int
-) -> list[tuple[str, float] | None]:
+def _gradient_differences(modules: list[nn.Module], whole: WholeModel, times: int) -> list[tuple[str, float] | None]:
+    """Compare all gradients; `times`: the number of ranks that send the same tokens to the experts of this one."""
+    model, expected = whole.model, whole.numbers.gradients
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     own: dict[str, Tensor] = {}
@@ -258,15 +266,15 @@ def _gradient_differences(
         key = names[name]  # tied weights have one name in the whole model, and the gradients of all stages are summed
         own[key] = own[key] + _gradient(parameter) if key in own else _gradient(parameter)
         shards[key] = shard_of(parameter)
-    missing = [name for name, gradient in whole.gradients.items() if name not in own and gradient.any()]
+    missing = [name for name, gradient in expected.items() if name not in own and gradient.any()]
     found: list[tuple[str, float] | None] = [(f"{name}, which belongs to no layer,", float("inf")) for name in missing]
     for key, gradient in own.items():
-        full = whole.gradients[key]
+        full = expected[key]
         shard = shards[key]
         wanted = full if shard is None else shard.take(full)
         if shard is not None and shard.over_data:
             gradient = gradient / times
-        found.append(_difference(f"the gradient of {key}", gradient, wanted, allowed.gradients[key], full))
+        found.append(_difference(f"the gradient of {key}", gradient, wanted, whole.allowed.gradients[key], full))
     return found
 
 

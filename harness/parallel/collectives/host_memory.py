@@ -278,7 +278,8 @@ class HostMemory:
 
     def _end(self, started: Started) -> Tensor:
         if self._started is started:  # else it has ended
-            self._started, shares = None, started.first
+            self._started = None
+            shares = started.first
             for number, (piece, room, place) in enumerate(
                 zip(started.pieces, started.rooms, started.into, strict=True)
             ):

@@ -49,7 +49,7 @@ def cut(
         config: the model's config, for its heads and sizes.
         local_logits: let the head return only this rank's part of the vocabulary, if the plan splits the head
             (`plan.splits_head`).
-        neighbours: the data-parallel ranks among which whole experts are dealt.
+        neighbours: the data-parallel ranks over which whole experts are distributed.
 
     Raises UserError if the ranks cannot share heads or widths, or a style does not fit a module. The first forward of
     `module` raises it if the plan would give wrong gradients.

@@ -1,6 +1,6 @@
 """Expert parallelism: each rank holds some experts whole, instead of all of them or a part of each.
 
-Experts are dealt first among the ranks of a tensor-parallel group, then among neighbours on the data axis.
+Experts are distributed first over the ranks of a tensor-parallel group, then among neighbours on the data axis.
 
 - Tensor-parallel ranks see the same tokens and compute the same routing, so no token travels: each rank runs its own
   experts on the tokens that are routed to them, and the outputs are summed over the group.

@@ -21,7 +21,7 @@ names of modules and parameters to styles: transformers' words, and a few of our
   config that modules share, "config.num_heads", is changed for this module only.
 - `inputs`: tensors given to a module, of which a rank needs only its part. Dimension `dim` consists of runs of `run`
   entries (the name of a size in the config; without it, of one run), and the rank keeps its share of each run.
-- `experts`: styles by which whole experts are dealt, for a family that declares none
+- `experts`: styles by which whole experts are distributed, for a family that declares none
   (`harness.parallel.plans.experts`).
 - `cases`: the same keys for models whose config has all the values in `if`, where `true` stands for any value but 0 and
   null; they are merged over the rest, in order.
@@ -154,7 +154,7 @@ class Plan:
     Attributes:
         head, embedding: names of the modules that compute the logits and look up the ids, if the model has them.
         extends: whether the rules are merged over the model's own plan.
-        experts: the rules by which whole experts are dealt.
+        experts: the rules by which whole experts are distributed.
     """
 
     model_type: str

@@ -71,7 +71,7 @@ def square_sum_of_data_ranks(
 
     Args:
         dense: tensors that are equal on all data-parallel ranks; counted once.
-        experts: tensors of this rank's own experts; summed over the ranks among which experts are dealt.
+        experts: tensors of this rank's own experts; summed over the ranks over which experts are distributed.
     """
     total = square_sum(experts, device)
     if groups.ep_group is not None:

@@ -155,7 +155,7 @@ def muon(
 
 
 def _require_whole(parameter: nn.Parameter, name: str) -> None:
-    """Raise UserError if one matrix holds all experts and these are dealt over data-parallel ranks.
+    """Raise UserError if one matrix holds all experts and these are distributed over data-parallel ranks.
 
     It would have to be orthogonalised as a whole. In a batch of matrices, one for each expert, ranks have whole ones.
     """

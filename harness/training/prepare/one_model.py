@@ -72,7 +72,7 @@ def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> Non
     """Raise UserError, on all ranks, if weights differ that must be equal at the start; all ranks call it.
 
     Equal must be: unsharded weights on tensor-parallel ranks; all weights on data-parallel ranks, except under ZeRO-3
-    and for experts that are dealt; tied weights on the stages that hold them.
+    and for experts that are distributed; tied weights on the stages that hold them.
     """
     if groups.layout.world_size == 1:
         return

@@ -211,7 +211,7 @@ def trainable_decoder(
 
 
 def _neighbours(context: EngineContext) -> Neighbours | None:
-    """Return the ranks among which whole experts are dealt; None if each expert is cut like other layers."""
+    """Return the ranks over which whole experts are distributed; None if each expert is cut like other layers."""
     if context.resolved.ep_size == 1:
         return None
     return Neighbours(place=TensorParallel.of(context.groups.ep_group), pieces=context.resolved.token_pieces)

@@ -38,7 +38,7 @@ def verify_plan(causal: CausalModel, context: EngineContext, console: Console) -
     """
     source, requested, tensor = causal.source, context.args.verify_plan, context.groups.layout.tp_size
     known = not (causal.unequal or causal.shares_sequence or causal.apart.is_any) and is_tested(
-        source.config, tensor > 1, dealt=context.groups.ep_group is not None
+        source.config, tensor > 1, experts=context.groups.ep_group is not None
     )
     if requested == "off" or (requested == "auto" and known):
         return
@@ -72,11 +72,11 @@ def _refusal(causal: CausalModel, context: EngineContext) -> tuple[float, str | 
     neighbours = TensorParallel.of(context.groups.ep_group)
     cut = partial(_cut, context=context, unequal=unequal)
     # Step by step, so that the refusal names the cause: the model as a list of layers on each rank alone; then sharded
-    # over tensor-parallel ranks with experts dealt; then with the tokens over context ranks.
+    # over tensor-parallel ranks with experts distributed; then with the tokens over context ranks.
     difference = find_difference(tiny, cut, ALONE, context.device)
     difference = worst_of(worst_of(difference, tensor), neighbours)
-    dealt = difference is None and (tensor.size > 1 or neighbours.size > 1)
-    if dealt:
+    separate = difference is None and (tensor.size > 1 or neighbours.size > 1)
+    if separate:
         together = partial(cut, neighbours=neighbours)
         difference = find_difference(tiny, together, tensor, context.device, neighbours=neighbours)
     if causal.context is not None:
@@ -88,7 +88,7 @@ def _refusal(causal: CausalModel, context: EngineContext) -> tuple[float, str | 
         equal = sorted(causal.unequal - unequal)
         untried = f"the ranks hold unequal shares of {equal[0]}, but equal ones in the tiny copy" if equal else None
         return 0.0, None, untried
-    return difference.off, _told(source, context, difference, dealt=dealt), None
+    return difference.off, _told(source, context, difference, separate=separate), None
 
 
 def _cut(
@@ -105,7 +105,7 @@ def _cut(
     Args:
         unequal: the names of parameters with unequal shares are added to it.
         shared: whether context ranks share the tokens.
-        neighbours: the ranks among which experts are dealt.
+        neighbours: the ranks over which experts are distributed.
     """
     cut = assemble(
         source,
@@ -122,8 +122,8 @@ def _cut(
     return cut
 
 
-def _told(source: ModelSource, context: EngineContext, difference: Difference, *, dealt: bool) -> str:
-    """Return the text of the refusal; `dealt` is whether ranks held different experts in the comparison that failed."""
+def _told(source: ModelSource, context: EngineContext, difference: Difference, *, separate: bool) -> str:
+    """Return the text of the refusal; `separate`: whether ranks held different experts when the comparison failed."""
     name = source.config.model_type
     if difference.context:
         return (
@@ -147,7 +147,7 @@ def _told(source: ModelSource, context: EngineContext, difference: Difference, *
             f"model type {name!r}, split over {size} tensor-parallel ranks, does not match the whole one: {difference} "
             "(on a tiny copy): correct its plan, or set tensor_parallel.autotp_size to 1"
         )
-    if dealt:
+    if separate:
         return (
             f"model type {name!r}, with its experts on {context.groups.layout.ep_size} ranks, does not match the whole "
             f"one: {difference} (on a tiny copy): correct its expert-parallel plan, or remove expert_parallel"

@@ -265,7 +265,7 @@ def test_what_experts_on_other_data_ranks_exclude_is_refused(pointer, config):
         ({"route_scale": 2.0}, "expert_parallel.route_scale would change what the model computes"),
         ({"top_k": 4}, "expert_parallel.top_k would change what the model computes"),
         ({"score_func": "sigmoid"}, "expert_parallel.score_func would change what the model computes"),
-        ({"expert_tensor_parallel_size": 2}, "would split experts that are dealt whole"),
+        ({"expert_tensor_parallel_size": 2}, "would split experts that are distributed whole"),
         ({"top_k": "auto", "route_scale": 1.0, "expert_tensor_parallel_size": 1, "load_balance_coeff": None}, ""),
         ({"route_scale": 2.0, "enabled": False}, ""),
     ],

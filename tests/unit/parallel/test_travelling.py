@@ -1,4 +1,4 @@
-"""Experts dealt among ranks with other tokens: logits and every gradient are those of the whole model.
+"""Experts distributed over ranks with other tokens: logits and every gradient are those of the whole model.
 
 The ranks are threads.
 """

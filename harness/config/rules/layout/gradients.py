@@ -49,7 +49,7 @@ def _obstacle(view: RunView) -> tuple[str, str] | None:
     """Return the setting that prevents compression, and the remedy."""
     stage = view.zero_stage or 0
     if view.exchanges_tokens:
-        return "experts that are dealt among data-parallel ranks", "remove expert_parallel"
+        return "experts that are distributed over data-parallel ranks", "remove expert_parallel"
     if stage > 1:
         return f"ZeRO stage {stage}", "set zero_optimization.stage to 1 or 0"
     if stage == 1 and offloads(view, "offload_optimizer"):

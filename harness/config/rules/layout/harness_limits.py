@@ -168,7 +168,7 @@ _REFUSED = (
     _Refusal(
         f"{ZERO}/stage",
         lambda view: _zero_3(view) and view.exchanges_tokens,
-        "experts that are dealt among data-parallel ranks cannot be partitioned over these ranks as well",
+        "experts that are distributed over data-parallel ranks cannot be partitioned over these ranks as well",
         "use ZeRO stage 0, 1 or 2, or remove expert_parallel",
         "partitions each rank's experts over the ranks that hold the same ones",
     ),
@@ -217,7 +217,7 @@ _REFUSED = (
     _Refusal(
         f"{EXPERTS}/{EXPERT_PARTS}",
         partial(_asks_of_experts, pointer=f"{EXPERTS}/{EXPERT_PARTS}"),
-        "expert_parallel.expert_tensor_parallel_size would split experts that are dealt whole",
+        "expert_parallel.expert_tensor_parallel_size would split experts that are distributed whole",
         "remove it, or remove expert_parallel, so that tensor-parallel ranks share every expert",
         "splits each expert over tensor-parallel ranks",
     ),
