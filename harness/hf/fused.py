@@ -61,7 +61,7 @@ def reads_globals(function: object, names: Iterable[str]) -> TypeGuard[FunctionT
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return `hidden` (..., n) divided by the root of its mean square, times `weight` (n), all in float32.
+    """Return `hidden` [..., n] divided by the root of its mean square, times `weight` [n], all in float32.
 
     Source: Zhang and Sennrich 2019, arXiv 1910.07467.
     """
@@ -69,7 +69,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads `x` (..., n) turned by angles whose `cos` and `sin` broadcast to it; n is even.
+    """Return heads `x` [..., n] turned by angles whose `cos` and `sin` broadcast to it; n is even.
 
     A dimension of the first half is turned with one of the second (Su et al. 2021, arXiv 2104.09864). Angles get no
     gradient.

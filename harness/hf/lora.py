@@ -172,7 +172,7 @@ def inject(model: PreTrainedModel, config: LoraConfig, *, keep_ties: bool) -> No
 
 @torch.no_grad()
 def _is_linear(layer: Any) -> bool:
-    """Return whether a linear layer (on meta) with a forward of its own still maps (..., in) to (..., out)."""
+    """Return whether a linear layer (on meta) with a forward of its own still maps [..., in] to [..., out]."""
     if type(layer).forward in (nn.Linear.forward, Conv1D.forward):
         return True
     try:

@@ -73,22 +73,22 @@ def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Forward: the whole `x` (...) itself. Backward: the partial gradients are summed over the group (f)."""
+    """Forward: the whole `x` [...] itself. Backward: the partial gradients are summed over the group (f)."""
     return x if group_size(group) == 1 else apply(_CopyToGroup, x, group)
 
 
 def copy_tail_to_group(x: Tensor, tail: int, group: dist.ProcessGroup | None) -> Tensor:
-    """`copy_to_group` for the last `tail` entries of `x` (..., n); the gradients of the others are whole."""
+    """`copy_to_group` for the last `tail` entries of `x` [..., n]; the gradients of the others are whole."""
     return x if group_size(group) == 1 else apply(_CopyTailToGroup, x, tail, group)
 
 
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Forward: the partial `x` (...) is summed over the group. Backward: the whole gradient itself (g)."""
+    """Forward: the partial `x` [...] is summed over the group. Backward: the whole gradient itself (g)."""
     return x if group_size(group) == 1 else apply(_ReduceFromGroup, x, group)
 
 
 def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
-    """Forward: the shares `x` (..., n) of the ranks are joined into (..., sum of n); without `widths` all n are equal.
+    """Forward: the shares `x` [..., n] of the ranks are joined into [..., sum of n]; without `widths` all n are equal.
 
     Backward: each rank keeps its share of the gradient, which must be whole: what follows is computed alike
     on every rank.
@@ -99,7 +99,7 @@ def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequen
 
 
 def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
-    """Forward: each rank keeps its share of the whole `x` (..., n), n / size without `widths`. Backward: the gradients
+    """Forward: each rank keeps its share of the whole `x` [..., n], n / size without `widths`. Backward: the gradients
     of the shares are joined into the whole. Raises ValueError if the shares do not add up to n."""
     size = group_size(group)
     if size == 1:
@@ -111,14 +111,14 @@ def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the sum of `x` (...) over the group, a new tensor of the same shape without a graph: for gradients."""
+    """Return the sum of `x` [...] over the group, a new tensor of the same shape without a graph: for gradients."""
     if group is None or group_size(group) == 1:
         return x
     return summed(x, group)
 
 
 def max_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the elementwise maximum of `x` (...) over the group, a new tensor of the same shape without a graph."""
+    """Return the elementwise maximum of `x` [...] over the group, a new tensor of the same shape without a graph."""
     if group is None or group_size(group) == 1:
         return x
     return largest(x, group)

@@ -91,12 +91,12 @@ def linear(
     """Return `F.linear(x, weight, bias)` for a layer whose weight gradient may be deferred.
 
     Args:
-        x: (..., in).
-        weight: (out, in), a parameter of the layer or a view of one.
+        x: [..., in].
+        weight: [out, in], a parameter of the layer or a view of one.
         products: list for the operands of the weight gradient, if no schedule defers it.
 
     Returns:
-        (..., out).
+        [..., out].
     """
     gradients: DeferredGradients | None = getattr(layer, "weight_gradients", None)
     if gradients is None and products is None:

@@ -44,7 +44,7 @@ class Seconds:
 def matmul(
     hardware: Hardware, precision: str, rows: int, inner: int, columns: int, copies: int = 1, kernels: int = 1
 ) -> float:
-    """Return the seconds of `copies` products of (rows, inner) by (inner, columns) in `kernels` kernels."""
+    """Return the seconds of `copies` products of [rows, inner] by [inner, columns] in `kernels` kernels."""
     rate = hardware.reached_flops(precision) * inner / (inner + START_UP)
     if hardware.compute_units > 1 and (inner % ALIGNED or columns % ALIGNED):
         rate *= UNALIGNED_RATE

@@ -184,30 +184,30 @@ def test_what_travels_keeps_its_value_and_its_gradient_in_every_layout(tmp_path:
 # -- models whose layers hand on more than a hidden state --------------------------------------------------
 
 STATES = {
-    "gemma3n_text": ("dp2z3",),  # keys and values shared, inputs of every layer embedded
+    "gemma3n_text": "dp2z3",  # keys and values shared, inputs of every layer embedded
     # the embeddings go to every layer, a block is shared by several, of which each uses a part of its own
-    "zamba2": ("pp4z0",),
-    "inkling2_text": ("pp2dp2z1",),  # earlier hidden states
-    "hy_v4": ("pp2dp2z1",),  # chosen indices, which are integers
-    "deepseek_v4": ("pp4z0",),  # routed by token id
+    "zamba2": "pp4z0",
+    "inkling2_text": "pp2z1",  # earlier hidden states
+    "hy_v4": "pp2z1",  # chosen indices, which are integers
+    "deepseek_v4": "pp2z0",  # routed by token id
 }
 
 INTERLEAVED = {"stages": 2, "schedule": "interleaved"}
 
 
 def test_models_that_hand_on_more_than_a_hidden_state(tmp_path: Path) -> None:
-    jobs = []
-    for family, layouts in STATES.items():
+    two, four = [], []
+    for family, layout in STATES.items():
         path = str(tmp_path / family)
         tiny_copy(tiny_config(family, tensor=2)).save_pretrained(path)
-        jobs += [Job(path, layout, arguments={"max_steps": 3}) for layout in layouts]
+        job = Job(path, layout, arguments={"max_steps": 3})
         if family == "zamba2":
-            jobs.append(replace(jobs[-1], layout="pp2dp2z0", config={"pipeline": INTERLEAVED}))
-    two, four = [job for job in jobs if job.layout == "dp2z3"], [job for job in jobs if job.layout != "dp2z3"]
-    jobs = [*two, *four]
+            four += [job, replace(job, layout="pp2dp2z0", config={"pipeline": INTERLEAVED})]
+        else:
+            two.append(job)
     curves = run_ranks(2, train_all, two, str(tmp_path), timeout_s=400)[0]
     curves += run_ranks(4, train_all, four, str(tmp_path), timeout_s=400)[0]
-    for job, curve in zip(jobs, curves, strict=True):
+    for job, curve in zip([*two, *four], curves, strict=True):
         loss, norm = worst(curve, reference(job.model, steps=3))
         more = 1 if DEVICE[0] == "cpu" else 4  # the sums of four ranks, rounded otherwise
         assert loss < more * LOSS and norm < more * NORM, (Path(job.model).name, job.layout, loss, norm)

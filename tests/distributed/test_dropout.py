@@ -47,11 +47,11 @@ def job(model: tuple[str, dict[str, Any]], layout: str, interval: int) -> Job:
 
 
 def whole_and_resumed(jobs: list[Job], output_dir: str) -> list[tuple[Curve, Curve]]:
-    """Of each job the curve, and, without further arguments, what follows once the run is broken off and resumed."""
+    """Of each job the curve; of the first also what follows once the run is broken off and resumed."""
     found = []
     for index, each in enumerate(jobs):
         whole = curve(each, f"{output_dir}/{index}", 0)
-        resumed = whole[BROKEN:] if each.arguments else curve(each, f"{output_dir}/{index}", BROKEN)
+        resumed = whole[BROKEN:] if index else curve(each, f"{output_dir}/{index}", BROKEN)
         found.append((whole, resumed))
     return found
 
@@ -68,7 +68,7 @@ def curve(job: Job, output_dir: str, done: int) -> Curve:
     trainer = Trainer(job.model, settings, train_dataset=rows(), peft_config=lora and LoraConfig(**lora))
     records = []
     for step in range(done, STEPS):
-        if step == BROKEN and not done and not job.arguments:
+        if step == BROKEN and not done:
             trainer.save_checkpoint()
         record = trainer.training_step()
         records.append((record.loss, record.grad_norm or 0.0))

@@ -38,7 +38,7 @@ def by_schedule(name: str, schedule: str, **sections: Any) -> Job:
 
 TWO = [
     *(Job("tiny-llama", name) for name in ("pp2dp1tp1z0", "pp1dp2tp1z3")),
-    *(by_schedule("pp2dp1tp1z0", name) for name in ("interleaved", "dualpipe-v")),
+    by_schedule("pp2dp1tp1z0", "dualpipe-v"),
 ]
 FOUR = [
     by_schedule("pp2dp1tp2z1", "zero-bubble-v", bf16={"enabled": True}),

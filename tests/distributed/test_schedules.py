@@ -21,15 +21,14 @@ SEVERAL_CHUNKS = (INTERLEAVED, *FOLDED_SCHEDULES)
 
 
 def by_schedule(jobs: list[tuple[Job, list[str]]], folder: str) -> list[dict[str, list[float]]]:
-    """Of each job, with each schedule, the losses and gradient norms of two steps, of an evaluation, and of another
-    step."""
+    """Of each job, with each schedule, the loss and gradient norm of a step, of an evaluation, and of another step."""
     return [{name: _numbers(job, name, f"{folder}/{job.layout}/{name}") for name in names} for job, names in jobs]
 
 
 def _numbers(job: Job, schedule: str, folder: str) -> list[float]:
     own = replace(job, config={**job.config, "pipeline": {**job.config["pipeline"], "schedule": schedule}})
     trainer = Trainer(job.model, arguments_of(own, folder), rows(), rows(masked=True))
-    numbers = [number for step in steps_of(trainer, 2) for number in step]
+    numbers = [number for step in steps_of(trainer, 1) for number in step]
     numbers.append(trainer.evaluate()["eval_loss"])
     numbers += [number for step in steps_of(trainer, 1) for number in step]
     trainer.close()

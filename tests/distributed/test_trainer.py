@@ -182,7 +182,7 @@ def export_untrained(jobs: list[Job], folder: str) -> None:
 
 def test_weights_come_out_as_they_went_in_to_the_bit(tmp_path: Path) -> None:
     models = [tiny_model(tmp_path / family, family, family == "bloom") for family in ("qwen3", "bloom", "olmo2")]
-    jobs = [Job(model, layout) for model in models for layout in ("pp2tp2z1", "tp4z0", "tp2dp2z3")]
+    jobs = [Job(model, layout) for model, layout in zip(models, ("pp2tp2z1", "tp4z0", "tp2dp2z3"), strict=True)]
     run_ranks(4, export_untrained, jobs, str(tmp_path))
     for job in jobs:
         given = load_file(Path(job.model) / "model.safetensors")

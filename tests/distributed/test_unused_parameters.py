@@ -68,7 +68,7 @@ def of_own_layers(folder: str) -> list[dict[str, Tensor]]:
         job = Job("", f"dp2z{stage}", batch, DECAY)
         torch.manual_seed(0)
         layers = [Sometimes(), nn.Linear(4, 4)]
-        arguments = arguments_of(job, f"{folder}/own-{stage}")
+        arguments = arguments_of(job, f"{folder}/own-{stage}", verify_plan="auto")  # there is no plan
         trainer = Trainer(layers, arguments, train_dataset=points, loss_fn=nn.functional.mse_loss)
         for steps in range(3):
             if steps:

@@ -27,7 +27,7 @@ from tests.distributed.training import Job, arguments_of, rows
 from tests.simulated_device import device
 from tests.simulated_device.kernels import CALLED, stand_ins
 
-STEPS = 4
+STEPS = 3  # of a run that does not say how many: the first whose update comes from moments of two steps
 TEXT = "Sphinx of black quartz, judge my vow; 0123456789 + 9876543210. " * 8
 
 
@@ -113,7 +113,7 @@ def make(name: str, run: Run, folder: str) -> dict[str, Any]:
     trainer = Trainer(
         begun_apart(run.job.model) if run.in_memory else run.job.model,
         arguments,
-        train_dataset=texts if run.packed else OfTwoSources(rows() * STEPS),
+        train_dataset=texts if run.packed else OfTwoSources(rows() * 4),
         eval_dataset=rows()[:3] if run.evaluates else None,
         compute_metrics=spread if run.evaluates else None,
         processing_class=ByteTokenizer() if run.evaluates or run.packed else None,

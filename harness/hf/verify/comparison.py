@@ -70,7 +70,7 @@ class ModelNumbers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeModel:
+class UncutModel:
     """The tiny copy as one process runs it.
 
     Attributes:
@@ -85,7 +85,7 @@ class WholeModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class RankGroups:
     """The groups of ranks that share the cut model: its tensors, its tokens, or, as `neighbours`, its experts."""
 
     tensor: TensorParallel
@@ -115,7 +115,7 @@ def find_difference(
         UserError: the model cannot be cut.
     """
     found = None
-    ranks = Ranks(tensor=place, context=context, neighbours=neighbours)
+    ranks = RankGroups(tensor=place, context=context, neighbours=neighbours)
     with own_generators(0, device):
         for seed in SEEDS:
             found = worst_of(_try(cut, _run_whole(config, seed, device), ranks), place, context)
@@ -153,7 +153,7 @@ def worst_of(own: Difference | None, place: TensorParallel, context: ContextPara
     return own
 
 
-def _try(cut: Cut, whole: WholeModel, ranks: Ranks) -> Difference | None:
+def _try(cut: Cut, whole: UncutModel, ranks: RankGroups) -> Difference | None:
     try:
         return _compare(cut, whole, ranks)
     except UserError:
@@ -162,7 +162,7 @@ def _try(cut: Cut, whole: WholeModel, ranks: Ranks) -> Difference | None:
         return ranks.difference(f"{type(error).__name__} ({' '.join(str(error).split())[:120]})", float("inf"))
 
 
-def _run_whole(config: PretrainedConfig, seed: int, device: torch.device) -> WholeModel:
+def _run_whole(config: PretrainedConfig, seed: int, device: torch.device) -> UncutModel:
     """Run the tiny copy whole; the tolerance is from another run, with weights changed by rounding errors."""
     model, moved = (on_device(tiny_model(config, seed=seed), device) for _ in range(2))
     ids = tiny_ids(model, seed).to(device)
@@ -184,7 +184,7 @@ def _run_whole(config: PretrainedConfig, seed: int, device: torch.device) -> Who
         logits=allowed(whole.logits, other.logits),
         gradients={name: allowed(tensor, other.gradients[name]) for name, tensor in whole.gradients.items()},
     )
-    return WholeModel(model=model, ids=ids, numbers=whole, allowed=tolerance)
+    return UncutModel(model=model, ids=ids, numbers=whole, allowed=tolerance)
 
 
 def _run(model: PreTrainedModel, ids: Tensor) -> ModelNumbers:
@@ -210,7 +210,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
 
 
-def _compare(cut: Cut, whole: WholeModel, ranks: Ranks) -> Difference | None:
+def _compare(cut: Cut, whole: UncutModel, ranks: RankGroups) -> Difference | None:
     """Return how the cut model differs."""
     source = replace(
         ModelSource.of_model(whole.model), model=None
@@ -254,7 +254,7 @@ def _own_logits(whole: Tensor, stage: CausalModel, place: TensorParallel) -> Ten
     return whole[..., start:stop]
 
 
-def _gradient_differences(modules: list[nn.Module], whole: WholeModel, times: int) -> list[tuple[str, float] | None]:
+def _gradient_differences(modules: list[nn.Module], whole: UncutModel, times: int) -> list[tuple[str, float] | None]:
     """Compare all gradients; `times`: the number of ranks that send the same tokens to the experts of this one."""
     model, expected = whole.model, whole.numbers.gradients
     first = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -130,7 +130,7 @@ class HostMemory:
         self._peers.close()
 
     def all_reduce(self, x: Tensor, operation: Operation = torch.add, out: Tensor | None = None) -> Tensor:
-        """Return the sum of `x` (...) over the ranks, or its maximum with `torch.maximum`.
+        """Return the sum of `x` [...] over the ranks, or its maximum with `torch.maximum`.
 
         Args:
             out: a contiguous tensor for the result; may be `x`.
@@ -154,7 +154,7 @@ class HostMemory:
         return self._start(x.view(-1).split(numbers), total.view(-1).split(numbers), combine, total)
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the tensors `x` (...) of all ranks, stacked in rank order: (ranks, ...).
+        """Return the tensors `x` [...] of all ranks, stacked in rank order: [ranks, ...].
 
         Args:
             out: a contiguous tensor for the result; `x` may be this rank's part of it.
@@ -174,7 +174,7 @@ class HostMemory:
         return self._start(x.view(-1).split(numbers), into, place, whole)()
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return this rank's share (n / ranks, ...) of the sum of `x` (n, ...) over the ranks.
+        """Return this rank's share [n / ranks, ...] of the sum of `x` [n, ...] over the ranks.
 
         Args:
             out: a contiguous tensor for the result; may be this rank's share of `x`.
@@ -197,7 +197,7 @@ class HostMemory:
         """Begin an all-to-all of rows; return a function that completes it. Until then `x` may not change.
 
         Args:
-            x: rows (n, ...) for all ranks, sorted by rank.
+            x: rows [n, ...] for all ranks, sorted by rank.
             sizes: rank i has `sizes[i][j]` rows for rank j.
 
         The result holds the rows from all ranks (m, ...), in rank order.

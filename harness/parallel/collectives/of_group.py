@@ -87,7 +87,7 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
 
 
 def start_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin a reduce-scatter of `x` (n, ...); return a function that waits for this rank's share (n / ranks, ...) of
+    """Begin a reduce-scatter of `x` [n, ...]; return a function that waits for this rank's share [n / ranks, ...] of
     the sum. Until then `x` may not change."""
     if (memory := _memory(x, group)) is not None:
         return memory.start_reduce_scatter(x)
@@ -99,7 +99,7 @@ def start_exchange(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.Proces
     """Begin an all-to-all of rows; return a function that waits for the rows (m, ...) from all ranks, in rank order.
 
     Args:
-        x: rows (n, ...) for all ranks, sorted by rank; it may not change until that function has returned.
+        x: rows [n, ...] for all ranks, sorted by rank; it may not change until that function has returned.
         sizes: rank i sends `sizes[i][j]` rows to rank j.
     """
     if (memory := _memory(x, group)) is not None:
@@ -121,13 +121,13 @@ def sums_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
 
 
 def gathers_in_memory(whole: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Fill `whole`, (ranks, ...) or flat, with the tensors `x` (...) of all ranks, likewise."""
+    """Fill `whole`, [ranks, ...] or flat, with the tensors `x` [...] of all ranks, likewise."""
     memory = None if not whole.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.all_gather(x, out=whole) is whole
 
 
 def scatters_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Fill `share` (n / ranks, ...) with this rank's share of the sum of `x` (n, ...), likewise."""
+    """Fill `share` [n / ranks, ...] with this rank's share of the sum of `x` [n, ...], likewise."""
     memory = None if not share.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.reduce_scatter(x, out=share) is share
 

@@ -37,7 +37,7 @@ def row_bytes(bits: int) -> int:
 
 
 def quantize(blocks: Tensor, bits: int) -> Tensor:
-    """Return rows of bytes (n, row_bytes) for float32 `blocks` (n, BLOCK), rounded to one of 255 or 15 values."""
+    """Return rows of bytes [n, row_bytes] for float32 `blocks` [n, BLOCK], rounded to one of 255 or 15 values."""
     most = 2 ** (bits - 1) - 1
     largest = blocks.abs().amax(dim=1, keepdim=True)
     scale = torch.where(largest.isfinite(), largest / most, torch.nan)
@@ -55,7 +55,7 @@ def quantize(blocks: Tensor, bits: int) -> Tensor:
 
 
 def dequantize(rows: Tensor, bits: int) -> Tensor:
-    """Return the float32 blocks (n, BLOCK) of rows of bytes (n, row_bytes)."""
+    """Return the float32 blocks [n, BLOCK] of rows of bytes [n, row_bytes]."""
     scale = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32)
     body = rows[:, _SCALE_BYTES:]
     if bits == 8:

@@ -5,7 +5,7 @@ unchanged. A function takes the `PlanTarget` and returns the module to put there
 
 Some styles leave a module whole, and cut or join its inputs and outputs with hooks. Parameters that a plan names itself
 (fused experts, attention sinks) are cut in place, without a new layer. So are norms of single heads, which plans do not
-name: a weight (heads, head_dim) is recognised by its shape and cut as the heads are.
+name: a weight [heads, head_dim] is recognised by its shape and cut as the heads are.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def parts_of(rule: PlanRule, owner: nn.Module) -> int:
 
 
 def cut_head_parameters(owner: nn.Module, attention: Attention | None, tensor: TensorParallel) -> None:
-    """Cut every (heads, head_dim) matrix inside `owner` to this rank's heads, if it is an attention that was split.
+    """Cut every [heads, head_dim] matrix inside `owner` to this rank's heads, if it is an attention that was split.
 
     A vector with one entry per head cannot be told from other vectors by its shape: a plan must name it.
     """

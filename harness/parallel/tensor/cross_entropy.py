@@ -36,14 +36,14 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the loss of every token: float32, shaped as `labels` (...), 0 where the label is `ignore_index`.
+    """Return the loss of every token: float32, shaped as `labels` [...], 0 where the label is `ignore_index`.
 
     Sums are computed in float32 whatever the dtype of the logits. The gradient has the dtype of the logits, and the
     backward may overwrite the logits with it: copy them before if you need them afterwards.
 
     Args:
-        logits: (..., n), this rank's stretch of the vocabulary, by `shard.share_of`.
-        labels: (...), indices into the whole vocabulary.
+        logits: [..., n], this rank's stretch of the vocabulary, by `shard.share_of`.
+        labels: [...], indices into the whole vocabulary.
 
     Raises ValueError for another width than this rank's, and RuntimeError for a label outside the vocabulary.
     """

@@ -1,6 +1,6 @@
 """Linear layers and an embedding whose weights are split over a tensor-parallel group.
 
-After Shoeybi et al. 2019 (arXiv 1909.08053), section 3. Shapes: x (..., in), y (..., out), weight (out, in), size =
+After Shoeybi et al. 2019 (arXiv 1909.08053), section 3. Shapes: x [..., in], y [..., out], weight [out, in], size =
 number of ranks in the group. A column-parallel layer holds rows of the weight, so it computes a part of y. A
 row-parallel layer holds columns of it, so it takes a part of x. One after the other they need a single sum.
 
@@ -45,7 +45,7 @@ class Cut(TypedDict, total=False):
 
 
 class _CutLinear(nn.Linear):
-    """A linear layer that holds a part of its weight; `dim` is the dimension of a weight (out, in) that is split."""
+    """A linear layer that holds a part of its weight; `dim` is the dimension of a weight [out, in] that is split."""
 
     dim: ClassVar[int]
     group: dist.ProcessGroup | None
@@ -93,9 +93,9 @@ class _CutLinear(nn.Linear):
 class ColumnParallelLinear(_CutLinear):
     """y = x A^T + b with A and b split over the outputs.
 
-    Per rank: x (..., in) whole; weight (out / size, in), or (in, out / size) with `weight_transposed`
-    (transformers' Conv1D); bias (out / size). The result is this rank's (..., out / size), or with
-    `gather_output` the whole (..., out). Where the size does not divide the outputs, the first ranks hold one more.
+    Per rank: x [..., in] whole; weight [out / size, in], or [in, out / size] with `weight_transposed`
+    (transformers' Conv1D); bias [out / size]. The result is this rank's [..., out / size], or with
+    `gather_output` the whole [..., out]. Where the size does not divide the outputs, the first ranks hold one more.
     The gradient of x is summed over the group. Raises ValueError for fewer outputs than ranks.
     """
 
@@ -169,10 +169,10 @@ class SharedColumnLinear(nn.Linear):
 class RowParallelLinear(_CutLinear):
     """y = x A^T + b with A split over the inputs.
 
-    Per rank: x (..., in / size), this rank's part, as a column-parallel layer leaves it, or with
-    `input_is_parallel=False` the whole (..., in), of which the layer takes its part; weight (out, in / size),
-    or (in / size, out) with `weight_transposed`; bias (out), whole, added once, after the sum over the group.
-    The result (..., out) is whole, or with `sequence` this rank's share of the tokens. Shares are as a column-parallel
+    Per rank: x [..., in / size], this rank's part, as a column-parallel layer leaves it, or with
+    `input_is_parallel=False` the whole [..., in], of which the layer takes its part; weight [out, in / size],
+    or [in / size, out] with `weight_transposed`; bias [out], whole, added once, after the sum over the group.
+    The result [..., out] is whole, or with `sequence` this rank's share of the tokens. Shares are as a column-parallel
     layer's. Raises ValueError for fewer inputs than ranks.
     """
 
@@ -212,7 +212,7 @@ class RowParallelLinear(_CutLinear):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding whose rows are split over the group: ids (...) -> whole vectors (..., embedding_dim).
+    """An embedding whose rows are split over the group: ids [...] -> whole vectors [..., embedding_dim].
 
     Per rank: weight (num_embeddings / size, embedding_dim), with one row more on the first ranks if the size does not
     divide. Each rank looks up the ids that it holds and returns zeros for the others; the results are summed. An id

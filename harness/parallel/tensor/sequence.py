@@ -1,6 +1,6 @@
 """Sequence parallelism: outside its blocks, a layer computes a share of the tokens on each tensor-parallel rank.
 
-After Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2. A hidden state (batch, sequence, width) is a *share* if
+After Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2. A hidden state [batch, sequence, width] is a *share* if
 a rank holds only its stretch of the sequence. Shares are gathered before a block, and the sum after it is scattered.
 Together that sends as much as one all-reduce, and the layers between the blocks (norms, dropout, residuals) are
 computed and stored once, not on every rank. The first ranks hold one token more if the size of the group does not
@@ -67,7 +67,7 @@ class SequenceShare:
         return self._is_hidden(x, self.length)
 
     def gather(self, share: Tensor) -> Tensor:
-        """Return the hidden state of all tokens (batch, sequence, width); each share is gathered once.
+        """Return the hidden state of all tokens [batch, sequence, width]; each share is gathered once.
 
         The gradients from column-parallel layers that take it directly are partial, and are reduced and scattered. Any
         other gradient must be whole; each rank keeps its share of it.
@@ -75,12 +75,12 @@ class SequenceShare:
         return _gather_once(self, share)
 
     def scatter(self, partial: Tensor) -> Tensor:
-        """Sum a partial hidden state (batch, sequence, width) over the group; return this rank's share of the sum."""
+        """Sum a partial hidden state [batch, sequence, width] over the group; return this rank's share of the sum."""
         share = apply(_ScatterSequence, self.with_batch(partial), self.group, self.widths)
         return share.flatten(0, 1) if partial.dim() == 2 else share
 
     def split(self, whole: Tensor) -> Tensor:
-        """Return this rank's share of a hidden state (batch, sequence, width) that all ranks have."""
+        """Return this rank's share of a hidden state [batch, sequence, width] that all ranks have."""
         share = split_sequence(self.with_batch(whole), self.group)
         return share.flatten(0, 1) if whole.dim() == 2 else share
 
@@ -100,12 +100,12 @@ def widths_of(length: int, group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def split_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward: this rank's share of (batch, sequence, ...). Backward: the gradients of the shares are joined."""
+    """Forward: this rank's share of [batch, sequence, ...]. Backward: the gradients of the shares are joined."""
     return apply(_SplitSequence, whole, group, widths_of(whole.shape[1], group))
 
 
 def join_sequence(share: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Forward: shares (batch, tokens, ...) of sequences of `length` tokens are joined. Backward: each rank keeps its
+    """Forward: shares [batch, tokens, ...] of sequences of `length` tokens are joined. Backward: each rank keeps its
     share of the gradient, which must be whole."""
     return _gather(share, group, widths_of(length, group), SharedInput())[0]
 
@@ -133,15 +133,15 @@ def _gather(
 
 
 def join_shares(share: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
-    """Return the shares (batch, tokens, ...) of all ranks, of `widths` tokens, joined; without an autograd graph."""
+    """Return the shares [batch, tokens, ...] of all ranks, of `widths` tokens, joined; without an autograd graph."""
     padded = _padded(share, max(widths))
     shares = [part[:, :width] for part, width in zip(gathered(padded, group), widths, strict=True)]
     return torch.cat(shares, dim=1)
 
 
 def start_reduce(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Callable[[], Tensor]:
-    """Begin to sum `partial` (batch, sequence, ...) over the group; return a function that waits for this rank's share
-    (batch, tokens, ...) of the sum."""
+    """Begin to sum `partial` [batch, sequence, ...] over the group; return a function that waits for this rank's share
+    [batch, tokens, ...] of the sum."""
     parts = torch.cat([_padded(part, max(widths)) for part in partial.split(list(widths), dim=1)])
     scattered = start_scattered_sum(parts, group)
 

@@ -63,7 +63,7 @@ def forget(ctx: Context) -> None:
 
 @eager
 def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[Product] | None]:
-    """Return `copy_to_group(x)` for `x` (..., in), and a list for operands of weight gradients (None without overlap).
+    """Return `copy_to_group(x)` for `x` [..., in], and a list for operands of weight gradients (None without overlap).
 
     Consecutive calls with the same input return the same copy.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def calling(**more: Any) -> dict[str, Any]:
 TOLD = {"role": "tool", "content": "rain", "name": "weather", "tool_call_id": "call00001"}
 
 
-@lru_cache(maxsize=1)  # each has a process of its own
+@cache  # each has a process of its own, which takes longer to start than all of its conversations
 def template_of(source: str) -> Template:
     """A template as a tokenizer has it."""
     tokenizer = ByteTokenizer().as_transformers()
