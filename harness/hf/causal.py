@@ -110,7 +110,7 @@ class _Weights:
 def _weights(modules: list[nn.Module], experts: int, chosen: int) -> _Weights:
     """Count the parameters by their use: in matrix products, in look-ups, and in elementwise operations.
 
-    Of a tensor with the matrices of `experts` experts, only `chosen` ones count, as a token is sent to those only.
+    In a tensor that stacks the matrices of `experts` experts, only `chosen` count: a token is sent to no others.
     """
     tables = [child for module in modules for child in module.modules() if isinstance(child, nn.Embedding)]
     looked_up = {id(parameter) for table in tables for parameter in table.parameters()}
@@ -140,8 +140,8 @@ def dtypes_in_16_bits(model: PreTrainedModel, dtype: torch.dtype) -> tuple[froze
     """Return the names of parameters that `from_pretrained(dtype=dtype)` keeps in float32, and name -> dtype of
     buffers.
 
-    Both are found by constructing the model with `dtype` as the default, except for parameters and saved buffers that
-    the model's class declares to keep in float32.
+    Build the model with `dtype` as the default dtype to find both. Parameters and saved buffers that the model's class
+    declares to keep in float32 come from that declaration.
     """
     if dtype == torch.float32:
         return frozenset(), {}
@@ -149,7 +149,7 @@ def dtypes_in_16_bits(model: PreTrainedModel, dtype: torch.dtype) -> tuple[froze
     in_fp32 = _kept(model, parameters, dtype)
     try:
         built = build_skeleton(model.config, dtype)
-    except UserError:  # a class of a user's own, which transformers does not make of a config
+    except UserError:  # the user's own class, which transformers cannot build from a config
         return in_fp32, {}
     made = {name: tensor.dtype for name, tensor in (*built.named_parameters(), *built.named_buffers())}
     in_fp32 |= {name for name in parameters if made.get(plain_name(name)) == torch.float32}
@@ -160,7 +160,7 @@ def dtypes_in_16_bits(model: PreTrainedModel, dtype: torch.dtype) -> tuple[froze
 
 
 def _kept(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> frozenset[str]:
-    patterns = list(model._get_dtype_plan(dtype))  # noqa: SLF001  # what `from_pretrained` goes by
+    patterns = list(model._get_dtype_plan(dtype))  # noqa: SLF001  # `from_pretrained` uses it
     if not patterns:
         return frozenset()
     found, _, _ = build_glob_alternation(patterns)
@@ -178,13 +178,13 @@ class CausalModel:
         vocab_size: number of logits, without padding.
         local_logits: whether the epilogue returns only this rank's part of the vocabulary.
         form: how the model is written as a HuggingFace checkpoint.
-        unequal: names, with * for numbers, of parameters of which tensor-parallel ranks hold shares of unequal size.
+        unequal: parameters whose tensor-parallel shards have unequal sizes, by name with * for numbers.
         router: collects the routers' logits for the model's own router loss; the epilogue then returns
             (logits, router loss).
         in_fp32: names of the parameters that the family keeps in float32 in a 16-bit model.
-        shares_sequence: whether each tensor-parallel rank has a share of the tokens between the layers.
-        apart: how some tokens are computed without the others.
-        loss_tiles: lets the epilogue compute the loss in tiles; None where it gives logits.
+        shares_sequence: whether sequence parallelism gives each tensor-parallel rank a share of the tokens.
+        apart: context ranks and tiles: how some tokens are computed without the others.
+        loss_tiles: lets the epilogue compute the loss in tiles; None if it returns logits.
     """
 
     layers: list[LayerSpec]
@@ -202,7 +202,7 @@ class CausalModel:
 
     @property
     def context(self) -> ContextParallel | None:
-        """This rank and those that share the sequence with it; the logits are those of its stretch."""
+        """This rank's place among the context ranks, if there are any; the logits are those of its stretch."""
         return self.apart.context
 
     @property
@@ -268,21 +268,21 @@ def assemble(
         router_loss: whether to add the model's own router loss.
         part: the part of a parameter that `finish` keeps (ZeRO-3); only that is read or initialised.
         whole_logits: whether each rank computes all logits.
-        keep_fp32: whether to keep those parameters in float32 that the family keeps so.
+        keep_fp32: whether parameters that the family keeps in float32 stay in float32.
         noise_alpha: scale of NEFTune's noise on the embeddings.
         sequence_parallel: whether tensor-parallel ranks share the tokens between the layers.
-        apart: how some tokens are computed without the others.
+        apart: context ranks and tiles: how some tokens are computed without the others.
     """
     model = source.skeleton()
     plan = _plan(source, model, tensor, experts)
-    # the weights before the adapters: a checkpoint of the base has the names of the model without adapters
+    # open the weights before adding adapters: a checkpoint of the base model has the names of a model without them
     weights, form = _weight_source(source, model, seed, part)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     vocab_size = next(end.get_parameter("weight").shape[0] for end in (head, embedding) if end is not None)
     if adaptation is not None:
         inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
         weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
-    in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes the layers, with their buffers, out
+    in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes out the layers and their buffers
     noise = embedding_noise(model, noise_alpha)
     outer, router = _examine(source, model, device, router_loss)
     _cast_buffers(model, buffers)
@@ -333,9 +333,9 @@ def _examine(
     source: ModelSource, model: PreTrainedModel, device: torch.device, router_loss: bool
 ) -> tuple[OuterForward, RouterCapture | None]:
     """Run the model's forward without its layers; return it, and a capture of its routers' logits if `router_loss`."""
-    # before `OuterForward`, which puts a placeholder in the place of the head
+    # find the head first: `OuterForward` replaces it by a placeholder
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
-    with on_any_device(model):  # flash-attention runs neither in fp32 nor on meta, where the forward is examined
+    with on_any_device(model):  # the forward is examined in fp32 and on meta, where flash-attention cannot run
         outer = OuterForward(model, device, source.weights if isinstance(source.weights, Mapping) else {})
         return outer, router_capture(outer, head) if router_loss else None
 
@@ -345,10 +345,10 @@ def _computing_apart(
 ) -> Blueprint:
     """Return the blueprint of a model that computes some tokens without the others.
 
-    `tensor`: the ranks that share the tokens between the layers, besides context ranks.
+    `tensor`: the tensor-parallel ranks, if sequence parallelism shares the tokens between the layers over them.
     """
     outer, shares = blueprint.outer, apart.context is not None or apart.attention_tile > 0
-    if not apart.plan.whole:  # where all is computed whole, masks are too
+    if not apart.plan.whole:  # a rank that computes all tokens needs whole masks
         outer.mask_queries = apart.attention_tile
     return replace(
         blueprint,
@@ -362,7 +362,7 @@ def _computing_apart(
 
 
 def _loss_tiles(outer: OuterForward, apart: TokensApart, *, whole_logits: bool) -> LossTiles | None:
-    """Return what lets the epilogue compute the loss in tiles; None where it gives logits.
+    """Return the switch by which the epilogue computes the loss in tiles; None if it always returns logits.
 
     Raises UserError for tiles of the loss or of blocks that would change numbers.
     """
@@ -395,7 +395,7 @@ def _shared_sequence(outer: OuterForward, tensor: TensorParallel | None, apart: 
     context = apart.context
     if context is None and apart.attention_tile:
         context = ContextParallel()
-    if apart.plan.whole:  # then the epilogue alone takes a stretch
+    if apart.plan.whole:  # then only the epilogue works on a stretch
         context = None
     return SharedSequence(group, context or ContextParallel()) if group is not None or context is not None else None
 
@@ -421,7 +421,7 @@ def _cut(
     local_logits: bool,
     layer: nn.Module,
 ) -> None:
-    """Cut a layer by the plan, and have experts that grouped products cannot take run one by one."""
+    """Cut a layer by the plan. Run its experts one by one if grouped matrix products cannot take them."""
     if plan is not None:
         text = config.get_text_config(decoder=True)
         cut_with_adapters(layer, plan, tensor, text, local_logits=local_logits, neighbours=neighbours)
@@ -438,7 +438,7 @@ def require_cut(source: ModelSource, tp_size: int, ep_size: int) -> None:
     model = build_skeleton(source.config)
     plan = expert_parallel_plan(model, PLANS, tp_size=tp_size) if ep_size > 1 else plan_for(model, PLANS)
     text, neighbours = source.config.get_text_config(decoder=True), TensorParallel(size=max(ep_size // tp_size, 1))
-    with suppress(ValueError):  # weights tied between layers, which are cut layer by layer
+    with suppress(ValueError):  # raised for weights tied between layers; `assemble` cuts layer by layer
         cut(model, "", plan, TensorParallel(size=tp_size), text, neighbours=Neighbours(place=neighbours))
 
 
@@ -466,7 +466,7 @@ def _weight_source(
 def _plan(
     source: ModelSource, model: PreTrainedModel, tensor: TensorParallel, experts: Neighbours | None
 ) -> Plan | None:
-    """Return the plan by which ranks share the model; None if they do not. Raises UserError if the family has none."""
+    """Return the plan that cuts the model; None if nothing is to be cut. Raises UserError if the family has no plan."""
     if tensor.size == 1 and (experts is None or experts.place.size == 1):
         return None
     built = model if source.model is None else build_skeleton(source.config)
@@ -483,8 +483,8 @@ def _plan(
 def _logits_may_be_local(outer: OuterForward, plan: Plan | None, vocab_size: int, size: int) -> bool:
     """Return whether the operations after the head (scaling, soft-capping) can be applied to a part of the vocabulary.
 
-    Only then may a rank keep its part of the logits. It is tried on random numbers: the result for a part must be that
-    part of the result for all.
+    Only then may a rank keep its part of the logits. A trial on random numbers decides: the result for a part must
+    equal that part of the result for the whole vocabulary.
     """
     head: nn.Module | None = None if plan is None else outer.epilogue.get(plan.head or "")
     if plan is None or plan.head is None or not plan.splits_head or head is None:

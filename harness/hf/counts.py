@@ -33,9 +33,9 @@ _COUNTED: dict[tuple[type[PretrainedConfig], str], ParameterCounts] = {}
 
 
 def counts_of(config: PretrainedConfig) -> ParameterCounts:
-    """Return the counts of the model that transformers makes of a config. UserError as of `parameter_counts`.
+    """Return the counts of the model that transformers builds from a config. Raises UserError as `parameter_counts`.
 
-    They are kept: a process may train one model in many layouts, and to build a skeleton is a part of each start.
+    The result is cached: a process may train one model in many layouts, and building a skeleton delays each start.
     """
     key = type(config), config.to_json_string(use_diff=False)
     if key not in _COUNTED:
@@ -81,7 +81,7 @@ def _routed(layer: nn.Module, sizes: set[int]) -> set[int]:
 def read_config(content: Mapping[str, Any]) -> PretrainedConfig:
     """Return the text decoder's config from a config.json's content. Raises UserError if it cannot be read."""
     try:
-        with tempfile.TemporaryDirectory() as folder:  # a reader of files alone knows how infinity is written in them
+        with tempfile.TemporaryDirectory() as folder:  # only transformers' reader of files decodes infinity
             (Path(folder) / "config.json").write_text(json.dumps(content), encoding="utf-8")
             config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # a family's config class may check its fields as it likes
@@ -106,7 +106,7 @@ def main() -> int:
 def counted(content: Mapping[str, Any]) -> tuple[JsonObject, ParameterCounts]:
     """Return a config.json's content with all defaults, and the counts of its model.
 
-    Sizes are added also under the names that most families use. Raises UserError if transformers does not build it.
+    Sizes are also added under the names that most families use. Raises UserError if transformers cannot build it.
     """
     config = read_config(content)
     return _with_usual_names(config), parameter_counts(build_skeleton(config))

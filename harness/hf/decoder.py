@@ -93,7 +93,7 @@ class Blueprint:
         noise: added to the token embeddings in training.
         sequence: how ranks share the hidden state between the layers; None: each has all of it.
         context: this rank among the context ranks, if there are any; its logits are those of its stretch.
-        plan: which modules can compute a stretch of the tokens alone; likewise.
+        plan: which modules can compute some tokens without the others; None if none has to.
         split: cuts the arguments of layers for a stretch; None where no layer can.
         loss_tiles: lets the epilogue compute the loss in tiles of tokens.
         block_tile: tokens that feed-forward blocks and norms compute at a time; 0: all.
@@ -148,7 +148,7 @@ class ModelLayer(nn.Module):
         blueprint.cut(self)
         materialise(self, blueprint.device, blueprint.dtype, blueprint.kept, blueprint.buffers)
         blueprint.source.fill(self, whole)
-        # set after the copies above, which would copy the whole model with it
+        # set only after the deep copies above, which would copy the whole model with it
         self.leaves = leaves
         blueprint.finish(self)
         self.outer = blueprint.outer
@@ -156,8 +156,8 @@ class ModelLayer(nn.Module):
         self.sequence = blueprint.sequence
 
     def __call__(self, value: Value) -> Value:
-        """Run the layer. Each tensor is an argument of its own: torch's backward hooks see none in a tuple, and ZeRO-3
-        would reduce a leaf's gradients before they are there."""
+        """Run the layer, with each tensor as its own argument. torch's backward hooks ignore tensors inside a tuple, so
+        ZeRO-3 would reduce a leaf module's gradients before they exist."""
         output: Value = super().__call__(*value) if isinstance(value, tuple) else super().__call__(value)
         return output
 
@@ -217,7 +217,7 @@ class DecoderLayer(ModelLayer):
         self.stretch = None
         if blueprint.split is not None and self.sequence is not None and gathered is not None:
             self.stretch = StretchLayer(layer, gathered, blueprint.split, index, self.sequence.context)
-        # else the layer is given all tokens, and its ranks compute alike
+        # otherwise every rank runs the layer on all tokens
         self.takes_stretch = self.sequence is not None and (blueprint.split is None or self.stretch is not None)
         self.share = None
         if self.takes_stretch and self.sequence is not None and self.sequence.group is not None:
@@ -247,7 +247,7 @@ class DecoderLayer(ModelLayer):
     def _on_share(
         self, sequence: SharedSequence, payload: StagePayload, inputs: LayerInputs, whole: Tensor
     ) -> StagePayload:
-        """Run the layer on this rank's share of the tokens; `inputs` and the shape of `whole` are those of all."""
+        """Run the layer on this rank's share of the tokens; `inputs` and the shape of `whole` are for all tokens."""
         self._expect(inputs, whole, sequence)
         with ExitStack() as forward:
             if self.share is not None:
@@ -304,11 +304,11 @@ class Epilogue(ModelLayer):
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
-        # tiles call its modules again and again: ZeRO-3 gathers it as one
+        # every tile calls its modules, so ZeRO-3 gathers the epilogue as one leaf
         super().__init__(blueprint, blueprint.outer.epilogue, lambda: [""] if blueprint.loss_tiles is not None else [])
         self.tiles = blueprint.loss_tiles
         self.names = list(blueprint.outer.epilogue)
-        # what it draws is drawn for all tokens
+        # an epilogue with dropout computes all tokens, so that its draws need no cut
         self.context = blueprint.context
         stays = blueprint.plan is not None and blueprint.plan.epilogue
         self.takes_stretch = stays and not any(map(has_dropout, blueprint.outer.epilogue.values()))
@@ -351,7 +351,7 @@ class Epilogue(ModelLayer):
         return logits if self.context is None or self.takes_stretch else self.context.own(logits)
 
     def _joined(self, sequence: SharedSequence, payload: StagePayload) -> StagePayload:
-        """Return the payload with the hidden state, and the tokens, that the epilogue is given."""
+        """Return the payload for the epilogue: the hidden state and tokens of this rank's stretch, or of all ranks."""
         if not self.takes_stretch:
             return sequence.join_all(payload)
         tokens = None if payload.tokens is None else own_tokens(payload.tokens, self.outer, sequence.context)
@@ -442,12 +442,12 @@ def _tiled_blocks(blueprint: Blueprint, index: int) -> list[str]:
         return []
     layer, capture = blueprint.outer.layers[index], blueprint.capture
     named = ((name, layer.get_submodule(name)) for name in sorted(blueprint.plan.alone_in(layer)))
-    # the logits of a router are taken from one call of it
+    # a router must be called once, because its logits are captured from one call
     return [name for name, block in named if capture is None or not capture.has_router(block, name)]
 
 
 def _nest(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register `module` under its dotted name, with bare modules for the parts of the path."""
+    """Register `module` in `root` under a dotted name; create empty modules along the path."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in dict(root.named_children()):

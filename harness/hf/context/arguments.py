@@ -26,15 +26,15 @@ class SplitArguments:
     """Cuts the arguments of a model's layers.
 
     Attributes:
-        dims: for each layer, of those tensors that are cut, the dimension along which they have an entry for each
-            token.
+        dims: for each layer, tensor -> the dimension in which it has one entry per token. Tensors that are not in it
+            are not cut.
     """
 
     dims: tuple[Mapping[Leaf, int], ...]
 
     @classmethod
     def of(cls, outer: OuterForward) -> SplitArguments:
-        """Make the arguments for two lengths. A tensor whose shapes differ in one dimension has its tokens there."""
+        """Find the token dimensions: those in which a tensor's shape differs between two sequence lengths."""
         runs = []
         for length in LENGTHS:
             ids = torch.zeros((BATCH, length), dtype=torch.long, device=outer.device)
@@ -47,7 +47,7 @@ class SplitArguments:
     ) -> tuple[LayerInputs, dict[int, Tensor]]:
         """Return the arguments of layer `index` for this rank's stretch of sequences of `length` tokens.
 
-        Also return the tensors that were cut, whole, by the `id` of what is left of each.
+        Also return the whole tensors, as they were before the cut, by the `id` of their cut parts.
         """
         dims, places = self.dims[index], iter([leaf for leaf, _ in _leaves(inputs)])
         whole: dict[int, Tensor] = {}

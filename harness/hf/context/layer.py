@@ -1,10 +1,10 @@
 """A decoder layer that computes a stretch of the tokens.
 
 Its attention exchanges heads (`harness/parallel/context/attention.py`). A *block* is a module of the layer that holds
-matrices: its attention, its feed-forward network. Some blocks mix tokens otherwise than through transformers' interface
-for attention: a recurrence, a convolution, an attention of the model's own. They are *gathered*: such a block is given
-the tokens of all ranks, computes what it would compute in one process, and the rank keeps the output of its stretch.
-That is exact, but every rank takes the time and the memory of one process for it.
+matrices: its attention, its feed-forward network. Some blocks mix tokens in another way than transformers' attention
+interface: by a recurrence, a convolution, or the model's own attention. Such a block is *gathered*: each rank gives it
+all tokens, as one process would, and keeps the output of its own stretch. That is exact, but on every rank the block
+takes as much time and memory as in one process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def named_blocks(layer: nn.Module, least: int = 2, prefix: str = "") -> Iterator
 
 
 def with_whole_masks(inputs: LayerInputs) -> LayerInputs:
-    """Return the arguments with whole masks in place of those that are made by rows."""
+    """Return the arguments with every `MaskRows` replaced by its whole mask."""
     args, kwargs = tree_map_only(MaskRows, MaskRows.whole, (inputs.args, dict(inputs.kwargs)))
     return LayerInputs(args, kwargs, inputs.key)
 
@@ -58,14 +58,14 @@ class StretchLayer:
         self.gathered = [layer.get_submodule(name) for name in gathered]
 
     def gather_blocks(self) -> None:
-        """Give the gathered blocks all tokens. Call it last: it must see what other hooks make of their inputs."""
+        """Give the gathered blocks all tokens. Call it last: its hooks need the inputs after all other hooks."""
         for block in self.gathered:
             block.register_forward_pre_hook(self._before, with_kwargs=True)
             block.register_forward_hook(self._after, prepend=True, always_call=True)
 
     @contextmanager
     def forward_of(self, inputs: LayerInputs, batch: int, length: int) -> Iterator[LayerInputs]:
-        """Enter a forward of the layer. `inputs` are for `length` tokens; yield those for this rank's stretch."""
+        """Yield `inputs`, which are for `length` tokens, cut to this rank's stretch; attention exchanges heads."""
         own, whole = self._split.split(self._index, inputs, self._context, length)
         self._whole = whole
         self._rows = TokenRows(context=self._context, batch=batch, length=length)

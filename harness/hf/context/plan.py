@@ -72,7 +72,7 @@ TOGETHER = TokensApart()
 
 
 def kind_of_layer(layer: nn.Module) -> Hashable:
-    """Return a key that is equal for a layer of a model and for the same layer of its tiny copy, also with adapters."""
+    """Return a key that a layer, with or without adapters, has in common with the same layer of the tiny copy."""
     return type(layer).__name__, tuple(
         (name, type(getattr(block, "base_layer", block)).__name__) for name, block in named_blocks(layer)
     )
@@ -81,8 +81,8 @@ def kind_of_layer(layer: nn.Module) -> Hashable:
 def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:
     """Return the tokens of this rank's stretch, with their positions in the whole sequence if the model takes any.
 
-    They do not count as packed: no layer uses the masks that are made from them, and transformers, which looks up
-    tokens by their positions, could not make masks that keep documents apart.
+    `is_packed` is False: no layer uses masks that are made from these tokens. transformers looks up tokens by their
+    positions, so it could not make masks that keep documents apart.
     """
     positions = tokens.positions
     if positions is None and outer.takes_positions:

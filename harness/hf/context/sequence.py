@@ -34,7 +34,7 @@ def require_enough(tokens: Tokens, contexts: int, tensors: int) -> None:
 
 @dataclass(frozen=True)
 class SharedSequence:
-    """Splits and joins the hidden state between layers, of which each rank holds a share of the tokens.
+    """Splits and joins the hidden state between layers, where each rank holds a share of the tokens.
 
     If the shares are unequal, token ids are passed on too: only they tell the length of the whole sequence.
 
@@ -83,21 +83,21 @@ class SharedSequence:
         return stop - start
 
     def as_whole(self, payload: StagePayload) -> StagePayload:
-        """Return the payload with a hidden state of the whole sequence's shape, which is a view of one token."""
+        """Return the payload with a hidden state of the whole sequence's shape: one token, expanded without a copy."""
         token = payload.hidden.detach()[:, :1]
         return replace(payload, hidden=token.expand(-1, self.length(payload), *token.shape[2:]))
 
     def join(self, payload: StagePayload) -> StagePayload:
-        """Return the same with the hidden state of this rank's stretch."""
+        """Return the payload with the hidden state of this rank's stretch, joined from the tensor-parallel shares."""
         if self.group is None:
             return payload
         return replace(payload, hidden=join_sequence(payload.hidden, self.stretch(payload), self.group))
 
     def rows(self, whole: Tensor) -> TokenRows:
-        """Return the cutter of rows for sequences like `whole`, a hidden state [batch, whole sequence, width]."""
+        """Return the `TokenRows` for sequences like `whole`, a hidden state [batch, whole sequence, width]."""
         return TokenRows(context=self.context, batch=whole.shape[0], length=whole.shape[1])
 
     def join_all(self, payload: StagePayload) -> StagePayload:
-        """Return the same with the hidden state of the whole sequence."""
+        """Return the payload with the hidden state of the whole sequence, joined from the shares of all ranks."""
         joined = self.join(payload)
         return replace(joined, hidden=self.context.join(joined.hidden, self.length(payload)))
