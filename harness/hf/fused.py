@@ -1,11 +1,11 @@
 """Norms and rotary embeddings in fewer passes over memory than models of transformers make, with the same results.
 
-transformers writes both as single operations; a norm is square, mean, root, product, product. Each reads and writes a
-whole hidden state, and autograd runs two or three more for each in the backward pass. Here the forward of a norm reads
-the hidden state twice, and a rotation changes each half of a head in one operation.
+transformers computes both by many small operations: a norm is square, mean, root, product, product. Each reads and
+writes a whole hidden state, and needs two or three more in the backward pass. Here the forward of a norm reads the
+hidden state twice, and a rotation changes each half of a head in one operation.
 
-Code is replaced only if it reads word for word as the code that `fused.json` names, which most families share, and only
-in float32: 16-bit numbers would be rounded differently than in transformers. All other code runs unchanged.
+Code is replaced only if it equals, word for word, the code that `fused.json` names, which most families share. It is
+replaced only in float32: 16-bit numbers would be rounded differently than in transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROTATION, HALF = (REPLACED[key].rpartition(":")[2] for key in ("rotation", "half
 
 
 def fuse(layer: nn.Module) -> None:
-    """Have the RMS norms of a layer compute by `rms_norm`, and its attention rotate by `rotated`.
+    """Make the RMS norms of a layer use `rms_norm`, and its attention use `rotated`.
 
     Other models of the same family in this process are not changed.
     """
@@ -69,10 +69,9 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads `x` [..., n] turned by angles whose `cos` and `sin` broadcast to it; n is even.
+    """Return `x` [..., n], n even, rotated by angles whose `cos` and `sin` broadcast to it.
 
-    A dimension of the first half is turned with one of the second (Su et al. 2021, arXiv 2104.09864). Angles get no
-    gradient.
+    Dimension i is rotated with dimension i + n / 2 (Su et al. 2021, arXiv 2104.09864). Angles get no gradient.
     """
     return apply(_Rotation, x, cos, sin)
 
@@ -117,8 +116,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sign: int, into_first: Tensor, into_second: Tensor) -> Tensor:
-    """Return x * cos, with sign * second half * `into_first` added to its first half, and -sign * first half *
-    `into_second` to its second."""
+    """Return x * cos + [sign * x2 * into_first, -sign * x1 * into_second], where x1 and x2 are the halves of x."""
     turned = x * cos
     of_x, of_turned = x.chunk(2, -1), turned.chunk(2, -1)
     of_turned[0].addcmul_(of_x[1], into_first, value=sign)
@@ -134,14 +132,14 @@ def _normalised(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _fused_rotation(forward: FunctionType) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return a replacement of the rotation that `forward` calls; None if that is another computation."""
+    """Return a fused form of the rotation that `forward` calls; None if it is not the rotation of `fused.json`."""
     plain: Any = forward.__globals__.get(ROTATION)
     half = getattr(plain, "__globals__", {}).get(HALF)
     return _fused(plain) if _reads_as(plain, "rotation") and _reads_as(half, "half") else None
 
 
 def _fused(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `apply_rotary_pos_emb` of a family, by `rotated` where all is float32 and angles are as wide as heads."""
+    """Return a family's `apply_rotary_pos_emb` with `rotated` where all is float32 and angles are as wide as heads."""
 
     @wraps(plain)
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -156,7 +154,7 @@ def _fused(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[T
 
 @cache
 def _reads_as(function: object, replaced: str) -> bool:
-    """Return whether a function has the code that is replaced, except for comments and types."""
+    """Return whether a function's code equals the code that is replaced, except for comments and types."""
     return function is not None and (found := _code(function)) is not None and found == _code_of(replaced)
 
 

@@ -1,8 +1,7 @@
 """Use kernels of the package liger-kernel in a model's norms, dense feed-forward blocks and rotary embedding.
 
-Liger knows for each family which modules it can compute, and how. It changes a copy of the model without weights; the
-changes found there are then made to the layers that a rank builds. So layers may be cut, and no other model of the
-process is changed.
+Liger patches a model by its family. Here it patches a copy of the model without weights, and the patches found there
+are applied to the layers that a rank builds. So layers may be cut, and no other model of the process is changed.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def liger_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernel
     names = dict(vars(home))
     try:
         liger._apply_liger_kernel_to_instance(model, **NOT_THE_LOSS)  # noqa: SLF001  # as HuggingFace's Trainer does
-    except Exception as error:  # Liger's code of a family is that of some versions of transformers
+    except Exception as error:  # Liger's code for a family fits only some versions of transformers
         raise UserError(f"{FLAG}: Liger cannot change model type {family!r}: {error}: omit the flag") from error
     finally:
         kernels = _taken_back(home, names)
@@ -93,7 +92,7 @@ def liger_kernels(config: PretrainedConfig, device: torch.device) -> LigerKernel
 
 
 def _taken(module: nn.Module) -> bool:
-    """Return whether to use Liger's form of a module: it must work when the module is cut. Experts keep ours."""
+    """Return whether to use Liger's forward. A module with matrices of its own (experts) may be cut: it keeps ours."""
     return "forward" in vars(module) and all(own.dim() < 2 for own in module.parameters(recurse=False))
 
 
@@ -109,8 +108,7 @@ def _changes(module: nn.Module, before: set[str]) -> FusedModule:
 def _taken_back(home: ModuleType, names: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """Restore the functions and classes of a family's file that Liger has replaced; return Liger's functions by name.
 
-    The harness also runs a model's forward on tensors without values, which kernels cannot take; there the old function
-    is called.
+    They call the replaced function for tensors without values: the harness also runs forwards on the meta device.
     """
     kernels: dict[str, Callable[..., Any]] = {}
     for name, old in names.items():

@@ -1,8 +1,8 @@
 """LoRA through peft: its layers in a skeleton, their initial values, their names in files, and checksums of the base.
 
-peft itself creates the layers, on the meta device, so a model with adapters is that of `get_peft_model`. Modules in
-`modules_to_save` are trained whole and keep their own names in the model, without the frozen copy that peft would keep
-too. peft is imported only here, and only if adapters are used.
+peft itself creates the layers, on the meta device, so they are those of `get_peft_model`. Modules in `modules_to_save`
+are trained whole and keep their own names in the model; peft's frozen copy of them is dropped. peft is imported only
+here, and only if adapters are used.
 
 Checkpoints of adapters have checksums of the base model, so that a run does not resume them on another one. A path or a
 config would not suffice: the model may have been moved, and a fine-tuned model has the config of its origin.
@@ -126,7 +126,7 @@ def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
 
 
 def inject(model: PreTrainedModel, config: LoraConfig, *, keep_ties: bool) -> None:
-    """Put peft's layers into `model`, on meta, and freeze the rest; peft sets what `config` leaves open.
+    """Put peft's layers into `model`, on meta, and freeze the rest; peft fills the open fields of `config`.
 
     Args:
         keep_ties: whether tied weights must stay tied, because the checkpoint has values for only one of them.
@@ -192,7 +192,7 @@ def _tied(model: PreTrainedModel) -> set[tuple[str, str]]:
 def _require_found(model: PreTrainedModel, config: LoraConfig) -> None:
     """Raise UserError for `modules_to_save` that the model lacks, which peft ignores; warn of missing target modules.
 
-    Only a warning, as one list of targets may serve several families.
+    Missing targets are no error, because one list of targets may serve several families.
     """
     names = [f".{plain_name(name)}" for name, _ in model.named_modules()]
     for name in sorted(config.modules_to_save or ()):
@@ -312,9 +312,9 @@ def base_checksums(source: ModelSource, trained: Sequence[str] = ()) -> dict[str
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of a small tensor's values, or of a few blocks of a large one: whole models take minutes.
+    """Return the CRC-32 of a small tensor's values, or of a few blocks of a large one: a whole model takes minutes.
 
-    It is taken of the values in float32, so that the same model in memory, in a wider dtype, has the same checksum.
+    Values are converted to float32 first, so that the same model in memory, in a wider dtype, has the same checksum.
     """
     total, count = 0, tensor.numel()
     last = max(count - BLOCK, 0)

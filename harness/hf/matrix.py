@@ -77,11 +77,10 @@ def plan_digest(config_class: type[PretrainedConfig]) -> str | None:
 
 
 def is_tested(config: PretrainedConfig, split: bool, path: Path = STORED, *, experts: bool = False) -> bool:
-    """Return whether the matrix has the family of `config` as working with the installed transformers.
+    """Return whether the matrix says that the family of `config` works with the installed transformers.
 
     Args:
-        split: also over tensor-parallel ranks. A plan of the config's own, or an edited plan file, is not in the
-        matrix.
+        split: also over tensor-parallel ranks. The matrix has no plan of the config's own and no edited plan file.
         experts: also with experts on several data-parallel ranks.
     """
     matrix = read_matrix(path)

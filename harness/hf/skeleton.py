@@ -69,9 +69,9 @@ def require_plain(model: PreTrainedModel) -> None:
 
 
 def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """Return a copy of `model` on the meta device, in training mode and with fp32 for every precision.
+    """Return a copy of `model` on the meta device, in training mode, with all floating tensors in fp32.
 
-    `config` has the attention implementation. Raises UserError for modules that cannot be copied.
+    `config` says which attention implementation to use. Raises UserError for modules that cannot be copied.
     """
     memo: dict[int, Tensor] = {}
     for parameter in model.parameters():
@@ -207,7 +207,7 @@ def _read_generation(directory: Path) -> GenerationConfig | None:
 
 
 def _reason(error: Exception) -> str:
-    """Return transformers' message about a config in one line: its first, with the second if the first ends in ":"."""
+    """Return the first line of transformers' message about a config, and the second too if the first ends in ":"."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if isinstance(error, KeyError):  # its text is only the key
         return f"KeyError: {lines[0]}"
@@ -260,7 +260,7 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 
 def _causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class that transformers makes of a config, or that was registered for it."""
+    """Return the causal class that transformers has for a config, or that was registered for it."""
     known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return known if isinstance(known, type) and issubclass(known, PreTrainedModel) else None
 
@@ -275,7 +275,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype = torch.float32)
     config.use_cache = False
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = (
-            False  # asked for where it can be had: at the end of the forward (`forward/router_loss.py`)
+            False  # asked for only where it is available: at the end of the forward (`forward/router_loss.py`)
         )
     try:
         with torch.device("meta"):

@@ -1,7 +1,7 @@
 """Render conversations with a chat template, which is somebody else's program, in bounded time and memory.
 
-Nothing within a process can stop Python while it repeats a text or raises a number to a power. So a template runs in a
-process of its own, one for all conversations of a process, which is killed when it takes too much.
+Nothing inside a process can interrupt Python while it repeats a string or computes a large power. So each process
+renders all its conversations in one child process, and kills it when a template takes too much time or memory.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TemplateProcess:
         return written
 
     def _start(self) -> None:
-        from transformers.utils import chat_template_utils as _  # noqa: F401  # so that the process need not import it
+        from transformers.utils import chat_template_utils as _  # noqa: F401  # so that the child need not import it
 
         context = get_context("fork")
         self._there, there = context.Pipe()

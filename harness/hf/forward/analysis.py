@@ -173,7 +173,7 @@ def _prologue(lifted: LiftedForward, base: ForwardProbe) -> frozenset[str]:
 
 def _state(name: str, made: int, last_use: dict[str, int]) -> CarriedTensor | None:
     used = last_use.get(name, -1)
-    if name == hidden_name(made):  # to the next layer it goes as the hidden state
+    if name == hidden_name(made):  # the next layer gets it as its hidden state
         made += 1
     return CarriedTensor(name=name, made=made, used=used) if used > made else None
 

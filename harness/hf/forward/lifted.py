@@ -80,7 +80,7 @@ def _first_called(model: PreTrainedModel, lists: Iterable[str]) -> str | None:
     handles = [layer.register_forward_pre_hook(partial(stop, name)) for name, layer in layers]
     ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
     try:
-        for mask in (None, ids.new_ones(1, 1, 8, 8, dtype=torch.bool)):  # to make one, some look at values
+        for mask in (None, ids.new_ones(1, 1, 8, 8, dtype=torch.bool)):  # some models read values to make one
             with suppress(*CANNOT_RUN):
                 model(input_ids=ids, attention_mask=mask, use_cache=False)
     except _Called as called:
@@ -212,8 +212,8 @@ class ForwardRun:
 
     Args:
         handler: called when the forward reaches a layer.
-        known: name -> tensor that a module or a layer has returned before, perhaps on another stage. All others return
-            zeros, or None.
+        known: name -> tensor that a module or a layer has returned before, perhaps on another stage. In place of other
+            tensors, modules return zeros and layers None.
         dtype: dtype of those zeros, if floating.
     """
 
@@ -275,7 +275,7 @@ class LiftedForward:
         self.facts = LayerFacts(self.layers, self.layer_names)
         self.owners = parameter_owners(model, self.stack)
         self._run: ForwardRun | None = None
-        self.mask_queries = 0  # for which masks are made at a time; 0: for all
+        self.mask_queries = 0  # queries for which masks are made at a time; 0: all
         _revive_buffers(model, self.stack, device, buffers)
         layers = (PlaceholderLayer(layer, partial(self._at_layer, i)) for i, layer in enumerate(self.layers))
         put(model, self.stack, nn.ModuleList(layers))
@@ -297,14 +297,14 @@ class LiftedForward:
         return takes_positions(self.model)
 
     def run(self, tokens: Tokens, run: ForwardRun) -> Tensor:
-        """Return the logits [batch, sequence, vocabulary] of the model's forward, with placeholders as `run` says."""
+        """Run the model's forward with the placeholders of `run`; return the logits [batch, sequence, vocabulary]."""
         logits: Tensor = self.forward(tokens, run).logits
         return logits
 
     def forward(self, tokens: Tokens, run: ForwardRun, **options: object) -> ForwardOutput:
-        """Return the output of that forward, given `options` too.
+        """Run the forward, with `options` as further arguments; return its output.
 
-        A model that takes no position ids has them in its masks alone.
+        If the model takes no position ids, only its masks depend on them.
         """
         given = tokens.positions is not None and self.takes_positions
         positions = {"position_ids": tokens.positions} if given else {}

@@ -218,7 +218,7 @@ class OuterForward(LiftedForward):
                 raise ReachedLayer(hidden, inputs)
             return hidden
 
-        with draws_apart(0, self.device):  # a layer that runs again finds its inputs made
+        with draws_apart(0, self.device):  # a recomputed layer finds these inputs cached: no draw here may count
             self.run_to_layer(tokens, ForwardRun(keep, dtype))
         return made
 

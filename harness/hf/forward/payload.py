@@ -24,7 +24,7 @@ ForwardOutput: TypeAlias = Any
 class Tokens:
     """Token ids of a micro-batch, and position ids if the data has them; both [batch, sequence].
 
-    `is_packed`: whether position ids may start again within a row.
+    `is_packed`: whether position ids may restart within a row.
     """
 
     ids: Tensor
@@ -37,7 +37,7 @@ class Tokens:
         return cls(inputs) if isinstance(inputs, Tensor) else cls(*inputs)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return ids and position ids, both [batch, sequence], in the order in which they end the tuple."""
+        """Return ids and position ids, both [batch, sequence], in their order at the end of the tuple."""
         return (self.ids,) if self.positions is None else (self.ids, self.positions)
 
 
@@ -120,5 +120,5 @@ class PayloadSpec:
 
 
 def hidden_name(index: int) -> str:
-    """Return the name of layer `index`'s hidden state, as a state that a later layer than the next reads."""
+    """Return the name of layer `index`'s hidden state if a layer after the next one reads it too."""
     return f"hidden:{index}"

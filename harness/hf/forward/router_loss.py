@@ -89,7 +89,7 @@ class RouterCapture:
 
         Args:
             taken: the router logits of each of `layers`.
-            forward: ends the forward of `model`; takes further arguments of it.
+            forward: completes the forward of `model`; takes further arguments for it.
         """
         with self.replaying(model, taken):
             output = forward(**WANTED)
@@ -189,8 +189,8 @@ class _Taken(Exception):
 def _coefficient(outer: OuterForward, capture: RouterCapture, head: str) -> float | None:
     """Return the factor of the router loss in the model's own loss; None for a model without a router loss.
 
-    It is measured: (loss with router loss - loss without) / router loss. All routers are made even, and the logits are
-    such that the cross entropy is 0, so that rounding does not hide the difference.
+    It is measured: (loss with router loss - loss without) / router loss. All router logits are 0, and the logits give a
+    cross entropy of 0, so that rounding does not hide the difference.
 
     Raises:
         UserError: the forward does not run on these.

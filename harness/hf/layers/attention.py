@@ -1,8 +1,8 @@
 """Which implementation of attention a model runs with: `--attn_implementation`, by transformers' names.
 
 Without a setting the config.json's own is taken, and without that transformers' default: sdpa where the model has it,
-else eager. Flash-attention is taken from its installed package alone, on a GPU, in half precision. torch's flex
-attention computes the model's own function of masks in blocks, on a GPU too: torch has no backward of it on a CPU.
+else eager. Flash-attention needs its installed package, a GPU and half precision. torch's flex attention evaluates the
+model's mask function in blocks. It needs a GPU too: torch has no backward of it on a CPU.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FLEX_DEVICES = ("cuda", "xpu")
 
 
 def with_attention(config: PretrainedConfig, wanted: str | None) -> PretrainedConfig:
-    """Return `config`, or a copy of it, that asks for the `wanted` implementation, or for its own if that is None.
+    """Return a copy of `config` that asks for the `wanted` implementation; `config` itself if that is None.
 
-    Whether the model has the implementation turns out only when it is built.
+    Only building the model shows whether it has the implementation.
     """
     if wanted is not None:
         config = copy.deepcopy(config)

@@ -89,7 +89,7 @@ def same(a: object, b: object) -> bool:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    if a is b:  # to compare values would wait for the device
+    if a is b:  # comparing values would wait for the device
         return True
     return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
@@ -114,7 +114,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 ASKS_FOR_VALUES = (NotImplementedError, RuntimeError, ValueError)
 # errors of a forward that needs something that a placeholder lacks
 CANNOT_RUN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-# Linux then maps more memory than it has; Python names the flag only in later versions
+# lets Linux map more memory than it has; only later versions of Python name the flag
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 Result = TypeVar("Result")
@@ -144,7 +144,7 @@ def dry_run(
 
 
 def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
-    """Return the shapes of what a layer on the meta device draws at random for `hidden` [batch, sequence, width].
+    """Return the shapes of the random numbers that a layer on meta draws for `hidden` [batch, sequence, width].
 
     The arguments may have another dtype than the layer, as in a run in 16 bits.
     """
@@ -158,13 +158,13 @@ def drawn_shapes(layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> list[
             inputs.apply(zeros, hidden)
         return drawn.shapes
 
-    with own_generators(0, hidden.device):  # what the layer draws besides comes from generators that the run needs
+    with own_generators(0, hidden.device):  # other draws of the layer must not advance the run's generators
         return dry_run(layer, inputs.mapped(cast), cast(hidden), run)
 
 
 @contextmanager
 def _any_experts(layer: nn.Module, implementation: str) -> Iterator[None]:
-    """Have transformers' experts run by an implementation for any width and dtype within this context.
+    """Within this context, make transformers' experts run by `implementation`, which takes any width and dtype.
 
     "batched_mm" needs no values, "eager" takes little memory. Afterwards the attributes of all modules are restored,
     because a layer may have cached a table that is on meta.

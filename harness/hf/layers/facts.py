@@ -82,7 +82,7 @@ class LayerOutputSpec:
         return hidden, *tree_unflatten(leaves, self.spec)
 
     def affect(self, inputs: LayerInputs, known: Mapping[str, Tensor]) -> None:
-        """Put those values into the mappings of `inputs` that the layer would put there, as far as `known` has them."""
+        """Change the mappings of `inputs` as the layer would, with the values that are in `known`."""
         for effect in self.effects:
             leaves = [known.get(name) for name in _named(effect.name, effect.leaves)]
             if all(leaf is not None for leaf in leaves):
@@ -113,7 +113,7 @@ def kind_of(layer: nn.Module) -> Hashable:
 
 @torch.no_grad()
 def output_spec_of(name: str, layer: nn.Module, inputs: LayerInputs, hidden: Tensor) -> LayerOutputSpec:
-    """Run a layer on meta with `hidden` [batch, sequence, width]; return the structure of its output besides that.
+    """Run a layer on meta with `hidden` [batch, sequence, width]; return the structure of its other outputs.
 
     Raises:
         UserError: it does not return a hidden state first, or appends to a list among its arguments.
@@ -227,7 +227,7 @@ class _Watch:
             module.__dict__["_parameters"] = _RecordedReads(parameters, partial(self._read, name))
 
     def lowest_leaf(self, name: str) -> str:
-        """Return the module itself or the nearest one around it that may be a leaf; the layer where there is none."""
+        """Return the innermost module, from `name` outwards, that may be a leaf; "", the layer, if there is none."""
         while name and not self._may_be_leaf(name):
             name = name.rpartition(".")[0]
         return name
@@ -253,7 +253,7 @@ class _Watch:
         try:
             return forward(*args, **kwargs)
         except ASKS_FOR_VALUES:
-            if any(True for _ in original.children()):  # without a module inside, there is no call that could differ
+            if any(True for _ in original.children()):  # a module without children makes no calls that could differ
                 self.looked_at_values.add(name)
             return _on_zeros(original, args, kwargs)
         finally:
@@ -314,7 +314,7 @@ class LayerFacts:
         """Return what layer `index` returns besides `hidden` [batch, sequence, width]; found at its first call."""
         if index not in self._output_specs:
             layer, name = self._layers[index], self._names[index]
-            kind = kind_of(layer)  # once for all that are alike: a layer that reads values takes a second
+            kind = kind_of(layer)  # run once per kind: a layer that reads values takes a second
             if kind not in self._output_specs_by_kind:
                 self._output_specs_by_kind[kind] = output_spec_of(name, layer, inputs, hidden)
                 self._examples[kind] = inputs, hidden
@@ -322,7 +322,7 @@ class LayerFacts:
         return self._output_specs[index]
 
     def drawn_shapes(self, index: int, inputs: LayerInputs, hidden: Tensor) -> list[torch.Size]:
-        """Return the shapes of what the uncut layer `index` draws at random for `hidden` [batch, sequence, width]."""
+        """Return the shapes of the uncut layer `index`'s random numbers for `hidden` [batch, sequence, width]."""
         key = index, hidden.shape
         if key not in self._drawn_shapes:
             self._drawn_shapes[key] = drawn_shapes(self._layers[index], inputs, hidden)

@@ -105,11 +105,11 @@ def find_difference(
     context: ContextParallel = ALONE,
     neighbours: TensorParallel = comm.ALONE,
 ) -> Difference | None:
-    """Return the worst difference between a tiny config's model cut and whole; None if there is none.
+    """Return the largest difference between the cut and the whole model of a tiny config; None if there is none.
 
     The model is cut into two stages and, if `place` has a group, over its tensor-parallel ranks; `cut` gives each rank
     of `context` a stretch of the tokens, or distributes the experts over `neighbours`, which have the same tokens.
-    Then all ranks of these groups call this, and get the same result.
+    All ranks of these groups must call this, and get the same result.
 
     Raises:
         UserError: the model cannot be cut.
@@ -158,12 +158,12 @@ def _try(cut: Cut, whole: UncutModel, ranks: RankGroups) -> Difference | None:
         return _compare(cut, whole, ranks)
     except UserError:
         raise
-    except Exception as error:  # a wrong plan ends in any of them
+    except Exception as error:  # a wrong plan may raise anything
         return ranks.difference(f"{type(error).__name__} ({' '.join(str(error).split())[:120]})", float("inf"))
 
 
 def _run_whole(config: PretrainedConfig, seed: int, device: torch.device) -> UncutModel:
-    """Run the tiny copy whole; the tolerance is from another run, with weights changed by rounding errors."""
+    """Run the tiny copy whole; a second run, with weights changed by rounding errors, gives the tolerance."""
     model, moved = (on_device(tiny_model(config, seed=seed), device) for _ in range(2))
     ids = tiny_ids(model, seed).to(device)
     whole, generator = _run(model, ids), torch.Generator().manual_seed(1)
@@ -255,7 +255,7 @@ def _own_logits(whole: Tensor, stage: CausalModel, place: TensorParallel) -> Ten
 
 
 def _gradient_differences(modules: list[nn.Module], whole: UncutModel, times: int) -> list[tuple[str, float] | None]:
-    """Compare all gradients; `times`: the number of ranks that send the same tokens to the experts of this one."""
+    """Compare all gradients; `times`: the number of ranks that send the same tokens to this rank's experts."""
     model, expected = whole.model, whole.numbers.gradients
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -282,6 +282,6 @@ def _difference(what: str, own: Tensor, wanted: Tensor, allowed: Tensor, full: T
     if own.shape != wanted.shape:
         return f"{what} is {tuple(own.shape)} instead of {tuple(wanted.shape)}", float("inf")
     off = _largest(own - wanted)
-    if bool(off <= allowed):  # not so for NaN
+    if bool(off <= allowed):  # False for NaN
         return None
     return what, (off / _largest(full).clamp(min=1e-30)).nan_to_num(nan=float("inf")).item()

@@ -23,9 +23,10 @@ from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
 from harness.parallel.context.masks import documents_apart
 
 LENGTHS = (13, 9, 10)
-# Of the largest logit. Over transformers 5.23's families rounding makes 2e-6, the least that a neighbour makes is 5e-3.
+# Relative to the largest logit. Over the families of transformers 5.23, rounding changes logits by up to 2e-6, and a
+# document that is seen by others by at least 5e-3.
 TOLERANCE = 1e-4
-TOLERANCE_OF_HALF = 5e-2  # in half precision only gross faults can be seen: the same model has been tried in fp32
+TOLERANCE_OF_HALF = 5e-2  # half precision shows only gross faults; the same model has been tried in fp32
 
 
 def require_documents_apart(config: PretrainedConfig) -> None:
@@ -39,7 +40,7 @@ def require_documents_apart(config: PretrainedConfig) -> None:
 
 
 def require_flash_apart(config: PretrainedConfig, rows: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Try the same with flash-attention, on the run's device, for micro-batches of `rows` rows.
+    """Try packed documents with flash-attention, on the run's device, for micro-batches of `rows` rows.
 
     Raises:
         UserError: documents see each other, or there is more than one row: transformers finds the documents by their
