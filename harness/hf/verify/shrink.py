@@ -34,7 +34,7 @@ def read_table() -> Fields:
 def varied(fields: Fields, variant: JsonObject) -> Fields:
     """Return the fields, changed by one of the table's `variants`.
 
-    It may set fields, fill in those that are None, leave out some, and add some inside a config that is a field.
+    A variant may set fields, fill in fields that are None, leave fields out, and add fields to an inner config.
     """
     changes = {key: value for key, value in variant.get("set", {}).items() if key in fields}
     kept = {
@@ -155,7 +155,7 @@ def _resized(key: str, value: object, scale: _Scale, table: Fields) -> object:
 
 
 def _in_proportion(value: int, scale: _Scale) -> int:
-    """Return the new width, or the same multiple or fraction of it as before."""
+    """Return the tiny value of a width, with its old ratio to the hidden width if that is a simple one."""
     if not scale.old_width or value == scale.old_width:
         return scale.width
     times = value / scale.old_width
@@ -163,14 +163,14 @@ def _in_proportion(value: int, scale: _Scale) -> int:
 
 
 def _head_size(size: int, scale: _Scale) -> int:
-    """Return a head size with which heads x head size is equal to, larger or smaller than the width, as before."""
+    """Return a tiny head size that keeps heads x head size equal to the width, above it or below it, as before."""
     if not scale.old_heads or not scale.old_width or size * scale.old_heads == scale.old_width:
         return min(size, HEAD_SIZE)
     return min(size, HEAD_SIZE * 2 if size * scale.old_heads > scale.old_width else HEAD_SIZE // 2)
 
 
 def _at_most(key: str, value: object, table: Fields, tensor: int) -> object:
-    """Return a number, or a list of them, at most as large as the table has it, and divisible by `tensor` as before."""
+    """Limit a number, or each in a list, to the table's maximum; it stays divisible by `tensor`, or indivisible."""
     if isinstance(value, list):
         return [_at_most(key, item, table, tensor) for item in value]
     limit = next((size for pattern, size in table["at_most"].items() if fnmatchcase(key, pattern)), None)
@@ -206,17 +206,17 @@ def _resize_override(override: Fields, old: Fields, new: Fields, scale: _Scale, 
 
 
 def _as_override(value: object, old: object, new: object) -> object:
-    """Return a layer's value if the config has `new`: larger or smaller than that, as before."""
+    """Return a layer's own value beside the config's `new`: equal, larger or smaller, as `value` was beside `old`."""
     if not (is_size(value) and is_size(old) and is_size(new)):
         return value
     return new if value == old else new * 2 if value > old else max(new // 2, 1)
 
 
 def _shorter_factors(value: object, length: int) -> object:
-    """Return rotary parameters with lists of one factor for each pair of a head's entries, now of smaller heads."""
+    """Return rotary parameters whose lists, one factor per pair of a head's entries, are cut to `length` pairs."""
     if isinstance(value, dict):
         return {key: _shorter_factors(item, length) for key, item in value.items()}
-    if isinstance(value, list) and len(value) == 3 and all(is_size(n) for n in value):  # sections, that add up
+    if isinstance(value, list) and len(value) == 3 and all(is_size(n) for n in value):  # sections that add up
         third = length // 4
         return [length - 2 * third, third, third]
     return value[:length] if isinstance(value, list) else value
@@ -254,7 +254,7 @@ def _sharing(count: int, tensor: int) -> tuple[bool, bool]:
 
 
 def _fewest(counts: Collection[int], tensor: int) -> dict[int, int]:
-    """Return the fewest heads that divide each other, and are shared by the ranks, as before."""
+    """Return the smallest numbers of heads that divide each other, and that ranks share, as the original ones do."""
     most = max(counts)
     for top in range(LEAST_HEADS, 8 * MOST_HEADS):
         if _sharing(top, tensor) != _sharing(most, tensor):
@@ -276,7 +276,7 @@ LEAST_LAYERS, MOST_LAYERS = 4, 8
 
 
 def keep_some_layers(part: Fields, table: Fields) -> None:
-    """Keep some of the layers of a config, in place: the first of every kind, and the first ones of all."""
+    """Keep only the layers of a config that `choose` selects, in place."""
     depth = _depth(part, table)
     if depth is None:
         return
@@ -287,7 +287,7 @@ def keep_some_layers(part: Fields, table: Fields) -> None:
 
 
 def choose(kinds: Sequence[str]) -> list[int]:
-    """Return indices of layers, ascending: the first of every kind; up to a least number the second of each, then any.
+    """Return indices of layers, ascending: the first of every kind, filled up to LEAST_LAYERS by second ones, then any.
 
     Args:
         kinds: the kind of each layer.

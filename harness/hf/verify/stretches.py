@@ -1,10 +1,10 @@
 """Find out by trial on a tiny copy which parts of a model can compute a stretch of the tokens. No family is named.
 
-Each block of a layer runs on all tokens, and on a stretch with arguments as a rank would have them. If both give the
-same for the stretch, and call transformers' interface for attention with the same mask and options, the block works on
-a stretch. Meanwhile attention is replaced by a function that keeps tokens apart: the mixing of tokens in it is done
-over exchanged heads. The layer around its blocks, and what comes before and after the layers, are tried in the same
-way.
+Each block of a layer runs on all tokens, and on a stretch with the arguments that a rank would have. The block can work
+on a stretch if both runs have the same output there, and call transformers' attention interface with the same mask and
+options. In the trial a function that computes each token alone replaces attention, because real attention runs on
+exchanged heads and sees all tokens. The layer around its blocks, and the modules before and after the layers, are tried
+in the same way.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ TRIED = ContextParallel(rank=1, size=3)  # a stretch that is neither at the begi
 
 
 def context_plan(config: PretrainedConfig) -> ContextPlan:
-    """Try a tiny copy of the model of `config`; the result is kept. If none runs, all layers need all tokens."""
+    """Return the plan that trials on a tiny copy give, cached. If no copy runs, all layers need all tokens."""
     return _plan(_Tried(json.dumps(config.to_dict(), sort_keys=True, default=str), attention_of(config), config))
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """A config that is tried. It equals another one with the same content and the same implementation of attention."""
+    """A config to try, as a cache key: two are equal if content and attention implementation are."""
 
     said: str
     attention: str | None
@@ -125,7 +125,7 @@ class _LayerTrial:
     Args:
         rows: cuts tensors to the stretch.
         inputs: the layer's arguments for the stretch.
-        whole: those of all tokens that were cut, by the `id` of what is left of each.
+        whole: those arguments that were cut, for all tokens, by the `id` of their cut parts.
     """
 
     def __init__(self, layer: nn.Module, rows: TokenRows, inputs: LayerInputs, whole: Mapping[int, Tensor]) -> None:
@@ -167,7 +167,7 @@ class _LayerTrial:
         self.alone = frozenset(
             name
             for name in self.calls.keys() - gathered
-            # in a single product there is nothing that a tile would not hold
+            # tiles save no memory in a single matrix product
             if not self.calls[name][0][2] and (any(True for _ in blocks[name].children()) or _is_norm(blocks[name]))
         )
         with _returning({blocks[name]: self._own(self.calls[name][0][1]) for name in gathered}):
@@ -194,7 +194,7 @@ class _LayerTrial:
         self.calls[name][-1] = (given, kept, asked.asked[first:])
 
     def _works(self, block: nn.Module, given: Argument, output: Argument, asked: list[object]) -> bool:
-        """Return whether a block gives for a stretch what it gives for all tokens."""
+        """Return whether a block's output for a stretch equals that stretch of its output for all tokens."""
         return self._agrees(lambda: block(*given[0], **given[1]), output, asked)
 
     def _agrees(self, run: Callable[[], Argument], output: Argument, wanted: list[object]) -> bool:
@@ -231,7 +231,7 @@ def _return(output: Argument, *_args: object, **_kwargs: object) -> Argument:
 
 
 def _agree(run: Callable[[], Argument], rows: TokenRows, whole: Argument) -> bool:
-    """Return whether `run` gives for a stretch what `whole` has there."""
+    """Return whether the output of `run`, for a stretch, equals that stretch of `whole`."""
     try:
         found = tree_leaves(run())
     except CANNOT_RUN:

@@ -1,9 +1,9 @@
 """Make a tiny copy of any model's config: the same kinds of layers at sizes that run in milliseconds.
 
-`tiny_sizes.json` has the new sizes by names of config fields; no family is named. As many layers are kept as are needed
-to show every kind (attention types, dense or sparse, sharing or not), in their order. Heads keep their ratio, and
-tensor-parallel ranks share them equally or not, as before. A width that was heads x head size stays so, and one that
-the ranks do not divide stays indivisible. Dropout is off. If no model can be built with the first choice of sizes,
+`tiny_sizes.json` has the new sizes by names of config fields; no family is named. Enough layers are kept, in order, to
+show every kind (attention types, dense or sparse, sharing or not). Heads keep their ratio, and tensor-parallel ranks
+share them equally or not, as before. A width that was heads x head size stays so, and one that the number of ranks does
+not divide stays indivisible. Dropout is off. If no model can be built with the first choice of sizes,
 others are tried (`variants`). Every tiny copy has been run: its logits are finite, and the same in two runs.
 """
 
@@ -41,7 +41,7 @@ def tiny_config(model_type: str, *, tensor: int = 1) -> PretrainedConfig:
     grouped.num_key_value_heads = heads // 2
     try:
         require_running(tiny_model(grouped))
-    except Exception:  # attention whose keys are made from a compressed form has one for each head
+    except Exception:  # attention that makes keys from a compressed form has one key per head
         return tiny
     return grouped
 
@@ -65,7 +65,7 @@ def shrink(config: PretrainedConfig, *, tensor: int = 1) -> PretrainedConfig:
 
 
 def tiny_model(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return the model of a tiny config, in training mode, with random weights of which none is zero.
+    """Return the model of a tiny config, in training mode, with random nonzero weights.
 
     Raises ValueError if it is large.
     """
@@ -76,7 +76,7 @@ def tiny_model(config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype = 
     with own_generators(seed):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
         with torch.no_grad():
-            for parameter in model.parameters():  # a bias of zeros or a closed gate would hide what stands behind it
+            for parameter in model.parameters():  # a zero bias or a closed gate would hide faults behind it
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
     run_where_aligned(model, dtype)
     cast: PreTrainedModel = model.to(dtype)

@@ -86,7 +86,7 @@ class Checkpoint:
 def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
     """Find every tensor of `model`, a skeleton, in the files of `directory`.
 
-    Warns of tensors that the model lacks.
+    Warn about tensors that the model lacks.
 
     Raises:
         UserError: a tensor is missing or has another shape.
@@ -106,7 +106,7 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
     present = frozenset(found)
     untied = _tie(found, model)
     info.missing_keys = {name for name in info.missing_keys if name not in found}
-    loaded._adjust_missing_and_unexpected_keys(info)  # noqa: SLF001  # names that a model's class tells to ignore
+    loaded._adjust_missing_and_unexpected_keys(info)  # noqa: SLF001  # drops the names that the model's class ignores
     _refuse(directory, names.values(), info, model)
     _refuse_quantized(directory, found, model)
     if info.unexpected_keys:
@@ -123,7 +123,7 @@ def default_form(model: PreTrainedModel) -> CheckpointFormat:
 
 
 def untie(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Replace parameters of the skeleton that are tied to others by new ones of their own."""
+    """Replace the tied parameters `names` of the skeleton by new, separate ones."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -170,7 +170,7 @@ def _inside_composite(stored: Iterable[str], model: PreTrainedModel) -> dict[str
     prefix = found.most_common(1)[0][0]
     if prefix == base:
         return None
-    outside = prefix.removesuffix(base)  # of what stands beside the base model: the head
+    outside = prefix.removesuffix(base)  # prefix of the modules beside the base model: the head
 
     def inner(name: str) -> str:
         if name.startswith(prefix):
@@ -267,7 +267,7 @@ def _form_of(
     present: Collection[str],
     keep_names: bool,
 ) -> CheckpointFormat:
-    """Return the checkpoint's own form: its names, its files."""
+    """Return the form that keeps the checkpoint's own names and files."""
     prefix = loaded.base_model_prefix + "."
     tensors: dict[str, LazyTensor] = {}
     for name, lazy in _written(loaded, present).items():

@@ -48,8 +48,8 @@ def is_unfilled(tensor: Tensor) -> bool:
 
 
 def constructed(model: PreTrainedModel, seed: int, shape: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Return name -> tensor of a model as its constructor makes it, on the CPU: buffers, small parameters, and those of
-    one shape."""
+    """Return name -> tensor, on the CPU, as the model's constructor sets it: of buffers, small parameters, and
+    parameters of `shape`."""
     with _large_parameters_on_meta(tuple(shape)), own_generators(seed):
         built: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32)
     tensors = (*built.named_parameters(remove_duplicate=False), *built.named_buffers())
@@ -58,7 +58,7 @@ def constructed(model: PreTrainedModel, seed: int, shape: Sequence[int] = ()) ->
 
 @contextmanager
 def _large_parameters_on_meta(kept: tuple[int, ...]) -> Iterator[None]:
-    """Have parameters that are registered in this context moved to meta, except small ones and those of a shape."""
+    """Within this context, move parameters to meta when they are registered, except small ones and those `kept`."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -78,7 +78,7 @@ PIECE_BYTES = 4 << 20  # largest piece that is drawn at once
 
 aten = torch.ops.aten
 
-# What fills or changes each value by itself, so that it can be done to a part of a tensor.
+# Operations that set or change each value independently, so they can be applied to a part of a tensor.
 _ELEMENTWISE = {
     aten.normal_.default,
     aten.uniform_.default,
@@ -94,7 +94,7 @@ _ELEMENTWISE = {
     aten.erfinv_.default,
 }
 
-# Functions of `torch.nn.init` that do nothing on the meta device -> whether they draw each value by itself.
+# Functions of `torch.nn.init` that do nothing on the meta device -> whether they draw each value independently.
 _NOT_ON_META = {"trunc_normal_": True, "orthogonal_": False, "sparse_": False, "dirac_": False}
 
 

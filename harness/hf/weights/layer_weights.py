@@ -1,6 +1,6 @@
 """Fill a pipeline layer's local parameters: initialised from a seed, or read from a checkpoint.
 
-A layer comes here cut and on the meta device. `param.shard` says which part of each tensor the rank keeps. So the
+The layers are already cut, and on the meta device. `param.shard` says which part of each tensor the rank keeps. So the
 functions here know neither the layout nor how a checkpoint's tensors are converted to the model's (`conversion.py`).
 They need only a few MB besides the layer itself: no tensor is read or drawn whole.
 """
@@ -198,7 +198,7 @@ class MemoryReader:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReader:
-    """The weights of a checkpoint, of which each rank reads only its slices.
+    """The weights of a checkpoint; each rank reads only its slices.
 
     Attributes:
         part: this rank's part of every parameter under ZeRO-3; the rest is not filled.

@@ -150,7 +150,7 @@ class LazyTensor(Tensor):
                 yield patch.leaf
 
     def with_leaves(self, change: Callable[[str], TensorSource]) -> LazyTensor:
-        """Return the same arrangement of other leaves; `change` maps the name of a leaf to the new one."""
+        """Return a lazy tensor that arranges other leaves alike; `change` maps the name of a leaf to the new one."""
 
         def changed(leaf: TensorSource) -> TensorSource:
             if not isinstance(leaf, Computed):
@@ -214,12 +214,12 @@ class InMemory:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's."""
+        """Shape of the tensor."""
         return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The tensor's."""
+        """Dtype of the tensor."""
         return self.tensor.dtype
 
     def read(self, into: Tensor, box: Box) -> None:
@@ -258,7 +258,7 @@ def _map_lazy(change: Callable[[LazyTensor], object], args: Positional, kwargs: 
 
 
 def arrangement(func: Callable[..., object]) -> Callable[..., object] | None:
-    """Return how an operation of torch that only arranges values is done on slices; None for any other operation."""
+    """Return a function that applies a torch operation to slices, if it only arranges values; None for any other."""
     match func:
         case aten.detach.default | aten.alias.default | aten.clone.default | aten.lift_fresh.default:
             return lambda lazy, **_: LazyTensor(lazy.patches, lazy.shape, lazy.dtype)
@@ -321,7 +321,7 @@ def _split(lazy: LazyTensor, sizes: Sequence[int], dim: int) -> list[LazyTensor]
 
 
 def _equal_sizes(total: int, size: int) -> list[int]:
-    return [min(size, total - start) for start in range(0, total, size)] or [0]  # of nothing, one empty part
+    return [min(size, total - start) for start in range(0, total, size)] or [0]  # one empty part of an empty tensor
 
 
 def _join(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:

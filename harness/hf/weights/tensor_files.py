@@ -61,9 +61,9 @@ class OpenFile:
         self._fill(_bytes_of(into), start)
 
     def read_runs(self, into: Tensor, start: int, step: int) -> None:
-        """Fill each row of such a tensor [rows, ...] with the bytes from `start`, `start + step` and so on.
+        """Fill row i of a contiguous host tensor [rows, ...] with the bytes from `start + i * step` on.
 
-        The stretch of the file from the first to the last is mapped: the kernel fetches it in large pieces, whatever
+        The file is mapped from the first to the last of these bytes: the kernel fetches it in large pieces, whatever
         the number of rows, and keeps it for the other processes of this host.
         """
         rows, size = len(into), into[0].nbytes
@@ -125,7 +125,7 @@ class Stored:
             self._read(into, box, 0, 0)
 
     def _read(self, into: Tensor, box: Box, dim: int, at: int) -> None:
-        """Read dimensions `dim` and on of `box` into `into`, which has only these; they begin at element `at`."""
+        """Read `box` from dimension `dim` on into `into`, which has only those dimensions; they begin at element `at`."""
         inner = prod(self.shape[dim + 1 :])
         whole = [span == (0, size) for span, size in zip(box[dim + 1 :], self.shape[dim + 1 :], strict=True)]
         first = box[dim][0] if dim < len(box) else 0
@@ -271,7 +271,7 @@ def _open(path: Path) -> dict[str, LazyTensor]:
         return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickled(path)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if isinstance(error, OSError) and error.strerror:  # without the path once more
+        if isinstance(error, OSError) and error.strerror:  # its text would repeat the path
             reason = error.strerror
         raise UserError(f"{path}: its tensors cannot be read: {reason}") from error
 
