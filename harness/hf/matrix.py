@@ -1,7 +1,7 @@
 """The stored matrix: what works for each family, tried with one version of transformers.
 
-`matrix.json` is written by running every cell (`ds-harness models --run`). This file only reads, writes and compares it;
-no model is built. A cell is "yes", "refused: why", "wrong: what" or "not tried: why".
+`matrix.json` is written by running every cell (`ds-harness models --run`). This file only reads, writes and compares
+it; no model is built. A cell is "yes", "refused: why", "wrong: what" or "not tried: why".
 """
 
 from __future__ import annotations

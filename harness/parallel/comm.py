@@ -3,8 +3,8 @@
 Each has a forward and a backward (f and g in Shoeybi et al. 2019, arXiv 1909.08053, figure 3). A tensor is *whole* if
 every rank of the group holds the same values, *split* if each rank holds its share of the last dimension in rank order,
 and *partial* if the ranks' tensors still have to be summed. Nothing is changed in place. Shares need not be equal:
-`widths` are those of all ranks. Without a group, or with a group of one rank, every function returns its input: no
-copy, no node in the graph. All ranks of the group must call the functions in the same order.
+`widths` has the sizes of all ranks' shares. Without a group, or with a group of one rank, every function returns its
+input: no copy, no node in the graph. All ranks of the group must call the functions in the same order.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 @eager
 def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
-    """Call an autograd function, with types, which torch's `apply` lacks; it is never compiled."""
+    """Call an autograd function and return its output, with the types that torch lacks; it is never compiled."""
     output: Tensor = function.apply(*inputs)
     return output
 

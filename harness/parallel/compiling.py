@@ -1,7 +1,7 @@
 """Compile a model's layers with torch.compile, and keep chosen functions out of it.
 
-Each layer is compiled on its own: the order of a schedule is outside of it. Functions that communicate, or that keep
-something from one call to the next, are not compiled; the compiler breaks its graph there.
+Each layer is compiled on its own, so the schedule is not compiled. Functions that communicate, or that keep state
+between calls, are not compiled; the compiler breaks its graph there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Eager(Generic[P, R]):
         return self.run(*args, **kwargs)
 
     def keep_out(self) -> None:
-        """Tell the compiler, which is imported by this."""
+        """Exclude the function from compilation; this imports the compiler."""
         self.run = torch.compiler.disable(self._function)
 
 

@@ -138,7 +138,7 @@ class DrawKeys:
 
     def next(self, chunk: int = 0) -> DrawKey:
         """Return the key of this rank's next micro-batch of the step in a model chunk."""
-        # micro-batches of a step are dealt to the readers in turn, so this rank's next one begins `readers` further on
+        # the readers take the micro-batches of a step in turn, so this rank's next one begins `readers` further on
         first = self._first + self._passed[chunk] * self.readers * self.micro_batch
         self._passed[chunk] += 1
         return DrawKey(
@@ -358,7 +358,7 @@ def _attention(
 def _fill(catcher: DrawCatcher, tensor: Tensor, *args: object, method: str, **options: object) -> Tensor:
     if any(isinstance(value, Tensor) for value in (*args, *options.values())) or options.get("generator") is not None:
         filled: Tensor = getattr(tensor, method)(*args, **options)
-        return filled  # by the caller's own generator, or with parameters for each entry
+        return filled  # drawn by the caller's own generator, or with parameters for each entry
     options.pop("generator", None)
     return catcher.fill(tensor, method, *args, **options)
 

@@ -125,7 +125,7 @@ class Stored:
             self._read(into, box, 0, 0)
 
     def _read(self, into: Tensor, box: Box, dim: int, at: int) -> None:
-        """Read `box` from dimension `dim` on into `into`, which has only those dimensions; they begin at element `at`."""
+        """Read `box` from dimension `dim` on into `into`, which has only these dimensions, from element `at` on."""
         inner = prod(self.shape[dim + 1 :])
         whole = [span == (0, size) for span, size in zip(box[dim + 1 :], self.shape[dim + 1 :], strict=True)]
         first = box[dim][0] if dim < len(box) else 0

@@ -24,7 +24,7 @@ from torch.nn import functional
 from harness.parallel.collectives.peers import Peers, meet
 
 Piece = list[tuple[int, range]]
-"""As much of a part as fits into a buffer: for each tensor in it, its index and a range of the part's elements."""
+"""The elements of a part that fit into one buffer: for each tensor, its index and a range within its part."""
 
 
 class EqualShares:
@@ -62,7 +62,7 @@ class EqualShares:
         return torch.cat([self._run(part, index, run) for index, run in piece], out=out)
 
     def split(self, part: int, whole: Tensor) -> list[Tensor]:
-        """Split a part of all tensors, [sum of sizes] with padding, into the part of each, flat without padding."""
+        """Split a part of all tensors, [sum of sizes] with padding, into each tensor's part, flat, without padding."""
         return [
             each[: max(0, len(flat) - part * size)]
             for each, flat, size in zip(whole.split(self.sizes), self._flat, self.sizes, strict=True)
@@ -200,7 +200,7 @@ class HostMemory:
             x: rows [n, ...] for all ranks, sorted by rank.
             sizes: rank i has `sizes[i][j]` rows for rank j.
 
-        The result holds the rows from all ranks (m, ...), in rank order.
+        The result holds the rows from all ranks [m, ...], in rank order.
         """
         rank, width = self._peers.rank, prod(x.shape[1:])
         flat = x.detach().contiguous().view(-1)
@@ -305,7 +305,7 @@ class HostMemory:
         return [memory[start : start + size].view(dtype).view(shape) for memory in self._peers.memory]
 
     def _reduced_in_shares(self, pieces: list[Tensor], operation: Operation, size: int) -> Tensor:
-        """Return the sum of the pieces, of which each rank computes a share and reads the shares of the others."""
+        """Return the sum of the pieces: each rank sums one share and reads the shares that the others have summed."""
         rank, ranks = self._peers.rank, self._peers.size
         shares = [piece.tensor_split(ranks) for piece in pieces]
         of_rank = [share[rank] for share in shares]

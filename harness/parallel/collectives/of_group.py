@@ -1,5 +1,5 @@
-"""Collectives over a process group: through memory that its ranks share, if they have opened it and the tensor is on
-the CPU, else by torch.distributed."""
+"""Collectives over a process group: for CPU tensors through shared memory, if the ranks have opened it; otherwise by
+torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.parallel.collectives.host_memory import HostMemory
 from harness.topology.env import run_timeout
 
-# torch 2.13 has renamed these two, and warns of the old names, which are all that 2.11 has
+# torch 2.13 has renamed these two and warns about the old names; torch 2.11 has only the old ones
 _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
 gather_single = dist.all_gather_single if _HAS_NEW_NAMES else dist.all_gather_into_tensor
 scatter_single = dist.reduce_scatter_single if _HAS_NEW_NAMES else dist.reduce_scatter_tensor
@@ -96,7 +96,7 @@ def start_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Ten
 
 
 def start_exchange(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin an all-to-all of rows; return a function that waits for the rows (m, ...) from all ranks, in rank order.
+    """Begin an all-to-all of rows; return a function that waits for the rows [m, ...] from all ranks, in rank order.
 
     Args:
         x: rows [n, ...] for all ranks, sorted by rank; it may not change until that function has returned.
@@ -121,13 +121,13 @@ def sums_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
 
 
 def gathers_in_memory(whole: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Fill `whole`, [ranks, ...] or flat, with the tensors `x` [...] of all ranks, likewise."""
+    """Fill `whole`, [ranks, ...] or flat, with the tensors `x` [...] of all ranks; return as `sums_in_memory`."""
     memory = None if not whole.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.all_gather(x, out=whole) is whole
 
 
 def scatters_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Fill `share` [n / ranks, ...] with this rank's share of the sum of `x` [n, ...], likewise."""
+    """Fill `share` [n / ranks, ...] with this rank's share of the sum of `x` [n, ...]; return as `sums_in_memory`."""
     memory = None if not share.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.reduce_scatter(x, out=share) is share
 

@@ -1,12 +1,12 @@
 """Attention over sequences whose tokens are spread over context ranks (Ulysses: Jacobs et al. 2023, arXiv 2309.14509).
 
 Each rank has queries, keys and values of its own tokens, for all heads. An all-to-all exchanges them for those of all
-tokens, for some heads. The model's own function of attention runs on these, with the mask that the model has made for
-the whole sequence, and a second all-to-all brings its output back.
+tokens, for some heads. The model's own attention function runs on these, with the mask that the model has made for the
+whole sequence, and a second all-to-all brings its output back.
 
-Models of transformers ask `AttentionInterface.get_interface` for their function of attention. That is replaced here, so
-no family is named. Tensors with an entry for each head (sinks, slopes, biases) are cut to the heads of the rank. Where
-there are fewer heads than ranks, or the heads cannot be dealt out, every rank computes all heads.
+Models of transformers ask `AttentionInterface.get_interface` for their attention function. That is replaced here, so no
+family is named. Tensors with an entry for each head (sinks, slopes, biases) are cut to the heads of the rank. If the
+heads cannot be distributed over the ranks, because they are too few, say, every rank computes all heads.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _get_interface = AttentionInterface.get_interface
 
 
 Attend: TypeAlias = Callable[..., Argument]
-"""A function of attention as transformers has them.
+"""An attention function of transformers.
 
 It takes a module, query, key and value [batch, heads, tokens, size], a mask and more, and returns the attention [batch,
 tokens, heads, size] and its weights."""
 
 
 def _interface(self: AttentionInterface, attn_implementation: str, default: Attend) -> Attend:
-    """Return the function that a model asks for; in a layer that works on a stretch, with the exchange around it."""
+    """Return the function that a model asks for; in a layer that works on a stretch, wrapped in the exchange."""
     function: Attend = _get_interface(self, attn_implementation, default)
     active = _active.get()
     return function if active is None else partial(active.attend, function)
@@ -57,8 +57,8 @@ class SharedAttention:
 
     Attributes:
         length: tokens of the whole sequence.
-        whole: those arguments of the layer that were cut, for all tokens, by the `id` of the tensor that is left of
-            each. Attention sees all tokens, so it is given these.
+        whole: the layer's cut arguments for all tokens, by the `id` of the cut part. Attention sees all tokens, so it
+            gets these.
     """
 
     context: ContextParallel
@@ -90,7 +90,7 @@ class SharedAttention:
         Return the attention of this rank's tokens, [batch, own tokens, heads, size], and no weights.
 
         Raises:
-            RuntimeError: the queries or keys are not those of this rank's tokens, as in an attention to something else.
+            RuntimeError: the queries or keys are not those of this rank's tokens, as in cross-attention.
         """
         start, stop = self.context.stretch(self.length)
         if any(x.shape[2] != stop - start for x in (query, key, value)):
@@ -154,7 +154,7 @@ def _attention(
 def _of_queries(
     function: Attend, module: object, mask: MaskRows, names: tuple[str, ...], start: int, keys: slice, *given: Argument
 ) -> Argument:
-    """Return the attention of a tile of queries, the first of which is number `start`, over the keys that it sees."""
+    """Return the attention of a tile of queries, which begins at number `start`, over the keys that it sees."""
     query, key, value, *rest = given
     rows = mask.rows(start, start + query.shape[2], keys)
     count = len(rest) - len(names)
@@ -163,10 +163,10 @@ def _of_queries(
 
 
 class _Seen(torch.autograd.Function):
-    """Return x [batch, heads, keys, size] for the next tile, and the keys of it that a tile of queries sees.
+    """Forward: return x [batch, heads, keys, size] for the next tile, and the keys of x that this tile of queries sees.
 
-    In the backward, which meets the last tile first, each tile adds its gradient to the one of x that the next tile
-    hands back. A plain slice would make a gradient of the length of x for every tile.
+    Backward: the last tile comes first. Each tile adds its gradient, in place, to the gradient of x from the tile after
+    it. A plain slice would allocate a gradient of the length of x for every tile.
     """
 
     @staticmethod
@@ -178,16 +178,16 @@ class _Seen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor | None, seen: Tensor) -> tuple[Tensor, None]:
-        if grad is None:  # of the last tile
+        if grad is None:  # this is the last tile
             grad = seen.new_zeros(ctx.shape)
         grad[:, :, ctx.keys] += seen
         return grad, None
 
 
 class HeadsOf:
-    """A module of attention as its function sees it: with this rank's heads alone.
+    """An attention module as its attention function sees it: with this rank's heads only.
 
-    Functions read some values from the module, such as sinks, and not from their arguments.
+    Attention functions read some values, such as sinks, from the module and not from their arguments.
     """
 
     def __init__(self, module: nn.Module, cut: Callable[[object], object], groups: int) -> None:
@@ -201,7 +201,7 @@ class HeadsOf:
 
 
 def _own_heads(given: Argument, *, heads: int, own: Stretch) -> Argument:
-    """Return this rank's part of a tensor with an entry for each head; anything else as it is.
+    """Return this rank's part of a tensor with an entry for each head; return anything else unchanged.
 
     Such tensors are [heads], [heads, queries, keys] or [batch, heads, queries, keys].
     """
@@ -215,7 +215,7 @@ def _own_heads(given: Argument, *, heads: int, own: Stretch) -> Argument:
 
 @contextmanager
 def whole_attention() -> Iterator[None]:
-    """Exchange nothing while this is entered, in a block that is given all tokens."""
+    """Turn the exchange off while this is entered: for a block that is given all tokens."""
     before = _active.set(None)
     try:
         yield

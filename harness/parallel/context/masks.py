@@ -43,8 +43,8 @@ class MaskRows:
     queries: int
 
     def rows(self, start: int, stop: int, keys: slice | None = None) -> Tensor:
-        """Return the rows of queries `start` to `stop` - 1, [batch, 1, queries, keys], and of them the columns `keys`;
-        None: all columns."""
+        """Return the mask [batch, 1, queries, keys] of queries `start` to `stop` - 1 and of the columns `keys` (None:
+        all)."""
         keys = keys or slice(0, self.given["kv_length"])
         part = {
             "q_length": stop - start,
@@ -76,8 +76,8 @@ class MaskRows:
 def documents_apart(positions: Tensor | None) -> Iterator[None]:
     """While this is entered, make masks in which no token sees another document of its packed row.
 
-    `positions`: [batch, tokens], from 0 in each document; None: rows are not packed. transformers would look for that
-    in the values of the position ids, for which the host waits in every forward.
+    `positions`: [batch, tokens], from 0 in each document; None: rows are not packed. transformers would read that from
+    the values of the position ids, and the host would wait for the device in every forward.
     """
     found = masking_utils.find_packed_sequence_indices
     vars(masking_utils)["find_packed_sequence_indices"] = lambda _positions: None
@@ -92,13 +92,13 @@ def documents_apart(positions: Tensor | None) -> Iterator[None]:
 def _apart(function: Callable[..., Argument], positions: Tensor, **given: Argument) -> Argument:
     """Call transformers' function that makes a mask, for a mask that keeps documents apart."""
     steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
-    numbers = (steps != 1).cumsum(-1)  # of each token's document in its row
+    numbers = (steps != 1).cumsum(-1)  # the number of each token's document in its row
     apart = packed_sequence_compatibility_function(given["mask_function"], positions, numbers)
     return function(**{**given, "mask_function": apart, "allow_is_causal_skip": False})
 
 
 def _function(self: AttentionMaskInterface, key: str) -> Callable[..., Argument]:
-    """Return transformers' function that makes a mask, changed as the contexts that are entered say."""
+    """Return transformers' function that makes a mask, wrapped for the contexts that are entered."""
     function: Callable[..., Argument] = _get_function(self, key)  # type: ignore[no-untyped-call]  # transformers gives it no types
     queries, positions = _queries.get(), _documents.get()
     if queries and key in ("sdpa", "eager"):
@@ -112,7 +112,7 @@ AttentionMaskInterface.__getitem__ = _function  # type: ignore[method-assign, as
 
 
 def _later(function: Callable[..., Argument], can_skip: bool, queries: int, **given: Argument) -> Argument:
-    """Return a mask that is made later; None where transformers makes none, as its attention is plainly causal."""
+    """Return a `MaskRows`; None where transformers makes no mask, because plain causal attention needs none."""
     window, length = given.get("local_size"), given["kv_length"]
     plain = given.get("attention_mask") is None and given["q_length"] == length and (window is None or length < window)
     if can_skip and given.get("allow_is_causal_skip", True) and plain:

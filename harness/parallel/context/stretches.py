@@ -1,10 +1,10 @@
 """Context ranks: which tokens of a sequence each keeps, and how ranks exchange tokens and heads.
 
-The tokens that a rank keeps are its *stretch*. Where the ranks do not divide the sequence, the first ones keep a token
-more.
+The tokens that a rank keeps are its *stretch*. If the number of ranks does not divide the length of the sequence, the
+first ranks keep one token more.
 
 Context ranks are data-parallel ranks: each one's loss counts its own stretch, and DeepSpeed sums the gradients of all
-ranks. So a gradient here is of one rank's loss alone. A tensor that was made of the tokens of all ranks has such a
+ranks. So a gradient here is that of one rank's loss. A tensor made from the tokens of all ranks has such a partial
 gradient on every rank, and the backward of `join` and `exchange_heads` sums them.
 """
 
@@ -40,7 +40,7 @@ class ContextParallel:
         return stretch(length, self.rank, self.size)
 
     def widths(self, length: int) -> tuple[int, ...]:
-        """Return how many of the tokens each rank keeps."""
+        """Return the number of tokens that each rank keeps."""
         return tuple(stop - start for start, stop in (stretch(length, rank, self.size) for rank in range(self.size)))
 
     def own(self, whole: Tensor, dim: int = 1) -> Tensor:
@@ -85,7 +85,7 @@ class TokenRows:
         return stop - start
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of a tensor that has a row for each token of all ranks; any other tensor as it is."""
+        """Return this rank's rows of a tensor that has a row for each token of all ranks; else the tensor itself."""
         if _has_rows(whole, self.batch, self.length):
             return self.context.own(whole)
         if _is_flat(whole, self.batch, self.length):
@@ -93,8 +93,8 @@ class TokenRows:
         return whole
 
     def join(self, share: Tensor) -> Tensor:
-        """Return the rows of all ranks for a floating tensor that has a row for each token of this rank; any other
-        tensor as it is."""
+        """Return the rows of all ranks for a floating tensor that has a row for each token of this rank; else the
+        tensor itself."""
         if not share.is_floating_point():
             return share
         if _has_rows(share, self.batch, self.tokens):

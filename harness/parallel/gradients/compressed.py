@@ -41,8 +41,8 @@ def quantize(blocks: Tensor, bits: int) -> Tensor:
     most = 2 ** (bits - 1) - 1
     largest = blocks.abs().amax(dim=1, keepdim=True)
     scale = torch.where(largest.isfinite(), largest / most, torch.nan)
-    # 0 / 0 if a block is zero. Of a block that is not finite only the scale, NaN, matters: it makes the block NaN
-    # again.
+    # A zero block gives 0 / 0 here. If a block is not finite, its NaN scale alone makes it NaN again, whatever its
+    # steps are.
     steps = (blocks / scale).nan_to_num_(nan=0.0).round_().clamp_(-most, most)
     rows = torch.empty(len(blocks), row_bytes(bits), dtype=torch.uint8, device=blocks.device)
     rows[:, :_SCALE_BYTES] = scale.view(torch.uint8)
@@ -142,7 +142,7 @@ class Residue:
 
 
 def compressed_mean(values: Tensor, residue: Residue, bits: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the mean (n) of float32 `values` (n) over the group; all its ranks must call it.
+    """Return the mean [n] of float32 `values` [n] over the group; all its ranks must call it.
 
     Adds the residue to `values` in place, and then sets it to the new rounding errors. If any rank has a number that is
     not finite, that block of the mean is NaN on all ranks.

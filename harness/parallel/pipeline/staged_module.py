@@ -326,8 +326,8 @@ class StagedModule(GivenStages):
         return pack_payload(output)
 
     def _run(self, value: Value) -> Value:
-        """Run the layers as DeepSpeed's forward does, but with keyed draws; the key is part of the recomputed function,
-        so that a layer draws the same numbers when it runs again."""
+        """Run the layers as DeepSpeed's forward does, but with keyed draws. The recomputed function contains the key,
+        so that a layer draws the same numbers when it is recomputed."""
         key = self._keys.next(self.chunk) if self._keys is not None and self.training else None
         for block, recomputed in self.blocks():
             run = partial(run_block, block, key)
@@ -375,7 +375,7 @@ class LayerSequence(nn.Module):
             run = partial(run_block, block, key)
             tensors = inputs if isinstance(inputs, tuple) else (inputs,)
             if recomputed and self.training and any(map(_is_floating, tensors)):
-                # A frozen embedding's output and floating data require no gradient: the block would have none either.
+                # If no input requires a gradient (a frozen embedding), a reentrant checkpoint gives parameters none.
                 if not any(tensor.requires_grad for tensor in tensors):
                     tensors = tuple(each.detach().requires_grad_() if _is_floating(each) else each for each in tensors)
                 # Reentrant: the nested backward lets ZeRO-3 gather a block's parameters once more. Without it they

@@ -53,7 +53,7 @@ class Instruction:
 
 
 def instructions(passes: Iterable[Pass], chunks: int) -> Iterator[Instruction]:
-    """Yield the instructions of a stage: its passes, with sends, receives and loads; `chunks`: of the whole model."""
+    """Yield a stage's instructions: its passes, with sends, receives and loads. The model has `chunks` chunks."""
     for each in passes:
         first, last = each.chunk == 0, each.chunk == chunks - 1
         before: list[Action] = []
@@ -79,7 +79,7 @@ def most_in_flight(passes: Iterable[Pass]) -> int:
 
 
 def most_kept(passes: Iterable[Pass], sizes: Mapping[int, int]) -> int:
-    """Return the most that forward passes keep at once for their backward passes; `sizes`: what one keeps, by chunk."""
+    """Return the peak of what forward passes keep for backward passes; `sizes`: what one pass keeps, by chunk."""
     most = now = 0
     for each in passes:
         if each.kind is Kind.FORWARD:

@@ -119,8 +119,8 @@ def _grouped(kind: Kind, chunks: list[int], groups: list[range]) -> Iterator[Pas
 def _ahead(chunks: ModelChunks, micro_batches: int, stage: int) -> int:
     """Return the number of forward passes before the first backward pass.
 
-    Each stage nearer to the end has 2 fewer, for the way there and back; all chunks but the last finish their first
-    group before.
+    Each later stage has 2 fewer: one hop less for activations to the end, one less for gradients back. All chunks but
+    the last run their first group before the first backward pass.
     """
     largest = len(_groups(chunks.stages, micro_batches)[0])
     return 2 * (chunks.stages - 1 - stage) + (chunks.each - 1) * largest + 1
