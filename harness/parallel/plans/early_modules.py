@@ -1,9 +1,8 @@
 """Run a block's shared expert while tokens travel to its routed experts.
 
-In many families a block calls its shared expert after the routed ones, with the block's own input. Which modules are
-called so is found by running a copy of the block on the meta device. These modules then run between the sending of the
-tokens and their arrival. When the block calls them later, they return what they have computed: each module runs once,
-on the same values as without.
+In many families a block calls its shared expert after the routed ones, with the block's own input. To find such
+modules, a copy of the block runs on the meta device. They then run between the sending of the tokens and their arrival.
+When the block calls them later, they return that output. So each module runs once, on the same input as otherwise.
 
 This does not happen on a CPU, whose cores both compute and move the tokens.
 """
@@ -54,7 +53,7 @@ class EarlyModules:
 
 
 def _taking(kind: type[nn.Module], made: dict[nn.Module, Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
-    """Return a forward that returns the output that a module has in `made`, or else runs the module."""
+    """Return a forward that takes the module's output out of `made`, or runs the module if it has none there."""
 
     def forward(self: nn.Module, given: Tensor) -> Tensor:
         found = made.pop(self, None)
@@ -67,8 +66,8 @@ def _taking(kind: type[nn.Module], made: dict[nn.Module, Tensor]) -> Callable[[n
 def _called_after(block: nn.Module, experts: nn.Module, width: int) -> dict[str, int]:
     """Return the names of the modules that `block` calls after its experts with nothing but its own input.
 
-    Each has the number of dimensions in which it gets that input: 3 for [batch, sequence, width], 2 for [tokens,
-    width]. There are none if the block does not run on the meta device.
+    The value is the number of dimensions of that input: 3 for [batch, sequence, width], 2 for [tokens, width]. Return
+    no names if the block does not run on the meta device.
     """
     names = {name for name, child in block.named_children() if child is not experts and _is_plain(child)}
     own = next(name for name, child in block.named_modules() if child is experts)
@@ -92,7 +91,7 @@ def _called_after(block: nn.Module, experts: nn.Module, width: int) -> dict[str,
     try:
         with torch.no_grad():
             trial(given)
-    except Exception:  # a block that is given more, or asks for values: nothing of it runs early
+    except Exception:  # the block takes more inputs, or reads values: none of it runs early
         return {}
     return found
 

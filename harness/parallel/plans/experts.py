@@ -49,7 +49,7 @@ def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None, *, t
     one tensor-parallel rank, or for a family without a tensor-parallel plan, all other layers stay whole.
 
     Raises UserError for a family without an expert-parallel plan, for an unknown style in it, and for a model without
-    experts of a family that has models with and without.
+    experts.
     """
     model_type = model.config.model_type
     own = _expert_rules(model, plans)
@@ -83,7 +83,7 @@ def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None, *, t
 
 
 def _expert_rules(model: PreTrainedModel, plans: Path | None) -> dict[str, PlanRule]:
-    """Return what the model's own expert-parallel plan says, else its plan file; nothing without either."""
+    """Return the rules of the model's own expert-parallel plan, else of its plan file; none without either."""
     declared: Mapping[str, str] = getattr(model, "ep_plan", None) or {}
     if declared:
         return {name: PlanRule(style=style) for name, style in declared.items()}
@@ -92,7 +92,7 @@ def _expert_rules(model: PreTrainedModel, plans: Path | None) -> dict[str, PlanR
 
 
 def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
-    """Make the module of a layer's experts run this rank's experts alone; its parameters are cut by `cut_experts`.
+    """Make a layer's experts module run only this rank's experts; `cut_experts` cuts its parameters.
 
     The module is still called with hidden states [tokens, width], and indices and weights of experts [tokens, k], and
     still returns the outputs of this rank's tokens, [tokens, width].
@@ -102,7 +102,7 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     experts = getattr(module, "num_experts", None)
     stretches = _dealt(experts, target.name, tensor, neighbours.place)[tensor.rank]
     module.num_experts = _widest(stretches)
-    # not with tensor-parallel ranks: the sum over their outputs would include what has run early
+    # not with tensor-parallel ranks: the sum over their outputs would include those of the early modules
     is_alone = tensor.size == 1 and neighbours.place.size > 1
     early = EarlyModules(target.owner, module, target.config.hidden_size) if is_alone else None
     kind = type(module)
@@ -155,9 +155,9 @@ def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
 
 
 def run_where_aligned(module: nn.Module, dtype: torch.dtype) -> None:
-    """Have transformers run the fused experts in `module` one by one where its grouped products would fail.
+    """Make transformers run the fused experts in `module` one by one if its grouped matrix products would fail.
 
-    Those products, its default, need rows of a multiple of 16 bytes.
+    Grouped products are the default, and need rows of a multiple of 16 bytes.
     """
     found: list[Any] = [child for child in module.modules() if hasattr(child, "is_concatenated")]
     for experts in found:
@@ -187,9 +187,9 @@ def _own_routing(
 
 
 def _linked(output: Tensor, args: tuple[Tensor, ...], experts: nn.Module) -> Tensor:
-    """Return `output`, part of autograd's graph also where no token was routed to this rank's experts.
+    """Return `output` with the experts in its autograd graph, even if no token was routed to this rank's experts.
 
-    In its backward a rank calls the same collectives as the others, so the experts must be in its graph as in theirs.
+    All ranks must call the same collectives in the backward, so every rank needs the experts in its graph.
     """
     if output.requires_grad or not torch.is_grad_enabled():
         return output
@@ -198,7 +198,7 @@ def _linked(output: Tensor, args: tuple[Tensor, ...], experts: nn.Module) -> Ten
 
 
 class _Linked(torch.autograd.Function):
-    """Forward: returns the first tensor. Backward: zeros are the gradients of the others."""
+    """Forward: return the first tensor. Backward: give the other tensors gradients of zeros."""
 
     @staticmethod
     def forward(ctx: Context, output: Tensor, *sources: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class _Linked(torch.autograd.Function):
 def _dealt(experts: int | None, name: str, tensor: TensorParallel, neighbours: TensorParallel) -> list[list[Stretch]]:
     """Return which experts each rank holds: `[i][j]` is (first, stop) of tensor-parallel rank i, data neighbour j.
 
-    Raises UserError where the module does not count them, or they are fewer than the ranks.
+    Raises UserError if `experts` is unknown, or less than the number of ranks.
     """
     if not isinstance(experts, int):
         raise UserError(f"{name} does not have its number of experts (num_experts): {_ADVICE}")

@@ -1,6 +1,6 @@
 """Decide how tensor-parallel ranks share a layer: by whole attention heads, or by stretches of any other width.
 
-An attention module reshapes its projections to (..., heads, head_dim), so a share must be whole heads: see
+An attention module reshapes its projections to [..., heads, head_dim], so a share must be whole heads: see
 `harness.config.model.shares`. The layers of an attention need not be its children (an output projection may be its
 sibling), so the attention of a layer is looked for around it.
 """

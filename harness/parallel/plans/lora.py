@@ -1,12 +1,12 @@
-"""Cut low-rank adapters as the layers that they adapt are cut.
+"""Cut low-rank adapters in the same way as the layers that they adapt.
 
-After Hu et al. 2021 (arXiv 2106.09685): y = W x + s B A x with W (out, in), A (r, in), B (out, r). If W is split over
+After Hu et al. 2021 (arXiv 2106.09685): y = W x + s B A x with W [out, in], A [r, in], B [out, r]. If W is split over
 its outputs, so is B, and A is whole. If W is split over its inputs, so is A, whose r outputs are summed over the group,
 and B is whole.
 
 A wrapper is any module with the layer itself as `base_layer` and with `lora_A` and `lora_B` by the adapter's name, as
 peft makes them. A wrapper around fused experts adapts only the parameter that it names in `parameter_name`, so several
-wrappers are nested. Its A (experts x r, in) and B (out, r x experts) hold the adapters of all experts.
+wrappers are nested. Its A [experts x r, in] and B [out, r x experts] hold the adapters of all experts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def wrappers_in(module: nn.Module) -> dict[str, list[Wrapper]]:
 def lifted(module: nn.Module, kept: frozenset[str] = frozenset()) -> Iterator[None]:
     """Remove the adapters from the layers in `module` within this context, so that layers have their own names.
 
-    Afterwards the adapters are put around whatever layer then has that name. `kept`: layers that keep theirs.
+    Afterwards the adapters wrap whatever layer then has that name. `kept`: names of layers that keep their adapters.
     """
     wrappers = {name: around for name, around in wrappers_in(module).items() if name not in kept}
     for name, (*_, innermost) in wrappers.items():
@@ -142,8 +142,8 @@ def _hand_on_hooks(base: nn.Module, wrapper: nn.Module) -> None:
 
 
 def _follow_parameter(wrapper: Wrapper, base: Wrapper, _name: str, _tensor: TensorParallel) -> None:
-    """Cut the adapters of a parameter: one matrix (out, in), or those of all experts (experts, out, in), or
-    (experts, in, out) if the module has `is_transposed`. Adapters that stay whole have partial gradients, which
+    """Cut the adapters of a parameter: one matrix [out, in], or the matrices of all experts [experts, out, in], or
+    [experts, in, out] if the module has `is_transposed`. Adapters that stay whole have partial gradients, which
     `partial_gradients.py` sums.
     """
     shard = shard_of(getattr(base, wrapper.parameter_name))
@@ -179,5 +179,5 @@ def _columns(
 
 
 def _same_pieces(shard: Shard, weight: Tensor, dim: int) -> Shard:
-    """Return the shard of an adapter's weight, cut along `dim` as its layer's along `shard.dim`."""
+    """Return the shard of an adapter's weight: the pieces of its layer's `shard`, but along `dim`."""
     return replace(shard, full_shape=tuple(weight.shape), dim=dim)

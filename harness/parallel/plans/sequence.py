@@ -27,7 +27,7 @@ def share_sequence(layer: Any, group: dist.ProcessGroup, whole: Collection[nn.Mo
     """Have `layer` compute on a share of the sequence; return the record that each forward must enter (`forward_of`).
 
     Args:
-        whole: blocks that compute more tokens than those that the ranks of `group` share.
+        whole: blocks that are gathered before and split after, as a whole, even if their last layer could scatter.
     """
     share = SequenceShare(group)
     layer.works_on_share = True  # see `harness.parallel.tensor.partial_gradients`
@@ -76,7 +76,7 @@ def _is_cut_otherwise(block: nn.Module) -> bool:
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
-    # what ZeRO-3 has partitioned is empty, with one dimension
+    # a parameter that ZeRO-3 has partitioned is empty and has one dimension
     return len(unpartitioned_shape(parameter)) > 1
 
 

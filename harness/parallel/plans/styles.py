@@ -92,18 +92,18 @@ def cut_bare_parameter(target: PlanTarget, own_name: str, above: Sequence[nn.Mod
 def divide_parameter(owner: nn.Module, name: str, size: int) -> None:
     """Have the forward of `owner` read its whole parameter `name` divided by `size`.
 
-    It adds the parameter to a partial sum on every rank, so the sum over the ranks has it once. The parameter itself
-    keeps its name and value: a property of a new class hides it from the forward.
+    The forward adds the parameter to a partial sum on every rank, so the sum over the ranks contains it once. The
+    parameter itself keeps its name and value: a property of a new class hides it from the forward.
     """
-    # A property of a class hides `_parameters`, which nn.Module finds by __getattr__ only if the class has no such
-    # name. A class of its own, so that other modules of this kind are not changed.
+    # A property hides the entry in `_parameters`: nn.Module looks there, by __getattr__, only for names that the class
+    # lacks. The module gets a class of its own, so that other modules of this kind are not changed.
     kind = type(owner)
     part = property(lambda self: self._parameters[name] / size)
     owner.__class__ = type(kind.__name__, (kind,), {name: part, "__module__": kind.__module__})
 
 
 def _parts(owner: nn.Module, own_name: str, rule: PlanRule) -> tuple[int, int]:
-    """Return the number of parts that the parameter holds side by side, and of consecutive entries that stay together.
+    """Return how many parts the parameter holds side by side, and how many consecutive entries must stay together.
 
     Experts declare whether gate and up projection are side by side or alternate (transformers'
     `use_experts_implementation`); the style in the plan does not matter for them.
@@ -181,7 +181,7 @@ def gather_input(target: PlanTarget) -> nn.Module:
 
 
 def copy_input(target: PlanTarget) -> nn.Module:
-    """Sum the gradient of the input over ranks, for a module with split parameters: its output is a part on each."""
+    """Sum the gradient of the input over ranks, for a module whose split parameters give a part of the output."""
     group = target.tensor.group
     target.module.register_forward_pre_hook(lambda _module, args: tuple(_copied(x, group) for x in args))
     return target.module
@@ -273,14 +273,14 @@ def rowwise_split_input(target: PlanTarget) -> nn.Module:
 
 
 def rowwise_to_split(target: PlanTarget) -> nn.Module:
-    """Split as rowwise, for outputs that are used on each rank's split values directly: their gradients are summed."""
+    """Split as rowwise, for outputs that each rank uses with its own split values: sum their gradients."""
     layer, group = rowwise(target), target.tensor.group
     layer.register_forward_hook(lambda _module, _args, output: copy_to_group(output, group))
     return layer
 
 
 def rowwise_split_output(target: PlanTarget) -> nn.Module:
-    """Split as rowwise, for outputs of which each rank needs those of its own heads: it keeps only its share."""
+    """Split as rowwise, but keep only this rank's share of the outputs: those of its own heads."""
     widths = target.widths(target.module.get_parameter("weight").shape[1 if _is_transposed(target) else 0])
     layer, group = rowwise(target), target.tensor.group
     layer.register_forward_hook(lambda _module, _args, output: split_to_group(output, group, widths))
@@ -345,7 +345,7 @@ def divided(target: PlanTarget) -> nn.Module:
 
 
 STYLE_FUNCTIONS: dict[str, Callable[[PlanTarget], nn.Module]] = {style: globals()[style] for style in STYLES}
-"""The functions above, by the style whose name they have."""
+"""Style -> the function above with that name."""
 
 
 def _row(target: PlanTarget, *, input_is_parallel: bool, parts: int = 1) -> nn.Module:
@@ -365,7 +365,7 @@ def _whole_widths(target: PlanTarget) -> PlanTarget:
 
 
 def _is_transposed(target: PlanTarget) -> bool:
-    """Return whether the linear layer at `target` stores its weight as (in, out). Raises UserError if it is none."""
+    """Return whether the linear layer at `target` stores its weight as [in, out]. Raises UserError if it is none."""
     if isinstance(target.module, Conv1D):
         return True
     if isinstance(target.module, nn.Linear) and _computes_as_linear(type(target.module)):
