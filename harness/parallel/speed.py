@@ -77,7 +77,7 @@ def copied_bytes(elements: int = 2**24) -> float:
 
 
 def narrow_layer_seconds(layers: int = 4) -> float:
-    """Return the seconds of a decoder layer, forward and backward, so narrow that only issuing operations takes time.
+    """Return the seconds that a layer's forward and backward take to issue their operations: its width is tiny.
 
     The time of a model without layers is subtracted.
     """
@@ -145,7 +145,7 @@ def on_ranks(ranks: int, measure: Callable[[], dict[str, float]]) -> dict[str, f
     with tempfile.TemporaryDirectory() as folder:
         children = [_forked(rank, ranks, Path(folder), measure) for rank in range(ranks)]
         if any(os.waitpid(child, 0)[1] for child in children):
-            sys.exit(1)  # it has said why
+            sys.exit(1)  # the rank that failed has printed the reason
         found: dict[str, float] = json.loads((Path(folder) / "found").read_text(encoding="utf-8"))
     return found
 

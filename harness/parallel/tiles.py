@@ -1,9 +1,9 @@
-"""Parts of a model that are computed for some tokens at a time, a *tile*, so that their insides take less memory.
+"""Compute parts of a model for one *tile* of the tokens at a time, so that their activations take less memory.
 
 This is exact for parts that work on each token alone: the output layer with the loss, feed-forward blocks, norms. Only
-the input and the output of a tile are kept. In the backward the tile is computed once more (Bekman et al. 2025, Arctic
-Long Sequence Training, arXiv 2506.13996, section 3.1). So logits, or the inside of a feed-forward block, never exist
-for more tokens than a tile has.
+the input and the output of a tile are kept. The backward recomputes the tile (Bekman et al. 2025, Arctic Long Sequence
+Training, arXiv 2506.13996, section 3.1). So logits, or the activations inside a feed-forward block, never exist for
+more than one tile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ the sum of their losses, a scalar."""
 
 
 def tiles(length: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of each tile of at most `size` of `length` tokens; of no tokens, one empty tile."""
+    """Yield start and stop of each tile of at most `size` of `length` tokens; yield one empty tile for no tokens."""
     yield from ((start, min(start + size, length)) for start in range(0, max(length, 1), size))
 
 
@@ -34,8 +34,8 @@ class LossTiles:
     """Says whether the model's last layer computes the loss, tile by tile, or returns logits.
 
     Attributes:
-        tokens: of a tile.
-        loss: computes the loss of a tile of the current micro-batch. None: logits are asked for.
+        tokens: number of tokens in a tile.
+        loss: computes the loss of a tile of the current micro-batch; None: the layer returns logits.
     """
 
     tokens: int
@@ -46,7 +46,7 @@ class LossTiles:
 
         Args:
             hidden: [batch, tokens, width].
-            logits_of: makes logits of a tile of it.
+            logits_of: returns the logits of a tile of `hidden`.
         """
         loss = self.loss
         assert loss is not None
@@ -66,7 +66,7 @@ def tile_block(block: nn.Module, tokens: int) -> None:
     """Let a module that works on each token alone compute `tokens` tokens at a time.
 
     Arguments [batch, sequence, ...] are cut; any other argument is given to every tile as it is. Outputs [batch, tile,
-    ...] or [batch * tile, size] are joined; of any other output the first tile's is returned.
+    ...] or [batch * tile, size] are joined; for any other output, the first tile's is returned.
     """
     whole = block.forward
 
@@ -87,16 +87,16 @@ def tile_block(block: nn.Module, tokens: int) -> None:
 
 
 def _of_tile(whole: Callable[..., Argument], spec: TreeSpec, cut: list[bool], *given: Argument) -> Argument:
-    """Call `whole` with the arguments of a tile, of which some are `cut`."""
+    """Call `whole` with the arguments of a tile; `cut` says which of them are slices."""
     tile = [value.contiguous() if rows else value for value, rows in zip(given, cut, strict=True)]
     args, kwargs = tree_unflatten(tile, spec)
     return whole(*args, **kwargs)
 
 
 def computed_again(run: Callable[..., Argument], *given: Argument) -> Argument:
-    """Return `run(*given)`, of which nothing but `given` is kept for the backward: that computes it once more.
+    """Return `run(*given)`; keep only `given` for the backward, which recomputes the rest.
 
-    `early_stop` is off: torch would end the second computation by an exception, whose frames hold tensors.
+    `early_stop` is off: torch would end the recomputation by an exception, whose frames hold tensors.
     """
     if not torch.is_grad_enabled():
         return run(*given)
@@ -104,7 +104,7 @@ def computed_again(run: Callable[..., Argument], *given: Argument) -> Argument:
 
 
 def _joined(outputs: list[Argument], batch: int) -> Argument:
-    """Join the outputs of tiles: along the tokens where a tensor has rows of them."""
+    """Join the outputs of tiles; tensors are concatenated along the tokens."""
     leaves = [tree_flatten(output) for output in outputs]
     columns = zip(*(flat for flat, _ in leaves), strict=True)
     return tree_unflatten([_rows(list(column), batch) for column in columns], leaves[0][1])

@@ -69,7 +69,7 @@ def run_at_owners(
         experts: runs this rank's experts, which it counts from 0.
         hidden: [tokens, width], or [batch, sequence, width].
         index: the experts of each token, [tokens, k]; pairs with an expert outside of `stretches` add nothing.
-        weights: of these pairs in the sum, [tokens, k].
+        weights: the weights of these pairs in the sum, [tokens, k].
         stretches: (first, stop) of the experts of each rank of the group, in rank order and without gaps.
         meanwhile: called while the first tokens travel.
     """
@@ -94,7 +94,7 @@ def _outputs(experts: RunExperts, arriving: Tensor, index: Tensor) -> Tensor:
     """Return the outputs [pairs, width] of this rank's experts for the tokens `arriving` [pairs, width].
 
     Args:
-        index: of the expert of each pair, counted from this rank's first, [pairs].
+        index: the expert of each pair, counted from this rank's first, [pairs].
     """
     if len(arriving):
         outputs = experts(arriving, index.unsqueeze(1), torch.ones_like(arriving[:, :1]))
@@ -170,7 +170,7 @@ class RowExchange:
         return apply(_Arrive, self._begun, self)
 
     def start(self, rows: Tensor, *, back: bool = False) -> None:
-        """Begin to send rows; with `back`, gradients of those that arrived, to where these came from."""
+        """Begin to send rows; with `back`, send gradients of arrived rows back to the ranks that sent the rows."""
         sizes = [list(sizes) for sizes in zip(*self._sizes, strict=True)] if back else self._sizes
         self._wait = start_exchange(rows, sizes, self._group)
 
@@ -212,8 +212,8 @@ class _Arrive(torch.autograd.Function):
 class _RowsOfPairs(torch.autograd.Function):
     """Forward: returns the token of each pair, [pairs, width].
 
-    Backward: sums the gradients of a token's pairs in a fixed order. The backward of `index_select` would add them in
-    any order on a GPU, with other bits each time.
+    Backward: sums the gradients of a token's pairs in a fixed order. The backward of `index_select` adds them in any
+    order on a GPU, so its bits differ from run to run.
     """
 
     @staticmethod

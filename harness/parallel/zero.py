@@ -1,9 +1,9 @@
-"""Help ZeRO-3 where DeepSpeed does not: with a rank's part of each tensor, and with modules that change their inputs.
+"""Help ZeRO-3 in two places: find a rank's part of each tensor, and copy inputs for modules that change them.
 
 ZeRO-3 gives each data-parallel rank an equal number of consecutive elements of a tensor.
 
-It also registers a backward hook on every module, which makes the module's inputs views. torch refuses to change such
-a view in place, as router jitter does with the router's input; so modules get copies.
+ZeRO-3 also registers a backward hook on every module, which turns the module's inputs into views. torch refuses to
+change such a view in place, but router jitter does that to the router's input. So modules get copies.
 """
 
 from __future__ import annotations

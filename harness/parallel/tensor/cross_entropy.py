@@ -54,9 +54,9 @@ def vocab_parallel_cross_entropy(
 def is_needed(logits: Tensor) -> bool:
     """Return whether the caller, or the backward of the operation that made the logits, needs them after the loss.
 
-    Walk the graph upwards as long as nodes share the memory of the logits, and look whether any has saved it. Return
-    True for logits of a part that is computed again for the backward, and for a loss in such a part: there the second
-    computation asks once more.
+    Walk the graph upwards as long as nodes share the memory of the logits, and look whether any has saved it. In the
+    forward, also return True if a checkpointed part made the logits, or contains the loss; in the second case the
+    recomputation asks again.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001  # no public name
     in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # no public name
@@ -66,7 +66,7 @@ def is_needed(logits: Tensor) -> bool:
     memory, node = _memory(logits), (logits if base is None else base).grad_fn
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
         if _has_packed(node) and not in_backward:
-            return True  # a look at a packed tensor would compute the part at once, and keep it until the backward
+            return True  # unpacking a tensor would recompute the part now, and keep it until the backward
         saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
         saved += getattr(node, "saved_tensors", ())
         if any(isinstance(value, Tensor) and _memory(value) == memory for value in saved):
@@ -78,7 +78,7 @@ def is_needed(logits: Tensor) -> bool:
 
 
 def _has_packed(node: Node) -> bool:
-    """Return whether hooks hold what a node has saved, as those of a part that is computed again do."""
+    """Return whether hooks hold the tensors that a node has saved, as in a checkpointed part."""
     raw = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
     each = chain.from_iterable(value if isinstance(value, tuple | list) else (value,) for value in raw)
     return any(getattr(saved, "unpack_hook", None) is not None for saved in each)
@@ -138,7 +138,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield views of some tokens' rows at a time of several tensors, each [..., vocabulary] or [...]."""
+    """Yield views of the same rows (tokens) of several tensors, each [..., vocabulary] or [...], chunk by chunk."""
     dims = logits.dim() - 1
     flat = [tensor.reshape(-1, *tensor.shape[dims:]) for tensor in (logits, *others)]
     rows = max((IN_CACHE if logits.is_cpu else ELEMENTS_AT_ONCE) // logits.shape[-1], 1)

@@ -95,7 +95,7 @@ class ColumnParallelLinear(_CutLinear):
 
     Per rank: x [..., in] whole; weight [out / size, in], or [in, out / size] with `weight_transposed`
     (transformers' Conv1D); bias [out / size]. The result is this rank's [..., out / size], or with
-    `gather_output` the whole [..., out]. Where the size does not divide the outputs, the first ranks hold one more.
+    `gather_output` the whole [..., out]. If the size does not divide the outputs, the first ranks hold one more.
     The gradient of x is summed over the group. Raises ValueError for fewer outputs than ranks.
     """
 
@@ -170,7 +170,7 @@ class RowParallelLinear(_CutLinear):
     """y = x A^T + b with A split over the inputs.
 
     Per rank: x [..., in / size], this rank's part, as a column-parallel layer leaves it, or with
-    `input_is_parallel=False` the whole [..., in], of which the layer takes its part; weight [out, in / size],
+    `input_is_parallel=False` the whole [..., in], from which the layer takes its part; weight [out, in / size],
     or [in / size, out] with `weight_transposed`; bias [out], whole, added once, after the sum over the group.
     The result [..., out] is whole, or with `sequence` this rank's share of the tokens. Shares are as a column-parallel
     layer's. Raises ValueError for fewer inputs than ranks.
@@ -214,7 +214,7 @@ class RowParallelLinear(_CutLinear):
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding whose rows are split over the group: ids [...] -> whole vectors [..., embedding_dim].
 
-    Per rank: weight (num_embeddings / size, embedding_dim), with one row more on the first ranks if the size does not
+    Per rank: weight [num_embeddings / size, embedding_dim], with one row more on the first ranks if the size does not
     divide. Each rank looks up the ids that it holds and returns zeros for the others; the results are summed. An id
     outside the vocabulary raises RuntimeError. A subclass of nn.Embedding whose forward does more with a row (scales
     it, say) keeps its own forward: see `from_embedding`.
@@ -260,7 +260,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.first_row = shard.pieces[0][0]
         if self.padding_idx is not None:
             local = self.padding_idx - self.first_row
-            # torch leaves out the gradient of this row, and only the rank that holds it must
+            # torch leaves out the gradient of this row: only the rank that holds it may set an index
             self.padding_idx = local if 0 <= local < self.rows else None
         self.weight = cut_parameter(self.weight, shard)
 

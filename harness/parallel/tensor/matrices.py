@@ -1,4 +1,4 @@
-"""Put whole matrices together for an optimizer (Muon) that updates flat parts of them.
+"""Gather whole matrices for an optimizer (Muon) to which ZeRO gives only flat parts of them.
 
 ZeRO hands an optimizer flat tensors with this rank's elements of many parameters, one after the other. Tensor
 parallelism has cut the parameters before that. A `MatrixPart` knows where the elements of one matrix lie, gathers the
@@ -34,7 +34,7 @@ class MatrixPart:
         offset: index of the first of them in the flat tensor.
         group: data-parallel ranks over which the flat tensor is divided; None if this rank has all of it.
         split: whether the ranks of `group` exchange their elements of the matrix.
-        needed: whether this rank, or one that it exchanges elements with, updates elements of the matrix.
+        needed: whether this rank needs the whole matrix, because it or a peer updates elements of it.
         device: where ranks exchange tensors.
         shards: the shards of all tensor-parallel ranks; empty if each has the whole matrix.
         tensor: tensor-parallel group.
@@ -121,8 +121,8 @@ def _parts(stepped: SteppedOn, device: torch.device) -> Iterator[tuple[Tensor, M
 def _with_shards(located: list[tuple[Tensor, MatrixPart]], tensor: Group | None) -> list[MatrixPart]:
     """Return the parts with the shards of all tensor-parallel ranks.
 
-    If shards are of unequal sizes, the flat tensors of the ranks are divided at other places, and one rank may need a
-    matrix that its tensor-parallel peer does not. So that no rank waits in vain, all then take part in every matrix.
+    If shards have unequal sizes, the ranks' flat tensors are divided at different places, and a rank may need a matrix
+    that its tensor-parallel peer does not. Then all ranks gather every matrix, so that none waits in vain.
     """
     if tensor is None:
         return [part for _, part in located]

@@ -1,4 +1,4 @@
-"""Find and sum partial gradients: those of which each tensor-parallel rank computes only a summand.
+"""Find and sum partial gradients: each tensor-parallel rank computes only one summand of such a gradient.
 
 Between a column-parallel and a row-parallel layer, a rank computes with its own heads or columns only. A parameter that
 is used there but not cut (a norm over one head, a parameter of an activation), or that neighbouring ranks hold copies
@@ -116,7 +116,7 @@ def sum_once(parameters: Iterable[nn.Parameter], gradient_of: Callable[[nn.Param
     for param in parameters:
         if sums_gradient(param) and (grad := gradient_of(param)) is not None:
             partial.append((grad, param.gradient_sum[1]))  # type: ignore[attr-defined]  # `sum_gradient` set it
-    # `groupby` wants equal dtypes side by side. The sort is stable, so gradients of one dtype keep the order of
+    # `groupby` needs equal dtypes side by side. The sort is stable, so gradients of one dtype keep the order of
     # `parameters` on every rank, and the concatenated tensors match.
     partial.sort(key=lambda pair: str(pair[0].dtype))
     with torch.no_grad():
@@ -136,7 +136,7 @@ SHARE_REMEDY = "remove tensor_parallel.sequence_parallel, which this layer may n
 
 
 class Values(Enum):
-    """What a rank has of the values at a point of the graph: all of them, its heads or columns, or its tokens."""
+    """Which values a rank has at a point of the graph: all of them, only its heads or columns, or only its tokens."""
 
     WHOLE = auto()
     SPLIT = auto()
@@ -254,7 +254,7 @@ def sum_partial_gradients(
 
     Args:
         output_kind: kind of the first output, unless `module.works_on_share` is set.
-        takes_payload: whether positional arguments behind the first are what earlier layers have left.
+        takes_payload: whether the positional arguments after the first are tensors that earlier layers have left.
     """
 
     given = [NOTHING_GIVEN]

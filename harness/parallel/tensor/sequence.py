@@ -4,7 +4,7 @@ After Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2. A hidden state 
 a rank holds only its stretch of the sequence. Shares are gathered before a block, and the sum after it is scattered.
 Together that sends as much as one all-reduce, and the layers between the blocks (norms, dropout, residuals) are
 computed and stored once, not on every rank. The first ranks hold one token more if the size of the group does not
-divide the sequence. A hidden state may also have the shape (batch * sequence, width).
+divide the sequence. A hidden state may also have the shape [batch * sequence, width].
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class SequenceShare:
     def gather(self, share: Tensor) -> Tensor:
         """Return the hidden state of all tokens [batch, sequence, width]; each share is gathered once.
 
-        The gradients from column-parallel layers that take it directly are partial, and are reduced and scattered. Any
-        other gradient must be whole; each rank keeps its share of it.
+        Column-parallel layers that take it directly give partial gradients, which are reduce-scattered. Any other
+        gradient must be whole; each rank keeps its share of it.
         """
         return _gather_once(self, share)
 

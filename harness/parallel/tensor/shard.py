@@ -251,7 +251,7 @@ def shard_of_segments(segments: Sequence[Segment], shape: tuple[int, ...], dim: 
 
 
 def join_shared(output: Tensor, segments: Sequence[Segment], tensor: TensorParallel) -> Tensor:
-    """Return a linear layer's output (..., this rank's shares) with shares of shared units replaced by whole units,
+    """Return a linear layer's output [..., this rank's shares] with shares of shared units replaced by whole units,
     which are gathered from the other ranks."""
     parts = output.split([stop - start for start, stop in (segment.share(tensor) for segment in segments)], dim=-1)
     return torch.cat([_used(part, s, tensor) for part, s in zip(parts, segments, strict=True)], dim=-1)

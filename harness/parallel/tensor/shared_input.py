@@ -72,7 +72,7 @@ def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[
     key = (id(x), x._version, group)  # noqa: SLF001  # no public name
     if _LATEST.key != key or not _LATEST.shared.tensors:
         shared = SharedInput()
-        shared.tensors += [x, apply(_CopyOnce, x, group, shared)]  # with the input, as another may get its id
+        shared.tensors += [x, apply(_CopyOnce, x, group, shared)]  # keeps the input alive: another would get its id
         _LATEST.key = key
         _LATEST.shared = shared
     return _LATEST.shared.tensors[1], _LATEST.shared.products
