@@ -194,7 +194,7 @@ class KeyedDraws(DrawCatcher):
         default_generator(device).manual_seed(self._seed(number, 0, share))
 
     def _next_shape(self, own: torch.Size) -> tuple[torch.Size, dict[int, int], int, int]:
-        """Find out which part of which tensor the next draw is.
+        """Find the uncut tensor to which the next draw belongs, and this rank's part of it.
 
         Return the shape of the whole tensor, the start of this rank's share in it along each shared dimension, the
         number of the draw, and a number that goes into the seed: 0, or different on each rank if its share is unknown.

@@ -48,7 +48,7 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Zero3Partition:
-    """Part `index` of `count` equal parts of a tensor's elements; the last ones may be shorter, or empty."""
+    """Part `index` of `count` equal parts of a tensor's elements; the last parts may be shorter, or empty."""
 
     index: int
     count: int

@@ -52,7 +52,7 @@ class SharedSequence:
         return self.context.size * group_size(self.group)
 
     def require_enough(self, tokens: Tokens) -> None:
-        """Raise UserError for sequences of which some rank would have no token."""
+        """Raise UserError for sequences so short that some rank would have no token."""
         require_enough(tokens, self.context.size, group_size(self.group))
 
     def split(self, payload: StagePayload, tokens: Tokens) -> StagePayload:

@@ -238,7 +238,7 @@ def _compare(cut: Cut, whole: UncutModel, ranks: RankGroups) -> Difference | Non
 
 
 def _sum_gradients(modules: list[nn.Module], context: ContextParallel) -> None:
-    """Sum the gradients over the context ranks, each of which has those of its own tokens' logits."""
+    """Sum the gradients over the context ranks; each rank has only those of its own tokens' logits."""
     if context.group is None:
         return
     for parameter in {id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values():

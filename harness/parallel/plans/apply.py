@@ -69,7 +69,7 @@ def cut(
     )
     shared = _replace_modules(place, modules, local_head=local_logits)
     _cut_bare_parameters(place)
-    if tensor.size == 1:  # experts alone are cut
+    if tensor.size == 1:  # only experts are cut
         return
     _rejoin(module, shared)
     for name, child in module.named_modules():

@@ -1,8 +1,8 @@
 """Tensor-parallel plans: how each module of a model is cut, as data.
 
 If the model's family declares a plan (transformers: `base_model_tp_plan` of the config and `_tp_plan` of the classes,
-merged as `model.tp_plan`), that is used, and a plan file may extend it; else a plan file alone is used. A plan maps
-names of modules and parameters to styles: transformers' words, and a few of our own (see `STYLES`). A plan file is
+merged as `model.tp_plan`), that plan is used, and a plan file may extend it; otherwise the plan file is used. A plan
+maps names of modules and parameters to styles: transformers' words, and a few of ours (see `STYLES`). A plan file is
 `models/plans/<model_type>.json`:
 
     {"styles":     {"transformer.h.*.attn.c_attn": {"style": "packed_colwise", "parts": 3},
@@ -19,12 +19,12 @@ names of modules and parameters to styles: transformers' words, and a few of our
   them; "share" does too, but sets 1 if there are fewer (key/value heads) than ranks; a sum of products, as in
   "num_heads * head_dim + 2 * n_groups", is computed from the other attributes after they were set. An attribute of a
   config that modules share, "config.num_heads", is changed for this module only.
-- `inputs`: tensors given to a module, of which a rank needs only its part. Dimension `dim` consists of runs of `run`
-  entries (the name of a size in the config; without it, of one run), and the rank keeps its share of each run.
+- `inputs`: arguments of a module that a rank needs only its part of. Dimension `dim` consists of runs of `run` entries
+  (`run` names a size in the config; without it there is one run), and the rank keeps its share of each run.
 - `experts`: styles by which whole experts are distributed, for a family that declares none
   (`harness.parallel.plans.experts`).
-- `cases`: the same keys for models whose config has all the values in `if`, where `true` stands for any value but 0 and
-  null; they are merged over the rest, in order.
+- `cases`: the same keys, merged over the rest in order, for models whose config has all the values in `if`; there
+  `true` stands for any value but 0 and null.
 - `"extends": true`: the file contains only what the family's declared plan lacks or has wrong.
 """
 

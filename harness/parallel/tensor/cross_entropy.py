@@ -62,7 +62,7 @@ def is_needed(logits: Tensor) -> bool:
     in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # no public name
     if hooks is not None and not in_backward:
         return True
-    base = logits._base  # noqa: SLF001  # the tensor of which this is a view: torch has no public name for it
+    base = logits._base  # noqa: SLF001  # this view's base: torch has no public name for it
     memory, node = _memory(logits), (logits if base is None else base).grad_fn
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
         if _has_packed(node) and not in_backward:

@@ -4,8 +4,9 @@ After Shoeybi et al. 2019 (arXiv 1909.08053), section 3. Shapes: x [..., in], y 
 number of ranks in the group. A column-parallel layer holds rows of the weight, so it computes a part of y. A
 row-parallel layer holds columns of it, so it takes a part of x. One after the other they need a single sum.
 
-Each works alone in any model. If it is created like the layer that it replaces, on ranks with the same random state, it
-holds exactly that layer's values. Without a group it is that layer. All can be made from modules on the meta device.
+Each can be used by itself in any model. If it is created like the layer that it replaces, on ranks with the same random
+state, it holds exactly that layer's values. Without a group it is that layer. All can be made from modules on the meta
+device.
 """
 
 from __future__ import annotations
