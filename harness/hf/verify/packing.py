@@ -23,8 +23,8 @@ from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
 from harness.parallel.context.masks import documents_apart
 
 LENGTHS = (13, 9, 10)
-# Relative to the largest logit. Over the families of transformers 5.23, rounding changes logits by up to 2e-6, and a
-# document that is seen by others by at least 5e-3.
+# Relative to the largest logit. Over the families of transformers 5.23, rounding changes logits by up to 2e-6, and
+# another document that is seen changes them by at least 5e-3.
 TOLERANCE = 1e-4
 TOLERANCE_OF_HALF = 5e-2  # half precision shows only gross faults; the same model has been tried in fp32
 
