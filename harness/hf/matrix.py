@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from harness.hf.locate import MODELS, plan_file
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CELLS = ("pipeline", "tensor", "experts", "zero3", "import", "export")
 STORED = MODELS / "matrix.json"

@@ -47,19 +47,25 @@ def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
 def brought_to_host(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[tuple[Key, Tensor]]:
     """Yield each tensor's key and its copy on the host, in order; the host waits once per `BATCH_BYTES`.
 
-    A tensor that is on the host already, or is larger than `BATCH_BYTES`, is yielded itself.
+    A tensor that is on the host already, or is larger than `BATCH_BYTES`, is yielded itself. No more than `BATCH_BYTES`
+    wait to be yielded, and one tensor, so `tensors` may make each when it is asked for.
     """
     batch: list[tuple[Key, Tensor]] = []
     size, waiting = 0, None
     for key, tensor in tensors:
-        if tensor.device.type == "cpu" or tensor.nbytes > BATCH_BYTES:
-            batch.append((key, tensor))
+        is_copied = tensor.device.type != "cpu" and tensor.nbytes <= BATCH_BYTES
+        if not is_copied and waiting is None:
+            yield key, tensor
             continue
-        copy = staging(tensor.shape, tensor.dtype, tensor.device)
-        copy.copy_(tensor, non_blocking=True)
-        batch.append((key, copy))
-        size, waiting = size + tensor.nbytes, tensor.device
-        if size >= BATCH_BYTES:
+        if is_copied:
+            waiting = tensor.device
+            copy = staging(tensor.shape, tensor.dtype, tensor.device)
+            copy.copy_(tensor, non_blocking=True)
+            batch.append((key, copy))
+        else:
+            batch.append((key, tensor))
+        size += tensor.nbytes
+        if waiting is not None and size >= BATCH_BYTES:
             torch.accelerator.current_stream(waiting).synchronize()
             yield from batch
             batch, size, waiting = [], 0, None

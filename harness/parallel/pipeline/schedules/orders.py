@@ -61,7 +61,7 @@ Order = Callable[[ModelChunks, int, int], Iterator[Pass]]
 """Called with the model chunks, the number of micro-batches and the stage; yields the passes of that stage."""
 
 
-def gpipe(_parts: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
+def gpipe(_chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under GPipe."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for index in range(micro_batches):
@@ -181,7 +181,7 @@ class _Passes:
     """
 
     def __init__(self, chunks: list[int]) -> None:
-        self._parts = chunks
+        self._chunks = chunks
         self._passes: list[Pass] = []
         self._forwards = [0, 0]
         self._backwards = [0, 0]
@@ -204,9 +204,9 @@ class _Passes:
                 continue
             half, kind = int(name[0]), KINDS[name[1:]]
             counts = self._forwards if kind is Kind.FORWARD else self._backwards
-            self._passes.append(Pass(kind, counts[half], self._parts[half]))
+            self._passes.append(Pass(kind, counts[half], self._chunks[half]))
             if kind is Kind.INPUT_GRADIENTS:
-                self._deferred.append(Pass(Kind.WEIGHT_GRADIENTS, counts[half], self._parts[half]))
+                self._deferred.append(Pass(Kind.WEIGHT_GRADIENTS, counts[half], self._chunks[half]))
             counts[half] += 1
 
     def of(self, micro_batches: int) -> Iterator[Pass]:
