@@ -1,7 +1,7 @@
 """Find the characters of a rendered conversation that are the assistant's answers: only they are trained on.
 
 If the template marks answers with {% generation %}, those marks decide. Otherwise an answer begins where its
-generation prompt ends, and ends behind the token that closes its turn. Both ends are found by rendering the first few
+generation prompt ends, and ends after the token that closes its turn. Both ends are found by rendering the first few
 messages alone, with and without the generation prompt. A template may render a turn differently when more messages
 follow (without its thoughts, for example). Therefore such a rendering is aligned with the whole conversation at marks
 (`marks.py`), never by searching for the text of the answer. An answer that cannot be located for certain is refused.
@@ -27,7 +27,7 @@ from harness.hf.template_process import Rejected
 Span: TypeAlias = tuple[int, int]
 """Index of the first character, and of the one after the last."""
 
-# A question that is rendered alone, or behind a conversation, to see what the template writes around messages.
+# A question to render alone or after a conversation: it shows what the template writes around messages.
 _PROBE: JsonObject = {"role": "user", "content": "?"}
 # Special tokens look like <|end|> or [INST]. _OPEN: one whose bracket is not closed before the text ends.
 _OPEN = re.compile(r"(<[^<>]*|\[[^\[\]]*)\Z")
@@ -38,7 +38,7 @@ _FIRST_CLOSED = re.compile(r".*?[>\]}]", re.DOTALL)
 
 
 class _NotFound(Exception):
-    """The answers cannot be located in one form of the conversation. The message follows the conversation's place."""
+    """The answers cannot be located in one form of the conversation. Its message continues the conversation's place."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def find_answers(
 
 
 def _forms(messages: list[JsonObject]) -> Iterator[list[JsonObject]]:
-    """Yield the messages in each form that templates are known to expect; a template does not say which.
+    """Yield the messages in each form that a known template expects; a template does not declare its form.
 
     The arguments of a tool call are an object or a JSON text; empty content beside tool calls is absent, "" or null;
     content is a text or a list of parts.
@@ -155,13 +155,13 @@ class _Conversation:
 
     @cached_property
     def header(self) -> str:
-        """The generation prompt behind a question; empty if the template always or never writes one."""
+        """The generation prompt after a question; empty if the template always or never writes one."""
         question, asked = self.render([_PROBE]), self.render([_PROBE], prompt=True)
         return _without_prefix(asked, question)
 
     @cached_property
     def around_question(self) -> tuple[str, str]:
-        """The template's text before and behind the question that begins a conversation."""
+        """The template's text before and after the question that begins a conversation."""
         form = mark([_PROBE], (), answers_alone=False, inside=False)
         text, placed = form.read(self.render(form.messages) or "")
         return (text[: placed[0].at], text[placed[-1].at :]) if placed else ("", "")
@@ -182,10 +182,11 @@ class _Conversation:
 
     def _marked(self, text: str) -> _Marked | None:
         """Render the conversation with marks in its strings; None if the marks change anything else in the output."""
-        # The conversation's own characters of the marks' range could not be told from marks.
+        # If the conversation itself contains such characters, they cannot be told from marks.
         if any(holds_marks(json.dumps(given, ensure_ascii=False)) for given in (text, self.messages, self.tools)):
             return None
-        # A template may test how a string begins or ends, or parse a question: try fewer, and hidden, marks too.
+        # A template may parse a question, or test how a string begins or ends: so also try marks in answers alone, and
+        # marks inside words.
         for answers_alone, inside in ((False, False), (True, False), (False, True), (True, True)):
             form = mark(self.messages, self.template.words, answers_alone=answers_alone, inside=inside)
             written = self.render(form.messages)
@@ -251,7 +252,7 @@ class _Marked:
     placed: list[Placed]
 
     def of(self, index: int) -> list[Placed]:
-        """Return the first occurrence of each mark of a message: a tool's answer may repeat the name of the call."""
+        """Return the marks of a message up to the first repeated one: a tool's answer may repeat the call's name."""
         own = [place for place in self.placed if place.mark.message == index]
         seen = [place.character for place in own]
         return own[: next((i for i, each in enumerate(seen) if each in seen[:i]), len(own))]
@@ -301,7 +302,7 @@ class _Marked:
         return None if written is None else self.form.read(written)
 
     def _begin(self, index: int, first: Placed) -> int:
-        """Return the index behind the generation prompt of an answer, whose first mark is `first`."""
+        """Return the index after the generation prompt of an answer, whose first mark is `first`."""
         said = first.start(self.text)
         asked, without = self._first_messages(index, prompt=True), self._first_messages(index)
         if asked is None:
@@ -314,15 +315,15 @@ class _Marked:
             return said
         prompt, at = self._behind_last_mark(asked, index)
         before, plain = self.text[at:said], "" if without is None else self._behind_last_mark(without, index)[0]
-        # Compare up to the mark, not into the answer: if the template writes no header before an answer, the answer's
-        # own first characters could pass for the end of the prompt.
+        # Compare up to the mark, not into the answer. If the template writes no header before an answer, the answer's
+        # own first characters could be mistaken for the end of the prompt.
         own, found, up_to_mark = _without_prefix(prompt, plain), None, self.text[at : first.at]
         if own:
             found = _end_of(prompt, up_to_mark)
-            # The prompt may continue differently from the conversation: it opens thoughts, say, which past turns omit.
+            # The prompt may continue differently from the conversation: it may open thoughts, which past turns omit.
             found = self._up_to_common(prompt, up_to_mark, plain) if found is None else found
         if found is None and self._is_template_alone(index):
-            # Before the header may stand text that the template writes only in whole conversations.
+            # In a whole conversation the template may write more text before the header.
             found = self._behind_header(before, own or self.chat.header)
         if found is None and not own:
             found = _end_of(prompt, up_to_mark)
@@ -332,14 +333,14 @@ class _Marked:
         return at + found
 
     def _up_to_common(self, prompt: str, before: str, plain: str) -> int | None:
-        """Return the length of the common prefix of `prompt` and `before`, if it holds the header of an answer."""
+        """Return the length of the common prefix of `prompt` and `before`; None if it lacks an answer's header."""
         common = _common_length(prompt, before)
         common -= len(_open_end(before[:common])) if common < len(before) else 0
         header = prompt[_common_length(prompt, plain) : common]
         return common if self._is_header(header) and header not in before[common:] else None
 
     def _behind_header(self, before: str, header: str) -> int | None:
-        """Return where the header, or its longest prefix that occurs, ends in text that only the template wrote."""
+        """Return the index after the header in the template's own text, or after its longest prefix found there."""
         length = next((n for n in range(len(header), 0, -1) if header[:n] in before), 0)
         at = before.find(header[:length])
         end = at + length
@@ -348,20 +349,20 @@ class _Marked:
         return end if self._is_header(found) and before.count(found) == 1 else None
 
     def _is_header(self, text: str) -> bool:
-        """Return whether a text can be the header of an answer: the template does not write it before a question."""
+        """Return whether a text can be an answer's header: not blank, and not written before a question."""
         return bool(text.strip()) and text not in self.chat.around_question[0]
 
     def _is_template_alone(self, index: int) -> bool:
-        """Return whether all text between the previous message's marks and this answer is the template's."""
+        """Return whether only the template wrote the text between the previous message and this answer."""
         return index == 0 or bool(self.of(index - 1))
 
     def _behind_earlier(self, index: int, first: Placed) -> int | None:
-        """Return where the text of the messages before an answer ends; None if the message before has no marks."""
+        """Return where the messages before an answer end in the text; None if the previous message has no marks."""
         earlier = [place.at for place in self.placed if place.mark.message < index and place.at <= first.at]
         return max(earlier, default=0) if self._is_template_alone(index) else None
 
     def _behind_last_mark(self, beginning: tuple[str, list[Placed]], index: int) -> tuple[str, int]:
-        """Return the text behind the last mark of a partial rendering, and the position of that mark in the whole."""
+        """Return the text after the last mark of a partial rendering, and that mark's position in the whole."""
         text, placed = beginning
         if not placed:
             return text, 0
@@ -373,7 +374,7 @@ class _Marked:
         return text[last.at :], places[times - 1]
 
     def _end(self, index: int, last: Placed) -> int:
-        """Return the index behind the text that closes an answer's turn, without trailing space if there is more."""
+        """Return the index after the text that closes an answer's turn, trailing space left out unless it is all."""
         said = last.end(self.text)
         is_last = index + 1 == len(self.chat.messages)
         up_to = (self.text, self.placed) if is_last else self._first_messages(index + 1)
@@ -383,7 +384,7 @@ class _Marked:
                 raise self.chat.not_found(index)
             closing = self._closed_by_next(index, last)
         else:
-            # Behind the last mark of the answer only the template writes: what closes the turn, and perhaps more.
+            # After the answer's last mark all text is the template's: it closes the turn, and perhaps goes on.
             closing = up_to[0][ends[0].at :]
             following = self._followed(last) if is_last else self.text[last.at :]
             if following is not None and not following.startswith(closing):
@@ -403,7 +404,7 @@ class _Marked:
         return closing if header.strip() and closing.strip() else ""
 
     def _followed(self, last: Placed) -> str | None:
-        """Render a question behind the last answer; return the text behind that answer, None if it is rejected."""
+        """Render a question after the last answer; return the text after that answer, None if it is rejected."""
         written = self.chat.render([*self.form.messages, _PROBE])
         text, placed = self.form.read(written or "")
         places = [place.at for place in placed if place.character == last.character]
@@ -412,8 +413,8 @@ class _Marked:
     def _own_closing(self, closing: str, following: str, index: int, field: str, *, is_last: bool) -> str:
         """Return the part of `closing` that closes the turn.
 
-        Behind the last message a template may write more than behind a turn in the middle: the end of the document, or
-        a generation prompt. `following` is the text behind the same answer when another message follows.
+        After the last message a template may write more than after other turns: the end of the document, or a
+        generation prompt. `following` is the text after the same answer if another message follows.
         """
         asked = self.chat.render(self.chat.messages[:index]) or ""
         shared = closing[: _common_length(closing, following)]
@@ -433,7 +434,7 @@ class _Marked:
 
 
 def _open_end(text: str) -> str:
-    """Return the end of a text from its last unclosed bracket on: a part of a token such as <|end|>."""
+    """Return the end of a text from its last unclosed bracket on: the beginning of a token such as <|end|>."""
     found = _OPEN.search(text)
     return found[0] if found else ""
 
@@ -451,7 +452,7 @@ def _without_prefix(text: str | None, prefix: str | None) -> str:
 
 
 def _end_of(prompt: str, before: str) -> int | None:
-    """Return where `prompt` ends in `before`, which must begin with it up to white space; otherwise None."""
+    """Return where `prompt` ends in `before`; None unless `before` begins with it, white space aside."""
     if before.startswith(prompt):
         return len(prompt)
     end, words = 0, "".join(prompt.split())
@@ -465,7 +466,7 @@ def _end_of(prompt: str, before: str) -> int | None:
 
 
 def _split_before_common_end(text: str, other: str) -> tuple[str, str]:
-    """Split `text` before the longest suffix that `other` has too, never inside a token in brackets."""
+    """Split `text` before the longest common suffix with `other`, never inside a token in brackets."""
     length = len(text) - _common_length(text[::-1], other[::-1])
     if _open_end(text[:length]):
         closed = _FIRST_CLOSED.match(text, length)

@@ -1,13 +1,13 @@
-"""Tokenise text to disk, and cut it into blocks: each document ends with the end-of-document id, all are joined.
+"""Tokenise text to disk, join all documents, each with an end-of-document id, and cut the ids into blocks.
 
 As in HF's run_clm.py the labels of a block are its ids (the loss shifts them: N-1 predictions a block). Unlike there,
-the whole corpus is joined, not each batch of 1,000 documents: exactly floor(total / N) blocks. Packed blocks have the
-same ids, and also position ids that restart at 0 with each document and each block, so that attention stays within a
-document.
+the whole corpus is joined, not each batch of 1,000 documents: this gives floor(total / N) blocks. Packed blocks have
+the same ids, and also position ids that restart at 0 with each document and each block, so that attention stays within
+a document.
 
 A shard holds consecutive documents in two files: `ids`, all token ids joined, and `starts`, the indices in `ids` where
-documents begin. Blocks of any size are cut from the same `ids` when they are read, so another --block_size tokenises
-nothing again, and the ranks of a host share the mapped pages.
+documents begin. Blocks of any size are cut from the same `ids` when they are read. So another --block_size needs no
+new tokenising, and the ranks of a host share the mapped pages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# Part of the cache key. Raise it when a change of the code gives other ids for the same documents.
+# Part of the cache key. Increase it when a code change gives other ids for the same documents.
 _FORMAT = 4
 
 
@@ -124,8 +124,8 @@ def make_blocks(
     """Tokenise documents (`text`, perhaps `part`) and cut them into blocks; with `packing` add position ids.
 
     Ids that do not fill the last block are dropped. The ids are cached under a hash of documents and tokenizer: a
-    second call tokenises nothing, a call after an interruption only the missing shards. Each process needs memory for
-    a few MB of text, however long a document is.
+    second call tokenises nothing, and a call after an interruption only the missing shards. Each process needs memory
+    for a few MB of text, however long a document is.
 
     Raises:
         UserError: `block_size` < 2, the documents do not fill one block, or the cache cannot be written.
@@ -136,8 +136,8 @@ def make_blocks(
 
     def encoded(first: int, stop: int) -> Iterator[npt.NDArray[np.integer]]:
         for start, end in batches(lengths, first, stop):
-            # A document that goes on across the end of a batch or shard is cut where the tokenizer cuts
-            # (piece_encoder.py), which takes a look at the neighbouring row.
+            # If a document continues across the end of a batch or shard, the encoder looks at the neighbouring row
+            # to cut it where the tokenizer does (piece_encoder.py).
             before = documents[start - 1]["text"] if parts[start] > 0 else ""
             continued = end < len(parts) and parts[end] > 0
             after = documents[end]["text"] if continued else None
@@ -191,7 +191,7 @@ def token_blocks(paths: Sequence[Path], block_size: int, vocabulary: int, *, pac
 
 
 def require_block_size(block_size: int) -> None:
-    """Raise UserError for a block that predicts nothing."""
+    """Raise UserError for a block too short to predict a token."""
     if block_size < 2:
         raise UserError(f"--block_size {block_size}: use at least 2: shorter blocks have nothing to predict")
 

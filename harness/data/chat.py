@@ -46,7 +46,7 @@ class ConversationEncoder:
         self._templates: dict[bool, Template] = {}
 
     def __call__(self, conversation: str, place: str) -> Encoded:
-        """Tokenise a conversation in JSON. UserError, with its place, if the template cannot render it."""
+        """Tokenise a conversation in JSON. UserError naming its place if the template cannot render it."""
         parsed = json.loads(conversation)
         if "messages" not in parsed:
             return self._completion(parsed["prompt"], parsed["completion"])

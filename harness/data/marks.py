@@ -1,8 +1,8 @@
 """Insert marks into the strings of a conversation, to see where a chat template writes each string.
 
-A mark is one character of Unicode's last private plane, which the conversation does not contain. A template copies the
-marks together with the strings. If the output without its marks equals the output for the unmarked conversation, each
-mark shows the position of its part of the string, and no text has to be searched for.
+A mark is one character that the conversation does not contain, usually of Unicode's last private plane. A template
+copies marks together with strings. If the output without its marks equals the output for the unmarked conversation,
+each mark shows the position of its part of the string, and no text has to be searched for.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ CALLS = "tool_calls"
 _PRIVATE, _TANGUT = range(0x100000, 0x10FFFE), range(0x17000, 0x187F8)
 """The characters that serve as marks; those in tool calls are from Tangut, a script of the 11th century.
 
-A template may write a tool call's arguments by Python's `str`, which escapes unprintable characters such as private
-ones, but leaves Tangut. A list of content parts that a template writes by `str` is a mistake: its private marks are
-escaped, so it is not found and refused.
+A template may write a tool call's arguments with Python's `str`, which escapes unprintable characters, such as private
+ones, but not Tangut. If a template writes a list of content parts with `str`, that is a mistake: its private marks are
+escaped and not found, so the conversation is refused.
 """
 _MARKS = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}{chr(_TANGUT[0])}-{chr(_TANGUT[-1])}]")
 _PAIR = re.compile(r"(?<=[^\W_])(?=[^\W_])")  # a position between two letters or digits
 _MOST_PARTS = 64
 _NAMES = frozenset({"role", "id", "type", "tool_call_id", "index", "name"})
-"""Keys of a message that get no marks: a template may compare their values, or test the length of an id."""
+"""Keys whose values get no marks: a template may compare these values, or test the length of an id."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A mark in a string of a message. It marks the begin or the end of a part of the string.
+    """A mark in a string of a message, at the beginning or the end of a part of the string.
 
     Attributes:
         message: index of the message.
@@ -41,7 +41,7 @@ class Mark:
         item: if the key holds a list, the index in it; else 0.
         text: the string.
         offset: number of characters of `text` before the mark.
-        begins: whether it marks the begin of its part, not the end.
+        begins: whether it marks the beginning of its part, not the end.
         part: first character and last + 1 of the part in `text`.
     """
 
@@ -94,7 +94,7 @@ class MarkedMessages:
     marks: Mapping[str, Mark]
 
     def has(self, index: int, field: str | None = None) -> bool:
-        """Return whether a message has marks, in this field of it if one is given."""
+        """Return whether a message has marks, or whether its `field` has."""
         return any(mark.message == index and field in (None, mark.field) for mark in self.marks.values())
 
     def read(self, output: str) -> tuple[str, list[Placed]]:
@@ -113,9 +113,9 @@ def holds_marks(text: str) -> bool:
 
 
 def words_of(template: str) -> list[str]:
-    """Return the string literals in a template's source at which it may split a message, the longest first.
+    """Return the string literals in a template's source at which it may split a message, longest first.
 
-    They contain other characters than letters and digits, such as `</think>`.
+    Each contains a character that is no letter or digit, as `</think>` does.
     """
     from jinja2 import Environment
     from jinja2.exceptions import TemplateError
@@ -181,7 +181,7 @@ def _mapped(value: Any, put: Callable[[str], str]) -> Any:
 
 
 def _places(text: str, words: Sequence[str], inside: bool) -> Iterator[tuple[int, bool, tuple[int, int]]]:
-    """Yield (offset, begins, part) of each mark: around each part between `words`, without surrounding space."""
+    """Yield (offset, begins, part) of each mark: two for each part between `words`, without surrounding space."""
     present = [re.escape(word) for word in words if word in text]
     cuts = [match.span() for match in re.finditer("|".join(present), text)][:_MOST_PARTS] if present else []
     starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]

@@ -1,8 +1,8 @@
 """Combine several data sets of one block size: concatenated, or mixed by shares.
 
-In a mixture, the number of a sample in the run decides by arithmetic alone its source and its index there, in every
-layout and after every resume. Any stretch of consecutive samples contains each source in its share, to within a sample
-or two. Each source has its own shuffled order, and begins a new epoch when it is exhausted.
+In a mixture, a sample's source, and its index there, are computed from its number in the run alone, so they are the
+same in every layout and after every resume. Any stretch of consecutive samples contains each source in its share, to
+within a sample or two. Each source has its own shuffled order, and begins a new epoch when it is exhausted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PERIOD = 1 << 16  # samples after which the pattern of sources repeats, so share
 
 
 class Shares:
-    """The sequence of sources that samples are taken from: each in its share, to within a sample or two.
+    """The sequence of sources that samples are taken from, each by its share to within a sample or two.
 
     Attributes:
         shares: one for each source; their sum is 1.
@@ -38,7 +38,7 @@ class Shares:
         due = np.concatenate([(np.arange(count) + 0.5) / count for count in self.slots])
         number = np.repeat(np.arange(len(weights)), self.slots)
         self._pattern = number[np.lexsort((number, due))]
-        # For each place of the pattern, the number of the sample within its source and period.
+        # For each place of the pattern: how many samples of the same source precede it in the period.
         self._rank = np.empty(PERIOD, dtype=np.int64)
         for source, slots in enumerate(self.slots):
             self._rank[self._pattern == source] = np.arange(slots)
@@ -68,7 +68,7 @@ def _slots(shares: Sequence[float]) -> list[int]:
     nearest = sorted(range(len(shares)), key=lambda i: (slots[i] - exact[i], i))
     for i in nearest[: max(PERIOD - sum(slots), 0)]:
         slots[i] += 1
-    # If the sources with at least one slot take too many, the largest source gives up the surplus.
+    # Raising every source to at least one slot may exceed the period: the largest source gives up the surplus.
     slots[slots.index(max(slots))] += PERIOD - sum(slots)
     return slots
 
@@ -77,7 +77,7 @@ Source = Blocks | Samples
 
 
 class Joined(SeveralSources):
-    """The samples of several sources, concatenated. Samples without labels, of text, get their ids as labels."""
+    """The samples of several sources, concatenated. Text samples, which have no labels, get their ids as labels."""
 
     def __init__(self, sources: Sequence[Source], names: Sequence[str] = ()) -> None:
         self.sources = list(sources)

@@ -53,7 +53,7 @@ def best_fit_decreasing(lengths: npt.ArrayLike, size: int) -> Bins:
 
 
 class _Blocks:
-    """The blocks so far, grouped by their free room; of blocks with equal room the latest is filled first."""
+    """The blocks so far, grouped by free room. Among blocks with equal room the latest is filled first."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -64,7 +64,7 @@ class _Blocks:
     def fill(self, length: int, most: int) -> npt.NDArray[np.int32]:
         """Place up to `most` samples of `length` into the fullest blocks with room for one, or into new blocks.
 
-        Returns the block number of each sample placed; these blocks all had the same room.
+        Returns the block of each sample placed. All these blocks had the same room.
         """
         # The lowest set bit from `length` on is the smallest room that is large enough: the best fit.
         enough = self._rooms >> length
@@ -101,7 +101,7 @@ class _Blocks:
 def _in_order(block_of: npt.NDArray[np.int32], count: int) -> Bins:
     """Return the samples of each block in their own order, the blocks in the order of their first samples."""
     first = np.empty(count, dtype=np.int32)
-    # numpy keeps the last of several assignments to one element; in reverse order that is the first sample
+    # If an index occurs several times, numpy keeps the last assignment: in reverse order, the first sample.
     first[block_of[::-1]] = np.arange(len(block_of), dtype=np.int32)[::-1]
     number = np.empty(count, dtype=np.int32)
     number[np.argsort(first)] = np.arange(count, dtype=np.int32)

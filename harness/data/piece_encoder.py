@@ -1,9 +1,9 @@
-"""Tokenise documents piece by piece with the tokens of the whole, but without the whole in memory.
+"""Tokenise a long document piece by piece, with the same tokens as in one piece but less memory.
 
-A long document comes in pieces, cut anywhere (`files/pieces.py`). Near each border this module searches a place
-where the tokenizer cuts too: the text around it gives the same tokens as a whole and in two parts. Cut there, the
-tokens of the parts joined equal those of the whole. Ends of lines are tried first, then ends of words. If no place that
-is tried will do, the document is cut where its pieces meet, and a word there may get other tokens.
+The pieces are cut anywhere (`files/pieces.py`). Near each border this module searches a place where the tokenizer cuts
+too: where the surrounding text gives the same tokens in one part as in two. Cutting there leaves the document's tokens
+unchanged. Ends of lines are tried first, then ends of words. If no place is found, the document is cut at the border,
+and a word there may get other tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy.typing as npt
 from harness.data.tokenizer import ByteTokenizer, Tokenizer, encode, end_of_document_id
 
 _AROUND = 256  # characters before and after a place that are tokenised to decide whether the tokenizer cuts there
-_LOOKED_AT = 1 << 12  # characters after a border in which a place is searched
-_TRIED = 12  # ends of lines, and as many ends of words
-_ELSEWHERE = 64  # positions tried if neither will do: even in text without spaces a token is seldom as long
+_LOOKED_AT = 1 << 12  # characters after a border that are searched for a place
+_TRIED = 12  # ends of lines that are tried, and as many ends of words
+_ELSEWHERE = 64  # positions tried if those fail: even without spaces, a token is seldom longer
 
 Ids = npt.NDArray[np.integer]
 
@@ -44,8 +44,8 @@ class PieceEncoder:
         """
         rows = list(texts) if after is None else [*texts, after]
         continues = [part > 0 for part in parts] + [after is not None]
-        # The ids of a row are those from its own cut to the cut in the next row: text before a row's cut belongs to the
-        # row before. Both neighbours compute the same cut, so rows can be tokenised by different processes.
+        # A row's ids go from its own cut to the cut in the next row: text before its cut belongs to the previous row.
+        # Both rows compute the same cut, so different processes can tokenise them.
         cuts = [
             self._cut(left, row) if continued else (0, "")
             for left, row, continued in zip([before, *rows], rows, continues, strict=False)
@@ -65,8 +65,8 @@ class PieceEncoder:
     def _cut(self, left: str, right: str) -> tuple[int, str]:
         """Return the index in `right` where tokenising may start anew, and the character before it ("" if none).
 
-        A tokenizer may treat the beginning of a text specially (it may put a space there). So the character before is
-        tokenised with the text, and its tokens are dropped.
+        A tokenizer may treat the beginning of a text specially, and put a space there. So the text is tokenised with
+        the character before it, whose tokens are then dropped.
         """
         if isinstance(self.tokenizer, ByteTokenizer):
             return 0, ""

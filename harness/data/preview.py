@@ -1,6 +1,6 @@
-"""Show what a data set trains on: samples with the tokens in the loss marked, token counts, lengths.
+"""Show a data set's samples with the tokens in the loss marked, its token counts and its lengths.
 
-A wrong loss mask shows here, before a run has cost anything.
+This reveals a wrong loss mask before a run begins.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BEGIN, END = "[[", "]]"
-"""Around text that is trained on."""
-_LONGEST_RUN = 240  # characters; of a longer stretch of text only the beginning and the end are shown
+"""Put around text that is trained on."""
+_LONGEST_RUN = 240  # characters; a longer stretch of text is shortened to its beginning and end
 _MOST_RUNS = 12
 _COLUMNS = 20  # of a histogram
 

@@ -2,12 +2,12 @@
 
 Each conversation is tokenised once and kept on disk, cut to the length of a sample. A shard holds consecutive
 conversations: `ids`, `answers` (whether an id is in the loss), `ends` (where each conversation ends) and `lost` (how
-many ids were cut off each).
+many ids each conversation lost).
 
-A sample is laid out on `block_size` tokens when it is read, or on fewer if its batch needs fewer: one conversation
-padded on the right, or several packed, with position ids that restart at 0 with each. Padding has label -100 and, being
-on the right, no real token attends to it, so any id serves. The assignment of packed conversations to samples is kept
-on disk too: a process holds nothing in memory for each sample.
+A sample is padded to `block_size` tokens when it is read, or to fewer if its batch needs fewer: one conversation padded
+on the right, or several packed, with position ids that restart at 0 with each. Padding has label -100. As it is on the
+right, no real token attends to it, so its id does not matter. The assignment of packed conversations to samples is kept
+on disk too, so memory does not grow with the number of samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# Part of the cache key. Raise it when a change of the code gives other samples for the same conversations.
+# Part of the cache key. Increase it when a code change gives other samples for the same conversations.
 _FORMAT = 5
 
 
@@ -164,7 +164,7 @@ def make_samples(
 ) -> Samples:
     """Tokenise conversations (`conversation`, `place`) into samples of `block_size` tokens, cached as in `make_blocks`.
 
-    A longer conversation loses its end; one without an answer in the rest is dropped.
+    A longer conversation loses its end, and is dropped if no answer is left.
 
     Raises:
         UserError: the tokenizer has no chat template, the template cannot render a conversation, or none is left.

@@ -38,7 +38,7 @@ class Template:
 
     @cached_property
     def marks_answers(self) -> bool:
-        """Whether it marks answers with {% generation %} where transformers can locate the mark.
+        """Whether it has {% generation %} marks that transformers can locate.
 
         Transformers counts the characters written before a mark. Inside a macro, or a block whose output is captured,
         the count starts at 0, so the positions would be wrong; such marks are ignored.

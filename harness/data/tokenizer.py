@@ -50,7 +50,7 @@ _CHAT_TEMPLATE = (
 
 
 class ByteTokenizer:
-    """Encodes each byte of UTF-8 as its value; 256 ends a document, 257 pads, there are no merges."""
+    """Encodes each byte of UTF-8 as its value; 256 ends a document, 257 is padding. There are no merges."""
 
     eos_token_id = 256
     pad_token_id = 257
@@ -185,7 +185,7 @@ def _from_directory(directory: str) -> PreTrainedTokenizerBase:
 
 
 def _is_marked(directory: str) -> bool:
-    """Return whether this is a saved bytes tokenizer, and nobody has added tokens to it since."""
+    """Return whether this is a saved bytes tokenizer to which no tokens have been added since."""
     try:
         config = read_json(Path(directory, "tokenizer_config.json"))
         if not isinstance(config, dict) or config.get(_MARK) != BYTES:
@@ -211,7 +211,7 @@ def _as_byte_level_bpe(tokenizer: ByteTokenizer) -> tokenizers.Tokenizer:
 
 
 def identity(tokenizer: Tokenizer) -> str:
-    """Return everything that decides how a tokenizer cuts text, as one text. Its pickle would change with use."""
+    """Return all that decides how a tokenizer cuts text, as one text. Its pickle would change with use."""
     if isinstance(tokenizer, ByteTokenizer):
         return repr(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -4,7 +4,7 @@ A sample of a language model is a dict with `input_ids` and perhaps `labels` (-1
 and `position_ids`; any other sample is a pair (inputs, labels). Collated inputs are int64 ids [batch, sequence], or
 the pair (ids, position ids) of that shape; position ids restart at 0 with each document of a packed sample. A column
 that is not passed to the model and would change its numbers is refused. So are ids outside the vocabulary and samples
-longer than the model's positions, which would otherwise fail deep inside the model, on a GPU without a clear message.
+longer than the model's positions: these would fail deep inside the model, on a GPU without a clear message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IGNORED = -100
 MicroBatch: TypeAlias = tuple[Value, Value]
 """Inputs and labels."""
 Collator: TypeAlias = Callable[[list[Any]], Any]
-"""Makes a micro-batch of samples; see `as_micro_batch` for what it may return."""
+"""Turns samples into a micro-batch; `as_micro_batch` lists what it may return."""
 
 _INTEGERS = ("input_ids", "labels", "position_ids")
 _NOT_CARRIED = ("token_type_ids", "inputs_embeds")
@@ -44,7 +44,7 @@ class MapDataset(Protocol):
 
 
 AnyDataset: TypeAlias = "MapDataset | IterableDataset[Any]"
-"""What a program may give: a data set with an index, or one that is iterated."""
+"""A user's data set: map-style, or an IterableDataset."""
 
 
 def collate(samples: Sequence[Any]) -> MicroBatch:
@@ -77,7 +77,7 @@ def as_micro_batch(collated: object) -> MicroBatch:
 
 
 def hidden_tokens(sample: object) -> int:
-    """Return how many tokens the attention_mask of a sample, or of a collated batch, hides: its padding."""
+    """Return the number of padding tokens of a sample or collated batch: those that its attention_mask hides."""
     if not isinstance(sample, Mapping) or sample.get("attention_mask") is None:
         return 0
     return int((torch.as_tensor(sample["attention_mask"]) == 0).sum())
@@ -161,7 +161,7 @@ def document_starts(positions: torch.Tensor) -> torch.Tensor:
     """Return the mask [batch, sequence] of the first token of each packed document, except the first of a row.
 
     A document starts wherever position ids [batch, sequence] do not grow by one; transformers finds the documents of a
-    packed row by the same test. Such a token must not be predicted: the token before it is of another document.
+    packed row by the same test. Such a token must not be predicted, as the token before it is of another document.
     """
     return positions.diff(dim=-1, prepend=positions[:, :1]) != 1
 
@@ -214,7 +214,7 @@ class TokenCollator:
 def _require_positions(
     ids: Tensor, own: Value | None, limit: int, rows: Sequence[int], samples: Sequence[object]
 ) -> None:
-    """Raise UserError for a sample longer than `limit`, or whose `own` position ids reach it."""
+    """Raise UserError for a sample longer than `limit`, or with `own` position ids that reach it."""
     if isinstance(own, Tensor):
         reached = own.amax(dim=1)
         if int(reached.max()) >= limit:

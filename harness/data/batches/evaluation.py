@@ -1,9 +1,9 @@
-"""Split evaluation data into equally many micro-batches of equal shape on every rank, for any number of samples.
+"""Give every rank the same number of evaluation micro-batches of equal shape, for any number of samples.
 
-With a pipeline, tensor parallelism or ZeRO-3, a rank with one micro-batch less would leave the others waiting in a
-collective for ever. So the last micro-batches are filled up with repeated samples that are not counted: the mean is
-the sum over the first `rows` samples (or over labels that are not -100) divided by their number, both summed over the
-data-parallel ranks.
+With a pipeline, tensor parallelism or ZeRO-3, a rank with fewer micro-batches would leave the others waiting in a
+collective for ever. So the last micro-batches are filled up with repeated samples, which do not count. The mean is the
+sum over the first `rows` samples (or over labels that are not -100), divided by their number; both are summed over
+the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def evaluation_batches(
     alike: int = 1,
     data_collator: Collator = collate,
 ) -> Iterator[EvaluationBatch]:
-    """Yield this rank's micro-batches; over all data-parallel ranks each sample counts once, in the data set's order.
+    """Yield this rank's micro-batches. Over all data-parallel ranks each sample counts once, in the data set's order.
 
     Each rank gets `evaluation_steps` micro-batches; micro-batch k goes to rank k % dp_size. A call keeps no state, so
     it can be abandoned and repeated.

@@ -1,8 +1,8 @@
 """Compute the order of samples from (seed, samples consumed) alone, the same for every layout.
 
 Each epoch has its own permutation. A global batch may span the end of one epoch and the start of the next, so no
-sample is dropped. A permutation is never stored: each entry is computed on its own, in constant memory and time
-however many samples there are.
+sample is dropped. A permutation is never stored: each entry is computed on its own, in constant memory and time for
+any number of samples.
 
 The permutation is a Feistel network on a rectangle of `rows` x `columns` cells that just covers the n samples, as for
 ciphers on arbitrary finite domains (Black and Rogaway, 2002). Each round shifts the row by a hash of the column, then
@@ -29,7 +29,7 @@ _Words = npt.NDArray[np.uint64]
 
 _WORD = 2**64 - 1
 
-# With fewer than 16 some of the permutations of 5 or 6 samples come more often than others.
+# With fewer than 16 rounds, some permutations of 5 or 6 samples are more frequent than others.
 _ROUNDS = 24
 _SPLIT_MIX = tuple(map(np.uint64, (30, 27, 31, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))  # shifts, multipliers
 
@@ -39,7 +39,7 @@ class OwnOrder(ABC):
 
     Attributes:
         key: identifies the order, for comparison between ranks and runs.
-        endless: whether it is a stream, whose `len` means nothing.
+        endless: whether it is a stream; its `len` then means nothing.
     """
 
     key: str
@@ -75,7 +75,7 @@ class SeveralSources(ABC):
 
 
 def sample_order(n: int, seed: int, epoch: int, places: npt.ArrayLike | None = None) -> Indices:
-    """Return the entries of the permutation of `range(n)` of an epoch (from 0) at these places, by default at all n.
+    """Return an epoch's permutation of `range(n)` at these places, by default at all n; epochs count from 0.
 
     Memory and time grow with the number of places, not with n.
     """
@@ -109,8 +109,8 @@ def batch_indices(consumed: int, count: int, n: int, seed: int) -> Indices:
 def _rectangle(n: int) -> tuple[np.uint64, np.uint64]:
     """Return (rows, columns) of a nearly square rectangle that just covers n cells.
 
-    The number of rows is even. With odd numbers every shift is an even permutation, so half of all permutations could
-    never come out.
+    The number of rows is even. If both were odd, every shift would be an even permutation, and half of all
+    permutations could never occur.
     """
     rows = 2 * (isqrt(max(n - 1, 0)) // 2 + 1)
     return np.uint64(rows), np.uint64(-(-n // rows))

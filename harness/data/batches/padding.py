@@ -20,7 +20,7 @@ MULTIPLE = 8  # tensor cores want multiples of 8; fewer distinct shapes mean few
 
 @runtime_checkable
 class PaddedSamples(MapDataset, Protocol):
-    """A data set that pads its samples, and knows their lengths without reading them.
+    """A data set that pads its samples and knows their lengths without reading them.
 
     Attributes:
         block_size: the length in tokens that samples are padded to at present.
@@ -55,7 +55,7 @@ class Padding:
 def padding_of(dataset: MapDataset, batches: npt.NDArray[np.integer], *, one_length: bool) -> Padding:
     """Return the padding of micro-batches given by their rows [micro-batches, samples].
 
-    With `one_length` all micro-batches get the length of the longest sample; otherwise each has its own.
+    With `one_length` all micro-batches are padded to the longest sample of all; otherwise each to its own longest.
     """
     if not isinstance(dataset, PaddedSamples):
         return Padding()

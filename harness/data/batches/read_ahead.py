@@ -40,7 +40,7 @@ class Packed:
     """A step as a worker sends it.
 
     Attributes:
-        pickled: the step without the contents of its tensors.
+        pickled: the step without its tensors' contents.
         spans: first byte and last + 1 of each tensor's content in `memory`.
         memory: shared memory, uint8 [bytes].
     """
@@ -85,7 +85,7 @@ class ReadAhead(Generic[Plan, Step]):
         self._coming: Iterator[tuple[Plan, Packed | UserError]] | None = None
 
     def __call__(self, plan: Plan) -> Step:
-        """Return the step of a plan. If it does not follow the last one (a rollback), restart the workers there."""
+        """Return the step of a plan. Restart the workers if it does not follow the last plan, as after a rollback."""
         found = next(self._coming, None) if self._coming is not None else None
         if found is None or found[0] != plan:
             self.close()
@@ -108,13 +108,13 @@ class ReadAhead(Generic[Plan, Step]):
             collate_fn=_as_it_is,
             num_workers=self._workers,
             worker_init_fn=_begin_worker,
-            generator=torch.Generator(),  # DataLoader draws a seed: not from the run's global generator
+            generator=torch.Generator(),  # DataLoader draws a seed; keep the run's global generator out of it
             multiprocessing_context="fork",
         )
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles CPU tensors as numpy arrays, whose contents pickle protocol 5 passes out of band, without a copy."""
+    """Pickles CPU tensors as numpy arrays: pickle protocol 5 passes their contents out of band, without a copy."""
 
     def reducer_override(self, value: object) -> Any:
         """Return the call that rebuilds a dense CPU tensor; other values are left to pickle."""
@@ -130,7 +130,7 @@ def _tensor(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int
 
 
 def _packed(step: object) -> Packed:
-    """Pack a step into shared memory. UserError if there is not enough of it."""
+    """Pack a step into shared memory. UserError if that fails."""
     target, found = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(target, pickle.HIGHEST_PROTOCOL, buffer_callback=found.append).dump(step)
     contents = [buffer.raw() for buffer in found]
@@ -156,7 +156,7 @@ def _as_it_is(item: Step) -> Step:
 
 
 def _begin_worker(_number: int) -> None:
-    """Ignore the signals that the launcher sends to the whole group; end when the parent sends one, or is gone."""
+    """Ignore signals that the launcher sends to the whole process group; end with the parent, or when it sends one."""
     signal.set_wakeup_fd(-1)  # inherited by the fork: signals of this process would wake up the parent
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_end_on_parents_signal, daemon=True).start()

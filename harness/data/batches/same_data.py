@@ -1,8 +1,9 @@
-"""Compare the data of ranks that must read the same: first and last pipeline stage, tensor-parallel and context ranks.
+"""Compare the data of ranks that must read the same: first and last stage, tensor-parallel and context ranks.
 
 Data sets and collators may draw random numbers, so the global generators are seeded before they are called
-(`batches/stream.py`). A data set that has its own generator, or depends on the rank, would still give the first stage
-other samples than the last stage has labels for. The loss would not show it, so the first micro-batches are compared.
+(`batches/stream.py`). But a data set may have its own generator, or depend on the rank. Then the inputs of the first
+stage and the labels of the last belong to different samples. The loss would not show it, so the first micro-batches
+are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from harness.topology.groups import Groups
 
 
 def require_same_data(micro_batches: Sequence[object], groups: Groups) -> None:
-    """Raise UserError, on all ranks, unless ranks of one data-parallel coordinate hold the same micro-batches.
+    """Raise UserError, on all ranks, unless all ranks of a data-parallel coordinate hold the same micro-batches.
 
     All ranks call it; `micro_batches` is empty where no data is read.
     """

@@ -64,10 +64,10 @@ class BatchStream:
 
     Attributes:
         before: samples consumed before the last step.
-        length: padded length of the last step's samples in tokens, the same on every rank; None if they were not
-            padded, or each micro-batch to its own longest sample.
+        length: padded length of the last step's samples in tokens, the same on every rank; None if the step has no
+            common length.
         sources: source of each sample of the last step [micro-batches of this rank][samples], if there are several.
-        skipped: ranges [first, stop) in the order of samples that are left out, after steps whose loss was not finite.
+        skipped: ranges [first, stop) of the sample order that are left out, after steps with a non-finite loss.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class BatchStream:
     def first_pass(self) -> list[list[int]]:
         """Return the sample indices of this rank's micro-batches in one pass through the data.
 
-        The last round is filled up with samples of the second pass, so that every rank has equally many. UserError for
-        a streamed data set, which is read once.
+        The last round is filled up with samples of the second pass, so that all ranks get the same number. UserError
+        for a streamed data set, which is read once.
         """
         if isinstance(self.dataset, OwnOrder) and self.dataset.endless:
             raise UserError("a stream is read once, while training: iterate over the data set itself")
@@ -145,8 +145,8 @@ class BatchStream:
     def tokens(self, units: int) -> int:
         """Return the tokens of the last step on all data ranks, without padding.
 
-        The number is exact if the data set knows its lengths. Otherwise it is this rank's number, less the tokens that
-        an attention_mask hides, times the data ranks.
+        The number is exact if the data set knows its lengths. Otherwise it is an estimate: this rank's tokens, without
+        those that an attention_mask hides, times the number of data ranks.
 
         Args:
             units: tokens of this rank with padding, or samples if the model has no tokens.
@@ -189,7 +189,7 @@ class BatchStream:
             plan = self._planned(plan.consumed + self.global_batch)
 
     def _planned(self, consumed: int) -> StepPlan:
-        """Return the plan of the step after `consumed` samples, or behind a skipped range that this step would meet."""
+        """Return the plan of the step after `consumed` samples; if it overlaps a skipped range, the step after that."""
         for first, stop in sorted(self.skipped):
             if first < consumed + self.global_batch and consumed < stop:
                 consumed = stop
@@ -197,7 +197,7 @@ class BatchStream:
         mine = slice(self.dp_rank, None, self.dp_size)
         found = padding_of(self.dataset, batches, one_length=self.one_length)
         lengths = [None] * len(batches) if found.lengths is None else found.lengths.tolist()
-        # A micro-batch's seed is a function of its place in the order, not of the rank, so it is equal in every layout.
+        # A micro-batch's seed depends on its place in the sample order, not on the rank: it is equal in every layout.
         places = range(consumed, consumed + self.global_batch, self.micro_batch)
         return StepPlan(
             consumed=consumed,
@@ -238,7 +238,7 @@ def dataset_length(dataset: MapDataset | None) -> int:
 def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
     """Return a short hash of the length and of a few evenly spread samples, to compare the data of ranks.
 
-    Only token columns are hashed: a data set may compute others anew at each access.
+    Only token columns are hashed: other columns may differ at each access.
     """
     n = dataset_length(dataset)
     key = dataset.key if isinstance(dataset, OwnOrder) else ""

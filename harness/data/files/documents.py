@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 
-# Parts of the cache keys. Raise one when a change of the code gives other documents for the same files, or rows.
+# Parts of the cache keys. Increase one when a code change gives other documents for the same files or rows.
 _FORMAT_OF_FILES = 5
 _FORMAT_OF_ROWS = 4
 
 _FILE = "rows.arrow"
-_CHARACTERS_AT_ONCE = 1 << 20  # of text in memory before it is written
+_CHARACTERS_AT_ONCE = 1 << 20  # characters of text that are collected before they are written
 _ROWS_AT_ONCE = 64
 
 
@@ -59,7 +59,7 @@ def read_documents(
     modification time of a file has changed.
 
     Raises:
-        UserError: as `preflight`; and for text that is not UTF-8, a line that is not JSON, a row unlike the others.
+        UserError: as in `preflight`; also for text that is not UTF-8, invalid JSON, or a row of another kind.
     """
     from datasets import Features, Value
 
@@ -107,7 +107,7 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
     """Convert a user's map-style data set of dicts into documents.
 
     The documents of a `datasets.Dataset` on disk are written to HF_DATASETS_CACHE; those of other data sets stay in
-    memory. Raises UserError, naming `name[i]`, for a row that is no document.
+    memory. Raises UserError, naming `name[i]`, for a row that cannot be used.
     """
     from datasets import Dataset, Features, Value
 
@@ -147,7 +147,7 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
 
 
 def holds_tokens(dataset: MapDataset | None) -> bool:
-    """Return whether a data set is not tokenised: None, rows with input_ids, pairs, rows without a known column."""
+    """Return whether to use a data set as it is: None, rows with input_ids, pairs, or rows without a known column."""
     if dataset is None or not hasattr(dataset, "__getitem__") or not len(dataset):
         return True
     row = dataset[0]

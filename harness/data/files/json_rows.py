@@ -24,7 +24,7 @@ DATA = "data"
 
 
 def is_whole(file: Path) -> bool:
-    """Return whether a .json file is one array or object, not one object a line; read no more than tells."""
+    """Return whether a .json file is one array or object, not one object a line; read no more than needed."""
     # The first line decides: a complete object, without a list under "data", means one object a line.
     for text, is_all in _beginnings(file, "replace"):
         begin = text.lstrip(_BLANK)
@@ -45,7 +45,7 @@ def is_whole(file: Path) -> bool:
 
 
 def first_row(file: Path) -> tuple[str, object] | None:
-    """Return (place, first element) of a file's array, None if it is empty; the rest of the file is not read."""
+    """Return (place, first element) of a file's array; None if it is empty. The rest of the file is not read."""
     with _json_errors(file):
         for text, is_all in _beginnings(file, "strict"):
             try:
@@ -98,7 +98,7 @@ def _json_errors(file: Path) -> Iterator[None]:
 
 
 def _begin_of_array(file: Path, text: str) -> int:
-    """Return the index behind the bracket that opens the array of rows. UserError if there is no such array."""
+    """Return the index after the bracket that opens the array of rows. UserError if there is no such array."""
     at = _behind_space(text, 0)
     if text[at : at + 1] == "[":
         return at + 1
@@ -140,7 +140,7 @@ def _elements(file: Path, text: str, at: int) -> Iterator[tuple[str, object]]:
 
 
 def _require_end(text: str, at: int) -> None:
-    """Raise JSONDecodeError for text behind the array and its object, so that no second array is silently ignored."""
+    """Raise JSONDecodeError for text after the array and its object, so that no second array is silently ignored."""
     at = _behind_space(text, at)
     if text[_behind_space(text, 0)] == "{":
         while text[at : at + 1] == ",":

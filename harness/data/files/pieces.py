@@ -1,4 +1,4 @@
-"""Keep a long document as rows of pieces of at most `PIECE_CHARACTERS`, numbered in the column `part`."""
+"""Split a long document into rows of at most `PIECE_CHARACTERS`, numbered in the column `part`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PIECE_CHARACTERS = 1 << 16
 
 
 def in_pieces(document: dict[str, str]) -> Iterator[dict[str, str | int]]:
-    """Yield a text document as rows of its pieces, numbered by `part`; a conversation, which is short, unchanged."""
+    """Yield a text document as rows numbered by `part`; yield a conversation, which is short, unchanged."""
     if "text" not in document:
         yield dict(document)
         return

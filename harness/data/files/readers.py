@@ -115,7 +115,7 @@ def _extents(file: Path, size: int) -> Iterator[Extent]:
 
 
 def in_order(file: Path, start: int = 0, before: int = 0) -> Iterator[Extent]:
-    """Yield the extents of a file from `start` on, for a stream: nothing behind the current extent is read.
+    """Yield the extents of a file from `start` on, for a stream: nothing after the current extent is read.
 
     Args:
         start: the first byte, or row group, of the first extent.
@@ -133,8 +133,7 @@ def in_order(file: Path, start: int = 0, before: int = 0) -> Iterator[Extent]:
         yield Extent(str(file), begin, stop, before, stop - begin)
         if has_lines and stop < total:
             with file.open("rb") as stream:
-                # A line begins behind each newline, and the first one at byte 0; those of this extent come before the
-                # next extent.
+                # A line begins at byte 0 and after each newline. Count those that begin before the next extent.
                 stream.seek(max(begin - 1, 0))
                 before += stream.read(stop - 1 - stream.tell()).count(b"\n") + (begin == 0)
 
@@ -153,7 +152,7 @@ def _lines_before(stream: BinaryIO, starts: Sequence[int]) -> Iterator[int]:
         while at < start - 1:
             content = stream.read(min(_COUNTED_AT_ONCE, start - 1 - at))
             newlines += content.count(b"\n")
-            at += len(content) or start  # the file was truncated meanwhile: nothing more to count, end the loop
+            at += len(content) or start  # nothing read: the file was truncated meanwhile, so end the loop
         yield newlines + 1 if start else 0
 
 
@@ -225,7 +224,7 @@ def _rest_of_character(content: bytes) -> int:
 
 
 def _jsonl_rows(extent: Extent) -> Iterator[Row]:
-    """Yield a row for each line that begins in the extent, without blank ones."""
+    """Yield a row for each line that begins in the extent and is not blank."""
     with Path(extent.file).open("rb") as lines:
         if extent.start:
             # From one byte earlier: if that is a newline, the line at `start` begins here and must not be skipped.
@@ -271,7 +270,7 @@ def _csv_rows(extent: Extent) -> Iterator[Row]:
 
 
 def _parquet_rows(extent: Extent) -> Iterator[Row]:
-    """Yield the rows of some row groups, only the columns that are used, a few rows at a time."""
+    """Yield the rows of the extent's row groups; read only the columns that are used, a few rows at a time."""
     file, number = Path(extent.file), extent.before
     names = _parquet_schema(file).columns
     kind = kind_of_row(names, str(file))
@@ -317,7 +316,7 @@ def _opened(file: Path, wrong: str) -> Iterator[ParquetFile]:
 
 @contextmanager
 def _arrow_errors(file: Path, wrong: str) -> Iterator[None]:
-    """Turn pyarrow's errors into UserError; an OSError of the operating system passes."""
+    """Turn pyarrow's errors into UserError; pass on an OSError of the operating system."""
     from pyarrow import ArrowException
 
     try:
@@ -336,7 +335,7 @@ _READERS: Mapping[str, Callable[[Extent], Iterator[Row]]] = MappingProxyType(
 def _of_line(line: bytes, place: str) -> object:
     try:
         return json.loads(line, object_pairs_hook=with_unique_names)
-    except UnicodeDecodeError as error:  # before ValueError, of which both this and JSONDecodeError are subclasses
+    except UnicodeDecodeError as error:  # before ValueError, its base class and that of JSONDecodeError
         raise UserError(f"{place} is not UTF-8 (byte {error.start} of the line): convert the file") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{place} is not JSON ({error.msg}, column {error.colno}): one object a line") from error

@@ -89,10 +89,10 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "rejected": "preferences are not trained on",
     }
 )
-"""Columns that would change the training, but are not supported -> the advice in the message. They may be empty."""
+"""Unsupported columns that would change the training -> the advice in the error message. Empty columns are allowed."""
 
 _MARKS = ("label", "weight", "train", "training", "loss")
-"""Columns by which other programs exclude a row from the loss, or weight it."""
+"""Columns with which other programs exclude a row from the loss, or weight it."""
 
 BESIDE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -108,7 +108,7 @@ BESIDE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 ASSISTANT = "assistant"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 TRAINS = ("train", "training", "loss")
-"""Keys of a message by which programs include it in the loss or not; OpenAI's key is `weight`, 0 or 1."""
+"""Keys of a message that include it in the loss or exclude it; OpenAI's key is `weight`, 0 or 1."""
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
 
 
@@ -188,7 +188,7 @@ def _messages(row: Mapping[str, object], kind: str, place: str) -> JsonObject:
 
 
 def _with_system(messages: object, row: Mapping[str, object], place: str) -> object:
-    """Put the system prompt of the column `system` before the messages. UserError if they have one themselves."""
+    """Put the system prompt of the column `system` before the messages. UserError if they already have one."""
     system = row.get("system")
     if not _is_there(system) or not isinstance(messages, Sequence) or isinstance(messages, str):
         return messages
@@ -247,7 +247,7 @@ def _checked_message(message: object, place: str) -> JsonObject:
 
 
 def _content(content: object, place: str) -> str:
-    """Return the text of a message. UserError if it comes in parts and one of them is not text."""
+    """Return the text of a message. UserError if its content is a list with a part that is not text."""
     if not isinstance(content, Sequence) or isinstance(content, str):
         return checked_text(content, f"{place}: `content`")
     texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
@@ -337,7 +337,7 @@ def parsed(value: object, place: str) -> object:
 
 
 def with_unique_names(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-    """Build a dict from the pairs of a JSON object. ValueError for a repeated name, of which json keeps the last."""
+    """Build a dict from the pairs of a JSON object. ValueError for a repeated name: json would keep the last value."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]

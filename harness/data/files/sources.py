@@ -8,7 +8,7 @@ A source is one of
 - token files (see `token_files.py`);
 - "python-stdlib": the source files of the running Python's standard library.
 
-In a directory, .json and .csv files count only if there is nothing else: beside data files they are metadata.
+In a directory, .json and .csv files count only if there are no other data files: beside those they are metadata.
 
 Sources without weights form one data set, in the order given. With weights, each source provides its share of the
 samples, and kinds may differ. Nothing here imports torch or datasets, so a wrong path is reported at once.
@@ -117,7 +117,7 @@ def find_tokens(path: str) -> list[Path]:
 
 
 def _matched(pattern: str, files_in: Callable[[Path], list[Path]]) -> list[Path]:
-    """Return the files that match a glob, each once, and those that `files_in` finds in matched directories."""
+    """Return the files that match a glob, and those that `files_in` finds in matched directories, each once."""
     matches = map(Path, sorted(glob.glob(pattern, recursive=True)))  # noqa: PTH207  # may be absolute
     return list(dict.fromkeys(file for match in matches for file in (files_in(match) if match.is_dir() else [match])))
 
@@ -155,7 +155,7 @@ def preflight(source: str | os.PathLike[str]) -> str:
 
 @cache
 def _looked_at(file: Path, size: int, _changed_ns: int) -> str | None:
-    """Return the kind of a file's rows. Cached, by size and modification time: a start asks for it several times."""
+    """Return the kind of a file's rows. Cached by size and modification time, as a start needs it several times."""
     return kind_of_file(file) if size else None
 
 

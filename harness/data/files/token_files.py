@@ -64,7 +64,7 @@ def open_tokens(path: Path, vocabulary: int) -> TokenFile:
         UserError: the file cannot be read, contradicts its header, or has ids that the model does not know.
     """
     file = _mapped_file(path, vocabulary)
-    # 64 stretches of 4,096 ids: reading all of a file of terabytes would take hours. A wrong dtype shows at once.
+    # Read 64 stretches of 4,096 ids: a file of terabytes would take hours. A few ids reveal a wrong dtype.
     for start in np.linspace(0, max(len(file.ids) - 4096, 0), 64).astype(np.int64):
         part = file.ids[start : start + 4096]
         if int(part.max()) >= vocabulary or int(part.min()) < 0:
@@ -106,12 +106,12 @@ def _megatron(path: Path) -> TokenFile:
     if code not in _DTYPES:
         raise UserError(f"{index} has the dtype code {code}, which is not an integer type: give a file of token ids")
     beyond = index.stat().st_size - HEADER.size - 12 * sequences - 8 * documents
-    if beyond not in (0, sequences):  # a multimodal index has one more byte a sequence, its mode, at the end
+    if beyond not in (0, sequences):  # a multimodal index ends with one byte a sequence, its mode
         raise UserError(
             f"{index} is {'cut off' if beyond < 0 else 'damaged'}: it is not of the size of {sequences:,} sequences "
             f"and {documents:,} documents"
         )
-    # Behind the header: lengths (int32 a sequence), first bytes (int64 a sequence), then a list of int64 of documents.
+    # After the header: lengths (int32 a sequence), first bytes (int64 a sequence), then ends of documents (int64).
     lengths = mapped(index, np.int32, HEADER.size, sequences)
     at = HEADER.size + 4 * sequences
     pointers = mapped(index, np.int64, at, sequences)
@@ -148,7 +148,7 @@ def _require_in_order(
                 f"{index} is damaged: sequence {start + int(wrong[0]):,} does not begin where the one before ends"
             )
         behind = int(stops[-1])
-    # Megatron's list begins with 0; at the end of each document the number of sequences so far is appended.
+    # Megatron's list begins with 0, then has the number of sequences up to the end of each document.
     if not len(ends) or ends[0] or ends[-1] not in (0, len(lengths)) or bool((np.diff(ends) < 0).any()):
         raise UserError(f"{index} is damaged: its documents do not begin at sequences 0 to {len(lengths):,}, in order")
 

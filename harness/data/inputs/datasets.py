@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 LONGEST_DEFAULT = 1024  # tokens; run_clm.py's default for block_size
 NEEDS_TOKENIZER = "a data set of text or conversations needs processing_class, the tokenizer"
-_COUNTED = 1000  # up to this number of documents, their size is measured before they are tokenised
+_COUNTED = 1000  # up to this number of documents, measure their size before tokenising
 
 Pair: TypeAlias = tuple[MapDataset | None, EvaluationData]
 """Training and evaluation data."""
@@ -101,7 +101,7 @@ def script_datasets(
 ) -> Datasets:
     """Prepare the data of scripts/train.py's files; all ranks call it.
 
-    Training files are read only if the run trains, or holds a part of them out for evaluation. Raises UserError for
+    Training files are read only if the run trains, or holds out a part of them for evaluation. Raises UserError for
     files that cannot be used.
     """
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
@@ -144,9 +144,9 @@ def _require_enough(documents: Sequence[Documents], form: SampleForm, config: Ru
     most = 0.0
     for each in documents:
         if isinstance(each, list) or (len(each) > _COUNTED and "conversation" not in each.column_names):
-            return  # token files are counted when they are mapped, and 1,000 documents fill any usual batch
+            return  # token files are counted when they are mapped; more than 1,000 documents fill any usual batch
         most += len(each)
-        if "conversation" not in each.column_names:  # upper bound: two tokens a byte, and a document's end
+        if "conversation" not in each.column_names:  # upper bound: two tokens a byte, and one a document for its end
             most += sum(2 * len(text.encode()) + 8 for text in each["text"]) / form.block_size
     resolved = config.resolved
     require_samples(int(most), resolved.micro_batch, resolved.accumulation, resolved.readers, at_most=True)

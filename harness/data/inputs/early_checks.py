@@ -12,7 +12,7 @@ Message = dict[str, str]
 
 
 def require_streamable(args: TrainingArguments, stream: str) -> None:
-    """Raise UserError for arguments that a stream cannot follow; `stream` names what makes the data one."""
+    """Raise UserError for arguments that a stream cannot follow; `stream` names what makes the data a stream."""
     if args.max_steps < 1:
         raise UserError(f"{stream}: a stream has no length: give --max_steps")
     if args.dataloader_num_workers:

@@ -71,7 +71,7 @@ def _kind(value: object) -> str:
 
 
 TABLES = frozenset([("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table")])
-"""(package, class) of each kind of table; compared by name, so that none of the packages is imported for it."""
+"""(package, class) of each kind of table; compared by name, so that none of the packages must be imported."""
 
 
 def as_dataset(data: Any) -> Any:
@@ -101,7 +101,7 @@ def require_short(dataset: MapDataset, limit: int) -> None:
     else:
         return
     for row in np.flatnonzero(lengths > limit)[:1].tolist():
-        # `dataset.data` is the table before shuffle() and select(): look the row up again, it may be another or none
+        # `dataset.data` is the table before shuffle() and select(): in `dataset` this row may be another, or missing
         if row < len(dataset) and (tokens_of(dataset[row]) or 0) > limit:
             raise too_long(row, int(lengths[row]), limit)
 

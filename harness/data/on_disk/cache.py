@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PATIENCE_S = 10.0  # for the other ranks to read an error from the store
-_LOOKS = 512  # requests a second to the store from all ranks together; it is one process, on rank 0
+_PATIENCE_S = 10.0  # how long the other ranks have to read an error from the store
+_LOOKS = 512  # requests a second from all ranks together to the store, which is one process on rank 0
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def once_per_host(
 ) -> T:
     """Call `build` on one rank of each host first, then on the others, which find its cache; all ranks call this.
 
-    On the host of rank 0, which prints progress, rank 0 builds; on other hosts the rank that arrives first. The others
-    poll the store, however long it takes: a collective would run into its timeout. They poll every `poll_s` seconds at
+    On rank 0's host rank 0 builds, as it prints progress; on other hosts the rank that arrives first. The others poll
+    the store, however long it takes: a collective would run into its timeout. They poll every `poll_s` seconds at
     first, then less often, so that all ranks together ask the store at most about _LOOKS times a second.
 
     Args:
@@ -84,7 +84,7 @@ def once_per_host(
         UserError: `build` failed on some rank; raised on all ranks.
     """
     host = host_id() if host is None else host
-    # Keys carry the number of the call: every rank counts its own calls, and all ranks make them in the same order.
+    # Keys contain the number of the call: each rank counts its calls, and all ranks make them in the same order.
     turn = store.add(f"prepared/{env.rank}/turns", 1)
     first, comers, built_here = (f"prepared/{turn}/{name}" for name in ("first", f"come/{host}", f"built/{host}"))
     ready, failed, heard = (f"prepared/{turn}/{name}" for name in ("ready", "failed", "heard"))
@@ -112,7 +112,7 @@ def once_per_host(
         if not store.check([failed]):
             store.set(failed, str(error) if isinstance(error, UserError) else f"data: {type(error).__name__}: {error}")
         store.add(heard, 1)
-        # The store may live in this process. Wait until all other ranks have read the error before it ends.
+        # The store may run in this process. Before it ends, wait until all other ranks have read the error.
         deadline = time.monotonic() + _PATIENCE_S
         while store.add(heard, 0) < env.world_size and time.monotonic() < deadline:
             time.sleep(poll_s)
@@ -120,9 +120,9 @@ def once_per_host(
 
 
 def fingerprint(*parts: object) -> str:
-    """Return a hash of the values' texts as a folder name, the same in every process and run.
+    """Return a hash of the values' texts, for a folder's name; it is the same in every process and run.
 
-    `datasets` hashes pickled functions instead, which differ between versions and after use of a tokenizer.
+    `datasets` hashes pickles instead, which differ between versions and change when a tokenizer is used.
     """
     return hashlib.sha256("\0".join(map(str, parts)).encode(errors="surrogatepass")).hexdigest()[:32]
 

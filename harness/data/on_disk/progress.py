@@ -44,7 +44,7 @@ class PreparationProgress:
         self._begun = self._said = time.monotonic()
 
     def show(self, done: float) -> None:
-        """Show that `done` parts (perhaps a fraction of one) are done; lines are printed at most every 10 s."""
+        """Show that `done` parts are done (not always a whole number); lines are printed at most every 10 s."""
         now = time.monotonic()
         if self._terminal is not None:
             self._draw(done, now)

@@ -2,8 +2,8 @@
 
 A shard is a folder that gets its final name only when it is complete, so an interrupted run continues with the missing
 shards. `whole.json` in it holds size, modification time and digest of each file; a truncated or changed shard is
-written again. The content of a shard depends on its part of the data alone. Processes of several hosts and containers
-that share a disk may write the same shard: each writes its own copy, and the first to finish renames it.
+written again. The content of a shard depends on its part of the data alone. Processes of hosts or containers that share
+a disk may write the same shard: each writes its own copy, and the first to finish renames its copy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Part = TypeVar("Part")
 NOTE = "whole.json"
 """File in each shard with size, modification time and digest of every other file."""
 SHARD_BYTES = 16 << 20  # bytes of text in a shard: an interruption loses a few seconds of work
-MOST_SHARDS = 1024  # for more text shards grow larger
+MOST_SHARDS = 1024  # of a larger text, the shards are larger
 _BYTES_AT_ONCE = 1 << 20  # bytes of text that a process encodes at once; a tokenizer needs about 50 times the memory
 _ROWS_AT_ONCE = 1024
 _POLL_S = 0.5
@@ -89,7 +89,7 @@ def is_whole(folder: Path) -> bool:
             return False
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False
-    if touched:  # right content, new time, as after a copy: note the time, so that the next start need not read it
+    if touched:  # same content, new time, as after a copy: note the time, so that the next start need not read it
         with suppress(OSError):
             _note(folder, {name: was["digest"] for name, was in noted.items()})
     return bool(noted)
@@ -117,8 +117,8 @@ def _take_name(made: Path, folder: Path) -> None:
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
-            # Another process may have finished its copy meanwhile and be reading it. If it is whole it must stay; a
-            # damaged one is exchanged for ours in one system call, so that the name never points to nothing.
+            # Another process may have finished its copy meanwhile, and be reading it. A whole copy must stay. A damaged
+            # one is exchanged with ours in one system call, so that the name always exists.
             if is_whole(folder) or exchange(made, folder):
                 continue
             damaged = _beside(folder)  # the file system cannot exchange names: move the damaged one away
@@ -136,7 +136,7 @@ def _beside(folder: Path) -> Path:
 
 
 def _note(folder: Path, digests: dict[str, str]) -> None:
-    """Write `whole.json` of a folder under another name and rename it, so that a reader never sees half of it."""
+    """Write `whole.json` under another name and rename it, so that a reader never sees half of it."""
     noted = {name: {"stamp": _stamp(folder / name), "digest": digest} for name, digest in digests.items()}
     unfinished = folder / f"{NOTE}.{secrets.token_hex(8)}"
     try:
@@ -276,11 +276,11 @@ def _in_processes(
 ) -> None:
     """Call `make` on these shard numbers in worker processes, and `show` now and then.
 
-    Workers are forked, not spawned: a user's own tokenizer need not be picklable, nor his script be imported again.
+    Workers are forked, not spawned: so a user's tokenizer need not be picklable, and the script is not imported again.
     """
     with ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (make, os.getpid())) as pool:
         try:
-            # Wait in the order of the shards, so that of several errors the first part's is raised.
+            # Wait in the order of the shards, so that the first part's error is raised if there are several.
             for future in [pool.submit(_make_in_worker, index) for index in missing]:
                 while not wait([future], timeout=_POLL_S).done:
                     show()
@@ -297,7 +297,7 @@ def _in_processes(
 
 
 def _begin_worker(make: Callable[[int], None], parent: int) -> None:
-    """Let this worker's tokenizer use one core only, as there is a worker for each; end it when its parent is gone."""
+    """Limit this worker's tokenizer to one core, as each core has a worker; end the worker with its parent."""
     _MAKE.set(make)
     use_one_core_for_tokenizers()
 

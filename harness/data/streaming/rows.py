@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 Row: TypeAlias = Any
 """A document of a file, or an item of a user's data set."""
 _END = object()
-_SAMPLES, _SAMPLE_BYTES = 16, 4096  # stretches of a file, and their bytes, that are hashed to recognise it
+_SAMPLES, _SAMPLE_BYTES = 16, 4096  # number and bytes of the stretches of a file that are hashed to recognise it
 
 
 Mark = JsonObject
-"""A point of a section from which rows can be read without those before: `row`, its number, and how to get there."""
-_MARKS = 64  # marks kept: a stream reads a little ahead of its position, and a checkpoint needs the marks behind it
+"""A point of a section at which reading can start: the number of its `row`, and how to get there."""
+_MARKS = 64  # marks kept: a stream reads a little ahead, and a checkpoint needs marks before the stream's position
 _ROWS_PER_STATE = 256  # rows between two calls of `state_dict`, which may be slow
 
 
@@ -109,12 +109,12 @@ class IterableRows(Rows):
     """The rows of an IterableDataset; its `set_epoch`, if there is one, is called with the number of each pass.
 
     The global generators are seeded by pass and row, so every rank reads the same. A data set with `state_dict` and
-    `load_state_dict` resumes at a row; with others the rows before are read and skipped.
+    `load_state_dict` resumes at a row; for others the earlier rows are read and skipped.
 
     Args:
         dataset: iterated anew for each pass.
         name: the argument's name, for messages.
-        as_they_are: take rows of text and conversations as finished samples, too.
+        as_they_are: take also rows of text and conversations as finished samples.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ def _listed(value: object) -> Sequence[object]:
 
 
 def _sampled(file: Path) -> str:
-    """Return a digest of a file's size and of 16 evenly spread stretches of its content."""
+    """Return a digest of a file's size and of 16 evenly spread stretches."""
     with file.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         found = hashlib.sha256(str(size).encode())

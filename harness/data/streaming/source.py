@@ -1,7 +1,7 @@
 """Make a stream of samples from rows, and combine one or several streams into one endless data set.
 
-Sample k is a function of rows, shares and seed alone: every rank that reads data reads all rows and makes all samples,
-and keeps its own. A checkpoint holds the position of each stream, so a resumed run skips rows without tokenising them.
+Sample k is a function of rows, shares and seed alone. Every rank that reads data reads all rows, makes all samples and
+keeps its own. A checkpoint holds the position of each stream, so a resumed run skips rows without tokenising them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENDLESS = 1 << 60
 Sample: TypeAlias = object
 """An input of the collator."""
 _MOST_UNUSED = 10_000  # conversations in a row without a usable answer, before the stream gives up
-_ROWS_BETWEEN_BEATS = 64  # skipped rows between two heartbeats, without which the watchdog would report a hang
+_ROWS_BETWEEN_BEATS = 64  # skipped rows between two heartbeats; without any, the watchdog would report a hang
 
 
 def _no_ids() -> npt.NDArray[np.int64]:
@@ -55,7 +55,7 @@ class StreamPosition:
     Attributes:
         sample: number of the next sample.
         rest: ids that were tokenised but are in no sample yet.
-        starts: indices in `rest` at which documents begin.
+        starts: indices in `rest` where documents begin.
         mark: a point at or before `row` from which rows can be read, from `Rows.mark`.
     """
 
@@ -68,7 +68,7 @@ class StreamPosition:
 
 
 PositionedSamples = Iterator[tuple[Sample, StreamPosition | None]]
-"""Samples, each with the position behind it; None if the stream can resume only from an earlier position."""
+"""Samples, each with the position after it; None if the stream can resume only from an earlier position."""
 
 
 class SampleMaker(ABC):
@@ -127,7 +127,7 @@ class TextBlocks(SampleMaker):
 
 
 class ConversationSamples(SampleMaker):
-    """Conversations, each padded on the right; or packed, 256 consecutive ones at a time, none cut."""
+    """Conversations, each padded on the right; or packed without cutting any, 256 consecutive ones at a time."""
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, *, packing: bool) -> None:
         self._chat = ConversationEncoder(tokenizer)
@@ -154,7 +154,7 @@ class ConversationSamples(SampleMaker):
                 yield laid_out([together[i][0] for i in bins[number]], self._size, self._chat.end), position
 
     def _usable(self, rows: Rows, origin: StreamPosition) -> Iterator[tuple[Encoded, tuple[int, int]]]:
-        """Yield conversations with an answer within the length of a sample, and section and number of the next row."""
+        """Yield conversations with an answer within a sample's length, each with (section, number) of the next row."""
         unused = 0
         for _, document, following, _ in _neighbours(rows, origin):
             found = self._chat(str(document["conversation"]), str(document["place"]))
@@ -185,7 +185,7 @@ def _neighbours(rows: Rows, origin: StreamPosition) -> Iterator[tuple[Row, Row, 
     """
     before, first = None, origin.mark.get("row", 0)
     progress = PreparationProgress(max(origin.row - first, 1), "passing over rows", rows.say)
-    is_there, last = False, first - 1  # whether the position is reached; a falling row number means a new section
+    is_there, last = False, first - 1  # whether the position is reached; if row numbers fall, a section has begun
     for (section, row, found), (*following, after) in itertools.pairwise(rows.since(origin.section, origin.mark)):
         if not is_there and section == origin.section and last < row < origin.row:
             last = row
@@ -201,7 +201,7 @@ def _neighbours(rows: Rows, origin: StreamPosition) -> Iterator[tuple[Row, Row, 
 
 
 class StreamedSource:
-    """The samples of one stream, by number; cheap in order, while an earlier number restarts from the last position.
+    """The samples of one stream, by number. Cheap in order; an earlier number restarts from the position last set.
 
     Attributes:
         key: a fingerprint of rows and maker.
@@ -221,13 +221,13 @@ class StreamedSource:
     def seek(self, kept: JsonObject) -> None:
         """Continue from a result of `position`; from the beginning if it is {}."""
         numbers = {name: kept.get(name, 0) for name in ("sample", "section", "row")}
-        # Left-over ids are dropped if tokenizer or sample length have changed: they would be ids of another vocabulary.
+        # If tokenizer or sample length have changed, drop the left-over ids: they may be ids of another vocabulary.
         is_alike = kept.get("made") == self._made
         rest, starts = (np.array(kept[name] if is_alike else (), dtype=np.int64) for name in ("rest", "starts"))
         self._start(StreamPosition(**numbers, rest=rest, starts=starts, mark=kept.get("mark", {})))
 
     def position(self, sample: int) -> JsonObject:
-        """Return a position as JSON from which the stream reaches this sample: there, or a few samples before."""
+        """Return a position as JSON from which the stream reaches this sample: its own, or one a few samples before."""
         self._go_to(sample)
         found, origin = self._position, self._origin
         mark = self._rows.mark(found.section, found.row) or (origin.mark if origin.section == found.section else {})
