@@ -5,9 +5,9 @@ waits for the disk.
 
 The threads never communicate: their collectives could interleave with those of the training step in a different order
 on each rank, and hang. Instead they work in phases. The main threads start the next phase when all ranks have finished
-the last one; they learn that from the agreement that follows each step anyway. The phases: create the files, write
-them, hash them, then write the manifest and rename the folder. Checkpoints beyond the limit are then renamed, and
-deleted while training continues.
+the last one; the all-reduce after each step tells them so. The phases: create the files, write them, hash them, then
+write the manifest and rename the folder. Checkpoints beyond the limit are then renamed, and deleted while training
+continues.
 
 The memory for the copies is allocated at the first save and kept: allocating it costs several times as much as copying.
 """
@@ -59,7 +59,7 @@ class KeptBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Sequence[Tensor], helper: Executor) -> list[Tensor]:
-        """Return copies of `tensors` in the buffer, valid until the next call. `helper`, which is idle, copies half."""
+        """Return copies of `tensors` in the buffer, valid until the next call. The idle `helper` copies half."""
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         on_device = any(tensor.device.type != "cpu" for tensor in tensors)
         if sum(sizes) > self._memory.numel():
@@ -101,7 +101,7 @@ class Target:
     """Where the checkpoints of a run are saved, and which are kept.
 
     Attributes:
-        keep: number of newest checkpoints that are kept, the best one counted; None for all.
+        keep: number of checkpoints to keep, including the best one; None keeps all.
         best: a checkpoint that is always kept.
         model_only: whether to leave out the optimizer states.
         write_others: called on rank 0 with the folder of a new checkpoint, to add files to it.
@@ -143,7 +143,7 @@ class BackgroundSave:
     """A checkpoint that is being written by all ranks.
 
     Attributes:
-        number: number of saves that this process began before; equal on all ranks.
+        number: how many saves this process began before; equal on all ranks.
         step: the checkpoint's step.
         path: the checkpoint's folder, once it is complete.
     """
@@ -228,7 +228,7 @@ class BackgroundSave:
             finish(target.output_dir, progress, files)
             kept = newest(target.output_dir, target.keep, progress.step)
             if kept and target.best is not None and target.best.is_dir() and target.best not in kept:
-                # The best one counts among those to keep; the newest is kept in any case, to resume from.
+                # The best one takes one of the places, but the newest always stays, to resume from.
                 kept = kept[: max(len(kept) - 1, 1)]
             return prune(target.output_dir, kept, target.best)
 
@@ -243,7 +243,7 @@ class BackgroundSave:
         for plan in self._plans:
             plan.write(opened)
         self._residue()
-        if not self._one_host:  # other hosts, which hash parts of these files, see only what has reached the server
+        if not self._one_host:  # other hosts hash parts of these files, and see only what is on the server
             opened.sync()
 
     def _hash_and_sync(self, opened: OpenFiles) -> Files:
@@ -269,7 +269,7 @@ class BackgroundSave:
         except UserError as error:
             text = str(error)
             if self._first:
-                # Free inodes must be counted before this checkpoint's files are deleted, free bytes after that.
+                # Count free inodes before this checkpoint's files are deleted, and free bytes afterwards.
                 full = room(self._folder.parent) if lacks_inodes(self._folder) else ""
                 shutil.rmtree(self._folder, ignore_errors=True)
                 if NO_MEMORY not in text:
@@ -278,7 +278,7 @@ class BackgroundSave:
 
 
 def _in_memory(action: Callable[[], T]) -> T:
-    """Run `action`; UserError instead of a crash if this host has no memory for it, as training can still go on."""
+    """Run `action`. UserError instead of a crash if this host has no memory for it, as training can continue."""
     try:
         return action()
     except MemoryError as error:

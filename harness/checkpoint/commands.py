@@ -83,7 +83,7 @@ def require_as_saved(directory: Path) -> None:
 
 
 def export(directory: Path, output_dir: Path, dtype: str) -> None:
-    """Write the model in `dtype` as a HuggingFace directory, or adapters as peft stores them. UserError for layers."""
+    """Write the model in `dtype` as a HuggingFace directory, or adapters as peft does. UserError for own layers."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if read_progress(directory).adapters:
         _export_adapters(directory, output_dir, dtype)

@@ -47,7 +47,7 @@ class Manifest:
 def contents(folder: Path, share: int = 0, shares: int = 1) -> Files:
     """Return size and checksum of the files in a folder; with `shares`, of every `shares`-th file from `share` on.
 
-    Ranks divide the hashing among them this way.
+    So ranks can share the hashing.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {path.relative_to(folder).as_posix(): (path.stat().st_size, checksum(path)) for path in files[share::shares]}
@@ -82,7 +82,7 @@ def _inside(name: str) -> str:
 
 
 def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= 2**80:  # an edited file could hold a number of a million digits
+    if type(value) is not int or not 0 <= value <= 2**80:  # an edited file could contain a million digits
         raise ValueError(f"{value!r} is not a count")
     return value
 
@@ -102,10 +102,10 @@ def checksum(path: Path) -> str:
 NAME = re.compile(r"checkpoint-([0-9]+)")
 UNFINISHED_NAME = re.compile(r"writing-(checkpoint|replaced|removed)-[0-9]+")
 STATE = "state.json"
-OLD_STATE = "trainer_state.json"  # in checkpoints of old versions, which could only resume in the same layout
+OLD_STATE = "trainer_state.json"  # in checkpoints of old versions, which resumed only in the same layout
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
-RESTARTS = "restarts.jsonl"  # a line for each fault seen by `ds-harness launch`
+RESTARTS = "restarts.jsonl"  # one line for each fault that `ds-harness launch` saw
 RUN = "run.json"
 
 
@@ -201,7 +201,7 @@ def _require_types(progress: TrainingProgress) -> None:
 
 
 def _is_of(value: object, kind: object) -> bool:
-    """Return whether a JSON value has the type of a field. A whole number may stand for a float; true is no number."""
+    """Return whether a JSON value has the type of a field. An integer also serves as a float; true is not a number."""
     match get_origin(kind), get_args(kind):
         case builtins.list, (element,):
             return isinstance(value, list) and all(_is_of(each, element) for each in value)
@@ -229,13 +229,13 @@ def require_same_optimizer(checkpoint: Path, resolved: Resolved) -> None:
             f"with --model_name_or_path {checkpoint}"
         )
     saved, ours = progress.optimizer, optimizer_name(resolved)
-    adams = {"adam", "adamw"}  # they keep the same state, and differ only in weight decay
+    adams = {"adam", "adamw"}  # both keep the same state, and differ only in weight decay
     if saved and saved.lower() != ours.lower() and not {saved.lower(), ours.lower()} <= adams:
         raise UserError(f"{checkpoint} contains the state of {saved}, but this run uses {ours}: use the saved one")
 
 
 def require_same_adapters(checkpoint: Path, adapters: str) -> None:
-    """Raise UserError if a checkpoint holds other adapters than the run trains, or only one of the two has adapters."""
+    """Raise UserError if checkpoint and run have different adapters, or only one of them has adapters."""
     saved = read_progress(checkpoint).adapters
     if saved != adapters:
         theirs, ours = ("adapters" if text else "all weights" for text in (saved, adapters))
@@ -282,7 +282,7 @@ def require_same_model(checkpoint: Path, model: str, model_config: JsonObject) -
 def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tuple[int, str]]) -> Path:
     """Complete a checkpoint whose `files` are written: write state and manifest, then rename; one rank calls it.
 
-    The rename comes last, when everything else is on the disk: a folder with the final name counts as complete.
+    The rename comes last, when all else is on the disk: a folder with the final name counts as complete.
     """
     partial = output_dir / partial_name(progress.step)
     final = output_dir / finished_name(progress.step)
@@ -292,9 +292,9 @@ def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tup
     _sync(partial)
     replaced = output_dir / f"writing-replaced-{progress.step}"
     remove([replaced])  # left by a run that was killed while it deleted it
-    if not os.path.lexists(final):  # `exists` would miss a broken link, which takes the name too
+    if not os.path.lexists(final):  # `exists` would miss a broken link of that name
         partial.rename(final)
-    elif not exchange(partial, final):  # two renames, with a moment in between when no folder has the final name
+    elif not exchange(partial, final):  # else two renames; between them no folder has the final name
         final.rename(replaced)
         partial.rename(final)
     remove([partial, replaced])
@@ -305,7 +305,7 @@ def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tup
 def set_aside_newer(output_dir: Path, resumed: Path) -> list[Path]:
     """Rename checkpoints newer than the resumed one to `abandoned-...`; return their new paths.
 
-    The run repeats their steps, so they must not count as its newest. The resumed checkpoint may have any name.
+    The run repeats their steps, so they must not count as its newest. `resumed` may have any name.
     """
     step = read_progress(resumed).step
     return [_renamed(path, "abandoned") for number, path in numbered(output_dir) if number > step]
@@ -338,7 +338,7 @@ def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = Non
 
 
 def remove(folders: Sequence[Path]) -> None:
-    """Delete folders with their contents as far as permitted; of a link to a folder, only the link."""
+    """Delete folders with their contents as far as permitted. For a link to a folder, delete only the link."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)  # refuses links
         with suppress(OSError):

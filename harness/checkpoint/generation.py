@@ -74,7 +74,7 @@ def load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
 
 
 def brings_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer has a chat template. The bytes tokenizer's does not count: it always has one."""
+    """Return whether the tokenizer has a chat template other than the bytes tokenizer's, which always has one."""
     return bool(tokenizer.chat_template) and "harness_tokenizer" not in getattr(tokenizer, "init_kwargs", {})
 
 

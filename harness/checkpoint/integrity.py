@@ -1,8 +1,8 @@
 """Verify checkpoints against their manifests, which list all files with sizes and checksums, and choose one to resume.
 
-Sizes are compared first, before the model is built. Checksums are compared before anything is loaded, by all ranks
-together, each for its share of the files: a rank that met a damaged file while loading would leave the others waiting
-in a collective. Imports no torch.
+Sizes are compared first, before the model is built. Checksums are compared before anything is loaded: all ranks share
+the files. If a rank found a damaged file only while loading, the others would wait for it in a collective. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def unlisted(checkpoint: Path) -> list[str]:
 def require_listed_weights(directory: Path) -> None:
     """Raise UserError if a directory is a checkpoint with weight files that its manifest does not list.
 
-    transformers chooses files by name, so it could read them instead of the saved weights.
+    transformers selects files by name, so it could read these instead of the saved weights.
     """
     if is_checkpoint(directory):
         kinds = (".safetensors", ".bin", ".index.json")
@@ -94,7 +94,7 @@ def is_checkpoint(directory: Path) -> bool:
 def listed_files(directory: Path) -> Iterator[Path]:
     """Yield a temporary folder of links to exactly the files that a checkpoint's manifest lists.
 
-    transformers chooses files by name, so it could read a file that was added to the checkpoint.
+    transformers selects files by name, so it could read a file that was added to the checkpoint.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, directory.absolute().name)
@@ -106,9 +106,9 @@ def listed_files(directory: Path) -> Iterator[Path]:
 
 
 def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
-    """Compare the checksums of this rank's share of the files; return what is wrong with the first, None if nothing.
+    """Compare the checksums of this rank's share of the files; return the first problem, None if there is none.
 
-    It raises no UserError or OSError: the other ranks wait for the answer in a collective.
+    Raises no UserError or OSError, as the other ranks wait for the answer in a collective.
     """
     try:
         files = sorted(read_manifest(checkpoint).files.items())
@@ -156,8 +156,8 @@ def require_unused(output_dir: Path) -> None:
 def wait_until_seen(checkpoint: Path, host: str, seconds: float = SEEN_S) -> None:
     """Wait until this host sees a checkpoint that another host has completed.
 
-    An NFS client caches a folder's entries, also that a name does not exist. Opening and syncing the folder makes it
-    ask the server again.
+    An NFS client caches a folder's entries, and also which names do not exist. Opening and syncing the folder makes
+    it ask the server again.
 
     Raises:
         UserError: after `seconds` the checkpoint is still incomplete on this host.
@@ -176,9 +176,9 @@ def wait_until_seen(checkpoint: Path, host: str, seconds: float = SEEN_S) -> Non
 
 
 def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | None:
-    """Return the newest `count` whole checkpoints up to `last_step`, which are to be kept; None for `count` keeps all.
+    """Return the checkpoints to keep: the newest `count` whole ones up to `last_step`; None to keep all.
 
-    Later steps do not count: the run has not reached them, so they are left over from before a resume.
+    The run has not reached later steps: their checkpoints are left over from before a resume.
     """
     steps = ((step, path) for step, path in reversed(numbered(output_dir)) if step <= last_step)
     whole = (path for _, path in steps if damage(path) is None)
@@ -186,7 +186,7 @@ def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | 
 
 
 def newest_whole(output_dir: Path, before: Path | None = None) -> Path | None:
-    """Return the newest whole checkpoint of a run; with `before`, the newest that is older. None if there is none."""
+    """Return the newest whole checkpoint of a run, None if there is none; with `before`, only of older ones."""
     name = None if before is None else NAME.fullmatch(before.name)  # by name: the folder may have been deleted
     step = None if name is None else int(name[1])
     others = foreign(output_dir)
@@ -212,7 +212,7 @@ def run_id(checkpoint: Path | None) -> str:
 def foreign(output_dir: Path) -> list[Path]:
     """Return the checkpoints in `output_dir` that another run saved.
 
-    The directory's own run is that of `run.json`; without that file, the run that saved most of the checkpoints.
+    The directory's own run is that of `run.json`, or without that file the run that saved most of the checkpoints.
     """
     ids = {path: _saved_by(path) for _, path in numbered(output_dir)}
     own = _run_of(output_dir)

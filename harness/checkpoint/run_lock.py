@@ -1,4 +1,4 @@
-"""Allow one run at a time in an output directory: rank 0 holds a file lock, which the system releases however it ends.
+"""Allow one run at a time in an output directory: rank 0 holds a file lock, which the system releases when it ends.
 
 The locked file contains the process and host of the holder. Imports no torch.
 """
@@ -44,7 +44,7 @@ def lock_directory(directory: Path) -> None:
 
 
 def is_lent_twice(directory: Path) -> bool:
-    """Return whether this process can take a lock held on another host: if so, locks do not work between hosts."""
+    """Return whether this process gets a lock that another host holds: then locks do not work between hosts."""
     try:
         descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -81,7 +81,7 @@ def _is_held(directory: Path) -> bool:
             written = ""
             with suppress(OSError, ValueError):
                 written = regular_bytes(directory / LOCK, 1000).decode()
-            if written.strip() and written != _content():  # it is empty if the disk was full
+            if written.strip() and written != _content():  # the file is empty if the disk was full
                 raise UserError(
                     f"--output_dir {directory}: another run has begun there ({_holder(directory)}), which its file "
                     "system does not prevent by a lock: end one of them"
@@ -104,7 +104,7 @@ def _try_to_lock(directory: Path) -> bool:
         os.close(descriptor)
         return False
     except OSError:
-        pass  # a file system without locks: the name in the file must do, see `_is_held`
+        pass  # a file system without locks: rely on the name in the file, see `_is_held`
     HELD[directory] = descriptor
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)
@@ -113,7 +113,7 @@ def _try_to_lock(directory: Path) -> bool:
 
 
 def _forget() -> None:
-    """In a forked child: close the inherited lock, which would otherwise stay locked after the run has ended."""
+    """In a forked child, close the inherited lock: otherwise it would stay locked after the run has ended."""
     MARK[0] = uuid4().hex[:8]
     for directory in list(HELD):
         unlock_directory(directory)

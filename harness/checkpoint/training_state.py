@@ -5,8 +5,8 @@ as the optimizer updates them. Each kind of optimizer state, such as `exp_avg`, 
 `state.json` holds the rest. Random numbers need no state: they are functions of seed, step and position
 (`harness/parallel/draws.py`).
 
-One thing belongs to a rank: the residue, what compressed gradients have lost to rounding so far. Only a run in the same
-layout continues with it, and then bit for bit; any other starts without.
+Only the residue belongs to a rank: the sum that compressed gradients have lost to rounding so far. A run in the same
+layout loads it and continues bit for bit; a run in another layout begins without.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class EngineState:
         rename: maps a tensor's name in the engine's module to its name in a checkpoint.
         adapters: whether only adapters are trained; the frozen base weights are not saved.
         compression: the compressed reduction of gradients; None without compression.
-        one_host: whether all ranks are on one host, so that they see each other's writes before these are on disk.
+        one_host: whether all ranks are on one host: they then see each other's writes before these are on disk.
     """
 
     engine: DeepSpeedEngine
@@ -113,7 +113,7 @@ class EngineState:
             counters = dict(zip(found, numbers(list(found.values())), strict=True))
             kinds = _kinds(optimizer, kept.values())
             own = [name for name in kinds if _of_state(optimizer, held, kinds[name])]
-            # A stage may have only frozen layers. It must still take part in every file, as writing has collectives.
+            # A stage with only frozen layers must still take part in every file, as writing has collectives.
             of_all = values_of_all((own, counters))
             names = sorted({name for found, _ in of_all for name in found})
             files = [(self.stem, held), *((name, _of_state(optimizer, held, kinds.get(name))) for name in names)]
@@ -145,11 +145,11 @@ class EngineState:
         return progress
 
     def restore(self, progress: TrainingProgress, fill: Callable[[str, Sequence[LocalShard]], None]) -> None:
-        """Set weights, optimizer states and counters of the engine to those of `progress`; all ranks call it.
+        """Restore the engine's weights, optimizer states and counters; all ranks call it.
 
         Args:
-            fill: called with the stem of a file and this rank's shards of its tensors, which it fills; it is called on
-                all ranks in the same order.
+            fill: fills this rank's shards of the tensors in a file, given by its stem; it is called on all ranks in the
+                same order.
         """
         optimizer = self.engine.optimizer
         with states_in_memory(optimizer, changed=True):
@@ -164,7 +164,7 @@ class EngineState:
                 _require_taken(progress.optimizer_states, kinds)
                 for name in progress.optimizer_states:
                     fill(name, _of_state(optimizer, held, kinds.get(name)))
-            else:  # the checkpoint is from before the first step: drop the states of an engine that has made steps
+            else:  # the checkpoint is from before the first step: drop the states that the engine may have
                 for each, _ in _stepped(held):
                     torch_optimizer(optimizer).state.pop(each.tensor, None)
             use_stepped_on(optimizer)  # copy the float32 values into the parameters of the model's dtype
@@ -183,13 +183,12 @@ def _templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[t
 
 
 def _kinds(optimizer: EngineOptimizer, templates: Iterable[StateTemplate]) -> dict[str, str]:
-    """Return the optimizer's own names of the states that have a value for each weight (`exp_avg`), by the name of
-    their file in a checkpoint."""
+    """Return name in a checkpoint -> the optimizer's own name, of each state with a value per weight (`exp_avg`)."""
     return {name: own for found in templates for name, own in stored_names(optimizer, found).items()}
 
 
 def _require_taken(stored: Iterable[str], kinds: Iterable[str]) -> None:
-    """Raise UserError, on all ranks, if no rank's optimizer has a stored state: it would be lost in silence."""
+    """Raise UserError, on all ranks, if no rank's optimizer keeps a stored state, which would silently be lost."""
     taken = {name for names in values_of_all(list(kinds)) for name in names}
     if lost := sorted(set(stored) - taken):
         kept = " and ".join(sorted(taken)) or "none"
@@ -214,7 +213,7 @@ def residue_file(checkpoint: Path) -> Path:
 
 
 def write_residue(folder: Path, tensors: dict[str, Tensor], description: str) -> None:
-    """Write a reduction's state; `description` tells which runs may continue with it. UserError if that fails."""
+    """Write a reduction's state; a run with the same `description` may continue with it. UserError if that fails."""
     path = residue_file(folder)
     try:
         save_file(tensors, path, metadata={"describes": description})
@@ -223,7 +222,7 @@ def write_residue(folder: Path, tensors: dict[str, Tensor], description: str) ->
 
 
 def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout: str, listed: Container[str]) -> bool:
-    """Load the residues of a checkpoint, or reset them if they are of another layout; all ranks call it.
+    """Load the residues of a checkpoint, or reset them if they do not fit this run; all ranks call it.
 
     Args:
         listed: the files in the checkpoint's manifest; others are not read.
@@ -248,7 +247,7 @@ def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout
 
 
 def describe(reduction: CompressedReduction, layout: str) -> str:
-    """Return a text that is equal for reductions that can continue with each other's residue."""
+    """Return a text that two reductions share if one can continue with the other's residue."""
     parts = list(reduction.sizes), list(reduction.kinds), [bucket.size for bucket in reduction.buckets]
     placed = hashlib.sha256(str(parts).encode()).hexdigest()
     return f"{layout}, rank {dist.get_rank()}, {reduction.bits} bits, {placed}"

@@ -1,7 +1,7 @@
 """Test before the first step whether checkpoints can be written, by the same calls that write them.
 
-A run that fails at its first save has trained in vain until then. All ranks write into one file, next to each other
-within the same pages, which also detects a file system on which hosts overwrite each other's bytes.
+A run that fails at its first save has trained in vain. All ranks write into one file, next to each other within the
+same pages: this also detects a file system on which hosts overwrite each other's bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _lost(region: FileRegion, ranks: int) -> list[int]:
 
 
 def _rename(folder: Path) -> None:
-    """Rename a folder as `directories.finish` does, and swap it with another one if the file system can."""
+    """Rename a folder as `directories.finish` does, and exchange it with another if the file system can."""
     sync_file(folder / "trial.safetensors")
     sync_folder(folder)
     other = folder.rename(_other(folder))

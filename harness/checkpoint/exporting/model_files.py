@@ -1,8 +1,8 @@
 """Replace the weight files of a directory together, so that a crash leaves the old model or the new one.
 
-The files are written under other names (`unfinished_name`). One operation, the rename of `model.safetensors` or of the
-index, switches from the old model to the new one. The rest only gives the files their final names; if it is interrupted
-the next export completes it.
+The files are written under other names (`unfinished_name`). One operation switches from the old model to the new one:
+the rename of `model.safetensors`, or of the index. The rest only gives the files their final names; if that is
+interrupted, the next export completes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def unfinished_name(name: str) -> str:
 
 
 def replace_model(directory: Path, files: Sequence[str], index: JsonObject) -> None:
-    """Replace the model of `directory` by complete files that lie there under their `unfinished_name`.
+    """Replace the model in `directory` by the complete files there, which still have their `unfinished_name`.
 
     Args:
         files: their final names.
@@ -40,7 +40,7 @@ def replace_model(directory: Path, files: Sequence[str], index: JsonObject) -> N
         (directory / INDEX).unlink(missing_ok=True)
     else:
         replace_text(directory / INDEX, _index_text(index, unfinished_name))
-        # The switch: the new index, or, if there was a single file, its removal, as readers prefer that to an index.
+        # The switch is the new index; but if there was a single file, its removal, as readers prefer it to an index.
         (directory / SINGLE).unlink(missing_ok=True)
         _finish(directory, files, index)
     for path in directory.glob("model*.safetensors"):

@@ -1,8 +1,8 @@
 """Write the trained model as a HuggingFace directory, or its adapters as peft stores them.
 
-Every rank writes its shards directly to their offsets in the files, so no rank ever holds the whole model, nor a whole
-tensor unless it must be computed from others. Names and files are those of the checkpoint that was read, the same in
-every layout. All hosts must share the directory, as for checkpoints.
+Every rank writes its shards directly to their offsets in the files. So no rank holds the whole model, and none a whole
+tensor unless it is computed from others. Names and files are those of the checkpoint that was read, in every layout.
+All hosts must share the directory, as for checkpoints.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from harness.topology.groups import Groups
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-MANY = 100_000  # values; for fewer, returning freed memory to the system is not worth a call
+MANY = 100_000  # values; with fewer, it is not worth a call to return freed memory to the system
 
 
 def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
@@ -59,7 +59,7 @@ def gather_tp(local: Tensor, groups: Groups) -> Tensor:
     """Gather a tensor on the first tensor-parallel rank; all ranks of the group call it.
 
     Returns:
-        The whole tensor [full shape] on that rank; on the others the local shard. Experts: whole on every rank.
+        The whole tensor [full shape] on that rank, the local shard on the others. Experts are whole on every rank.
     """
     shard, local = shard_of(local), local.detach()
     if shard is not None and shard.over_data:
@@ -174,7 +174,7 @@ class _Export:
         local: this rank's tensors, by their names in the form.
         mine: the tensors that this rank's stage writes, computed from `local`.
         regions: file and offset of each of them.
-        failed: errors of this rank. They are raised at the end: until then the other ranks need it in collectives.
+        failed: errors of this rank. They are raised at the end, as the other ranks need this one in collectives.
     """
 
     local: Mapping[str, Tensor]
@@ -190,7 +190,7 @@ class _Export:
             raise self.failed[0]
 
     def sync(self) -> None:
-        """Wait for the disk. On a file system that reserves no blocks, a full disk may show only now."""
+        """Wait for the disk. If the file system reserves no blocks, a full disk may be reported only now."""
         try:
             self.opened.sync()
         except UserError as error:
@@ -204,8 +204,8 @@ class _Export:
 
     def write_patches(self) -> None:
         """Write tensors that only rearrange values (split, join, transpose); each rank writes its own shards."""
-        # For each tensor that this rank holds, the slices of file tensors that are made from it. A tied weight, or one
-        # that the file stores in several tensors, has more than one.
+        # For each tensor of this rank: the slices of file tensors that are made from it. There are several for a tied
+        # weight, and for one that the file stores in several tensors.
         uses: dict[str, list[tuple[FileRegion, TensorSlice]]] = {name: [] for name in self.local}
         for name, lazy in self.mine.items():
             for patch in lazy.patches:

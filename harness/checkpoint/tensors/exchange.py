@@ -52,8 +52,8 @@ def transfers(
 ) -> list[Transfer]:
     """Return all transfers, given the boxes that each rank owns and needs, and each rank's stage.
 
-    Within a stage each element has one owner. Values that several stages have come from the target's own stage, or
-    else from the first.
+    Within a stage each element has one owner. Values that several stages hold are taken from the target's own stage
+    if possible, else from the first.
 
     Raises ValueError if needed values have no owner.
     """
@@ -64,7 +64,7 @@ def transfers(
     found = []
     for target, pieces in enumerate(want):
         for name, needed in pieces:
-            # A tied tensor has owners on several stages, all with the same values; the target's own need no transfer.
+            # A tied tensor has owners on several stages, all with the same values: prefer the target's own stage.
             by_stage = owners.get(name, {})
             nearest = stages[target] if stages[target] in by_stage else min(by_stage, default=0)
             shared = [(rank, _common(box, needed)) for rank, box in by_stage.get(nearest, [])]
@@ -96,7 +96,7 @@ def _move(
             arriving = torch.empty(place.shape, dtype=place.dtype, device=device)
             received.append((place, arriving))
             operations.append(dist.P2POp(dist.irecv, arriving, each.source))
-    # One batch: NCCL groups the operations, so their order on two ranks cannot deadlock.
+    # One batch: NCCL groups the operations, so ranks that order them differently cannot deadlock.
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
     for place, arriving in received:

@@ -2,7 +2,7 @@
 
 Tensor parallelism gives a rank a shard of a tensor; ZeRO gives it a range of consecutive elements of the flattened
 shard. `LocalShard.pieces` converts both into boxes of the whole tensor. So every rank writes its values to their place
-in the whole tensor and reads its part from there, whatever the layout of the run that wrote it.
+in the whole tensor, and a run in any layout can read its parts from there.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class LocalShard:
         name: the tensor's name in the checkpoint.
         shape: shape of this rank's tensor-parallel shard, or of the whole tensor without one.
         shard: position of the tensor-parallel shard in the whole tensor; None for a whole tensor.
-        start: index in the flattened shard of the first element that this rank holds (ZeRO divides it).
+        start: index of this rank's first element in the flattened shard, which ZeRO divides.
         values: these elements [n], or the complete shard in its shape.
         owned: whether this rank writes them; of several ranks with the same elements exactly one does.
-        stepped: the tensor that the optimizer updates, and the range of its elements that these are; None if frozen.
+        stepped: the tensor that the optimizer updates, and the range in it of these elements; None if frozen.
     """
 
     name: str
@@ -49,7 +49,7 @@ class LocalShard:
         return self.shape if self.shard is None else self.shard.full_shape
 
     def of_state(self, state: Tensor) -> LocalShard:
-        """Return the same elements of an optimizer state such as `exp_avg` of the tensor that the optimizer updates."""
+        """Return the same elements of `state`, an optimizer state such as `exp_avg` of the tensor in `stepped`."""
         assert self.stepped is not None
         return replace(self, values=_elements(state, self.stepped[1]))
 
@@ -59,8 +59,8 @@ class LocalShard:
             if self.shard is None or not self.shape:
                 yield _box(first, view), view
                 continue
-            # A shard may consist of several spans of the whole dimension (query, key and value in one matrix): elements
-            # `start` to `stop` of the whole are those from `offset` on of the shard. Cut each box by the spans.
+            # A shard may consist of several spans of the whole dimension (query, key and value in one matrix). A span,
+            # elements `start` to `stop` of the whole, begins at `offset` in the shard. Cut each box by the spans.
             dim = self.shard.dim
             for start, stop, offset in self.shard.spans():
                 low = max(first[dim], offset)
@@ -114,7 +114,7 @@ def saved_tensors(module: nn.Module, *, each_name: bool = False) -> Iterator[tup
 
 
 def local_shard_of(name: str, tensor: Tensor, groups: Groups) -> LocalShard:
-    """Return this rank's shard of a parameter or buffer itself, in its dtype, also if ZeRO-3 has partitioned it."""
+    """Return this rank's shard of the parameter or buffer itself, in its dtype, even if ZeRO-3 has partitioned it."""
     shard, start, values = shard_of(tensor), 0, tensor.detach()
     shape, owned = tuple(tensor.shape), _is_first_on_data(shard, groups)
     if is_partitioned(tensor):
@@ -150,7 +150,7 @@ def _is_first_on_data(shard: Shard | None, groups: Groups) -> bool:
 
 def _elements(tensor: Tensor, run: ElementRun) -> Tensor:
     """Return the elements of `run` in the optimizer's tensor: flat, or the whole tensor if it is one parameter."""
-    if run.group is None and tuple(tensor.shape) == run.shape:  # a ZeRO partition may by chance have this shape too
+    if run.group is None and tuple(tensor.shape) == run.shape:  # a ZeRO partition can have this shape by chance
         return tensor
     return tensor.view(-1)[run.offset : run.offset + run.length]
 

@@ -1,8 +1,8 @@
 """Write safetensors files by many ranks together, each rank its own part of each tensor.
 
-The layout of a file follows from names, shapes and dtypes alone: one rank creates the files at full size, then every
-rank writes its values at their offsets, a few MB at a time. Files are written by `pwrite`, not memory-mapped: a mapping
-writes whole pages, so hosts that share a page would overwrite each other's bytes.
+The layout of a file follows from names, shapes and dtypes alone. One rank creates the files at full size, then every
+rank writes its values at their offsets, a few MB at a time. Files are written with `pwrite`: a memory map writes whole
+pages, so hosts that share a page would overwrite each other's bytes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from harness.errors import UserError, reason
 from harness.hf.weights.tensor_files import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BLOCK_BYTES = 32 << 20  # at most this many are converted and copied at once
+BLOCK_BYTES = 32 << 20  # most bytes that are converted and copied at once
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of fallocate that mean a full disk or a quota
-SOON_BYTES = 1 << 20  # for a write of at least this many, the disk is told to begin while the next one is copied
+SOON_BYTES = 1 << 20  # a write of at least this many starts at once on the disk, while the next one is copied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def require_storable(entries: Iterable[Entry]) -> None:
 def file_regions(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[FileRegion]]:
     """Return the header of the file `path`, and the place of each tensor.
 
-    Tensors of wider dtypes come first, so that each is aligned to its dtype. Raises UserError for a dtype that
+    Tensors of wider dtypes come first, which aligns each tensor to its dtype. Raises UserError for a dtype that
     safetensors cannot store.
     """
     require_storable(entries)
@@ -147,15 +147,15 @@ def _is_on_nfs(path: Path) -> bool:
 class OpenFiles:
     """The files that a rank writes to, each opened once, only for writing.
 
-    An NFS client that has read a page and writes a part of it sends the whole page to the server, with outdated bytes
-    of other hosts. So if ranks of several hosts write one file on NFS, files are not opened for reading, and each write
-    is sent to the server at once (O_DSYNC), which transfers only the written bytes.
+    If an NFS client has read a page and writes a part of it, it sends the whole page to the server, with outdated bytes
+    of other hosts. So when several hosts write one file on NFS, it is not opened for reading, and each write is sent to
+    the server at once (O_DSYNC): that transfers only the written bytes.
     """
 
     def __init__(self, *, several_hosts: bool) -> None:
         self._several_hosts = several_hosts
         self._descriptors: dict[Path, int] = {}
-        self._shared: set[int] = set()  # those of files on NFS
+        self._shared: set[int] = set()  # descriptors of files on NFS that several hosts write
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -201,7 +201,7 @@ class OpenFiles:
             return
         shape, size = region.entry.shape, region.entry.dtype.itemsize
         block = values.detach().to("cpu", region.entry.dtype).contiguous()
-        # From dimension `inner` on the box spans the whole tensor, so these values are contiguous in the file.
+        # After dimension `inner` the box spans the whole tensor, so these values are contiguous in the file.
         inner = next((dim for dim in reversed(range(len(shape))) if block.shape[dim] != shape[dim]), 0)
         runs = block.view(prod(block.shape[:inner]), -1)
         strides = [prod(shape[dim + 1 :]) * size for dim in range(len(shape))]

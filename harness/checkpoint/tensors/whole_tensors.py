@@ -1,8 +1,8 @@
 """Write files of whole tensors by all ranks together, each rank its own boxes, and read them in any layout.
 
-No values are sent between ranks. Rank 0 plans the place of each tensor: the first rank of each stage sends it the list
-of the stage's tensors, receives their places, and passes them on within its stage. So only rank 0 knows all tensors of
-the model, and every other rank those of its stage, whatever the number of ranks.
+No values are sent between ranks. The first rank of each stage sends rank 0 the list of the stage's tensors. Rank 0
+plans their places and returns them, and the first rank passes them on within its stage. So only rank 0 knows all
+tensors of the model, and every other rank only those of its stage.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from harness.topology.placement import host_id
 def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> None:
     """Raise UserError, on all ranks, unless the ranks of each stage own each value of its tensors exactly once.
 
-    Otherwise a file would have the right size but wrong values, which nobody would notice before a run has resumed
+    Otherwise a file of the right size would contain wrong values, and nobody would notice until a run has resumed
     from it. All ranks call it.
 
     Args:
         tensors: this rank's shards, with the same names in the same order on all ranks of a stage.
     """
-    # Each rank counts the values that it owns; summed over the ranks of the stage they must give the whole tensor.
+    # Each rank counts the values that it owns; summed over the stage's ranks these must give the whole tensor.
     counts = torch.tensor([_written(held) for held in tensors], dtype=torch.int64)
     counts = counts.to(get_accelerator().current_device_name())
     for group in (groups.tp_group, groups.dp_group):
@@ -94,7 +94,7 @@ def dealt_regions(
             dealt = [[regions[entry.name] for entry in share.entries] for share in shares]
         except (UserError, OSError) as error:
             failed = [str(error)]
-    # First tell all ranks whether the plan failed: otherwise they would wait for places that never come.
+    # First tell all ranks whether the plan failed, so that none waits for places that never come.
     dist.broadcast_object_list(failed, src=0, group=host_group())
     if failed[0] is not None:
         raise UserError(failed[0])
@@ -102,9 +102,9 @@ def dealt_regions(
 
 
 def plan_files(shares: list[Share], form: CheckpointFormat) -> dict[str, list[Entry]]:
-    """Return file name -> tensors: the files of `form` if all fit its size limit, else new files for each host.
+    """Return file name -> tensors: on one host the files of `form`, if all fit its size limit; else new files per host.
 
-    Several hosts never write the same file. Raises UserError if a tensor is in no share.
+    So several hosts never write the same file. Raises UserError if a tensor is in no share.
     """
     found: dict[str, Entry] = {}
     for entry in (entry for share in shares for entry in share.entries):
@@ -163,13 +163,13 @@ def _deal(dealt: list[list[FileRegion]] | None, groups: Groups) -> list[FileRegi
 def takes_part(coordinate: Coordinate, axis: Axis) -> bool:
     """Return whether a rank takes part when places are passed along an axis.
 
-    Only groups whose first rank has the places by then do: those at coordinate 0 of all later axes.
+    A group takes part only if its first rank already has the places: if it is at coordinate 0 of all later axes.
     """
     later = PASSED_ALONG[PASSED_ALONG.index(axis) + 1 :]
     return all(coordinate.along(other) == 0 for other in later)
 
 
-FILE_BYTES = 5 * 10**9  # largest file of a checkpoint, so that many ranks can share the work of verifying it
+FILE_BYTES = 5 * 10**9  # largest file of a checkpoint: many ranks can share the work of verifying it
 AHEAD_BYTES = 64 << 20  # bytes that the disk is asked to read ahead
 
 
@@ -180,7 +180,7 @@ class PlannedFiles:
     Attributes:
         tensors: this rank's shards of the stored tensors.
         regions: the place of each of them, by name.
-        created: on rank 0, which creates the files, header and places of each file; empty elsewhere.
+        created: on rank 0, which creates the files: header and places of each file; empty elsewhere.
         index: on rank 0, path and content of the index, if there is one.
     """
 
@@ -264,10 +264,10 @@ class _File:
 
 
 def open_whole_tensors(folder: Path, stem: str, listed: Iterable[str], wanted: Container[str]) -> dict[str, Stored]:
-    """Return the `wanted` tensors, by name, of those files `STEM*` that are `listed`; all ranks call it.
+    """Return the `wanted` tensors, by name, from the `listed` files `STEM*`; all ranks call it.
 
-    Only rank 0 reads the headers and broadcasts them: a thousand ranks reading all headers would overload a file
-    system. Each rank then opens the files with tensors that it wants.
+    Only rank 0 reads the headers, and broadcasts them: a thousand ranks that read all headers would overload a file
+    system. Each rank then opens only files with wanted tensors.
 
     Raises:
         UserError: on all ranks: a file cannot be read.
@@ -307,7 +307,7 @@ def read_tensors(stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> No
     """
     pieces = [(stored[held.name], box, values) for held in tensors for box, values in held.pieces() if values.numel()]
     pieces.sort(key=lambda piece: (piece[0].position, piece[1]))
-    # Keep up to AHEAD_BYTES of requests to the disk in front of the piece that is being read.
+    # Request up to AHEAD_BYTES from the disk ahead of the piece that is being read.
     coming, asked = iter(pieces), 0
     for source, box, values in pieces:
         while asked < AHEAD_BYTES and (following := next(coming, None)) is not None:
