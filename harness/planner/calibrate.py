@@ -58,7 +58,7 @@ def device(rank: JsonObject, links: Mapping[int, JsonObject]) -> JsonObject:
         "crowded": {"ranks": max(links), **crowded},
         "network": through,
         "host": {
-            "dispatch_seconds": rank["layer"] / (3 * OPERATIONS),  # backward issues twice as many as forward
+            "dispatch_seconds": rank["layer"] / (3 * OPERATIONS),  # backward issues twice as many operations as forward
             "gb_per_second": rank["memory"] / 1e9,
             "memory_gib": gib,
             "memory_gb_per_second": rank["memory"] / 1e9,
@@ -85,7 +85,7 @@ def _with_source(numbers: JsonObject) -> JsonObject:
 
 
 def _measured(cores: int) -> tuple[JsonObject, dict[int, JsonObject]]:
-    """Have ranks measure together; return the figures of a rank, and of a link by its number of ranks.
+    """Let ranks measure together; return the measurements of a rank, and of a link by its number of ranks.
 
     Raises UserError if one fails.
     """

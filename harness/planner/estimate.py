@@ -1,4 +1,4 @@
-"""The one prediction of a layout: `estimate`, `plan`, the start of a run and its report all show this record."""
+"""The prediction of a layout: `estimate`, `plan`, the start of a run and its report all show this record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEDULES: Mapping[str, Schedule] = {
     ZERO_BUBBLE_V: "zero-bubble-v",
     DUALPIPE_V: "zero-bubble-v",
 }
-"""Schedule in the config -> schedule that is predicted; any other is predicted as 1F1B with as many chunks."""
+"""Schedule in the config -> predicted schedule; any other is predicted as 1F1B with the same number of chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Prediction:
 
     @property
     def host_bytes(self) -> float:
-        """Host memory for a rank of the stage that needs most of it."""
+        """Host memory of a rank of the stage that needs most."""
         return max(stage.host for stage in self.stages)
 
     def memory_gib(self) -> JsonObject:
@@ -96,7 +96,7 @@ class Estimate(Prediction):
 
     @property
     def has_room(self) -> bool:
-        """Whether it fits with a margin for the prediction's error, so that it can be recommended."""
+        """Whether it fits with a margin for the prediction's error; only then is it recommended."""
         return self.peak_bytes <= self.hardware.planned_bytes and self.host_bytes <= self.hardware.host_memory_bytes
 
     @property
@@ -156,11 +156,11 @@ def predict(
     Args:
         sequence: tokens of a sample.
         on_cpu: whether ranks are processes on a CPU; not needed with `hardware`.
-        boundaries: boundaries of the model chunks in a run that has chosen them; by default those that a run would
+        boundaries: boundaries of the model chunks, if the run has chosen them; by default those that a run would
             choose.
 
     Raises:
-        UserError: for a precision that the device lacks, and for fewer layers than stages.
+        UserError: the device lacks the precision, or there are fewer layers than stages.
     """
     workload, strategy = of_config(resolved, shape, sequence, on_cpu=on_cpu if hardware is None else hardware.is_host)
     strategy = replace(strategy, boundaries=boundaries)
@@ -236,12 +236,12 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
 
 
 def sums_whole(precision: str, zero_stage: int) -> bool:
-    """Return whether DeepSpeed's optimizer keeps all summed gradients on each rank: only for bf16 at stage 1."""
+    """Return whether DeepSpeed's optimizer keeps all summed gradients on each rank: only for bf16 at stages 0 and 1."""
     return precision == "bf16" and zero_stage <= 1
 
 
 def _offload(zero: Mapping[str, object], stage: int) -> Offload:
-    """Return what a section `zero_optimization` offloads to the host's memory or disks."""
+    """Return what the section `zero_optimization` offloads to the host's memory or disks."""
 
     def is_off(key: str) -> bool:
         return lookup(zero, f"/{key}/device") not in (None, "none")

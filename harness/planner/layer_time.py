@@ -11,19 +11,19 @@ from harness.planner.shape import LayerShape, context
 from harness.planner.traffic import all_reduce, expert_exchange, group_along, half_ring, tensor_group
 from harness.planner.workload import Strategy, Workload, layer_parameters
 
-# Seconds of a decoder layer on one device: matrix products, attention, and what only moves memory.
+# Seconds of a decoder layer on one device: matrix products, attention, and kernels bound by memory.
 #
-# A roofline (Williams et al. 2009): a kernel takes the longer of its operations at the rate that its shape reaches
-# and its bytes at the memory's rate. The rate of a matrix product falls where its tiles do not fill the processors
-# of the device in whole waves, and where the inner dimension is short (NVIDIA, Matrix Multiplication Background:
-# tile and wave quantization).
+# A roofline (Williams et al. 2009): a kernel's time is the longer of two: its operations at the rate that its shape
+# reaches, and its bytes at the memory's rate. A matrix product is slower if its tiles do not fill the processors of the
+# device in whole waves, and if the inner dimension is short (NVIDIA, Matrix Multiplication Background: tile and wave
+# quantization).
 
 
 # Rows and columns of a tile, and its rate next to the largest one's: a small tile reads its inputs more often.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
-START_UP = 64  # inner dimension at which the start and the end of a tile cost as much as its products: two of its steps
-# Rows must begin at multiples of 16 bytes for the fast kernels: an odd size is left to slow ones (same source, on
-# alignment; CUTLASS reaches about a third without vector loads).
+START_UP = 64  # a tile's start and end cost as much as its products with this inner dimension: two of its steps
+# Fast kernels need rows that begin at multiples of 16 bytes; other sizes use slow ones (same source, on alignment;
+# CUTLASS reaches about a third without vector loads).
 ALIGNED, UNALIGNED_RATE = 8, 0.3
 PRODUCT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 
@@ -72,26 +72,26 @@ def product(
 
 # Seconds in which a host issues operations: its Python, and the library's way to a kernel.
 #
-# A device works meanwhile, so only the longer of both counts. Where the device is the host's own processor, both
-# add up, and what DeepSpeed's Python does beside the operations counts too: it is given in operations, from the
-# processor time of steps of a model too narrow for its numbers to take time (transformers' llama, DeepSpeed 0.19.8,
+# A device works meanwhile, so only the longer time counts. If the device is the host's own processor, both times add
+# up, and so does DeepSpeed's Python beside the operations. That is given as a number of operations, measured as the
+# processor time of steps of a model so narrow that its arithmetic takes no time (transformers' llama, DeepSpeed 0.19.8,
 # two ranks).
 
 
-# Operations that a host issues for a layer's forward, counted on a decoder of transformers; backward issues twice as
-# many, one gradient for each input. A collective takes as long as a few of them.
+# Operations that a host issues for a layer's forward, counted on a decoder of transformers. Backward issues twice as
+# many: one gradient for each input. Issuing a collective takes as long as a few operations.
 OPERATIONS, COLLECTIVE_OPERATIONS = 50, 3
-EXCHANGE_OPERATIONS = 30  # that sort the tokens of a layer by expert, send them, and put the outputs in their places
-# Python's time on a host, in operations: of the harness and its engine around a layer (forward and backward); of an
-# all-reduce within a layer, with its autograd function; of a layer's recomputation besides its forward; of ZeRO-3's
-# hooks on a layer's modules (both); of a micro-batch besides its layers (both); and of a layer's part in an update.
+EXCHANGE_OPERATIONS = 30  # to sort a layer's tokens by expert, send them, and put the outputs in their places
+# Python's time on a host, in operations: the harness and its engine around a layer (forward and backward); an
+# all-reduce within a layer, with its autograd function; a layer's recomputation, without its forward; ZeRO-3's hooks on
+# a layer's modules (both); a micro-batch, without its layers (both); and a layer's part in an update.
 HOST_LAYER, HOST_COLLECTIVE, HOST_RECOMPUTED, HOST_ZERO_3, HOST_MICRO_BATCH, HOST_UPDATE = 50, 23, 185, 900, 420, 70
 
 
 def with_issue(
     hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, device: Seconds
 ) -> Seconds:
-    """Return the seconds of a layer, given those of the device's work: the host may need longer to issue it."""
+    """Return the seconds of a layer from those of the `device`'s work: the host may need longer to issue it."""
     operations = _operations(workload, strategy, layer)
     if not hardware.is_host:
         issue = (operations + (2 * COLLECTIVE_OPERATIONS if strategy.tp_size > 1 else 0)) * hardware.dispatch_seconds
@@ -106,8 +106,8 @@ def with_issue(
 def _operations(workload: Workload, strategy: Strategy, layer: LayerShape) -> int:
     """Return the operations that a host issues for a layer's forward.
 
-    Routing takes as many again as a dense layer. Where experts are multiplied one by one, each takes two products, and
-    in less than 16 bits two casts of their inputs.
+    Routing takes as many operations as a dense layer. If experts are multiplied one by one, each takes two products,
+    and below 16 bits two casts of their inputs.
     """
     if not layer.experts:
         return OPERATIONS
@@ -132,19 +132,19 @@ def update_issue(hardware: Hardware, layers: int) -> float:
     return HOST_UPDATE * layers * hardware.dispatch_seconds if hardware.is_host else 0.0
 
 
-# Memory traffic of a forward in elements per element of its value: as one kernel each, or as the single operations of a
-# model's Python code. Backward moves twice as much: it reads inputs and gradients.
+# Memory traffic of a forward in elements per output element: as one kernel each (FUSED), or as the single operations of
+# a model's Python code (PLAIN). Backward moves twice as much: it reads inputs and gradients.
 FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2}
 PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8}
-# Of a norm in 16 bits, whose Python code computes in fp32: widened 6, squared 8, averaged 4, scaled 8, narrowed 6, and
-# times its weight 4 bytes an element.
+# A norm in 16 bits, whose Python code computes in fp32, moves per element 6 bytes to widen, 8 to square, 4 to average,
+# 8 to scale, 6 to narrow, and 4 to multiply by its weight.
 NARROW_NORM_BYTES = 36
-# Of norms and rotations as harness/hf/fused.py has them; measured on a CPU alone, so not counted on a GPU.
+# The same for norms and rotations of harness/hf/fused.py; measured only on a CPU, so not counted on a GPU.
 FEWER = {"norm": 5, "rotation": 5}
-# Rate of the backward kernel of attention beside the forward one (Dao 2023, section 4.1: 63% of the peak beside 73%).
+# Rate of attention's backward kernel relative to its forward kernel (Dao 2023, section 4.1: 63% and 73% of the peak).
 BACKWARD_RATE = 63 / 73
-# Memory traffic of each logit in bytes. Forward: written, widened to fp32, its maximum found and subtracted,
-# exponentials, their sum. Backward: scaled, and narrowed again.
+# Memory traffic of each logit in bytes. Forward: write it, widen it to fp32, find and subtract the maximum, compute
+# exponentials and their sum. Backward: scale it, and narrow it again.
 LOGIT_BYTES = Seconds(32.0, 18.0)
 # On a CPU most of that stays in a core's cache: forward writes once and reads twice, backward reads and writes. An
 # exponential takes about as long as moving four bytes.
@@ -153,7 +153,7 @@ LOGIT_BYTES_IN_CACHE = Seconds(16.0, 12.0)
 
 @lru_cache(maxsize=65536)
 def layer_seconds(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
-    """Return the seconds of a layer's own work, or of the host's issuing it if that takes longer."""
+    """Return the seconds of a layer's own work, or of issuing it on the host if that takes longer."""
     tokens = strategy.tokens(workload.sequence)
     attention = _attention(hardware, workload, strategy, layer)
     products = _projections(hardware, workload, strategy, layer, tokens)
@@ -196,17 +196,17 @@ def _projections(hardware: Hardware, workload: Workload, strategy: Strategy, lay
 def _cast_bytes(workload: Workload) -> float:
     """Return the bytes that narrowing to fp8 or fp4 moves for each element: one read, and two writes.
 
-    It writes the tensor and its transpose, for the output and for the weight gradient. fp4 reads all once more before,
-    for the scale of the whole tensor (NVIDIA 2025, Pretraining Large Language Models with NVFP4, section 2).
+    It writes the tensor and its transpose, for the output and for the weight gradient. fp4 first reads the whole tensor
+    once more for its scale (NVIDIA 2025, Pretraining Large Language Models with NVFP4, section 2).
     """
     reads = 2 if workload.precision == "fp4" else 1
     return reads * workload.element_bytes + 2 * PRODUCT_BYTES[workload.precision]
 
 
 def _summed(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
-    """Return the seconds of adding a micro-batch's weight gradients to their sum: both are read, the sum is written.
+    """Return the seconds of adding a micro-batch's weight gradients to their sum: read both, write the sum.
 
-    With `fused_sums` the product that computes them adds them, so they are not read.
+    With `fused_sums` the matrix product that computes the gradients adds them, so they are not read.
     """
     each = 2 * workload.gradient_bytes + (0 if workload.habits.fused_sums else workload.element_bytes)
     moved = layer_parameters(strategy, layer) * each
@@ -220,7 +220,7 @@ def _feed_forward(strategy: Strategy, layer: LayerShape, tokens: int) -> list[tu
         held = held_experts(strategy, layer)
         ranks = 1 if strategy.ep_size > 1 else strategy.tp_size
         routed = tokens * layer.top_k
-        if strategy.ep_size > 1:  # the tokens of tensor-parallel ranks are the same; experts see each once
+        if strategy.ep_size > 1:  # tensor-parallel ranks have the same tokens; an expert gets each token once
             routed = -(-routed // strategy.tp_size)
         parts.append((_share(layer.expert_ffn, ranks), max(1, routed // held), held))
     return parts
@@ -234,7 +234,7 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
     """
     length, tp = workload.sequence, strategy.tp_size
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
-    tokens = strategy.tokens(length)  # of all heads, or some heads of all tokens
+    tokens = strategy.tokens(length)  # all heads of these tokens, or a share of the heads of all tokens
     work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
     share = hardware.torch_attention_efficiency if workload.habits.torch_attention else hardware.attention_efficiency
     seconds = work / (hardware.flops[precision] * share)
@@ -257,7 +257,7 @@ def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, lay
     routed_width = layer.top_k * layer.expert_ffn
     widths = layer.dense_ffn / tp + routed_width / (tp if strategy.ep_size <= 1 else 1)
     active = widths * passes["gate" if layer.gated else "activation"]
-    routed = 4.0 * layer.top_k * layer.hidden  # tokens are put in the order of experts and back
+    routed = 4.0 * layer.top_k * layer.hidden  # tokens are sorted by expert, and sorted back
     moved = outside / (tp if strategy.sequence_parallel else 1) + inside / tp + active + routed
     forward = tokens * moved * workload.element_bytes / hardware.memory_bytes_per_second
     kernels = (8 if workload.habits.fused_elementwise else 30) * hardware.kernel_seconds
@@ -291,10 +291,10 @@ def embedding_seconds(hardware: Hardware, workload: Workload, strategy: Strategy
 def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
     """Return the seconds of a layer's tensor-parallel traffic.
 
-    Tensor parallel: an all-reduce of the hidden state behind attention and one behind the feed-forward part, as many
-    backward (Shoeybi et al. 2019, section 3); with sequence parallelism an all-gather and a reduce-scatter each, and
-    one more all-gather backward where inputs are gathered again (Korthikanti et al. 2022, section 4.2.2); with
-    `narrow_gathers` what is gathered has as many bytes as the products read (Transformer Engine's Linear).
+    Tensor parallelism all-reduces the hidden state after attention and after the feed-forward part, forward and
+    backward (Shoeybi et al. 2019, section 3). Sequence parallelism has an all-gather and a reduce-scatter instead of
+    each, and one more all-gather backward if inputs are gathered again (Korthikanti et al. 2022, section 4.2.2). With
+    `narrow_gathers` inputs are gathered in the precision of the products (Transformer Engine's Linear).
     """
     tokens = strategy.tokens(workload.sequence)
     state = float(tokens * layer.hidden * workload.element_bytes)
@@ -310,7 +310,7 @@ def layer_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, la
 
 
 def again_in_tiles(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
-    """Return the seconds in which a backward computes a layer's feed-forward blocks once more, tile by tile."""
+    """Return the seconds in which a backward recomputes a layer's feed-forward blocks tile by tile."""
     if not strategy.block_tile:
         return 0.0
     tokens, total = strategy.tokens(workload.sequence), 0.0
@@ -323,11 +323,11 @@ def again_in_tiles(hardware: Hardware, workload: Workload, strategy: Strategy, l
 
 @lru_cache(maxsize=65536)
 def context_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
-    """Return the seconds in which context ranks exchange queries, keys, values and outputs, forward; a backward takes
-    the same.
+    """Return the seconds in which context ranks exchange queries, keys, values and outputs in a forward; a backward
+    takes the same.
 
-    Each sends all but its own share of them (Jacobs et al. 2023, arXiv 2309.14509, section 3.2); keys that are fewer
-    than ranks go to several.
+    Each rank keeps its own share and sends the rest (Jacobs et al. 2023, arXiv 2309.14509, section 3.2). If there are
+    fewer key heads than ranks, each goes to several ranks.
     """
     if strategy.cp_size == 1:
         return 0.0
@@ -340,10 +340,11 @@ def context_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, 
 
 
 def expert_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> float:
-    """Return the seconds in which a layer's tokens travel to their experts and back, forward; a backward takes the
-    same.
+    """Return the seconds in which a layer's tokens travel to their experts and back in a forward; a backward takes
+    the same.
 
-    The harness sends them between neighbours on the data axis, and of each tensor-parallel rank those for its own.
+    The harness sends them between neighbours on the data axis: each tensor-parallel rank sends the tokens of its own
+    experts.
     """
     if not layer.experts or strategy.ep_size == 1:
         return 0.0

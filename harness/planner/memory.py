@@ -17,7 +17,7 @@ from harness.planner.shape import LayerShape
 from harness.planner.traffic import expert_ranks
 from harness.planner.workload import Stage, Strategy, Workload, layer_experts, layer_parameters
 
-ALLOCATOR_SHARE = 0.04  # of activations: a GPU's blocks are rounded up, and gaps between them stay unused
+ALLOCATOR_SHARE = 0.04  # of activations: the GPU allocator rounds blocks up and leaves gaps between them
 # logits that the cross entropy exponentiates at a time (harness/parallel/tensor/cross_entropy.py)
 LOSS_CHUNK, LOSS_CHUNK_ON_CPU = 2**23, 2**18
 
@@ -26,7 +26,7 @@ LOSS_CHUNK, LOSS_CHUNK_ON_CPU = 2**23, 2**18
 class StageMemory:
     """Bytes of one rank of a stage at its peak, by purpose; `host` is in the host's memory.
 
-    Activations and logits are those that exist at the peak, when gradients have taken the place of some of them.
+    Activations and logits are those that exist at the peak, when gradients may have replaced some of them.
     """
 
     parameters: float
@@ -73,7 +73,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
             in_flight=in_flight(strategy, index),
         ),
     )
-    share = min(1.0, passing / made) if made else 0.0  # what gradients take the place of as they are made
+    share = min(1.0, passing / made) if made else 0.0  # as the backward frees activations, gradients take their place
     state = _state_bytes(workload, strategy)
     gaps = 0.0 if workload.on_cpu else ALLOCATOR_SHARE * made
     buffers = max(0.0, passing - made) + gaps + shared_bytes(workload, strategy, held, state)
@@ -92,7 +92,7 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
 
 
 def exchanged_bytes(workload: Workload, strategy: Strategy, stage: Stage) -> float:
-    """Return the bytes of queries that are on their way between context ranks: as they are sent, and as they come."""
+    """Return the bytes of queries that context ranks exchange at a time: those sent, and those received."""
     if strategy.cp_size == 1:
         return 0.0
     widest = max((layer.query for layer, _ in stage.layers), default=0)
@@ -100,8 +100,8 @@ def exchanged_bytes(workload: Workload, strategy: Strategy, stage: Stage) -> flo
 
 
 def mask_bytes(workload: Workload, strategy: Strategy, stage: Stage, *, packed: bool = False) -> float:
-    """Return the bytes of a mask of all pairs, one byte each, which torch's attention needs for a window shorter than a
-    sample, and for `packed` documents."""
+    """Return the bytes of the attention mask [tokens, tokens], one byte a pair. torch's attention needs it for a window
+    shorter than a sample, and for `packed` documents."""
     length = workload.sequence
     has_window = any(layer.window and layer.window < length for layer, _ in stage.layers)
     if not workload.habits.torch_attention or not (has_window or packed):
@@ -137,24 +137,24 @@ def _table(workload: Workload, strategy: Strategy) -> float:
 
 
 def local_experts(strategy: Strategy, stage: Stage) -> float:
-    """Return a rank's parameters of routed experts before ZeRO shares them out."""
+    """Return the number of a rank's parameters in routed experts before ZeRO divides them."""
     return sum(count * layer_experts(strategy, layer) for layer, count in stage.layers)
 
 
 def owned_parameters(strategy: Strategy, held: float, experts: float) -> float:
-    """Return how many of the `held` parameters a rank owns where ZeRO shares them out.
+    """Return how many of the `held` parameters a rank owns when ZeRO divides them.
 
-    Each parameter goes to the ranks that hold copies of it: of an expert there are fewer than of the rest.
+    ZeRO divides a parameter among the ranks that hold a copy; an expert has fewer copies than the rest.
     """
     return (held - experts) / strategy.dp_size + experts / expert_ranks(strategy)
 
 
 def _states(workload: Workload, strategy: Strategy, held: float, own: float) -> tuple[float, float, float, float]:
-    """Return the bytes of parameters, gradients and optimizer states on the device, and of those offloaded to the host.
+    """Return the bytes of parameters, gradients and optimizer states on the device, and the offloaded bytes.
 
-    fp32 without ZeRO has AdamW's two moments besides parameters and gradients. ZeRO also holds a master copy in fp32,
-    whatever the precision. bf16 at stage 1 keeps whole gradients in bf16 and whole sums in fp32; fp16 keeps them only
-    in fp16. From stage 2 on a rank keeps only the sums of its part.
+    fp32 without ZeRO has AdamW's two moments besides parameters and gradients. ZeRO also keeps an fp32 master copy in
+    every precision. At stage 1 a rank keeps all gradients: bf16 in bf16 and their sums in fp32, fp16 only in fp16. From
+    stage 2 on it keeps only the sums of its part.
     """
     width, stage = workload.element_bytes, strategy.zero_stage
     parameters = (own if stage == 3 else held) * width
@@ -170,7 +170,7 @@ def _states(workload: Workload, strategy: Strategy, held: float, own: float) -> 
         gradients, optimizer = own * max(workload.gradient_bytes, width), own * 12
     host = 0.0
     if strategy.offload != "none":
-        again = own * 4 if stage == 3 else 0.0  # the optimizer reads a copy of the gradients, which ZeRO-3 keeps
+        again = own * 4 if stage == 3 else 0.0  # ZeRO-3 keeps the copy of the gradients that the optimizer reads
         host, optimizer = optimizer + gradients + again, 0.0
         gradients = gradients if stage < 2 else 0.0
     if strategy.offload == "optimizer+parameters":
@@ -186,11 +186,11 @@ def _state_bytes(workload: Workload, strategy: Strategy) -> float:
 def in_flight(strategy: Strategy, index: int) -> float:
     """Return the largest number of micro-batches whose activations a stage holds at once.
 
-    - 1F1B: one for this stage and each later one.
-    - Interleaved, counted in passes of one chunk: a group of micro-batches in each chunk but one, and two for each
-      later stage (Narayanan et al. 2021, section 2.2, as harness/parallel/pipeline/schedules runs it).
-    - GPipe: all of them.
-    - ZB-V: as many as there are stages, on every stage (Qi et al. 2024, section 6).
+    - 1F1B: one for this stage, and one for each later stage.
+    - Interleaved, counted in passes of one chunk: a group of micro-batches in all chunks but one, two for each later
+      stage, and one more (Narayanan et al. 2021, section 2.2, as harness/parallel/pipeline/schedules runs it).
+    - GPipe: all micro-batches.
+    - ZB-V: the number of stages, on every stage (Qi et al. 2024, section 6).
     """
     stages, times, chunks = strategy.pp_size, strategy.accumulation, strategy.chunks
     if strategy.schedule == GPIPE:
@@ -207,9 +207,9 @@ def in_flight(strategy: Strategy, index: int) -> float:
 def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> float:
     """Return the most bytes of activations that a stage keeps for the backward.
 
-    For a recomputed run of layers it keeps the input for every micro-batch in flight, and all activations of one run
-    while that is recomputed. Under zero-bubble it also keeps the operands of deferred weight gradients, of `index`
-    micro-batches.
+    With recomputation it keeps the input of each run of layers for every micro-batch in flight, and all activations of
+    the run that is being recomputed. Under zero-bubble it also keeps the operands of deferred weight gradients, for
+    `index` micro-batches.
     """
     flight = in_flight(strategy, index)
     parallel = strategy.tp_size if strategy.sequence_parallel else 1
@@ -225,14 +225,14 @@ def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, inde
 def kept_states(strategy: Strategy, stage: Stage) -> int:
     """Return the number of hidden states of a micro-batch that the device keeps for recomputation.
 
-    If they wait in the host's memory, there are two: one in use, and one that is being copied.
+    If the host's memory holds them, the device has two: one in use, and one that is being copied.
     """
     states = ceil(stage.depth / strategy.recompute_every)
     return min(states, 2) if strategy.host_activations else states
 
 
 def host_activations(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> float:
-    """Return the bytes of hidden states that wait in the host's memory for recomputation."""
+    """Return the bytes of hidden states that the host's memory holds for recomputation."""
     if not strategy.host_activations or strategy.recompute != "full":
         return 0.0
     parallel = strategy.tp_size if strategy.sequence_parallel else 1
@@ -241,7 +241,7 @@ def host_activations(workload: Workload, strategy: Strategy, stage: Stage, index
 
 
 def _at_once(strategy: Strategy, stage: Stage) -> int:
-    """Return the number of layers of a stage that have all their activations at once during recomputation."""
+    """Return the number of layers that the backward recomputes together; 1 without recomputation."""
     return min(strategy.recompute_every, stage.depth) if strategy.recompute == "full" else 1
 
 
@@ -253,17 +253,17 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
     shared = tp if strategy.sequence_parallel else 1
     whole_input = (
         width if shared > 1 and not workload.habits.gathers_again else 0
-    )  # gathered, it is kept by the next product
+    )  # the next product keeps the gathered input
     outside = layer.hidden * layer.norms * ((_norm_bytes(workload, layer) - whole_input) / shared + whole_input)
     repeated = layer.heads // max(layer.kv_heads, 1)
-    ranks = strategy.cp_size * tp  # several of which may have copies of one key
+    ranks = strategy.cp_size * tp  # several ranks may have copies of one key
     keys = (layer.key + layer.value) * (1 if workload.habits.fused_elementwise or repeated == 1 else repeated)
     copies = 1 if keys == (layer.key + layer.value) * repeated else max(1.0, ranks / max(layer.kv_heads, 1))
     attention = (layer.query + keys * copies + 2 * layer.output) * width / tp
-    active = (layer.into_ffn + 2 if layer.gated else 2) * width  # into the activation, out of it, and their product
+    active = (layer.into_ffn + 2 if layer.gated else 2) * width  # input and output of the activation, and their product
     inside = layer.dense_ffn * active / tp
     if layer.experts:
-        whole = tp if strategy.ep_size > 1 else 1  # whole experts: their tokens are shared out instead
+        whole = tp if strategy.ep_size > 1 else 1  # whole experts: ranks divide their tokens instead
         inside += layer.top_k * (layer.expert_ffn * active / tp + 2 * layer.hidden * width / whole)
         inside += layer.experts * 8
     if not strategy.block_tile:
@@ -277,9 +277,9 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
 def _norm_bytes(workload: Workload, layer: LayerShape) -> float:
     """Return the bytes that a norm keeps for each element: its input, and its output, which the next product needs.
 
-    Written in single operations, as in transformers' models, a norm also keeps the input in fp32 and the normalised
-    value. In float32 the harness has norms of its own (harness/hf/fused.py); they were measured only on a CPU, so they
-    are not counted on a GPU.
+    If it is written in single operations, as in transformers' models, a norm also keeps the input in fp32 and the
+    normalised value. In float32 the harness has norms of its own (harness/hf/fused.py). They were measured only on a
+    CPU, so they are not counted on a GPU.
     """
     width = workload.element_bytes
     fused = workload.habits.fused_elementwise or layer.native_norms
@@ -311,10 +311,10 @@ def _logits(workload: Workload, strategy: Strategy) -> float:
 # zero/partitioned_param_coordinator.py (`__params_to_release`).
 
 
-FLAT_BUCKET = 5e8  # gradients, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
-GATHERED = 5e8  # parameters at the end of a forward: their way through the backward is within stage3_max_reuse_distance
+FLAT_BUCKET = 5e8  # gradients in a bucket, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
+GATHERED = 5e8  # parameters kept after a forward: the backward reuses them within stage3_max_reuse_distance
 SUB_GROUP = 1e9  # elements that ZeRO-3 steps on at once, DeepSpeed's sub_group_size
-SHARED_PIECE = 2**22  # bytes; twice that of each rank of a host is mapped (harness/parallel/collectives/host_memory.py)
+SHARED_PIECE = 2**22  # bytes; each rank of a host maps twice that (harness/parallel/collectives/host_memory.py)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,10 +322,10 @@ class StageLoad:
     """The sizes from which the peak of a stage is computed.
 
     Attributes:
-        parameters: number of parameters before ZeRO divides them; `own`: of those that this rank owns.
+        parameters: number of parameters before ZeRO divides them; `own`: how many of them this rank owns.
         gradients: bytes of their sums on the device.
         made: bytes of activations and logits.
-        layer: bytes of the first layer's activations; `below`: number of its parameters and of those before it.
+        layer: bytes of the first layer's activations; `below`: number of parameters in that layer and before it.
         in_flight: largest number of micro-batches in flight.
     """
 
@@ -347,7 +347,7 @@ def passing_bytes(workload: Workload, strategy: Strategy, stage: Stage, load: St
 
 
 def shared_bytes(workload: Workload, strategy: Strategy, held: float, state: float) -> float:
-    """Return the bytes of memory shared with ranks of the same host; pages that a rank has read count as its own."""
+    """Return the bytes of memory shared with ranks of the same host: pages that a rank has read count as its own."""
     if not workload.on_cpu:
         return 0.0
     of_data = 2 * strategy.dp_size * min(SHARED_PIECE, held * workload.element_bytes) if strategy.dp_size > 1 else 0.0
@@ -357,8 +357,8 @@ def shared_bytes(workload: Workload, strategy: Strategy, held: float, state: flo
 def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, load: StageLoad) -> float:
     """Return the bytes when a backward begins: all activations, and the gradient of the largest matrix.
 
-    In the first backward no gradients exist before, unless they have a flat tensor of their own. A stage with fewer
-    micro-batches in flight than a step has begins later backward passes with whole sums. ZeRO-2 copies its part of each
+    No gradients exist before a step's first backward, unless a flat tensor is allocated for them. If a step has more
+    micro-batches than are in flight, later backward passes begin with all sums. ZeRO-2 copies its part of each
     micro-batch's gradients into one more flat tensor; on a CPU its pages are allocated as they are filled.
     """
     width, zero = workload.element_bytes, strategy.zero_stage
@@ -368,12 +368,12 @@ def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, load: Sta
         return load.made + _buckets(workload, strategy, load)
     if zero == 3:
         whole = load.made + _gathered(workload, strategy, stage, load) + largest
-        if workload.on_cpu and strategy.bucket >= load.parameters:  # filled at the end of the backward alone
+        if workload.on_cpu and strategy.bucket >= load.parameters:  # it is full only at the end of the backward
             return whole
         return whole + _buckets(workload, strategy, load)
     if zero == 2:
         begun = load.made + 2 * largest
-        if workload.on_cpu:  # whose buckets, made anew for each backward, take memory as they are filled
+        if workload.on_cpu:  # each backward makes new buckets, which take memory as they are filled
             return begun - (0.0 if again or _sums_apart(workload) else load.gradients)
         whole = begun + _buckets(workload, strategy, load)
         return whole + (load.gradients if again and not _sums_apart(workload) else 0.0)
@@ -388,16 +388,16 @@ def _at_last_layer(workload: Workload, strategy: Strategy, load: StageLoad) -> f
     """
     again = strategy.accumulation > load.in_flight or strategy.whole_gradients or workload.habits.sums_in_place
     if strategy.zero_stage >= 2:
-        return 0.0  # each gradient is reduced to this rank's part at once, so the beginning of the backward needs more
+        return 0.0  # each gradient is reduced to this rank's part at once: the peak is where the backward begins
     return load.layer - (0.0 if again else load.below * workload.element_bytes)
 
 
 def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, load: StageLoad) -> float:
     """Return the bytes at the end of the last backward.
 
-    Without ZeRO, and for bf16 at stage 1, gradients are copied into flat buckets; not in fp32 on a rank that sends none
+    Without ZeRO, and for bf16 at stage 1, gradients are copied into flat buckets; but not in fp32 on a single data rank
     (harness/deepspeed/gradient_reduction.py). ZeRO-1 and ZeRO-2 copy this rank's part into one flat tensor, and
-    matrices that exceed a bucket one by one. ZeRO-3's parameters stay gathered between the micro-batches of a step.
+    matrices larger than a bucket one by one. ZeRO-3's parameters stay gathered between the micro-batches of a step.
     """
     width, zero = workload.element_bytes, strategy.zero_stage
     if workload.habits.sums_in_place:
@@ -409,7 +409,7 @@ def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, load: St
         alone = strategy.dp_size == 1 and zero == 0 and width == 4
         return 0.0 if alone else min(load.parameters, FLAT_BUCKET) * max(width, workload.gradient_bytes)
     moved = largest_matrix(workload, strategy, stage) * width + _buckets(workload, strategy, load)
-    if zero == 1:  # a CPU's bucket takes memory as it is filled, and each gradient in it leaves as much
+    if zero == 1:  # on a CPU a bucket takes memory as it is filled, while the gradients in it free the same
         return (0.0 if workload.on_cpu else moved) + load.own * width
     again = strategy.accumulation > load.in_flight and not _sums_apart(workload)
     return moved + (load.gradients if again else 0.0)
@@ -418,7 +418,7 @@ def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, load: St
 def _at_update(workload: Workload, strategy: Strategy, load: StageLoad) -> float:
     """Return the bytes of the flat fp32 copy of a rank's gradients that the optimizer reads.
 
-    ZeRO-1 and ZeRO-2 make it from the parts that they have kept; at stage 1 other ranks' parts are freed by then.
+    ZeRO-1 and ZeRO-2 make it from this rank's part; stage 1 has freed the other ranks' parts by then.
     ZeRO-2 with fp32 sums of 16-bit gradients has it already. ZeRO-3 makes it for one sub-group at a time. In fp16 it
     exists twice for a moment, in fp16 and in fp32.
     """
@@ -443,10 +443,10 @@ def _sums_apart(workload: Workload) -> bool:
 def _buckets(workload: Workload, strategy: Strategy, load: StageLoad) -> float:
     """Return the bytes of ZeRO's buckets: one fills while the other is reduced.
 
-    DeepSpeed allocates each at its full size, however few the parameters are. There is a second one if gradients are
-    reduced while layers compute, and in a pipeline (zero/stage_1_and_2.py, `setup_buckets`, `reduce_gradients`). ZeRO-3
-    has one, and copies its content for the reduction. On a CPU buckets take memory only as they are filled; there
-    ZeRO-3 has none, but gradients accumulate up to the size of a bucket, and their means come on top.
+    DeepSpeed allocates each at full size, even for few parameters. There is a second one if gradients are reduced while
+    layers compute, and in a pipeline (zero/stage_1_and_2.py, `setup_buckets`, `reduce_gradients`). ZeRO-3 has one, and
+    copies its content for the reduction. On a CPU buckets take memory only as they are filled. There ZeRO-3 has no
+    bucket, but gradients accumulate up to the size of one, and their means need memory too.
     """
     ranks = strategy.dp_size
     if strategy.zero_stage == 0 or strategy.whole_gradients:
@@ -465,7 +465,7 @@ def _buckets(workload: Workload, strategy: Strategy, load: StageLoad) -> float:
 def _gathered(workload: Workload, strategy: Strategy, stage: Stage, load: StageLoad) -> float:
     """Return the bytes of ZeRO-3's gathered parameters at the end of a forward: those that the backward needs soon.
 
-    A rank alone gathers none, but copies those that lie in the host's memory.
+    A single data rank gathers none, but copies those that are offloaded to the host.
     """
     if strategy.dp_size == 1 and strategy.offload != "optimizer+parameters":
         return 0.0

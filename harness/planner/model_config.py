@@ -1,8 +1,8 @@
 """Read the shape of a decoder from its config.json alone.
 
 No model is built and no family is named: the usual names of each size (`size_names.json`) are tried in turn.
-`families.json` has what a config.json leaves to its family: how its layers are made, as counted on models that
-transformers built, and defaults of its sizes (`scripts/write_families.py` writes the file).
+`families.json` has what a config.json leaves to its family: the structure of its layers, counted on models that
+transformers built, and default sizes (`scripts/write_families.py` writes the file).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from harness.errors import UserError
 from harness.planner.shape import DecoderShape, LayerShape
 
 SIZE_NAMES: dict[str, list[str]] = json.loads(Path(__file__).with_name("size_names.json").read_text(encoding="utf-8"))
-NONE_BELOW_0 = ("window", "positions")  # where some configs write -1 for no limit
-MAIN = ("layers", "hidden", "heads", "ffn", "vocab")  # every config.json has these, though perhaps by other names
+NONE_BELOW_0 = ("window", "positions")  # some configs write -1 for no limit
+MAIN = ("layers", "hidden", "heads", "ffn", "vocab")  # every config.json has these, perhaps under other names
 NEEDED = ("layers", "hidden", "heads", "vocab")
-SWITCHES = ("experts", "kv_rank")  # a layer is made otherwise where there are any
+SWITCHES = ("experts", "kv_rank")  # if there are any, a layer has another structure
 MOST, MOST_LAYERS = 2**40, 10_000
-MOST_OFF = 0.01  # of a family's parameters, before they are counted on its model
+MOST_OFF = 0.01  # share of a family's parameters; with a larger error, they are counted on its model
 DEFAULTS = (
     *("multi_query", "new_decoder_architecture", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_freq"),
     *("use_sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
 )
-"""Settings that decide how layers are made; if a config.json lacks one, the family's config class has its default."""
+"""Settings that decide the structure of layers; if a config.json lacks one, the family's config class has a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """How the layers of a family are made, beyond their sizes.
+    """The structure of a family's layers, beyond their sizes.
 
     Attributes:
         gated: the feed-forward network has two input matrices (gate and up) instead of one.
@@ -112,7 +112,7 @@ def decoder_of(config: Mapping[str, object], source: str, counts: ParameterCount
 
     Args:
         source: the model's name in messages.
-        counts: whether the parameters were counted on a model that transformers has built; it may then lack heads.
+        counts: the parameters counted on a model that transformers has built; the config may then lack heads.
 
     Raises UserError for values that are no sizes, and NoSize if a size is missing.
     """
@@ -122,10 +122,10 @@ def decoder_of(config: Mapping[str, object], source: str, counts: ParameterCount
     if counts is not None:
         defaults = {"layers": len(counts.layers)}
     if "sliding_window" in config:
-        defaults["window"] = 0  # null says that there is none
+        defaults["window"] = 0  # null means no window
     config = {**family.get("defaults", {}), **config}
     sizes = {name: _size(config, name, defaults.get(name, 0), source) for name in SIZE_NAMES}
-    for name in SWITCHES:  # a family without experts ignores such a key, which another program may have written
+    for name in SWITCHES:  # another program may have written such a key, which a family without experts ignores
         is_guess = is_guess or bool(family and sizes[name] and name not in family["sizes"])
     for name in NEEDED:
         if sizes[name] < 1 and (counts is None or name != "heads"):
@@ -158,9 +158,9 @@ def decoder_of(config: Mapping[str, object], source: str, counts: ParameterCount
 
 
 def _is_guess(config: Mapping[str, object]) -> bool:
-    """Return whether the sizes read here were never compared with a model of this family and with these keys.
+    """Return whether the sizes read here were never compared with a model of this family with these keys.
 
-    A config.json that lacks a main size of its family must have it under another name.
+    If a config.json lacks a main size of its family, it has that size under another name.
     """
     family = _family(config)
     unread = family.get("unread")
@@ -173,7 +173,7 @@ def _is_guess(config: Mapping[str, object]) -> bool:
 
 
 def _is_dense(config: Mapping[str, object], sizes: Mapping[str, int], index: int) -> bool:
-    """Return whether a layer has a dense feed-forward network, in whichever way the config says which have experts."""
+    """Return whether a layer has a dense feed-forward network; configs declare layers with experts in several ways."""
     if not sizes["experts"] or index < sizes["dense_layers"]:
         return True
     for key, dense in (("mlp_layer_types", "dense"), ("moe_layer_freq", 0)):
@@ -261,8 +261,8 @@ def _vectors(shape: LayerShape, traits: Traits, head_dim: int) -> int:
 def _size(config: Mapping[str, object], size: str, default: int, source: str) -> int:
     """Return the first number under the names of a size, or the default if there is none.
 
-    From a list with a number for each layer it takes the largest. Raises UserError for a value that is no size: the
-    default in its place would plan another model.
+    Of a list with a number for each layer, take the largest. Raises UserError for a value that is no size: with the
+    default instead, another model would be planned.
     """
     most, is_none = MOST_LAYERS if size == "layers" else MOST, False
     for name in SIZE_NAMES[size]:
@@ -287,8 +287,8 @@ def _is_whole(value: object) -> bool:
 
 # A decoder's shape, corrected by the parameters counted on the model itself.
 #
-# The planner reads sizes from config.json by their usual names. For a family or a key for which that was never compared
-# with a model, transformers builds the model, in a process of its own, because the planner itself runs without torch.
+# The planner reads sizes from config.json by their usual names. If that was never compared with a model for a family or
+# key, transformers builds the model, in a process of its own because the planner itself runs without torch.
 
 
 MODULE = "harness.hf.counts"
@@ -296,16 +296,16 @@ LIMIT_S = 120.0
 
 
 def counted_decoder(config: Mapping[str, object], source: str) -> tuple[Mapping[str, object], DecoderShape, str]:
-    """Return a model's config (with its family's defaults, if transformers was asked), its shape, and a doubt.
+    """Return a model's config (with its family's defaults, if transformers built the model), its shape, and a doubt.
 
-    The doubt is the reason why its number of parameters is a guess; empty if it is none. Raises UserError for a config
+    The doubt is the reason why the number of parameters is a guess; "" if it is none. Raises UserError for a config
     without sizes.
     """
     family = str(config.get("model_type"))
     shape, lack = None, ""
     try:
         shape = text_decoder(config, source)
-    except NoSize as error:  # transformers may know its sizes: of a model type alone, or by other names
+    except NoSize as error:  # transformers may know the sizes, from the model type alone or under other names
         lack = str(error)
     if shape is not None and not shape.guessed:
         return config, shape, ""
@@ -341,7 +341,7 @@ def _asked(config: Mapping[str, object]) -> tuple[Mapping[str, object], Paramete
 def with_counts(shape: DecoderShape, counts: ParameterCounts) -> DecoderShape:
     """Return the shape with the counted number of parameters in each layer and outside of them.
 
-    Sizes from the config stay; parameters that they do not explain are counted as other matrices of the layer.
+    Sizes from the config stay; parameters that they do not explain count as further matrices of the layer.
     """
     kinds: dict[tuple[LayerCounts, LayerShape], LayerShape] = {}
     layers = []
@@ -355,7 +355,7 @@ def with_counts(shape: DecoderShape, counts: ParameterCounts) -> DecoderShape:
 
 
 def _like(shape: DecoderShape, index: int, has_experts: bool) -> LayerShape:
-    """Return the shape read for a layer, or that of the first layer that agrees with it on having experts."""
+    """Return the shape read for layer `index`; if that differs in having experts, of the first layer that does not."""
     same = shape.layers[min(index, len(shape.layers) - 1)]
     if bool(same.experts) == has_experts:
         return same

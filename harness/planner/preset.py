@@ -15,7 +15,7 @@ from harness.planner.workload import Strategy
 
 
 def preset(strategy: Strategy, precision: str) -> JsonObject:
-    """Return the config of a layout; values that a run's arguments decide are "auto"."""
+    """Return the config of a layout; values that come from a run's arguments are "auto"."""
     zero: JsonObject = {"stage": strategy.zero_stage}
     if strategy.zero_stage:
         zero |= {"contiguous_gradients": True, "reduce_bucket_size": int(strategy.bucket)}

@@ -1,4 +1,4 @@
-"""Rank all layouts of a task by predicted speed, with the reasons against the others and the gain from more devices."""
+"""Rank a task's layouts by predicted speed; give the reasons against the others, and the gain from more devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.topology.layout import divisors
 from harness.wording import counted
 
 LARGEST = 10**7  # limit for any size that a user gives
-SAMPLES_PER_RANK = 8  # if no batch is given: HF's default micro-batch
+SAMPLES_PER_RANK = 8  # HF's default micro-batch, if no batch is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class Task:
     """A training to be planned: `global_batch` samples a step on `world_size` ranks.
 
     Attributes:
-        no_tensor: why the model cannot be cut for tensor parallelism; None if it can, or if that is not known.
-        spreads_experts: whether ranks can hold some experts whole, instead of all experts or a part of each.
+        no_tensor: why the model cannot be cut for tensor parallelism; None if it can, or if that is unknown.
+        spreads_experts: whether whole experts can be distributed over ranks.
     """
 
     hardware: Hardware
@@ -86,7 +86,7 @@ NO_HOST_MEMORY = "needs more memory than the host has for each device"
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The layouts that fit, best first; those that only lack memory; and reasons against others, with their numbers."""
+    """The layouts that fit, best first; those that only lack memory; and how often each reason excluded others."""
 
     fitting: list[Estimate]
     too_large: list[Estimate]
@@ -143,20 +143,20 @@ def candidates(task: Task) -> Iterator[Strategy | str]:
 
 
 def _expert_sizes(task: Task, tensor: int, data: int) -> list[int]:
-    """Return the numbers of ranks of a stage over which whole experts can be distributed equally."""
+    """Return the numbers of a stage's ranks over which whole experts can be distributed equally."""
     experts = {layer.experts for layer in task.workload.shape.layers if layer.experts}
     can = bool(experts) and (task.spreads_experts or task.workload.habits.tokens_travel)
     sizes = (tensor * neighbours for neighbours in divisors(data)) if can else ()
     return [size for size in sizes if size > 1 and all(count % size == 0 for count in experts)]
 
 
-LONG = 2**14  # tokens of a sample from which ranks may share it, and parts may be computed in tiles
+LONG = 2**14  # from this many tokens on, ranks may share a sample, and parts may be computed in tiles
 TILE = 2**12  # tokens; its products are as fast as larger ones
-QUERIES = 2**10  # of which a mask is made at a time
+QUERIES = 2**10  # queries for which a mask is made at a time
 
 
 def _context_sizes(task: Task, base: Strategy) -> list[int]:
-    """Return how many data-parallel ranks may share each sequence: no more than there are heads for."""
+    """Return how many data-parallel ranks may share each sequence: at most one a head."""
     if task.workload.sequence < LONG or task.workload.habits.zero_stage is not None:
         return [1] if task.global_batch % base.dp_size == 0 else []
     heads = max(1, task.workload.shape.layers[0].heads // base.tp_size)
@@ -165,8 +165,8 @@ def _context_sizes(task: Task, base: Strategy) -> list[int]:
 
 
 def _ladder(task: Task, one: Strategy) -> Iterator[Strategy]:
-    """Yield a layout as it is, and with less and less memory a token: tiles of the loss, activations in the host's
-    memory, tiles of feed-forward blocks."""
+    """Yield a layout as it is, and for long samples variants that need less memory a token: the loss in tiles, also
+    feed-forward blocks in tiles, also activations in the host's memory."""
     yield one
     if task.workload.sequence < LONG or task.workload.habits.zero_stage is not None:
         return
@@ -216,21 +216,21 @@ def _orders(task: Task, one: Strategy) -> Iterator[Strategy]:
     if one.pp_size == 1:
         return
     layers, chunks = len(task.workload.shape.layers), [2]
-    if task.workload.habits.equal_stages:  # embedding and head may count as a layer each, and fill a chunk alone
+    if task.workload.habits.equal_stages:  # embedding and head may each count as a layer, and fill a chunk
         each = {-(-whole // one.pp_size) for whole in (layers, layers + 2)}
         layers += 2
         chunks = sorted({count for stage in each for count in divisors(stage) if 1 < count <= layers // one.pp_size})
     has_chunks = 2 * one.pp_size <= layers
     if has_chunks:
         yield from (replace(one, chunks=count) for count in chunks)
-    if one.recompute == "none":  # which would free what zero-bubble keeps
+    if one.recompute == "none":  # recomputation would free the operands that zero-bubble keeps
         yield replace(one, schedule="zero-bubble")
         if has_chunks:
             yield replace(one, schedule="zero-bubble-v")
 
 
 def _zero(task: Task, base: Strategy) -> list[tuple[int, Offload]]:
-    """Return ZeRO stages with what each may offload: 16 bits begin at stage 1, and pipelines end there."""
+    """Return pairs (ZeRO stage, offload): 16-bit precisions need at least stage 1, and pipelines at most stage 1."""
     habits = task.workload.habits
     fixed = habits.zero_stage_of_pipeline if base.pp_size > 1 else habits.zero_stage
     if fixed is not None:
@@ -242,9 +242,9 @@ def _zero(task: Task, base: Strategy) -> list[tuple[int, Offload]]:
     if base.pp_size > 1:
         return plain
     divided: list[tuple[int, Offload]] = [(2, "none"), (3, "none")] if base.dp_size > 1 else []
-    if base.ep_size > base.tp_size:  # whose experts ZeRO-3 would divide twice
+    if base.ep_size > base.tp_size:  # ZeRO-3 would divide distributed experts twice
         return [*plain, *divided[:1]]
-    if task.hardware.is_host:  # which has no other memory to offload to
+    if task.hardware.is_host:  # a CPU has no other memory to offload to
         return [*plain, *divided]
     return [*plain, *divided, (2, "optimizer"), (3, "optimizer"), (3, "optimizer+parameters")]
 
@@ -270,14 +270,14 @@ def require_fit(task: Task, found: Found) -> None:
 
 
 def _shares(one: Estimate) -> tuple[float, float]:
-    """Return the memory that a layout needs on a device and on its host, as shares of what they have."""
+    """Return the memory that a layout needs on a device and on its host, as shares of theirs."""
     return one.peak_bytes / one.hardware.planned_bytes, one.host_bytes / one.hardware.host_memory_bytes
 
 
 def longest(one: Estimate, room: float | None = None) -> int:
-    """Return the largest number of tokens of a sample, in thousands of 1,024, with which a layout fits; 0 for none.
+    """Return the largest number of tokens of a sample with which a layout fits, a multiple of 1,024; 0 for none.
 
-    `room`: bytes of a device; by default what the planner fills of it.
+    `room`: bytes of a device; by default those that the planner may fill.
     """
     limit = one.hardware.planned_bytes if room is None else room
 

@@ -18,7 +18,7 @@ class LayerShape:
         ffn: width of the dense feed-forward network, 0 without; `gated`: it has two input matrices instead of one.
         experts, top_k, expert_ffn, shared_ffn: sizes of a mixture of experts, 0 without.
         window: most tokens that a token attends to; 0 means all before it.
-        more: number of elements of matrices that the widths above do not explain; negative if they explain too many.
+        more: number of matrix elements that the widths above do not explain; negative if they explain too many.
         vectors: number of elements of norms and biases.
         norms: number of norms over the hidden state; `plain_norms`: they are written in single operations that the
             harness does not fuse; `native_norms`: each is one kernel of torch (LayerNorm).
@@ -49,7 +49,7 @@ class LayerShape:
 
     @cached_property
     def attention_matrices(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of the projections into attention; the one out of it is `output` x hidden."""
+        """(inputs, outputs) of the projections into attention; the output projection is (`output`, `hidden`)."""
         if not self.kv_rank:
             return ((self.hidden, self.query + self.key + self.value),)
         queries = (
@@ -96,7 +96,7 @@ class LayerShape:
         return self.matrix_parameters - unused
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, as results are kept by shape
+@dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity: results are cached by shape
 class DecoderShape:
     """A decoder: its layers, and the embedding and the head around them.
 
@@ -105,7 +105,7 @@ class DecoderShape:
         tied: whether the head is the embedding table.
         outer_vectors: number of elements of norms, biases and everything else outside the layers; negative if a table
             is narrower than the hidden state.
-        guessed: whether the sizes come from a family, or from keys, that were never compared with a model.
+        guessed: whether the sizes of this family, or of these keys, were never compared with a model.
     """
 
     layers: tuple[LayerShape, ...]
@@ -141,8 +141,8 @@ class DecoderShape:
     def flops_per_token(self, sequence: int) -> float:
         """Return the FLOPs of forward and backward for one token, without recomputation.
 
-        6 for each parameter of a matrix (Kaplan et al. 2020, section 2.1), and 6 x context x (query + output) for
-        attention, in which a token attends to half of the sequence on average (causal).
+        6 for each matrix parameter (Kaplan et al. 2020, section 2.1), and 6 x context x (query + output) for attention.
+        With a causal mask a token attends to half of the sequence on average.
         """
         matrices = sum(layer.active_parameters for layer in self.layers)
         matrices += self.vocab * self.hidden

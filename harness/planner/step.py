@@ -1,8 +1,8 @@
 """Predict the seconds of one optimizer step, by purpose.
 
-One micro-batch runs through all stages, and every further one adds the time of the slowest stage (1F1B with a flush,
-Narayanan et al. 2021, section 2.2): with p equal stages and m micro-batches the bubble is (p - 1) / (m + p - 1) of the
-step. Traffic that overlaps with computation counts only as far as it takes longer.
+The first micro-batch runs through all stages, and each further one adds the time of the slowest stage (1F1B with a
+flush, Narayanan et al. 2021, section 2.2): with p equal stages and m micro-batches the bubble is (p - 1) / (m + p - 1)
+of the step. If traffic overlaps with computation, only the excess counts, and the slowdown that it causes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from harness.planner.memory import GATHERED, host_activations, local_experts, lo
 from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message
 from harness.planner.workload import Stage, Strategy, Workload, stages_of
 
-ADAM_BYTES = 28.0  # a parameter's master copy, two moments and gradient, read; the first three written
-# Collectives run on the device's own processors, up to 32 of 108 to 148 at a time. So the time of a collective that is
-# hidden behind computation slows that computation by this share of it.
+ADAM_BYTES = 28.0  # a parameter: read master copy, two moments and gradient; write the first three
+# Collectives use the device's own processors, up to 32 of 108 to 148. So a collective that is hidden behind computation
+# adds this share of its time to it.
 CONTENTION = 0.2
 
 
@@ -81,8 +81,8 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     left = left_waits(strategy.pp_size, strategy.accumulation, strategy.schedule_name, strategy.chunks)
     bubble = (sum(both) - both[slowest]) * left
     busy, whole = times * sum(both) / len(both), times * both[slowest] + bubble
-    # On a crowded host a stage that waits leaves its core to another: either the cores are all at work, or the slowest
-    # chain of stages has them to itself.
+    # With more ranks than cores, a waiting stage leaves its core to another stage. So either all cores are busy, or the
+    # slowest chain of stages has enough cores.
     used = max(busy, whole / hardware.crowding) / whole
     compute, tensor, bubble, idle = compute * used, tensor * used, bubble * used, 1 - busy / (whole * used)
     held = max(local_parameters(workload, strategy, stage) for stage in stages)
@@ -131,7 +131,7 @@ def _stage_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, s
 
 
 def _host_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, stage: Stage) -> float:
-    """Return the seconds of copying hidden states to the host and back, beyond those hidden behind layers."""
+    """Return the seconds of copying hidden states to the host and back that are not hidden behind layers."""
     moved = host_activations(workload, replace(strategy, pp_size=1), stage, 0)
     once = moved / hardware.host_bytes_per_second
     compute = sum(n * layer_seconds(hardware, workload, strategy, layer).forward for layer, n in stage.layers)
@@ -141,8 +141,8 @@ def _host_traffic(hardware: Hardware, workload: Workload, strategy: Strategy, st
 def _pipeline(hardware: Hardware, workload: Workload, strategy: Strategy) -> float:
     """Return the seconds of sending between stages: 2 x the hidden state of a micro-batch at each boundary.
 
-    Each micro-batch is sent once forward and once backward, for each model chunk of a stage. If that overlaps with the
-    passes of other micro-batches, only filling and draining the pipeline waits for it.
+    Each micro-batch is sent once forward and once backward, for each model chunk of a stage. If sending overlaps with
+    the passes of other micro-batches, it costs its full time only while the pipeline fills and drains.
     """
     if strategy.pp_size == 1:
         return 0.0
@@ -168,8 +168,8 @@ def _data(
         return 0.0
     contention = 1.0 if hardware.is_host else CONTENTION
     width, times, stage = workload.element_bytes, strategy.accumulation, strategy.zero_stage
-    window = compute / times * 2 / 3  # the backward in which gradients are final: of the last micro-batch, and of
-    if strategy.chunks > 1:  # interleaved chunks one after the other
+    window = compute / times * 2 / 3  # gradients become final in the backward of the last micro-batch
+    if strategy.chunks > 1:  # interleaved chunks: in one chunk after the other
         window *= min(times, strategy.pp_size)
     if stage == 3:
         return _zero_3(hardware, workload, strategy, held, experts, compute)
@@ -192,10 +192,10 @@ def _zero_3(
 ) -> float:
     """Return the seconds of ZeRO-3's traffic that are not hidden behind computation.
 
-    Each layer is gathered while another is computed. Where the backward recomputes layers, it gathers those twice that
-    are too large to be kept in between. DeepSpeed copies what it has gathered (zero/partition_parameters.py,
-    `AllGatherCoalescedHandle`), and its gradients travel in the same queue as the parameters that the next layer waits
-    for, so that nothing hides them (zero/stage3.py, `__avg_scatter_grads`).
+    Each layer is gathered while another is computed. If the backward recomputes layers, it gathers those twice that are
+    too large to be kept in between. DeepSpeed copies gathered parameters (zero/partition_parameters.py,
+    `AllGatherCoalescedHandle`). Gradients are not hidden: they travel in the same queue as the parameters for which the
+    next layer waits (zero/stage3.py, `__avg_scatter_grads`).
     """
     width, times, layers = workload.element_bytes, strategy.accumulation, len(workload.shape.layers)
     gather = _half_rings(hardware, strategy, held, experts, width, layers)
@@ -206,7 +206,7 @@ def _zero_3(
         gather += 2 * held / layers * width / hardware.memory_bytes_per_second
         copied = _copied(hardware, workload, strategy, held * width)
     forwards, backwards = times, times * (2 if strategy.recompute == "full" and held / layers > GATHERED else 1)
-    if strategy.gathers_once and held <= GATHERED:  # they stay gathered through the step
+    if strategy.gathers_once and held <= GATHERED:  # parameters stay gathered through the step
         forwards, backwards = 1, 0
     forward = compute / (4 if strategy.recompute == "full" else 3)
     moved = layers * gather * forwards, layers * gather * backwards
@@ -224,7 +224,7 @@ def _zero_3(
 def _copied(hardware: Hardware, workload: Workload, strategy: Strategy, gradients: float) -> float:
     """Return the seconds in which DeepSpeed copies gradients; each copy reads and writes.
 
-    It copies them once a step into flat buckets, and back or to a rank's part, which matters only in a host's slow
+    It copies them once a step into flat buckets, and then back or to a rank's part. That counts only in a host's slow
     memory. From ZeRO-2 on it does so for every micro-batch, through one more bucket.
     """
     if not hardware.is_host and (strategy.zero_stage < 2 or workload.habits.zero_stage is not None):
@@ -238,19 +238,19 @@ def _copied(hardware: Hardware, workload: Workload, strategy: Strategy, gradient
 
 
 def _half_rings(hardware: Hardware, strategy: Strategy, held: float, experts: float, each: float, layers: int) -> float:
-    """Return the seconds in which one of `layers` is gathered or reduced: of experts among fewer ranks."""
+    """Return the seconds in which one of `layers` is gathered or reduced; for experts, among fewer ranks."""
     dense = half_ring(data_group(hardware, strategy), (held - experts) * each / layers)
     return dense + (half_ring(expert_group(hardware, strategy), experts * each / layers) if experts else 0.0)
 
 
 def _all_reduces(hardware: Hardware, strategy: Strategy, held: float, experts: float, each: float) -> float:
-    """Return the seconds in which all ranks get the sums of their gradients: of experts among fewer ranks."""
+    """Return the seconds in which all gradients are all-reduced; for experts, among fewer ranks."""
     dense = all_reduce(data_group(hardware, strategy), (held - experts) * each)
     return dense + (all_reduce(expert_group(hardware, strategy), experts * each) if experts else 0.0)
 
 
 def _reduced_bytes(workload: Workload, strategy: Strategy) -> float:
-    """Return the bytes of one gradient when it is sent: that of its sum up to stage 1, of a micro-batch's above."""
+    """Return the bytes of one sent gradient: up to stage 1 that of the sum, above that of one micro-batch."""
     is_wide = strategy.zero_stage <= 1 or workload.habits.reduces_wide
     return workload.gradient_bytes if is_wide else workload.element_bytes
 
@@ -258,7 +258,7 @@ def _reduced_bytes(workload: Workload, strategy: Strategy) -> float:
 def _optimizer(hardware: Hardware, workload: Workload, strategy: Strategy, held: float, own: float) -> float:
     """Return the seconds of the update, which is bound by memory, on the device or on the host."""
     part = own if strategy.zero_stage else held
-    moved = part * (ADAM_BYTES + workload.element_bytes) + held * workload.gradient_bytes  # the norm reads them all
+    moved = part * (ADAM_BYTES + workload.element_bytes) + held * workload.gradient_bytes  # the norm reads all
     if strategy.offload == "none":
         return moved / hardware.memory_bytes_per_second
     travel = part * (workload.gradient_bytes + workload.element_bytes) / hardware.host_bytes_per_second

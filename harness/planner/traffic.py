@@ -1,12 +1,12 @@
 """Predict the seconds of collectives and messages.
 
 In a ring, an all-reduce moves 2 (n - 1) / n of the bytes through each rank, and an all-gather or a reduce-scatter half
-of that (Patarasuk and Yuan 2009; NCCL's bus bandwidth is defined by it). Each half takes n - 1 hops. A group that spans
-nodes is one ring through all of them, and its members in a node share the network adapters.
+of that (Patarasuk and Yuan 2009; it defines NCCL's bus bandwidth). Each half takes n - 1 hops. A group that spans nodes
+is one ring through all of them; its ranks in a node share the network adapters.
 
-Only an all-reduce can use a tree instead, whose hops grow with the logarithm of the nodes, with a chain of ranks in
-each (NCCL, src/graph/tuning.cc). So all-gathers over thousands of ranks are slow. Ranks that share a host's memory are
-counted as a tree too.
+Only an all-reduce can use a tree of nodes instead, with a chain of ranks in each node; its hops grow with the logarithm
+of the number of nodes (NCCL, src/graph/tuning.cc). So all-gathers over thousands of ranks are slow. Ranks that share a
+host's memory also count as a tree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Group:
 
     Attributes:
         bytes_per_second: rate through each of them.
-        ring_seconds: latency once around the ring; `tree_seconds`: up the tree.
+        ring_seconds: latency once around the ring; tree_seconds: latency up the tree.
         start_seconds: time to start a collective, besides its hops.
     """
 
@@ -96,8 +96,8 @@ def expert_exchange(
 ) -> float:
     """Return the seconds in which each of `size` ranks sends every token to the ranks of its `copies` experts.
 
-    With `once_a_node` a token goes once to each node that holds one of them, and is copied on inside it (DeepEP); else
-    it goes to each of them by itself.
+    With `once_a_node` a token is sent once to each node with one of its experts, and copied inside that node (DeepEP);
+    otherwise it is sent once for each expert.
     """
     if size == 1:
         return 0.0

@@ -14,9 +14,9 @@ from harness.config.values.model_chunks import ModelChunks
 from harness.parallel.pipeline.partition import LayerCost, stage_boundaries
 from harness.planner.shape import DecoderShape, LayerShape
 
-# Habits of training programs that no layout tells, chosen by `ds-harness plan --like PROGRAM`; `habits.json` has them.
+# Habits of training programs, which a layout does not contain; `ds-harness plan --like PROGRAM` reads `habits.json`.
 #
-# Each habit is the program's documented default; none was chosen by how well it predicts. The default is DeepSpeed with
+# Each habit is the program's documented default, never fitted to measurements. The default is DeepSpeed with
 # models of transformers, as this harness runs it.
 
 
@@ -25,26 +25,26 @@ class Habits:
     """The habits of one program.
 
     Attributes:
-        zero_stage: what data-parallel ranks always share out; None where the layout chooses. In a pipeline, which would
-            gather parameters for each micro-batch, `zero_stage_of_pipeline`: torchtitan keeps them gathered there, and
-            reduces gradients once.
-        torch_attention: attention runs by torch's own kernels, which are not a device's best everywhere.
+        zero_stage: ZeRO stage that the program always uses; None if the layout chooses.
+        zero_stage_of_pipeline: the same in a pipeline. There ZeRO-3 would gather parameters for each micro-batch;
+            torchtitan keeps them gathered, and reduces gradients once.
+        torch_attention: attention uses torch's own kernels, which are not the best on every device.
         fused_elementwise: norms, rotations and activations are one kernel each, by hand or by a compiler.
-        grouped_experts: the products of a rank's experts are one kernel (grouped_mm of torch), or one each.
-        tokens_travel: tokens are sent to the ranks of their experts, once to a node, even where these are
-            tensor-parallel ranks; else only between data-parallel ones.
-        tiles_norms: where feed-forward blocks are computed in tiles, norms are too.
+        grouped_experts: the products of a rank's experts are one kernel (torch's grouped_mm); else one kernel each.
+        tokens_travel: tokens are sent to the ranks of their experts, once to each node, even between tensor-parallel
+            ranks; else only between data-parallel ranks.
+        tiles_norms: if feed-forward blocks are computed in tiles, so are norms.
         loss_in_place: the loss writes its gradient over the logits and makes no copy of them.
-        sums_in_place: a gradient is added to its sum as it is made, without one of its own; fused_sums: by the product
-            that makes it.
+        sums_in_place: a gradient is added to its sum when it is computed, and not stored itself.
+        fused_sums: the matrix product that computes a gradient also adds it.
         reduces_wide: gradients of ZeRO-2 and ZeRO-3 travel in the precision of their sums.
-        shares_sequence: tensor-parallel ranks always share out what lies between their layers; gathers_again: they
-            gather the input of a block again for its backward (Korthikanti et al. 2022); narrow_gathers: in the
-            precision of the products.
-        overlap_data: gradients travel while layers compute; overlap_parameters: parameters of ZeRO-1 do.
+        shares_sequence: tensor-parallel ranks always use sequence parallelism.
+        gathers_again: they gather a block's input again for its backward (Korthikanti et al. 2022).
+        narrow_gathers: they gather in the precision of the products.
+        overlap_data: gradients are reduced while layers compute; overlap_parameters: ZeRO-1 gathers while they compute.
         overlap_interleaved: stages with several chunks send and receive while they compute.
-        equal_stages: all stages have equally many layers, whatever stands before and after them; and as many chunks as
-            divide those.
+        equal_stages: all stages have the same number of layers, apart from embedding and head; the number of chunks
+            divides it.
         reduces_layers: gradients are reduced layer by layer.
     """
 
@@ -90,7 +90,7 @@ class Workload:
         precision: precision of the matrix products: fp32, bf16, fp16, fp8 or fp4.
         gradient_bytes: bytes of one summed gradient.
         habits: habits of the training program.
-        on_cpu: whether ranks are processes of a host's processor: they exchange tensors through memory that they share.
+        on_cpu: whether ranks are processes on a CPU, which exchange tensors through shared memory.
     """
 
     shape: DecoderShape
@@ -113,32 +113,32 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How it is laid out.
+    """The layout of a workload over ranks.
 
     Attributes:
         pp_size, tp_size, dp_size, ep_size: ranks along each axis; expert-parallel ranks are tensor-parallel ranks, and
             their neighbours on the data axis where `ep_size` is a multiple of `tp_size`.
         cp_size: data-parallel ranks that share each sequence.
         micro_batch: samples; accumulation: micro-batches of a data-parallel rank in a step.
-        zero_stage: what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too.
-        recompute: what the backward computes again: nothing, or whole layers.
-        recompute_every: layers that are recomputed at once, from the input of their first.
-        host_activations: whether these inputs wait in the host's memory.
-        loss_tile, block_tile: tokens of a sample of which the loss, and feed-forward blocks and norms, are computed at
+        zero_stage: what data-parallel ranks partition: 1 optimizer states, 2 gradients too, 3 parameters too.
+        recompute: what the backward recomputes: nothing ("none"), or whole layers ("full").
+        recompute_every: number of layers that are recomputed together, from the input of the first.
+        host_activations: whether these inputs are kept in the host's memory.
+        loss_tile, block_tile: tokens of a sample for which the loss, or feed-forward blocks and norms, are computed at
             a time; 0: all.
-        attention_tile: queries of which masks are made at a time; 0: all.
-        schedule: of the pipeline; under gpipe all forward passes come first.
-        chunks: model chunks of each stage, which go round the stages (Narayanan et al. 2021, interleaved schedule).
-        sequence_parallel: whether tensor-parallel ranks share out what lies between their layers (Korthikanti et al.
+        attention_tile: queries for which an attention mask is made at a time; 0: all.
+        schedule: the pipeline's schedule; gpipe runs all forward passes first.
+        chunks: model chunks of each stage (Narayanan et al. 2021, interleaved schedule).
+        sequence_parallel: whether tensor-parallel ranks split the sequence between their layers (Korthikanti et al.
             2022).
-        split_table: whether tensor-parallel ranks share an embedding that is not tied to the head, as in Megatron-LM
-            and in the plans of transformers.
-        overlap_data: whether gradients of ZeRO-1 and ZeRO-2 travel while layers compute.
-        gathers_once: whether ZeRO-3 gathers parameters once a step where there is room for all (`GATHERED`), else for
-            each forward and each backward of a micro-batch.
-        whole_gradients: whether each data-parallel rank gets all summed gradients, though it needs only its part.
-        bucket: gradients that are reduced at once.
-        boundaries: boundaries of the model chunks in a run that has chosen them; else `partition` chooses.
+        split_table: whether tensor-parallel ranks split an embedding that is not tied to the head, as in Megatron-LM
+            and in transformers' plans.
+        overlap_data: whether ZeRO-1 and ZeRO-2 reduce gradients while layers compute.
+        gathers_once: whether ZeRO-3 gathers parameters once a step if all fit (`GATHERED`); else for each forward and
+            each backward of a micro-batch.
+        whole_gradients: whether each data-parallel rank gets all summed gradients, not only its part.
+        bucket: number of gradients that are reduced at once.
+        boundaries: boundaries of the model chunks, if the run has chosen them; else `partition` chooses.
     """
 
     pp_size: int = 1
@@ -198,7 +198,7 @@ class Strategy:
         return self.dp_size // self.cp_size
 
     def tokens(self, sequence: int, tile: int = 0) -> int:
-        """Return the tokens of a micro-batch on a rank, whose samples have `sequence`; with a tile those of one."""
+        """Return a rank's tokens of a micro-batch with samples of `sequence` tokens; with `tile`, those of one tile."""
         stretch = -(-sequence // self.cp_size)
         return self.micro_batch * (min(stretch, tile) if tile else stretch)
 
@@ -211,13 +211,13 @@ def layer_parameters(strategy: Strategy, layer: LayerShape) -> float:
 
 
 def layer_experts(strategy: Strategy, layer: LayerShape) -> float:
-    """Return a rank's parameters of a layer's routed experts: whole ones over expert ranks, or parts of each."""
+    """Return the number of a rank's parameters in a layer's routed experts: some whole experts, or a part of each."""
     return layer.expert_parameters / max(strategy.ep_size, strategy.tp_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The layers of one stage in all its chunks: the number of each kind, and whether it has the first or last one."""
+    """The layers of one stage in all its chunks, (layer, count) by kind, and whether it has the first or last one."""
 
     layers: tuple[tuple[LayerShape, int], ...]
     is_first: bool
@@ -242,8 +242,8 @@ def stages_of(
 ) -> tuple[Stage, ...]:
     """Return the stages, of `each` chunks, into which `pipeline.partition` cuts a decoder.
 
-    The method `measured` is planned as `balanced`, whose costs predict what a run will measure. `given` are the
-    boundaries of a run that has already chosen them. Raises UserError if there are too few layers.
+    The method `measured` is planned as `balanced`, whose costs predict the measured ones. `given` are the boundaries of
+    a run that has already chosen them. Raises UserError if there are too few layers.
     """
     chunks = ModelChunks(count, each, folded)
     boundaries = [0, len(shape.layers) + 2]

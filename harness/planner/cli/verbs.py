@@ -66,7 +66,7 @@ def plan_lines(found: Found, top: int, devices: MoreDevices | None, memory: More
 
 
 def _mask_lines(best: Estimate) -> Iterator[str]:
-    """Yield a sentence on masks of all pairs of tokens, where one would not fit beside the rest of the best layout."""
+    """Yield a sentence on attention masks [tokens, tokens], if one does not fit beside the rest of the best layout."""
     one = replace(best.strategy, attention_tile=0)
     stages = strategy_stages(best.workload, best.strategy)
     for packed, who in ((False, "the model's window"), (True, "--packing")):
@@ -90,7 +90,7 @@ def _table(rows: Sequence[Estimate]) -> Iterator[str]:
 
 
 def _cells(number: int, one: Estimate) -> dict[str, str]:
-    """Return the cells of a row by the heads of their columns."""
+    """Return the cells of a row by column heading."""
     row, strategy = one.row(), one.strategy
     tiles = ("loss", strategy.loss_tile), ("ffn", strategy.block_tile), ("mask", strategy.attention_tile)
     return {
@@ -115,9 +115,9 @@ def _cells(number: int, one: Estimate) -> dict[str, str]:
 
 
 def _tensor(strategy: Strategy) -> str:
-    """Return the tensor-parallel size, with `ep` where ranks hold whole experts and `sp` where they share sequences.
+    """Return the tensor-parallel size, with `ep` if ranks hold whole experts and `sp` if they split sequences.
 
-    `ep` has its size where data-parallel ranks share the experts, too.
+    `ep` shows its size if experts are distributed over data-parallel ranks, too.
     """
     size = "" if strategy.ep_size == strategy.tp_size else str(strategy.ep_size)
     more = f" ep{size}" * (strategy.ep_size > 1) + " sp" * strategy.sequence_parallel
@@ -125,7 +125,7 @@ def _tensor(strategy: Strategy) -> str:
 
 
 def _schedule(strategy: Strategy) -> str:
-    """Return the schedule, with the number of chunks of a stage unless it is the usual one, 2."""
+    """Return the schedule, with the number of chunks of a stage unless that is 2, as usual."""
     if strategy.pp_size == 1:
         return "-"
     return strategy.schedule_name + (f" x{strategy.chunks}" if strategy.chunks > 2 else "")
@@ -231,7 +231,7 @@ def estimate(argv: Sequence[str]) -> int:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Print the layouts of a number of ranks, best first; write the preset of one if asked; return the exit code."""
+    """Print the layouts of a number of ranks, best first; write the preset of one on request; return the exit code."""
     description = "Rank every layout of a number of ranks by its predicted speed."
     if "--calibrate" in argv:
         return _calibrate(argv)

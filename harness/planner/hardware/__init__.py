@@ -1,7 +1,7 @@
 """The devices that the planner knows (one JSON each in this folder), and how their files are read.
 
-Every constant has its source beside it in the file: a datasheet, a benchmark of that one thing, or "assumed". A user
-adds a device by writing such a file and giving its path.
+In the file every constant has its source beside it: a datasheet, a benchmark of that constant, or "assumed". To add a
+device, a user writes such a file and gives its path.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from harness.errors import UserError
 
 FOLDER = Path(__file__).parent
 GIB = 2**30
-# Share of a device's memory that a recommended layout leaves free. For one published run in six the predicted peak is
-# more than 3% too low, and fragmentation takes memory too.
+# Share of a device's memory that a recommended layout leaves free: the predicted peak is more than 3% too low for one
+# published run in six, and fragmentation takes memory too.
 HEADROOM = 0.08
 
 
@@ -38,7 +38,7 @@ class Link:
     exchange_bytes_per_second: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, as results are kept by device
+@dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity: results are cached by device
 class Hardware:
     """One device, its host and its links.
 
@@ -47,7 +47,7 @@ class Hardware:
         flops: peak FLOP/s by precision.
         matmul_efficiency: share of that peak in the largest matrix products.
         compute_units: processors that share the tiles of a matrix product.
-        attention_efficiency: share of the peak in the forward of the best fused attention kernel.
+        attention_efficiency: share of the peak in the forward pass of the best fused attention kernel.
         torch_attention_efficiency: the same for torch's own kernels.
         kernel_seconds: time to start and end one kernel on the device.
         dispatch_seconds: time in which the host issues one operation.
@@ -55,7 +55,7 @@ class Hardware:
         host_bytes_per_second: rate between a device and its host's memory.
         host_memory_bytes: the host's memory for each device that is used.
         host_memory_bytes_per_second: rate of the host's memory for each device.
-        crowding: ranks per core, if the device is the host's processor; constants were measured with all cores busy.
+        crowding: ranks per core, at least 1, on the host's processor; constants were measured with all cores busy.
         crowded: the link between `crowded_ranks` ranks of a host with fewer cores, if it was measured.
     """
 
@@ -82,7 +82,7 @@ class Hardware:
 
     @property
     def is_host(self) -> bool:
-        """Whether the device is the host's processor: then it uses the host's memory, and its cores do all traffic."""
+        """Whether the device is the host's processor: its cores then do all traffic, in the host's memory."""
         return self.compute_units == 1
 
     @property
@@ -115,7 +115,7 @@ def names() -> list[str]:
 
 
 def load_hardware(name: str, world_size: int | None = None) -> Hardware:
-    """Return a packaged device, or that of a file, as one of `world_size` ranks sees it; None: ranks on whole hosts.
+    """Return a packaged device, or that of a file, as one of `world_size` ranks sees it; None: all hosts are full.
 
     Raises UserError if there is no such device, or the file is not valid.
     """
@@ -139,7 +139,7 @@ def read_device(name: str) -> tuple[JsonObject, str]:
 def device_of(content: object, path: str, world_size: int | None = None) -> Hardware:
     """Return the device that a file's content describes, as one of `world_size` ranks sees it.
 
-    A file says how much of the host's memory there is for each of its devices. Ranks that are fewer have all of it.
+    A file gives the host's memory for each of its devices. Ranks that are fewer than a host's devices share all.
     """
     hardware = _read(content, path)
     if isinstance(content, Mapping) and "cores" in content:
@@ -151,7 +151,7 @@ def device_of(content: object, path: str, world_size: int | None = None) -> Hard
 
 
 def _shared(hardware: Hardware, ranks: int, cores: float) -> Hardware:
-    """Return one rank's share of a host's processor: its part of the memory, and of a core if ranks outnumber cores."""
+    """Return one rank's share of a host's processor: of its memory, and of a core if ranks outnumber cores."""
     speed = min(1.0, cores / ranks)
     return replace(
         hardware,
@@ -179,7 +179,7 @@ def _crowded_link(hardware: Hardware, ranks: int, speed: float) -> Link:
 
 
 def _number(content: object, path: str, *keys: str) -> float:
-    """Return a number of a device file, given alone or with its source. Raises UserError unless it is above 0."""
+    """Return a number of a device file, written alone or with its source. Raises UserError unless it is above 0."""
     found: object = content
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None

@@ -1,4 +1,4 @@
-"""Answer the planner's page with the planner itself, in the browser: one JSON in, one JSON out."""
+"""Run the planner for its page in the browser: one JSON in, one JSON out."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from harness.planner.preset import preset
 from harness.planner.search import LARGEST, Found, Task, more_memory, require_fit, search, task_of
 
 TOO_LARGE = 10  # number of rows shown that do not fit
-EXPERT_FAMILIES = Path(__file__).parent / "expert_families.json"  # only in the page, which has no transformers to ask
+EXPERT_FAMILIES = Path(__file__).parent / "expert_families.json"  # exists only in the page, which has no transformers
 LABELS = {
     "memory_gib": "Memory of a GPU, GiB",
     "node.devices": "GPUs in a node",
     "node.gb_per_second": "Link in a node, GB/s a GPU",
     "network.gb_per_second": "Network, GB/s a GPU",
 }
-"""Path of a device's constant in its file -> label of the field in which the user can change it."""
+"""Path of a constant in a device's file -> label of the form's field for it."""
 
 
 def answer(question: str) -> str:
-    """Return the plan for the page's form as JSON; its key `error` holds a message if the user must correct something.
+    """Return the plan for the page's form as JSON; its key `error` has a message if the user must correct something.
 
     Args:
         question: JSON with `config` (an object, or the pasted text), `model`, `hardware` (a device file's content),
@@ -175,7 +175,7 @@ def _family(config: JsonObject) -> str | None:
 
 
 def _note(config: JsonObject) -> str:
-    """Return a note on what is assumed for a model whose family the planner does not know."""
+    """Return a note on the assumptions for a model of an unknown family."""
     family = _family(config)
     if family in families():
         return ""
@@ -189,7 +189,7 @@ def _with_family(message: str, config: JsonObject) -> str:
 
 
 def _spread(task: Task, config: JsonObject) -> Task:
-    """Return the task with what the installed transformers says of whole experts, where the page was written."""
+    """Return the task with `spreads_experts` by the list from the transformers with which the page was written."""
     if not EXPERT_FAMILIES.is_file() or not any(layer.experts for layer in task.workload.shape.layers):
         return task
     return replace(task, spreads_experts=_family(config) in json.loads(EXPERT_FAMILIES.read_text(encoding="utf-8")))

@@ -1,7 +1,7 @@
 """Write the planner's page: one HTML file in which the planner itself runs, in Pyodide, without a server.
 
 The page contains the planner's Python as a zip. It loads Pyodide, CPython for browsers, from `pyodide/` beside the page
-if that is served there, as in the project's documentation, and otherwise from the address of its makers.
+if that exists, as in the project's documentation, and otherwise from Pyodide's own address.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SOURCES = ("config", "planner", "topology", "parallel/pipeline", "errors.py", "w
 
 
 def write_page(path: Path, model: str, hardware: str, task: Task) -> None:
-    """Write the page, whose form is filled with a task and the names of its model and device.
+    """Write the page, its form filled with a task and the names of its model and device.
 
     Raises UserError if it cannot be written.
     """
