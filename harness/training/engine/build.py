@@ -56,7 +56,7 @@ def build_engine(
 
     Args:
         layers: all layers of the model, not built yet.
-        boundaries: index of the first layer of each stage or model chunk, and the number of layers at the end.
+        boundaries: index of the first layer of each stage or model chunk, then the number of layers.
 
     Raises:
         UserError: the config cannot work with these layers.
@@ -79,8 +79,8 @@ def build_engine(
         loss=guarded,
         traits=traits,
     )
-    give_timeout(open_groups() - groups_before)  # DeepSpeed creates its groups with its own timeout of 30 minutes
-    # All ranks have built their layers from the same seed. From here on data ranks and stages must draw differently.
+    give_timeout(open_groups() - groups_before)  # DeepSpeed's own groups have a timeout of 30 minutes
+    # All ranks have built their layers from the same seed. From now on data ranks and stages must draw differently.
     place = context.groups.coordinate
     torch.manual_seed(context.args.seed + place.dp_rank + 1000 * place.stage)
     apply_patches(new)
@@ -130,7 +130,7 @@ def _build_module(
     keys: DrawKeys | None,
     example: Value | None,
 ) -> tuple[nn.Module, PipelineParallelGrid | None]:
-    """Build this rank's layers, and for engines without a pipeline the grid from which DeepSpeed gets its groups."""
+    """Build this rank's layers; without a pipeline also the grid that gives DeepSpeed its process groups."""
     interval, seed, layout = context.resolved.activation_checkpoint_interval, context.args.seed, context.groups.layout
     if context.is_pipeline:
         staged = StagedModule(
@@ -152,7 +152,7 @@ def _build_module(
 
 
 def _compile(module: nn.Module, context: EngineContext) -> None:
-    """Compile the decoder layers of this rank by torch.compile if the config says so."""
+    """Compile this rank's decoder layers with torch.compile if the config asks for it."""
     backend = context.resolved.compile_backend
     if backend is None:
         return
@@ -214,9 +214,9 @@ def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def deepspeed_config(context: EngineContext) -> JsonObject:
-    """Return the resolved config in the form that DeepSpeed gets."""
+    """Return the resolved config in the form that is passed to DeepSpeed."""
     config = without_idle(Secrets(frozenset()).without(context.resolved.config))  # DeepSpeed prints all of its config
-    if not config.get("steps_per_print"):  # the harness prints metrics itself; DeepSpeed's timers need this print
+    if not config.get("steps_per_print"):  # the harness prints metrics; only DeepSpeed's timers need this print
         config["steps_per_print"] = context.args.logging_steps if config.get("wall_clock_breakdown") else 2**31
         if not config.get("wall_clock_breakdown"):  # this timer synchronises with the device, and nobody reads it
             config.setdefault("timers", {"throughput": {"enabled": False}})
@@ -242,14 +242,14 @@ def deepspeed_config(context: EngineContext) -> JsonObject:
 
 
 def zero3_partition(context: EngineContext) -> Zero3Partition | None:
-    """Return the part of every parameter that this rank keeps under ZeRO-3; None otherwise, and with hpZ."""
+    """Return the part of every parameter that this rank keeps under ZeRO-3 without hpZ; None otherwise."""
     if context.resolved.zero_stage < 3 or secondary_size(context) > 1:
         return None
     return Zero3Partition(index=context.groups.coordinate.dp_rank, count=context.groups.layout.dp_size)
 
 
 def layer_finisher(context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
-    """Return the function to call on each layer that has its weights: under ZeRO-3 it partitions them.
+    """Return the function to call on each layer that has its weights: under ZeRO-3 it partitions these.
 
     Args:
         part: the part of each parameter that this rank keeps and has already loaded; None: whole parameters are
@@ -257,11 +257,11 @@ def layer_finisher(context: EngineContext, part: Zero3Partition | None) -> Calla
     """
     if context.resolved.zero_stage < 3:
         return lambda _: None
-    # Without the batch sizes: zero.Init would check them against the world size, not the data group's size.
+    # Leave out the batch sizes: zero.Init would check them against the world size, not the data group's size.
     kept = ("zero_optimization", "bf16", "fp16", "aio")
     config = {name: value for name, value in deepspeed_config(context).items() if name in kept}
     config["train_micro_batch_size_per_gpu"] = 1
-    # Each zero.Init would create the secondary group (hpZ) itself, which DeepSpeed refuses the second time.
+    # Each zero.Init would create the secondary group (hpZ) itself; DeepSpeed refuses to do that twice.
     config["zero_optimization"] = {**config["zero_optimization"], "zero_hpz_partition_size": secondary_size(context)}
     alone = [dist.get_rank()]
     data_group = context.groups.dp_group or dist.new_group(alone, timeout=run_timeout(), use_local_synchronization=True)
@@ -292,8 +292,8 @@ def secondary_size(context: EngineContext) -> int:
 def open_secondary_group(context: EngineContext) -> dist.ProcessGroup | None:
     """Create and return this rank's group for the secondary copy (hpZ), None without one; all ranks call it.
 
-    Its ranks are consecutive in a data-parallel group; DeepSpeed's own groups are consecutive in the world, which is
-    wrong with stages or tensor parallelism.
+    Its ranks are consecutive in a data-parallel group. DeepSpeed's own groups have consecutive global ranks, which hold
+    different parameters with stages or tensor parallelism.
     """
     size, mine = secondary_size(context), None
     if size > 1:

@@ -44,7 +44,7 @@ class LayerTraits:
     Attributes:
         local_states: whether layers pass on tensors that differ between tensor-parallel ranks.
         draws: whether layers may draw random numbers in training (dropout).
-        example: inputs of a micro-batch, for a user's own layers, if there is training data.
+        example: inputs of a micro-batch for a user's own layers; None without training data.
         tiles: computes the loss in tiles inside the last layer; None if the last layer returns logits.
     """
 
@@ -55,7 +55,7 @@ class LayerTraits:
 
 
 def can_keep_fp32(resolved: Resolved) -> bool:
-    """Return whether the model's own list of float32 parameters can be followed in a bf16 run."""
+    """Return whether a bf16 run can keep the parameters in float32 that the model lists."""
     return resolved.precision == "bf16" and keeps_wanted(resolved) and obstacle(resolved) is None
 
 
@@ -65,7 +65,7 @@ def keeps_wanted(resolved: Resolved) -> bool:
 
 
 def obstacle(resolved: Resolved) -> str | None:
-    """Return the setting with which DeepSpeed supports only one dtype for all parameters; None if there is none."""
+    """Return the setting that makes DeepSpeed require one dtype for all parameters; None if there is none."""
     zero = resolved.config.get("zero_optimization", {})
     if resolved.config.get("data_types", {}).get("grad_accum_dtype") != "fp32":
         return "gradients that are accumulated in bf16"

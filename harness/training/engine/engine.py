@@ -1,6 +1,6 @@
 """One narrow interface over DeepSpeed's engines: a training step, an evaluation, and the outcome of a step.
 
-`PipelineStages` runs ZeRO-0 and ZeRO-1 with any number of stages (also one) by PipelineEngine; `WholeModel` runs ZeRO-2
+`PipelineStages` runs ZeRO-0 and ZeRO-1 with any number of stages (also one) on PipelineEngine. `WholeModel` runs ZeRO-2
 and ZeRO-3, with all layers on every rank. Both take the same micro-batches and return the same numbers.
 """
 
@@ -98,7 +98,7 @@ class Engine(ABC):
         dtype: dtype of the parameters, to which floating-point inputs are cast.
         seed: seed of random draws outside of the layers, as in a user's loss.
         schedule: sets the learning rate for any step.
-        compared: whether the ranks' data has been compared (in the first step).
+        compared: whether the ranks' data has been compared, which the first step does.
         keys: keys of random draws in the layers; None if they draw none.
         compression: the compressed reduction of gradients; None if DeepSpeed reduces them.
     """
@@ -174,9 +174,9 @@ class Engine(ABC):
             self.keys.begin_step(consumed_samples)
         self._forget()
 
-        # 1. Weights of the micro-batches. DeepSpeed averages over micro-batches and data ranks, which is not the mean
-        #    over labels if micro-batches have different numbers of them. So count the labels of the whole global batch
-        #    before the first forward pass, and weigh each micro-batch's sum by it.
+        # 1. Weights of the micro-batches. DeepSpeed averages over micro-batches and data ranks. If micro-batches have
+        #    different numbers of labels, that is not the mean over labels. So count the labels of the global batch
+        #    before the first forward pass, and weight each micro-batch's sum by it.
         whole = [EvaluationBatch(inputs=x, labels=y, rows=len(first_tensor(y))) for x, y in micro_batches]
         batches = self.weigh(whole, self.count(whole), sources=sources)
 
@@ -190,8 +190,8 @@ class Engine(ABC):
         norm, whole_loss, *of_parts = numbers([0.0 if found is None else found, loss, *parts.values()])
         finite = isfinite(norm)
         applied = self.deepspeed.was_step_applied()
-        # A fused torch optimizer has skipped the update on the device, which DeepSpeed does not know: correct its
-        # counter, and take back the step of the schedule.
+        # If a fused torch optimizer has skipped the update on the device, DeepSpeed does not know it: correct its
+        # counter, and undo the schedule's step.
         if applied and not finite and skips_nonfinite_itself(self.deepspeed):
             count_skipped_step(self.deepspeed)
             self.schedule.go_to(self.deepspeed.global_steps - self.deepspeed.skipped_steps)
@@ -211,11 +211,11 @@ class Engine(ABC):
 
     @abstractmethod
     def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Run one step; return the mean over micro-batches and data ranks of the loss, and of its reported parts."""
+        """Run one step; return the loss and its reported parts, each the mean over micro-batches and data ranks."""
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled dynamically (fp16), so that gradients may overflow now and then."""
+        """Whether the loss is scaled dynamically (fp16): gradients may then overflow sometimes."""
         return scales_loss_dynamically(self.deepspeed.optimizer)
 
     def evidence(self) -> Evidence:
@@ -223,7 +223,7 @@ class Engine(ABC):
         return Evidence(rank=self.groups.rank, stage=self.groups.coordinate.stage, loss=self.loss.finite)
 
     def _forget(self) -> None:
-        """Reset what is remembered of the last step."""
+        """Reset the records of the last step."""
         self.loss.reset()
 
     def _expect_length(self, length: int | None) -> None:
@@ -272,17 +272,17 @@ class Engine(ABC):
         by_label: bool = False,
         sources: Sequence[Sequence[int]] = (),
     ) -> list[Batch]:
-        """Copy each micro-batch to the device, with the weight that makes the engine's mean a mean over valid labels.
+        """Copy each micro-batch to the device, with a weight that makes the engine's mean a mean over valid labels.
 
         Weights are computed on the device: the host does not wait for `totals`.
 
         Args:
             totals: the result of `count`, two scalars.
-            by_label: weigh the router loss of a micro-batch by its labels, not its samples, so that an evaluation gives
-                the same result however the data set is cut into parts.
+            by_label: weight the router loss of a micro-batch by its labels, not its samples. So an evaluation does not
+                depend on how the data set is cut into parts.
         """
         layout = self.groups.layout
-        # The engine divides the sum over micro-batches and data ranks by n, so n / total makes it a mean over labels.
+        # The engine divides the sum over micro-batches and data ranks by n; n / total makes it a mean over labels.
         n = len(micro_batches) * layout.dp_size
         weight, per_row = (n / total.clamp(min=1.0) for total in totals)
         weighed = []
@@ -302,12 +302,12 @@ class Engine(ABC):
         """Free the engine's memory; its process groups stay."""
         self.deepspeed.destroy()
         for held in (*self.deepspeed.module.parameters(), self.deepspeed):
-            vars(held).clear()  # hooks live in C++ and refer to the engine: a cycle that gc cannot see
+            vars(held).clear()  # hooks in C++ refer to the engine: gc cannot see this cycle
         gc.collect()
 
     @abstractmethod
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
-        """Return the same mean of the loss as a step does, by forward passes only."""
+        """Return the mean loss as a step does, but run only forward passes."""
 
 
 class PipelineStages(Engine):
@@ -335,14 +335,14 @@ class PipelineStages(Engine):
     def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         self._require_one_shape(batches)
         with flops_profile(self.deepspeed):
-            # One call for the whole step. DeepSpeed executes this stage's list of instructions: forward, backward, send
-            # and receive of each micro-batch in the order of `pipeline.schedule`, then ReduceTiedGrads, ReduceGrads and
-            # OptimizerStep, which clips. `patches.py` lists our changes to it. The returned loss is equal on all ranks.
+            # One call for the whole step. DeepSpeed executes this stage's instructions: forward, backward, send and
+            # receive of each micro-batch in the order of `pipeline.schedule`, then ReduceTiedGrads, ReduceGrads and
+            # OptimizerStep, which clips. `patches.py` lists our changes. The returned loss is equal on all ranks.
             loss = self.deepspeed.train_batch(iter(batches))
         return loss, self.deepspeed.get_additional_losses() or {}
 
     def _require_one_shape(self, batches: list[Batch]) -> None:
-        """Raise UserError for micro-batches of unequal shapes: stages exchange the shape once, and would hang."""
+        """Raise UserError for micro-batches of unequal shapes: stages exchange the shape only once, and would hang."""
         if self.groups.layout.pp_size == 1:
             return
         for inputs, _ in batches:
@@ -374,7 +374,7 @@ class WholeModel(Engine):
         total = torch.zeros((), device=self.device)
         parts: dict[str, Tensor] = {}
         for index, (inputs, wanted) in enumerate(batches):
-            # Keep the parameters that ZeRO-3 gathered for the next micro-batch; after the last one they change.
+            # Keep ZeRO-3's gathered parameters for the next micro-batch; the update after the last one changes them.
             with self.gathered.staying(index + 1 < len(batches)):
                 outputs, loss = self._passed(inputs, wanted)
                 for name, value in self.loss.reported.items():
@@ -412,9 +412,9 @@ class WholeModel(Engine):
 
 @contextmanager
 def flops_profile(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Print the report of the flops profiler after the step to profile: PipelineEngine starts it and never ends it.
+    """Print the flops profiler's report after the profiled step: PipelineEngine starts the profiler and never ends it.
 
-    The report covers rank 0: its stage, and its last micro-batch.
+    The report covers the last micro-batch on rank 0's stage.
     """
     step = engine.global_steps
     yield

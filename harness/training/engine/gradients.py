@@ -1,6 +1,6 @@
 """Change what an engine does with gradients before the update: clipping, compression, no decay of unused parameters.
 
-Each function changes a DeepSpeed engine that was just built; `patches.py` has their order.
+Each function changes a newly built DeepSpeed engine; `patches.py` has their order.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from harness.topology.agreement import values_of_all
 from harness.topology.groups import Groups
 
 BLOCK = 2**20
-"""Elements that are summed at once: torch on a CPU makes a float64 copy of what it sums."""
+"""Elements that are summed at once: on a CPU torch copies them to float64."""
 
 
 def correct_clipping(engine: DeepSpeedEngine, groups: Groups, *, skip_nonfinite: bool) -> None:
     """Make `engine` clip by the exact global norm, with each parameter counted once, and keep that norm.
 
     Args:
-        skip_nonfinite: make a plain torch optimizer skip the update if the norm is not finite, and set its attribute
+        skip_nonfinite: if the norm is not finite, make a plain torch optimizer skip the update and set its attribute
             `overflow`, as DeepSpeed's own optimizers do. All ranks have the same norm, so all of them skip.
     """
     if has_bf16_optimizer(engine):
@@ -82,7 +82,7 @@ def square_sum_of_data_ranks(
 def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all elements, a float64 scalar on `device`; 0 without tensors.
 
-    In float64, the result does not depend on how a layout groups the terms, up to far below float32's precision.
+    In float64 the terms' grouping, which differs by layout, changes the result by far less than float32's precision.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
@@ -146,10 +146,10 @@ def compress_gradients(
 def _kind(parameter: nn.Parameter, *, is_tied: bool) -> str:
     """Return how a gradient is packed, so that ranks with copies of a weight round it to the same mean.
 
-    Rounding depends on the other values in a block, so copies of a weight need equal neighbours on all ranks. PACKED
-    gradients lie side by side: weights that all tensor-parallel ranks hold whole, in the same order. ALIGNED ones begin
-    a block of their own: tied weights, whose neighbours differ by stage, and shards, whose values differ by rank.
-    EXACT ones are not rounded: shards that overlap with those of other ranks.
+    Rounding depends on the other values in a block, so copies of a weight need equal neighbours on all ranks.
+    PACKED gradients are adjacent: weights that all tensor-parallel ranks hold whole, in the same order. ALIGNED ones
+    begin a new block: tied weights, whose neighbours differ by stage, and shards, whose values differ by rank. EXACT
+    ones are not rounded: shards that overlap with those of other ranks.
     """
     shard = shard_of(parameter)
     if shard is not None and shard.copied:
@@ -166,8 +166,8 @@ class UnusedParameters:
     Attributes:
         names: id of a trained parameter on this rank -> its name; a tied parameter has the same name on all stages.
         used: names of those that had a gradient on this rank in the first step.
-        pieces: id of a tensor that the optimizer updates -> (first element, length, whether it has had a gradient by
-            now) of each unused parameter in it.
+        pieces: id of a tensor that the optimizer updates -> (first element, length, whether it has since had a
+            gradient) of each unused parameter in it.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -178,7 +178,7 @@ class UnusedParameters:
         self._engine = engine
         self._agreed = False
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
-        if isinstance(engine, PipelineEngine):  # schedules defer weight gradients, so autograd's hooks fire without any
+        if isinstance(engine, PipelineEngine):  # schedules defer weight gradients, so autograd's hooks run without any
             before_reduction(engine, self._look)
         else:
             for parameter in engine.module.parameters():
@@ -205,9 +205,9 @@ class UnusedParameters:
     def _agree(self) -> None:
         """Find the parameters that no rank has used; all ranks call it, with two collectives of names only."""
         self._agreed = True
-        # Two rounds: first the names that some rank has not used, usually none; then which of them another rank has.
+        # Two rounds: first the names that some rank has not used, usually none; then which of them another has used.
         somewhere = {name for row in values_of_all(sorted(set(self.names.values()) - self.used)) for name in row}
-        if not somewhere:  # known alike on all ranks
+        if not somewhere:  # all ranks know the same
             return
         unused = somewhere - {name for row in values_of_all(sorted(somewhere & self.used)) for name in row}
         for tensor, run in run_of_each(self._engine.optimizer):

@@ -1,8 +1,8 @@
 """Losses that give the same number in every layout.
 
 A loss here returns, for one micro-batch, the sum over its valid labels (or samples) times a weight. The weight is
-computed before the forward pass from the count of the whole global batch. So the engine's mean over micro-batches and
-data-parallel ranks is the mean over all valid labels, however these are distributed.
+computed before the forward pass from the label count of the global batch. So the engine's mean over micro-batches and
+data-parallel ranks is the mean over all valid labels, in whichever micro-batches these are.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Targets = tuple[Tensor, ...]
 sources, *labels).
 
 weight: scalar, the weight of each valid label or sample. rows: scalar, the number of samples that count; the others
-only fill up the shape. share: scalar, the number of samples (in an evaluation: labels) relative to an average
-micro-batch, by which the router loss is weighted. sources: [batch], the source of each sample; empty if losses are not
-reported by source.
+only fill up the shape. share: scalar, weights the router loss: the number of samples (in an evaluation: labels)
+relative to an average micro-batch. sources: [batch], the source of each sample; empty if losses are not reported by
+source.
 """
 
 
@@ -77,10 +77,9 @@ class SourceLosses:
         self._found = {}
 
     def see(self, losses: Tensor, labels: Tensor, sources: Tensor, tile: int | None = None) -> None:
-        """Record the losses [batch, sequence] of these labels [batch, sequence]; `sources` [batch] has one a row.
+        """Record `losses` [batch, sequence] of `labels` [batch, sequence]; `sources` [batch] has each row's source.
 
-        `tile` is the first token of a tile of the sequence. A tile that is recomputed in the backward pass is recorded
-        once.
+        `tile` is the first token of a tile of the sequence. A tile that the backward recomputes is recorded once.
         """
         if len(self.names) > 1:
             found = losses.new_zeros(2, len(self.names))
@@ -108,7 +107,7 @@ class SourceLosses:
 
 
 class Loss(ABC):
-    """A loss of one micro-batch, with the number of labels or samples that it averages over.
+    """A loss of one micro-batch, and the number of labels or samples for its mean.
 
     Attributes:
         reports: names of other numbers that it reports.
@@ -129,13 +128,13 @@ class Loss(ABC):
         """Return the weighted sum of the losses, a float32 scalar."""
 
     def parts(self, _outputs: Outputs, /) -> dict[str, Tensor]:
-        """Return the numbers to report besides the loss: float32 scalars, each a mean over the micro-batch."""
+        """Return other numbers to report: float32 scalars, each a mean over the micro-batch."""
         return {}
 
     def of_tile(self, _targets: Targets, _logits: Tensor, _start: int, _stop: int, /) -> Tensor:
         """Return the summed losses, a scalar, of tokens `start` to `stop` - 1 from logits [batch, tokens, vocabulary].
 
-        `__call__` with the total of all tiles as outputs then weighs it. Raises TypeError if the loss has no tiles.
+        `__call__` then gets the total of all tiles as outputs and weights it. TypeError if the loss has no tiles.
         """
         raise TypeError(f"{type(self).__name__} cannot be computed in tiles")
 
@@ -148,7 +147,7 @@ class CausalLoss(Loss):
         vocab_size: number of ids in the vocabulary.
         group: the tensor-parallel group if the logits are this rank's part of the vocabulary, else None.
         by_source: collects the losses by data source.
-        context: the ranks that share the sequence; logits are those of this rank's stretch, labels are complete.
+        context: the ranks that share the sequence; logits are those of this rank's tokens, labels those of all.
     """
 
     vocab_size: int
@@ -157,7 +156,7 @@ class CausalLoss(Loss):
     by_source: SourceLosses = field(default_factory=SourceLosses, compare=False)
 
     def count(self, labels: Tensor, rows: int) -> int:
-        """Return the number of valid labels [batch, sequence] but the first of each sample, which is not predicted."""
+        """Return the number of valid labels [batch, sequence], without each sample's first, which is not predicted."""
         return int((labels[:rows, 1:] != IGNORED).sum())
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
@@ -187,8 +186,8 @@ class CausalLoss(Loss):
 class RouterLoss(Loss):
     """A causal loss plus the router loss (mixture of experts), which the model computes on a whole micro-batch.
 
-    The router loss of an optimizer step is the mean over its micro-batches, as in transformers' Trainer; that of an
-    evaluation is the mean over its micro-batches weighted by their numbers of labels.
+    An optimizer step averages the router loss over its micro-batches, as transformers' Trainer does. An evaluation
+    weights each micro-batch by its number of labels.
 
     Attributes:
         causal: the cross entropy, or a user's own loss of the logits.
@@ -204,8 +203,10 @@ class RouterLoss(Loss):
         return self.causal.count(labels, rows)
 
     def __call__(self, outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
-        """Return the causal loss plus this micro-batch's share of the router loss; outputs: those of `causal`, a
-        scalar."""
+        """Return the causal loss plus this micro-batch's share of the router loss.
+
+        `outputs` are the outputs for `causal`, and the router loss, a scalar.
+        """
         logits, router_loss = outputs
         return self.causal(logits, targets) + self.coefficient * router_loss.float() * targets[2]
 
@@ -232,7 +233,7 @@ class MeanLoss(Loss):
         return first_tensor(inputs).shape[0]
 
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
-        """Return the mean over the samples that count, times their number and weight; outputs: [batch, ...]."""
+        """Return the mean over the samples that count, times their number and weight; `outputs` [batch, ...]."""
         weight, rows, _, _, *labels = targets
         n = first_tensor(outputs).shape[0]
         if not torch.is_grad_enabled():  # in training all rows count, and int(rows) would wait for the device
@@ -247,12 +248,12 @@ class MeanLoss(Loss):
 class LogitsLoss(Loss):
     """A user's own loss of a decoder's logits, `loss_fn(logits, labels)`: the mean over the samples it gets.
 
-    A function with a parameter `num_items_in_batch` must divide its sum over the valid labels by that number, which
-    makes it a mean over the global batch, as HuggingFace's `compute_loss_func`.
+    A function with a parameter `num_items_in_batch` must divide its sum over the valid labels by that number. As with
+    HuggingFace's `compute_loss_func`, that gives the mean over the global batch.
 
     Attributes:
         loss_fn: called with whole logits [batch, sequence, vocabulary] and labels [batch, sequence], not shifted.
-        context: the ranks that share the sequence; each joins all logits, and the loss is divided by their number.
+        context: the ranks that share the sequence. Each gathers all logits, so the loss is divided by their number.
     """
 
     loss_fn: Callable[..., Tensor]
@@ -268,7 +269,7 @@ class LogitsLoss(Loss):
         return int((labels[:rows, 1:] != IGNORED).sum()) if self.per_label else rows
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
-        """Return the weighted loss of the samples that count, a scalar; outputs: [batch, own tokens, vocabulary]."""
+        """Return the weighted loss of the samples that count, a scalar; `outputs` [batch, own tokens, vocabulary]."""
         weight, _, _, _, labels = targets
         outputs = self.context.join(outputs, labels.shape[1])
         if not self.per_label:
@@ -375,11 +376,11 @@ class GuardedLoss:
 
     def expect(self, targets: Targets | None) -> None:
         """Give the last layer the targets of a micro-batch before its forward pass, so that it can compute the loss in
-        tiles; None after it."""
+        tiles; call it with None afterwards."""
         if self.tiles is not None:
             if (sources := losses_by_source(self.loss)) is not None and targets is not None:
                 sources.begin()
-            # an observer needs the logits themselves
+            # an observer needs the logits, so do not compute the loss in tiles
             is_watched = self.observer is not None
             self.tiles.loss = None if targets is None or is_watched else partial(self.loss.of_tile, targets)
 

@@ -1,8 +1,8 @@
 """Muon: momentum with orthogonalised updates for matrices, and AdamW for embeddings, head and vectors.
 
 DeepSpeed's ZeRO orthogonalises gradients while it reduces them, before it computes their norm. This optimizer does so
-in its step instead. Every engine then reduces, measures and clips true gradients, as for any other optimizer, and the
-updates are the same in every layout.
+in its step instead. So every engine reduces, measures and clips true gradients, as for any other optimizer, and updates
+are the same in every layout.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ def muon(
     Args:
         params: options of DeepSpeed's Muon.
         first_names: name of a tied parameter in `module` -> its name in the first layer that has it. The first name
-            decides between Muon and AdamW, also on a stage that has an embedding only as its head.
+            decides between Muon and AdamW, also on a stage where a tied embedding is only the head.
 
     Raises:
-        UserError: a matrix is spread over data-parallel ranks in a way that it cannot be orthogonalised.
+        UserError: a matrix is distributed over data-parallel ranks so that it cannot be orthogonalised.
     """
     names: dict[Tensor, str] = {}
     for name, parameter in module.named_parameters():
@@ -157,7 +157,8 @@ def muon(
 def _require_whole(parameter: nn.Parameter, name: str) -> None:
     """Raise UserError if one matrix holds all experts and these are distributed over data-parallel ranks.
 
-    It would have to be orthogonalised as a whole. In a batch of matrices, one for each expert, ranks have whole ones.
+    The matrix would have to be orthogonalised as a whole. A batch of matrices, one for each expert, is no problem, as
+    ranks hold whole matrices.
     """
     shard = shard_of(parameter)
     if parameter.requires_grad and shard is not None and shard.over_data and len(shard.full_shape) == 2:

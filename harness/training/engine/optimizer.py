@@ -38,17 +38,17 @@ def parameter_groups(
 ) -> list[ParameterGroup]:
     """Return the trainable parameters in groups with and without weight decay, chosen as in HF's Trainer.
 
-    HF decays everything except biases and parameters of norms; vectors such as `A_log` and `sinks` too. Parameters kept
-    in float32 get groups of their own, as DeepSpeed flattens each group into one tensor. So do experts that are not on
-    every data-parallel rank, as they are reduced over another group.
+    HF decays all parameters except biases and norms, also vectors such as `A_log` and `sinks`. Parameters kept in
+    float32 get groups of their own, as DeepSpeed flattens each group into one tensor. So do experts distributed over
+    data-parallel ranks, as they are reduced over another process group.
 
-    In a group, parameters of a multiple of 8 elements come first, so each of them starts at a multiple of 16 bytes of
-    that tensor also in 16 bits. A GPU's grouped products of experts need that. Other parameters are few and small, such
-    as `sinks`.
+    In a group, parameters with a multiple of 8 elements come first, so that each of them starts at a multiple of 16
+    bytes, even in 16 bits. A GPU's grouped products of experts need that. Other parameters, such as `sinks`, are few
+    and small.
 
     Args:
         first_names: name of a tied parameter in `module` -> its name in the first layer that has it. The first name
-            decides; otherwise two stages would update copies of one weight differently.
+            decides, so that all stages update their copies of a weight alike.
     """
     in_no_layer_norm = set(get_parameter_names(module, [nn.LayerNorm]))
     groups: dict[tuple[bool, bool, bool], ParameterGroup] = {}
@@ -78,7 +78,7 @@ class LateAdagrad(Optimizer):
     """torch's Adagrad, but with its state created at the first step, as other optimizers do.
 
     torch 2.11 creates it in the constructor, before ZeRO replaces the parameters. DeepSpeed therefore makes a new
-    Adagrad without groups, on which no schedule acts; and without ZeRO, checkpoints would differ from those of later
+    Adagrad without groups, and no schedule changes that one. Without ZeRO, checkpoints would differ from those of later
     torch versions. Takes the arguments of torch.optim.Adagrad.
     """
 
@@ -111,14 +111,14 @@ class LateAdagrad(Optimizer):
 
 
 _OF_CPU_ADAGRAD = ("amsgrad", "fp32_optimizer_states")
-"""Options of DeepSpeedCPUAdagrad that torch's Adagrad lacks; they change nothing in it in float32."""
+"""Options of DeepSpeedCPUAdagrad that torch's Adagrad lacks; in float32 they have no effect."""
 
 
 def makes_adam_by_torch(config: JsonObject, device: torch.device) -> bool:
     """Return whether torch's fused Adam replaces DeepSpeed's, which is compiled at its first use.
 
-    DeepSpeed's FusedAdam needs nvcc and ninja; torch's needs nothing. For states offloaded from a GPU to the host,
-    DeepSpeed's CPU Adam is used if it can be compiled: there it is several times as fast.
+    DeepSpeed's FusedAdam needs nvcc and ninja; torch's needs nothing. If states are offloaded from a GPU to the host,
+    DeepSpeed's CPU Adam is used if it can be compiled, as it is several times as fast there.
     """
     section = config.get("optimizer", {})
     if section.get("type", "").lower() not in ("adam", "adamw"):
@@ -184,7 +184,7 @@ def own_optimizer(
     if section["type"].lower() == "muon":
         return muon(module, groups, section.get("params", {}), first_names)
     if section["type"].lower() == "adagrad" and (device.type == "cpu" or not _offloads_states(config)):
-        # With states offloaded from a GPU, DeepSpeed compiles its own for the host; on a CPU nothing is gained by that.
+        # For states offloaded from a GPU, DeepSpeed compiles its own Adagrad for the host; on a CPU that gains nothing.
         params = {name: value for name, value in section.get("params", {}).items() if name not in _OF_CPU_ADAGRAD}
         return LateAdagrad(groups, **params)
     return None
@@ -218,7 +218,7 @@ class SchedulePosition:
     def go_to(self, steps: int) -> None:
         """Set the schedule to its state after `steps` steps that updated the weights."""
         scheduler = self._engine.lr_scheduler
-        # A resumed run keeps its own learning rate, betas and decay, not those of the run that saved.
+        # A resumed run uses its own learning rate, betas and decay, not those of the checkpoint.
         for group, built in zip(self._engine.optimizer.param_groups, self._groups, strict=True):
             group.update(copy.deepcopy(built))
         if scheduler is not None:
@@ -239,5 +239,5 @@ def advance_schedule(scheduler: Any, steps: int, train_batch: int) -> None:
             scheduler.step(steps - 1)
         else:
             for _ in range(steps):
-                # DeepSpeed passes the batch size where ReduceLROnPlateau expects a loss; repeat what it does
+                # DeepSpeed passes the batch size where ReduceLROnPlateau expects a loss: do the same
                 scheduler.step(*([train_batch] if isinstance(scheduler, ReduceLROnPlateau) else []))

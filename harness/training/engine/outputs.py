@@ -1,7 +1,7 @@
 """Collect a model's outputs in an evaluation, for metrics, or to continue prompts token by token.
 
-DeepSpeed's engines do not return outputs: the last stage turns them into a loss. So they are taken where the loss gets
-them, by the loss's `observer`.
+DeepSpeed's engines do not return outputs: the last stage turns them into a loss. So the loss's `observer` collects the
+outputs that the loss gets.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class KeptOutputs:
     @inside("preprocess_logits_for_metrics")
     def _keep(self, outputs: Outputs, targets: Targets) -> None:
         outputs = whole_outputs(self._engine.loss.loss, outputs, targets[-1].shape[-1])
-        # All of these ranks now have the same logits; one of them keeps a copy.
+        # All these ranks now have the same logits; the first one keeps a copy.
         if self._engine.groups.coordinate.tp_rank > 0 or self._engine.groups.coordinate.cp_rank > 0:
             return
         _, rows, _, _, *several = targets
@@ -99,7 +99,7 @@ class KeptOutputs:
             groups.layout.rank(stage=groups.loss_stage, dp_rank=first, tp_rank=0)
             for first in range(0, groups.layout.dp_size, groups.layout.cp_size)
         ]
-        # Micro-batch k was evaluated on reader k % readers: interleaved, they are in the data set's order again.
+        # Reader k % readers has evaluated micro-batch k: interleaving restores the order of the data set.
         for step in zip(*(parts[rank] for rank in ranks), strict=True):
             self._gathered += step
 
@@ -139,7 +139,7 @@ def continued(
     """Continue each prompt greedily by at most `most` tokens, up to `length` tokens with the prompt.
 
     A continuation stops before the id `ends`. All ranks call it and get the same result, except that data ranks may
-    round differently. There is no cache of keys and values, so every token costs a forward pass of all prompts.
+    round differently. Without a key-value cache, every token costs a forward pass of all prompts.
     """
     rows = [list(prompt) for prompt in prompts]
     done = [False] * len(rows)

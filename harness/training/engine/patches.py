@@ -104,9 +104,9 @@ def _release_outputs(new: NewEngine) -> None:
 
 
 def announce_layers(calls: Sequence[LayerCall]) -> None:
-    """Count the begin of each layer's forward and backward as progress.
+    """Report the start of each layer's forward and backward as progress.
 
-    For engines that run no pipeline instructions (ZeRO-2, ZeRO-3), where a step would show nothing else.
+    For engines without pipeline instructions (ZeRO-2, ZeRO-3), which report nothing else within a step.
     """
     for index, call in enumerate(calls):
         if isinstance(call, nn.Module):
@@ -119,7 +119,7 @@ def _forward(doing: str, _layer: nn.Module, _inputs: object) -> None:
 
 
 def _backward(doing: str, _layer: nn.Module, _inputs: object, output: object) -> None:
-    """Count the begin of a layer's backward: the moment at which the gradient of its output arrives."""
+    """Report the start of a layer's backward, when the gradient of its output arrives."""
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _gradient: beat(doing))
