@@ -40,7 +40,7 @@ CHUNK = 16  # micro-batches that are read, then evaluated; signals are checked b
 def default_batch(loss: Loss, micro_batch: int) -> int:
     """Return the default size of an evaluation micro-batch; `micro_batch` is the size in training.
 
-    A router loss depends on which samples are in a micro-batch together, so its size must not depend on the layout.
+    A router loss depends on which samples share a micro-batch, so its size must not depend on the layout.
     """
     return ROUTER_BATCH if isinstance(loss, RouterLoss) else micro_batch
 
@@ -50,7 +50,7 @@ def evaluation_metrics(run: Run, dataset: AnyDataset, prefix: str = "eval", *, i
 
     Args:
         prefix: replaces `eval` in the names.
-        is_new: whether the data set was not checked when the run began.
+        is_new: whether the data set must still be checked, as it was given after the run began.
 
     Raises:
         UserError: a new data set cannot be used, or differs between ranks.
@@ -136,7 +136,7 @@ def _losses(
 ) -> tuple[float, dict[str, float]]:
     """Return the mean loss, and the mean loss of each source if there are several; each sample counts once."""
     engine, collator = run.engine, run.data_check.collator
-    # Evaluating source by source would change micro-batches, on which a router loss depends, and the outputs' order.
+    # Evaluating source by source would change the micro-batches, and so a router loss, and the order of the outputs.
     parts = {} if engine.has_router_loss or kept is not None else parts_of(dataset)
     if not parts:
         return mean_loss(engine, dataset, micro_batch, collator, kept), {}
@@ -177,7 +177,7 @@ def _totals(
     if engine.has_router_loss:  # it counts padding, so the padded length must not depend on the layout
         dataset = at_longest(dataset)
     total = counted = 0.0
-    # The remaining samples form a smaller micro-batch: a router loss would count samples that fill up a larger one.
+    # The last samples form a smaller micro-batch: if it were filled up, a router loss would count the repeated samples.
     for rows, size in ((range(whole), micro_batch), (range(whole, n), n - whole)):
         if rows:
             losses, valid = _sums(engine, dataset, rows, size, collator, kept)

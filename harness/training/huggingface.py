@@ -19,7 +19,7 @@ METHODS, ATTRIBUTES, ARGUMENTS = (
     {name: row["instead"] for row in _TABLE[kind] for name in row["names"]}
     for kind in ("methods", "attributes", "arguments")
 )
-"""What to use instead of those of HuggingFace's Trainer that ours does not have, by name."""
+"""Name of a method, attribute or argument that only HuggingFace's Trainer has -> what to use instead."""
 
 NOT_CALLED = frozenset(["get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"])
 """Methods that programs may call, but that training never calls: overriding them would have no effect."""
@@ -38,7 +38,7 @@ class NotHere(UserError, AttributeError):
 
 
 def missing(trainer: object, name: str) -> AttributeError:
-    """Return the error for a missing attribute of the Trainer; for one of HuggingFace's it says what to use instead."""
+    """Return the error for a missing attribute of the Trainer; for one of HuggingFace's with what to use instead."""
     if not name.startswith("__") and name in METHODS.keys() | methods_of_transformers():
         return NotHere(f"Trainer.{name} is a method of HuggingFace's Trainer: {METHODS.get(name, LOOP)}")
     if name in ATTRIBUTES:
@@ -49,10 +49,10 @@ def missing(trainer: object, name: str) -> AttributeError:
 def require_ours(kind: type, base: type, others: Iterable[str]) -> None:
     """Raise UserError if a subclass `kind` overrides methods that our Trainer, `base`, never calls.
 
-    Also for keyword arguments `others`, which the constructor does not take.
+    Also raise it for keyword arguments `others`, which the constructor does not take.
     """
     for cls in (each for each in kind.__mro__ if each not in base.__mro__):
-        known = methods_of_transformers() | METHODS.keys()  # imports for seconds, so only for subclasses
+        known = methods_of_transformers() | METHODS.keys()  # the import takes seconds, so only for subclasses
         for name in vars(cls):
             if name in known and (name in NOT_CALLED or not _serves(getattr(cls, name), getattr(base, name, None))):
                 remedy = METHODS.get(name, LOOP)
@@ -87,7 +87,7 @@ def methods_of_transformers() -> frozenset[str]:
 
 
 def _serves(method: Callable[..., object], of_base: Callable[..., object] | None) -> bool:
-    """Return whether a method can replace the one it overrides: all arguments that it requires are the base's."""
+    """Return whether a method can replace the one that it overrides: whether that has all arguments it requires."""
     if of_base is None:
         return False
     takes = inspect.signature(of_base).parameters

@@ -1,8 +1,8 @@
 """Balance the pipeline's stages by measured time while a run trains (`--rebalance_steps`).
 
-Every so many steps the ranks compare the computing times of their stages. The costs of layers are estimates; the time
-of a model chunk is measured, and scales the estimates of its layers. If another cut would shorten a step by more than
-`MIN_GAIN`, layers move. The next comparison reports the gain; without any, the layers move back and stay.
+Every `--rebalance_steps` steps the ranks compare the computing times of their stages. The measured time of a model
+chunk scales the estimated costs of its layers. If another partition would shorten a step by more than `MIN_GAIN`,
+layers move. The next comparison reports the gain; without any, the layers move back and stay.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StageClock:
 
 @inside("rebalancing")
 def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> None:
-    """Give the run other stage boundaries, and a new engine in the same state; all ranks call it.
+    """Give the run new stage boundaries, and a new engine in the same state; all ranks call it.
 
     A rank's tensors are kept in host memory while the new engine is built, so that the device never holds both.
     """
@@ -87,7 +87,7 @@ def _on_host(held: LocalShard) -> LocalShard:
     return replace(held, values=held.values.to("cpu", copy=True), stepped=None)
 
 
-MIN_GAIN = 0.05  # share of a step; less is within measurement noise, and a move takes the time of several steps
+MIN_GAIN = 0.05  # share of a step: less may be noise, and a move takes as long as several steps
 
 
 @dataclass
@@ -100,9 +100,9 @@ class Rebalancer:
 
     run: Run
     _clock: StageClock = field(init=False)
-    _computed: list[dict[int, float]] = field(default_factory=list)  # by chunk, of all micro-batches of a step
+    _computed: list[dict[int, float]] = field(default_factory=list)  # of each step: seconds by chunk
     _steps: list[float] = field(default_factory=list)
-    _before: tuple[list[int], float] | None = None  # boundaries and seconds of a step before the last move
+    _before: tuple[list[int], float] | None = None  # boundaries and seconds of a step, before the last move
     _is_warm: bool = False
     _goes_on: bool = True
 

@@ -118,7 +118,7 @@ class ScriptMethods(ABC):
         return [float(group["lr"]) for group in self.model_wrapped.optimizer.param_groups]
 
     def get_train_dataloader(self) -> Batches:
-        """Return this rank's micro-batches in one pass through the data, for inspection; training does not use it.
+        """Return this rank's micro-batches in one pass through the data, for inspection; training does not use them.
 
         Raises UserError without training data, and for a stream, which is read once.
         """

@@ -209,7 +209,7 @@ class Trainer(ScriptMethods):
             self._call("on_epoch_begin")
             self.rollback.begin(self.save_checkpoint)
             while state.global_step < state.max_steps and not (stop or self.control.should_training_stop):
-                with self.rollback.guarding(recorder, self.checkpoints.finish):  # undoes a non-finite step
+                with self.rollback.guarding(recorder, self.checkpoints.finish):  # rolls back a non-finite step
                     record = self.training_step()
                     recorder.step(record)
                     stop = self._after_step(record, recorder)
@@ -244,7 +244,7 @@ class Trainer(ScriptMethods):
         # Only the first stage needs inputs and only the last needs labels: stages between get an empty list.
         micro_batches = stream.next_step(read=run.engine.reads_data)
         outcome = run.engine.train_step(micro_batches, state.consumed_samples, stream.length, stream.sources)
-        seconds = time.perf_counter() - start_time  # a true time: train_step has waited for the device
+        seconds = time.perf_counter() - start_time  # measured correctly, as train_step has waited for the device
         self.nonfinite.judge(state.global_step + 1, outcome, run.engine)
         state.global_step += 1
         state.consumed_samples = stream.consumed
@@ -299,7 +299,7 @@ class Trainer(ScriptMethods):
         return stop
 
     def _agree_on_control(self) -> int:
-        """Set `control` on all ranks to what any rank's callbacks ask for: a rank acting alone would hang.
+        """Set `control` on all ranks to the requests of any rank's callbacks: a rank that acts alone would hang.
 
         All ranks call it. If all are ready, a pending checkpoint advances to its next phase.
 
@@ -394,7 +394,7 @@ class Trainer(ScriptMethods):
     def log(self, logs: Mapping[str, object], start_time: float | None = None) -> None:  # noqa: ARG002
         """Add `logs`, with step and epoch, to `state.log_history`, and call `on_log`; all ranks call it.
 
-        `start_time` has no effect: speeds are among the values already.
+        `start_time` has no effect: `logs` already has speeds.
         """
         logs = {**logs, "epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append(logs)
@@ -403,7 +403,7 @@ class Trainer(ScriptMethods):
     def _call(self, moment: str, state: TrainerState | None = None, **kwargs: Unpack[MomentValues]) -> None:
         """Call the method `moment` of every callback in order.
 
-        `state` replaces the run's, for a moment that is reported later than it was (a background save).
+        `state` replaces the run's state for an event that is reported late, as the end of a background save.
         """
         for callback in tuple(self.callbacks):  # a copy, as a callback may remove itself
             with suppress(signals.Interrupted), inside(moment):

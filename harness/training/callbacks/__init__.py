@@ -28,15 +28,15 @@ class StepRecord:
     Attributes:
         loss: mean over the valid labels of the global batch, including the router loss if there is one.
         aux_loss: the router loss before its coefficient, mean over the micro-batches; None without a router loss.
-        source_losses: if the data has several sources, the mean loss over the valid labels of each source in this step,
-            by name; without the router loss.
+        source_losses: if the data has several sources, the mean loss over the valid labels of each in this step, by
+            name; without the router loss.
         grad_norm: global norm before clipping; None if it is not finite.
         learning_rate: the rate used by this step.
         tokens_per_second: of all ranks together (samples a second for a model without tokens).
         consumed_samples: samples that the run has consumed, this step included.
         epoch: consumed samples as passes through the data.
-        device_memory_gib, host_memory_gib: peak so far, of the rank that needs most; None without a device.
-        skipped: whether the step changed no weight because its loss or gradient was not finite.
+        device_memory_gib, host_memory_gib: peak so far on the rank that needs most; None without a device.
+        skipped: whether the step left all weights unchanged, as its loss or gradient was not finite.
     """
 
     step: int
@@ -77,11 +77,11 @@ class TrainerState:
 
     Attributes:
         best_metric, best_global_step: metric and step of the best evaluation so far.
-        best_model_checkpoint, best_saved_metric: the newest complete checkpoint of a best evaluation, and its metric.
-        num_train_epochs: passes through the data, the last one perhaps in part; 0 without data or for a stream.
+        best_model_checkpoint, best_saved_metric: the last complete checkpoint of a best evaluation, and its metric.
+        num_train_epochs: passes through the data, including a partial last one; 0 without data or for a stream.
         train_batch_size: samples in a micro-batch.
         consumed_samples: samples that all ranks together have used or left out.
-        skipped_samples: ranges [first, stop) in the order of samples that rollbacks have left out.
+        skipped_samples: ranges [first, stop) of the sample order that rollbacks have left out.
     """
 
     global_step: int = 0
@@ -106,7 +106,7 @@ class TrainerState:
     if not TYPE_CHECKING:  # a type checker knows the fields
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError; for a field of HuggingFace's state it says what to read instead."""
+            """Raise AttributeError; for a field of HuggingFace's state the message says what to read instead."""
             if name in NOT_IN_STATE:
                 raise AttributeError(f"state.{name} is a field of HuggingFace's TrainerState: {NOT_IN_STATE[name]}")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -137,7 +137,7 @@ class TrainerControl:
 
 
 class MomentValues(TypedDict, total=False):
-    """The keyword arguments of callbacks; `record`, `logs`, `metrics` and `checkpoint` only at some moments."""
+    """The keyword arguments of callbacks; only some methods get `record`, `logs`, `metrics` or `checkpoint`."""
 
     trainer: Trainer
     model: object
@@ -170,7 +170,7 @@ class TrainerCallback:
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Before the first step of a pass through the data; a step may reach from one pass into the next."""
+        """Before the first step of a pass through the data; a step may span the end of a pass."""
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -190,8 +190,8 @@ class TrainerCallback:
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Every `logging_steps` and after the last step, with `logs` the step's record and the mean loss since the last
-        log; after an evaluation and at the end of training, with `logs` their metrics, step and epoch."""
+        """Every `logging_steps` and after the last step: `logs` has the step's record and the mean loss since the last
+        log. Also after an evaluation and at the end of training: `logs` has their metrics, step and epoch."""
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -265,7 +265,7 @@ NOT_CALLED = {
     "on_prediction_step": "on_evaluate or on_predict",
     "on_push_begin": "on_save",
 }
-"""HuggingFace's moments that do not exist here, and what to use instead."""
+"""HuggingFace's callback methods that are never called here -> what to use instead."""
 
 
 def keywords(method: Callable[..., object], trainer: Trainer) -> dict[str, object]:

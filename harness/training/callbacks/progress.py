@@ -27,7 +27,7 @@ class ProgressCallback(TrainerCallback):
         self.bar: tqdm[NoReturn] | None = None
         self._last_line = 0.0
         self._last_step = time.monotonic()
-        self._seconds: float | None = None  # moving average of a step, with its logging and saving
+        self._seconds: float | None = None  # moving average of a step's seconds, with logging and saving
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -51,7 +51,7 @@ class ProgressCallback(TrainerCallback):
         self._last_step = now
         left = f"{clock((state.max_steps - record.step) * self._seconds)} left"
         if self.bar is not None:
-            # the time left comes first: a narrow terminal cuts the rest off
+            # time left first: a narrow terminal cuts off the rest
             self.bar.set_postfix_str(", ".join([left, *_figures(record, self.unit)]), refresh=False)
             self.bar.update()
         elif self._line_is_due(args, state, now):

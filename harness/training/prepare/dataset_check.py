@@ -21,9 +21,9 @@ from harness.training.engine.context import EngineContext
 USUAL_LENGTH = 1024
 TOKENS, SHIFTED, OTHERS = "tokens", "shifted", "others"
 ENOUGH, MOST = 4, 0.75
-"""Labels count as shifted if at least ENOUGH of them, and a share of MOST, equal the next token. Fewer may by chance.
+"""Labels count as shifted if at least ENOUGH of them, and at least the share MOST, equal the next token.
 
-Not all need to: the last label before padding is often an end-of-text token that the inputs lack.
+Fewer may be equal by chance. Not all are: the last label before padding is often an end token that the inputs lack.
 """
 
 
@@ -45,7 +45,7 @@ class DatasetCheck:
         """Return a micro-batch of the first samples, None without any; all ranks call it.
 
         Raises:
-            UserError: a sample cannot be collated, has fewer tokens than ranks share it, or is longer than the model's
+            UserError: a sample cannot be collated, has fewer tokens than context ranks, or is longer than the model's
                 positions; samples are packed and the model cannot keep documents apart; or labels are shifted already.
         """
         if dataset is None or not dataset_length(dataset):

@@ -1,4 +1,4 @@
-"""Predict memory and speed of a run before its model is built, and refuse runs that cannot fit into memory."""
+"""Predict memory and speed of a run before its model is built, and refuse a run that cannot fit into memory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def forecast(plan: RunPlan, length: int, device: torch.device, local_ranks: int) -> Prediction | None:
     """Predict memory and speed of a run on samples of `length` tokens; None if the planner cannot.
 
-    Parameters are counted on the model itself, as a config of an unknown family does not give their number. The planner
-    assumes AdamW and all parameters trained, so runs with another optimizer, with adapters, or with a model from
-    memory get no prediction.
+    Parameters are counted on the model itself, as the config of an unknown family does not give their number. The
+    planner assumes AdamW and all parameters trained, so there is no prediction for another optimizer, for adapters, or
+    for a model from memory.
     """
     source, kind = plan.source, str(lookup(plan.resolved.config, "/optimizer/type") or "adamw")
     if source is None or source.model is not None or plan.adaptation is not None or "adam" not in kind.lower():
@@ -60,8 +60,8 @@ def require_masks(found: Prediction, *, packed: bool) -> None:
 def require_memory(found: Prediction, plan: RunPlan, ranks: Sequence[int], device: torch.device) -> str | None:
     """Raise UserError if parameters, gradients and optimizer states alone exceed the memory.
 
-    For a model whose number of parameters is a guess, return a warning instead. Each rank has its own GPU, while the
-    memory of a host is shared by its `ranks` and by what they offload to it.
+    If the number of parameters is a guess, return a warning instead. Each rank has its own GPU, while the `ranks` of a
+    host share its memory, also for what they offload.
     """
     if (
         found.limit_bytes is None
@@ -96,7 +96,7 @@ def _device(name: str, world_size: int) -> Hardware:
 
 
 def _described(device: torch.device) -> str | None:
-    """Return the name of the packaged description of this GPU; None for a CPU, which would have to be measured."""
+    """Return the name of the packaged description of this GPU; None for a CPU: it would have to be measured."""
     if device.type != "cuda":
         return None
     words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()

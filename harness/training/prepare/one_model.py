@@ -1,8 +1,8 @@
 """Make sure that all ranks train parts of one model.
 
-A model in memory, or layers that are modules, were made in each process, perhaps from different random numbers: rank
-0's weights are sent to all. Before the first step, weights that several ranks hold alike are compared by checksums,
-wherever they came from.
+Each process makes its own model in memory, or layers that are modules, perhaps from different random numbers. So rank
+0's weights are sent to all. Before the first step, weights that must be equal on several ranks are compared by
+checksums, whatever their origin.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, consol
 def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> None:
     """Raise UserError, on all ranks, if weights differ that must be equal at the start; all ranks call it.
 
-    Equal must be: unsharded weights on tensor-parallel ranks; all weights on data-parallel ranks, except under ZeRO-3
-    and for experts that are distributed; tied weights on the stages that hold them.
+    Weights that must be equal: unsharded ones on tensor-parallel ranks; all on data-parallel ranks, except under ZeRO-3
+    and for distributed experts; tied ones on the stages that hold them.
     """
     if groups.layout.world_size == 1:
         return
     own = _comparable(module, zero_stage)
     digests = {kind: {name: _digest(sums) for name, sums in found.items()} for kind, found in own.items()}
     whole = {kind: {"": _digest(sorted(named.items()))} if named else {} for kind, named in digests.items()}
-    # One digest for all tensors of an axis is enough; tied weights one by one, as stages hold different ones.
+    # One digest for all tensors of an axis is enough. Compare tied weights one by one, as stages hold different ones.
     rows = values_of_all({**whole, "pipeline": digests["pipeline"]})
     for axis in ("tensor", "data", "pipeline"):
         for ranks in groups.layout.groups(axis):
@@ -128,7 +128,7 @@ def _comparable(module: nn.Module, zero_stage: int) -> dict[str, dict[str, objec
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
-    """Yield (name, (this rank's values, whether tensor-parallel ranks hold the same)) of parameters and buffers."""
+    """Yield (name, (this rank's values, whether all tensor-parallel ranks hold them)) of parameters and buffers."""
     persistent = module.state_dict(keep_vars=True)
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
     for name, tensor in [*module.named_parameters(), *buffers]:

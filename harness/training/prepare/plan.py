@@ -81,7 +81,7 @@ class RunInputs:
 
 @dataclass(kw_only=True)
 class RunPlan(RunInputs):
-    """A run as this rank plans it without the others.
+    """A run, planned on this rank without the others.
 
     Attributes:
         source: the decoder's config and weights; None for a list of layers.
@@ -113,7 +113,7 @@ def plan_run(inputs: RunInputs) -> RunPlan:
     model = inputs.model if isinstance(inputs.model, str) else None
     config = inputs.config or read_run_config(args, world_size=env.world_size, model=model)
     require_supported(config.resolved)
-    # The watchdog starts when the ranks have met. Until then, which may be hours, at least stopped processes are seen.
+    # The watchdog starts when the ranks have met, which may take hours. Until then at least detect stopped processes.
     with watching_for_stopped_ranks(args.hang_seconds, inputs.console):
         data = user_datasets(
             inputs.train_dataset,
@@ -152,7 +152,7 @@ def plan_run(inputs: RunInputs) -> RunPlan:
 def checkpoint_to_resume(plan: RunPlan) -> Path | None:
     """Return the checkpoint that `--resume_from_checkpoint` asks for, None for a run that begins at step 0.
 
-    For `auto` only rank 0 calls it, when the ranks have met, and sends the others its result or error.
+    For `auto` only rank 0 calls it, after the ranks have met, and sends the others its result or error.
 
     Raises UserError for a checkpoint that this run cannot continue.
     """
@@ -176,7 +176,7 @@ def resolve_for(
 
 
 def _require_for_layers(inputs: RunInputs) -> None:
-    """Raise UserError for arguments that act only on HuggingFace models, as the model is a list of layers."""
+    """Raise UserError for arguments that have no effect on a list of layers, only on HuggingFace models."""
     problems = [
         f"--{item.name} needs a HuggingFace model, not a list of layers"
         for item in fields(inputs.args)
@@ -188,7 +188,7 @@ def _require_for_layers(inputs: RunInputs) -> None:
 
 
 def _require_config_for_layers(resolved: Resolved) -> None:
-    """Raise UserError for keys of the DeepSpeed JSON that act only on HuggingFace models."""
+    """Raise UserError for keys of the DeepSpeed JSON that have an effect only on HuggingFace models."""
     acting = {
         "expert_parallel.autoep_size": resolved.ep_size > 1,
         "tensor_parallel.sequence_parallel": resolved.sequence_parallel,
@@ -240,8 +240,8 @@ def require_metric_of_one(args: TrainingArguments, evaluation: EvaluationData) -
 def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:
     """Verify the checkpoint to resume by its checksums, and return it; all ranks call it.
 
-    With `auto`, a damaged one is replaced by the newest intact older one, and a run without any begins at step 0; both
-    are reported. `args` are the run's arguments, or those that `train(resume_from_checkpoint=...)` has changed.
+    With `auto`, if it is damaged, return the newest older one that is intact; without any, the run begins at step 0.
+    Both are reported. `args` are the run's arguments, or those that `train(resume_from_checkpoint=...)` has changed.
 
     Raises:
         UserError: on all ranks: without `auto`, the checkpoint is damaged.

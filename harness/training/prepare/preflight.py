@@ -32,7 +32,7 @@ def check_before_start(
     """
     config = check_inputs(script, args, env, lora)
     output_dir = Path(args.output_dir)
-    args.overwrite_output_dir |= not script.trains  # an evaluation alone overwrites nothing, so a run there is no error
+    args.overwrite_output_dir |= not script.trains  # an evaluation overwrites nothing, so a run there is no error
     if env.rank == 0:
         lock_directory(output_dir)
     if env.rank == 0 or args.resume_from_checkpoint != "auto":

@@ -1,7 +1,7 @@
 """Prepare a run for its first step, from the Trainer's arguments.
 
-First everything is refused that can be without other ranks (`plan.py`). Then all ranks meet and compare config, code
-and data. Only then a model is built.
+First each rank alone refuses all that it can (`plan.py`). Then all ranks meet and compare config, code and data. Only
+then the model is built.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def prepare_run(inputs: RunInputs) -> Run:
     # 1. Alone: everything that needs no other rank, so that a wrong flag fails before the rendezvous.
     plan = plan_run(inputs)
     args, console = plan.args, plan.console
-    if console.log is None:  # without a log file for it, DeepSpeed would print between the program's own lines
+    if console.log is None:  # no log file: DeepSpeed would print between the program's own lines
         silence_prints()
 
     # 2. Together: process groups, one checkpoint to resume, one initial model.
@@ -121,7 +121,7 @@ def prepare_run(inputs: RunInputs) -> Run:
     for text in shown(plan.data.train, plan.data.tokenizer):  # so that the user sees a wrong loss mask
         console.say(f"a sample, the tokens in the loss between {BEGIN} and {END}: {text}")
 
-    # 4. The model as a list of pipeline layers that are not built yet: will it fit, can it be cut, what does it cost?
+    # 4. The model as a list of pipeline layers, not built yet: check that it fits, cut it, and estimate its costs.
     expected = _expected(plan, context, sample, list(here.values))
     trainable = _trainable(plan, context, sample)
     if trainable.causal is not None:  # the vocabulary is known now, so ids are checked against it
@@ -161,7 +161,7 @@ def prepare_run(inputs: RunInputs) -> Run:
         expected=expected,
     )
     malloc_trim()  # DeepSpeed has copied all parameters into flat tensors, and freed the originals
-    if run.resolved.zero_stage != 2:  # with ZeRO-2's buckets, kept memory would take up to half as much again
+    if run.resolved.zero_stage != 2:  # with ZeRO-2's buckets, that would take up to 1.5 times the memory
         keep_freed_memory(run.device)
     if args.saves:
         _warn_of_full_disk(run, run.engine_state.require_savable())
@@ -178,7 +178,7 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     THIS_RANK.doing = "waiting for the other ranks"
     with watching_for_stopped_ranks(args.hang_seconds, console):
         device = start(env)
-        all_or_none(lambda: require_precision(plan.resolved.precision))  # hosts may have devices of different kinds
+        all_or_none(lambda: require_precision(plan.resolved.precision))  # hosts may have different devices
         all_or_none(lambda: require_device(plan.resolved.config, device))
         require_shared(plan.output_dir, env.rank, env.world_size)
         check_agreement(
@@ -198,7 +198,7 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         THIS_RANK.rank = groups.rank
         THIS_RANK.stage = groups.coordinate.stage
         watch_run(args, groups, console, on_accelerator=device.type != "cpu")
-    if device.type == "cpu":  # ranks of one host reduce in shared memory, several times as fast as by gloo
+    if device.type == "cpu":  # ranks of one host reduce in shared memory, several times as fast as gloo
         share_memory([groups.tp_group, groups.dp_group, groups.cp_group, groups.ep_group])
         carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)
     if warning := version_warning():
@@ -252,7 +252,7 @@ def _expected(
         return None
     plan.console.say(str(found))
     if not plan.args.skip_memory_check:
-        if plan.args.attn_implementation in (None, "sdpa", "eager"):  # others make no mask of all pairs
+        if plan.args.attn_implementation in (None, "sdpa", "eager"):  # others make no mask [tokens, tokens]
             all_or_none(lambda: require_masks(found, packed=plan.args.packing))
         warning = all_or_none(lambda: require_memory(found, plan, ranks, context.device))
         if warning is not None:
@@ -261,7 +261,7 @@ def _expected(
 
 
 def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None) -> TrainableModel:
-    """Return the model as pipeline layers; its sharding is verified on a tiny copy if the arguments ask for it."""
+    """Return the model as pipeline layers; verify its sharding on a tiny copy if the arguments ask for it."""
     if plan.source is None:
         trainable = trainable_layers(cast("Sequence[Layer]", plan.model), plan.loss_fn, sample)
     else:
@@ -333,7 +333,7 @@ def report_padding(console: Console, share: float, *, packed: bool) -> None:
 
 def release(run: Run) -> None:
     """Free the engine's memory, and close the run's process groups. A second call does nothing."""
-    if not vars(run.engine.deepspeed):  # released before: the groups that are open now belong to another run
+    if not vars(run.engine.deepspeed):  # already released: groups that are open now belong to another run
         return
     ACTIVITY.stop_watching()
     run.engine.release()

@@ -41,7 +41,7 @@ class StepEvents:
 class Run(RunPlan, EngineContext):
     """A run that is ready for its first step, or for loading its checkpoint.
 
-    Rebalancing (`--rebalance_steps`) and a resume replace fields, so do not keep copies of them.
+    Rebalancing (`--rebalance_steps`) and a resume replace fields: do not keep copies of these.
 
     Attributes:
         data_check: checks the first samples of a data set.

@@ -42,7 +42,7 @@ class SamplePrompts:
 
 
 def sample_prompts(plan: RunPlan, trainable: TrainableModel) -> SamplePrompts | None:
-    """Return the prompts, None without any. UserError for prompts that the model cannot take, or no evaluations."""
+    """Return the prompts, None without any. UserError if the model cannot take them, or the run has no evaluations."""
     args = plan.args
     if args.sample_prompts is None:
         return None

@@ -73,8 +73,8 @@ def choose_boundaries(trainable: TrainableModel, context: EngineContext, sample:
         sample: inputs and labels of one micro-batch, for `measured`; None if there is no training data.
 
     Raises:
-        UserError: there are fewer layers than chunks, or a chunk would hold nothing to train, which DeepSpeed's engines
-            cannot run.
+        UserError: there are fewer layers than chunks, or a chunk would have nothing to train, which DeepSpeed's
+            engines cannot run.
     """
     chunks = context.resolved.chunks
     if chunks.each > 1 and chunks.count > len(trainable.layers):
@@ -113,7 +113,7 @@ def _boundaries(trainable: TrainableModel, context: EngineContext, sample: Micro
 def stage_lines(
     trainable: TrainableModel, boundaries: Sequence[int], module: nn.Module, context: EngineContext
 ) -> list[StageLine]:
-    """Return the lines on all stages; all ranks call it."""
+    """Return one line for each stage; all ranks call it."""
     groups, chunks = context.groups, context.resolved.chunks
     held = sum(_size(parameter) for parameter in module.parameters())
     sizes = values_of_all((groups.coordinate.stage, held))
@@ -198,7 +198,7 @@ def _size(parameter: nn.Parameter) -> int:
 def batch_warning(
     stages: int, micro: int, accumulation: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None
 ) -> str | None:
-    """Return a warning on the share of a step that a pipeline idles, with the remedy; None up to a fifth."""
+    """Return a warning, with a remedy, if the pipeline idles for more than a fifth of a step; else None."""
     order = schedule, parts_per_stage
     wanted = micro_batches_wanted(stages, *order)
     if accumulation >= wanted:

@@ -91,7 +91,7 @@ class TrainableModel:
         if self.causal is not None:
             return True
         ids = self.example
-        while isinstance(ids, tuple | list) and ids:  # a collator may give its inputs in lists
+        while isinstance(ids, tuple | list) and ids:  # a collator may return inputs in lists
             ids = ids[0]
         return isinstance(ids, Tensor) and ids.dim() > 1 and not ids.is_floating_point()
 
@@ -111,7 +111,7 @@ class TrainableModel:
         """The traits of the layers; a user's own layers are assumed to draw random numbers."""
         if self.causal is None:
             return LayerTraits(example=self.example)
-        # With states passed between layers, or a split sequence, each tensor-parallel rank passes on its own part.
+        # If layers pass states, or the sequence is split, each tensor-parallel rank passes on its own part.
         local = bool(self.causal.outer.schema.states) or self.causal.shares_sequence
         return LayerTraits(local_states=local, draws=self.causal.outer.draws, tiles=self.causal.loss_tiles)
 
@@ -120,7 +120,7 @@ class TrainableModel:
         return first_names(self.layers)
 
     def stored_name(self, name: str) -> str:
-        """Return a parameter's name in a checkpoint; for a tied one its first name, the same in every layout."""
+        """Return a parameter's name in a checkpoint, the same in every layout; a tied one has its first name."""
         return self.saved_name(self._first_names.get(name, name))
 
     @property
@@ -165,7 +165,7 @@ def trainable_decoder(
     adaptation: Adaptation | None = None,
     own_loss: LogitsLoss | None = None,
 ) -> TrainableModel:
-    """Prepare the decoder that `source` names. UserError if the layout cannot cut it.
+    """Prepare the decoder that `source` names. UserError if it cannot be cut for the layout.
 
     Args:
         sequence_length: tokens of a sample, for the costs of layers.
@@ -175,7 +175,7 @@ def trainable_decoder(
     config = with_attention(source.config, args.attn_implementation)
     require_available(config, context.device, context.dtype)
     source = replace(source, config=_with_router_loss(config, args))
-    # With `part`, each rank loads only its ZeRO-3 part. Not for a model in memory: rank 0's values are broadcast.
+    # With `part`, each rank loads only its ZeRO-3 part. For a model in memory rank 0's values are broadcast instead.
     part = zero3_partition(context) if source.weights is None or isinstance(source.weights, Path) else None
     causal = assemble(
         source,
@@ -211,7 +211,7 @@ def trainable_decoder(
 
 
 def _neighbours(context: EngineContext) -> Neighbours | None:
-    """Return the ranks over which whole experts are distributed; None if each expert is cut like other layers."""
+    """Return the ranks over which whole experts are distributed; None if experts are cut like other layers."""
     if context.resolved.ep_size == 1:
         return None
     return Neighbours(place=TensorParallel.of(context.groups.ep_group), pieces=context.resolved.token_pieces)
@@ -241,7 +241,7 @@ def _finisher(source: ModelSource, context: EngineContext, part: Zero3Partition 
     spread, fused = layer_finisher(context, part), fuse
     if context.args.use_liger_kernel and source.has_values:
         fused = liger_kernels(source.config, context.device).put_into
-    elif context.resolved.compile_backend is not None:  # torch.compile fuses more than we do
+    elif context.resolved.compile_backend is not None:  # torch.compile fuses more than the harness
         return spread
 
     def finish(layer: nn.Module) -> None:
@@ -298,9 +298,9 @@ def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> Pret
 
 
 def _require_kept(names: Set[str], context: EngineContext) -> None:
-    """Raise UserError if a bf16 run cannot keep parameters in float32 that transformers keeps so.
+    """Raise UserError if a bf16 run cannot keep parameters in float32 that transformers keeps in float32.
 
-    Unless the config says that none shall be kept: then, and in fp16, warn.
+    In fp16, or if the config says to keep none, only warn.
     """
     resolved = context.resolved
     if not names or can_keep_fp32(resolved):

@@ -1,9 +1,9 @@
 """`--verify_plan`: compare the sharded model with the whole one on a tiny copy, before the real model is built.
 
-A sharding that does not match is refused on all ranks. `auto` tests unless the matrix of tested families
-(`models/matrix.json`) lists this family as right in this layout with the installed transformers; unequal shares,
-sequence parallelism, context parallelism and tiles are always tested. `on` always tests, and refuses a model that
-cannot be tested; `off` never tests.
+A sharding that does not match is refused on all ranks. `auto` skips the test if the matrix of tested families
+(`models/matrix.json`) lists this family as correct in this layout with the installed transformers; but it always tests
+unequal shares, sequence parallelism, context parallelism and tiles. `on` always tests, and refuses a model that cannot
+be tested. `off` never tests.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _refusal(causal: CausalModel, context: EngineContext) -> tuple[float, str | 
     unequal: set[str] = set()
     neighbours = TensorParallel.of(context.groups.ep_group)
     cut = partial(_cut, context=context, unequal=unequal)
-    # Step by step, so that the refusal names the cause: the model as a list of layers on each rank alone; then sharded
-    # over tensor-parallel ranks with experts distributed; then with the tokens over context ranks.
+    # Step by step, so that the refusal names the cause: first the model as a list of layers on each rank alone, then
+    # sharded over tensor-parallel ranks with distributed experts, then with the tokens split over context ranks.
     difference = find_difference(tiny, cut, ALONE, context.device)
     difference = worst_of(worst_of(difference, tensor), neighbours)
     separate = difference is None and (tensor.size > 1 or neighbours.size > 1)
@@ -103,7 +103,7 @@ def _cut(
     """Return the sharded model.
 
     Args:
-        unequal: the names of parameters with unequal shares are added to it.
+        unequal: gets the names of parameters with unequal shares.
         shared: whether context ranks share the tokens.
         neighbours: the ranks over which experts are distributed.
     """
@@ -159,7 +159,7 @@ def _told(source: ModelSource, context: EngineContext, difference: Difference, *
 
 
 def _worst(own: tuple[float, str | None, str | None]) -> tuple[str | None, str | None]:
-    """Return the same answer on all ranks: the refusal with the largest difference, and why any rank did not test."""
+    """Return, equal on all ranks, the refusal with the largest difference, and why a rank did not test."""
     all_found = values_of_all(own) if dist.is_initialized() and dist.get_world_size() > 1 else [own]
     _, refusal, _ = max(all_found, key=lambda found: (found[1] is not None, found[0]))
     return refusal, next((found[2] for found in all_found if found[2] is not None), None)

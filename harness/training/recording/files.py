@@ -31,7 +31,7 @@ from harness.errors import UserError, reason
 from harness.training.callbacks import StepRecord
 from harness.wall_clock import CLOCK
 
-if TYPE_CHECKING:  # benchmarks write versions without the imports of training
+if TYPE_CHECKING:  # benchmarks use `versions` without importing training
     from harness.training.prepare.run import Run
 
 DATA_FLAGS = ("train_file", "validation_file")
@@ -103,7 +103,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, first_step: int) -> None:
         self._path = path
-        self._waiting = b""  # what could not be written yet
+        self._waiting = b""  # lines that could not be written yet
         self._secrets = Secrets.known()
         self._file = self._cut(first_step)
 
@@ -129,9 +129,9 @@ class MetricsFile:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def _cut(self, first_step: int) -> FileIO:
-        """Open the file and drop the lines of `first_step` and later steps, and lines that are no metrics.
+        """Open the file, and drop the lines of `first_step` and later steps, and lines that are no metrics.
 
-        The file is truncated at the first line to drop, which works on a full disk, too. Later lines that must stay are
+        The file is truncated at the first line to drop, which works even on a full disk. Later lines that must stay are
         written again with the next write.
         """
         if self._path.exists() and not self._path.is_file():  # opening a pipe would block
@@ -156,7 +156,7 @@ class MetricsFile:
         warnings.warn(f"{self._path}: it was deleted; metrics continue in a new file", stacklevel=4)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Warn if an action fails, as on a full disk: training continues, and lines wait in memory."""
+        """Run an action, and warn if it fails, as on a full disk: training continues, and lines wait in memory."""
         try:
             action()
         except OSError as error:
@@ -170,9 +170,9 @@ def write_run(output_dir: Path, content: JsonObject) -> None:
 
 
 def note_wall_clock(output_dir: Path, first_step: float | None = None) -> None:
-    """Add to `run.json` how this process has spent its time, in seconds; without `first_step` keep the one there."""
+    """Add to `run.json` how this process has spent its time, in seconds; without `first_step` keep its old value."""
     path = output_dir / RUN
-    # A full disk, or a file that somebody has replaced: not worth an error.
+    # A full disk, or a file that somebody has replaced, is not worth an error.
     with suppress(OSError, ValueError, AttributeError, TypeError):
         content = read_json(path)
         first_step = first_step or content.get("wall_clock", {}).get("first_step")

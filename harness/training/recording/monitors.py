@@ -1,7 +1,7 @@
 """Write to TensorBoard, W&B, Comet and CSV files: rank 0 writes each value once, under one name and step.
 
-DeepSpeed's engine gets no monitors, because it would write loss and learning rate again under its own names. A run that
-goes back to an earlier step drops what was written for later steps.
+DeepSpeed's engine gets no monitors, as it would write loss and learning rate again under its own names. When a run goes
+back to an earlier step, it drops the values of later steps.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Monitors:
 
 @contextmanager
 def _warning(what: str) -> Iterator[None]:
-    """Turn an OSError into a warning: training continues without a monitor."""
+    """Turn an OSError into a warning: training continues without the monitor."""
     try:
         yield
     except OSError as error:
@@ -122,8 +122,8 @@ def _comet(section: JsonObject) -> CometMonitor:
 class Tables:
     """CSV files in one folder, one for each value; other files there are not touched.
 
-    When a value is first written, an existing file of its name is checked: if this run has written it, the rows of
-    later steps are dropped; any other file is renamed.
+    At a value's first row, an existing file of its name is checked. If it is this run's, the rows of later steps are
+    dropped; any other file is renamed.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:

@@ -29,7 +29,7 @@ from harness.training.callbacks import MomentValues, TrainerCallback, TrainerCon
 from harness.training.prepare.run import Run
 from harness.wording import counted
 
-WARM_STEPS = 2  # not timed: the first step takes longer, and so does the second, whose memory is measured
+WARM_STEPS = 2  # not timed: the first step is slow, and measuring memory slows down the second
 
 
 class ProfileCallback(TrainerCallback):
@@ -99,7 +99,7 @@ class ProfileCallback(TrainerCallback):
             run.console.warn(f"--profile {self.steps}: the run ended after {counted(self._count, 'profiled step')}")
 
     def _keep(self, run: Run, step: int, ranks: list[RankProfile]) -> None:
-        """Write a profiled step, and from time to time the summary of all: a run may be killed at any time.
+        """Write a profiled step, and now and then the summary of all, as a run may be killed at any time.
 
         `ranks` are the profiles of all ranks on rank 0, and empty elsewhere.
         """
@@ -166,7 +166,7 @@ class _Measurement:
         self._instructions.end_all()
 
     def profile(self, run: Run, ahead: float) -> RankProfile:
-        """Return this rank's profile in seconds of rank 0's clock; this rank's clock is `ahead` by so many seconds.
+        """Return this rank's profile in seconds of rank 0's clock; this rank's clock is `ahead` seconds ahead of it.
 
         Waits for the device.
         """
@@ -187,7 +187,7 @@ class _Measurement:
 
 
 def step_profile(run: Run, step: int, ranks: list[RankProfile]) -> StepProfile:
-    """Return the profile of a step, with times counted from the begin on the first rank that began it."""
+    """Return the profile of a step, with times counted from its start on the first rank that started it."""
     first = min(rank.start for rank in ranks)
     return StepProfile(
         step=step,

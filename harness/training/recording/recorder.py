@@ -141,7 +141,7 @@ class Recorder:
             f"{name}_loss": mean(each.source_losses[name] for each in counted if name in each.source_losses)
             for name in {name: None for each in counted for name in each.source_losses}
         }
-        logs |= of_sources  # flat: monitors take numbers, not dicts
+        logs |= of_sources  # not nested: monitors take numbers, not dicts
         self._unlogged.clear()
         self.state.log_history.append(logs)
         if self._monitors is not None:
@@ -180,7 +180,7 @@ class Recorder:
 
 
 def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
-    """Return the numbers of an evaluation for monitors, by their names there; no perplexity, a function of the loss."""
+    """Return the numbers of an evaluation by their names in monitors, without perplexity, a function of the loss."""
     left_out = ("eval_samples", "eval_seconds", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     named = {name: value for name, value in metrics.items() if name.startswith("eval_") and name not in left_out}
     return {f"eval/{n.removeprefix('eval_')}": v for n, v in named.items() if isinstance(v, int | float)}

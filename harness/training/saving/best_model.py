@@ -37,7 +37,7 @@ class EarlyStoppingCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Unpack[MomentValues],
     ) -> None:
-        """Raise UserError if there are several evaluation data sets and no metric of one of them is named."""
+        """Raise UserError for several evaluation data sets if `metric_for_best_model` names no metric of one."""
         require_metric_of_one(args, kwargs["trainer"].run.data.evaluation)
 
     def on_evaluate(
@@ -57,7 +57,7 @@ class EarlyStoppingCallback(TrainerCallback):
 def own_early_stopping(callback: TrainerCallback) -> TrainerCallback:
     """Replace transformers' EarlyStoppingCallback by ours; return any other callback unchanged.
 
-    transformers' one minimises every metric unless `greater_is_better` is given, and forgets its count at a resume.
+    The one in transformers minimises every metric unless `greater_is_better` is given, and loses its count at a resume.
     """
     kind = type(callback)
     if (kind.__module__, kind.__name__) != ("transformers.trainer_callback", "EarlyStoppingCallback"):
@@ -95,11 +95,11 @@ def note_evaluation(
 ) -> None:
     """Record an evaluation if it is the best of the run so far.
 
-    Then also request a checkpoint if `--save_strategy best` or `--load_best_model_at_end` is set: other saves may fall
-    on other steps.
+    Then also request a checkpoint with `--save_strategy best` or `--load_best_model_at_end`: regular saves may be at
+    other steps.
     """
     if metrics is None or (args.metric_for_best_model is None and not has_metric(args, metrics)):
-        return  # several data sets, and no metric was named that decides
+        return  # several data sets, and no metric that decides is named
     if improves(args, state, value := metric_of(args, metrics)):
         state.best_metric = value
         state.best_global_step = state.global_step
@@ -130,8 +130,8 @@ def restore_best(
         problem_with: returns what is wrong with a checkpoint, the same on all ranks.
 
     Returns:
-        A warning if `--load_best_model_at_end` could not load that evaluation's checkpoint; the search for the best
-        then starts afresh.
+        A warning if `--load_best_model_at_end` could not load that evaluation's checkpoint: the best is then searched
+        anew.
     """
     same = saved.get("metric") == args.best_metric_name
     state.best_metric, state.best_global_step = (saved["value"], saved["step"]) if same else (None, 0)
@@ -152,7 +152,7 @@ def restore_best(
 
 
 def note_checkpoint(state: TrainerState, checkpoint: Path, metric: float | None) -> None:
-    """Record a complete checkpoint if it is that of a best evaluation; `metric` is that evaluation's value, or None."""
+    """Record a complete checkpoint if it is of a best evaluation; `metric` is that evaluation's value, else None."""
     if metric is not None:
         state.best_model_checkpoint = str(checkpoint)
         state.best_saved_metric = metric
@@ -161,7 +161,7 @@ def note_checkpoint(state: TrainerState, checkpoint: Path, metric: float | None)
 def forget_unsaved(args: TrainingArguments, state: TrainerState) -> None:
     """With `--load_best_model_at_end`, fall back to the best evaluation that has a checkpoint.
 
-    A later evaluation that beats this one is then saved, even if a lost one was better still.
+    A later evaluation that beats this one is then saved, even if the lost one was better.
     """
     if args.load_best_model_at_end:
         held = NAME.fullmatch(Path(state.best_model_checkpoint or "").name)
@@ -181,7 +181,7 @@ def load_best(run: Run, state: TrainerState) -> None:
         run.console.warn(f"no evaluation has a checkpoint that could be loaded as the best model: {kept}")
         return
     checkpoint = Path(state.best_model_checkpoint)
-    # All ranks must take the same way, so all use rank 0's view of the folder, then verify it together.
+    # All ranks must decide alike: use rank 0's view of the folder, then verify it together.
     problem = value_of_first(damage(checkpoint))
     if problem is None:
         found = values_of_all(changed_file(checkpoint, dist.get_rank(), dist.get_world_size()))

@@ -1,6 +1,6 @@
 """Save the checkpoints of a run, one at a time, in the background of its steps.
 
-A save that falls due while another is being written waits for it; one by the clock (`--save_seconds`) is postponed.
+If a save is due while another is being written, it waits for that one; a save by `--save_seconds` is postponed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Checkpoints:
         on_save: Callable[..., None],
         overridden: Callable[[], Path] | None = None,
     ) -> None:
-        """Save nothing yet. `overridden` is `save_checkpoint` of a subclass of the Trainer, called instead of ours."""
+        """Save nothing yet. `overridden` is a Trainer subclass's `save_checkpoint`, which is called instead of ours."""
         self.run = run
         self._state = state
         self._nonfinite = nonfinite
@@ -71,7 +71,7 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, UserError):  # usually raised on all ranks, so the pending checkpoint can be completed
+        if isinstance(error, UserError):  # usually all ranks raise it, so they can complete the pending checkpoint
             self.settle()
 
     def resumed(self, checkpoint: Path | None) -> None:
@@ -108,9 +108,9 @@ class Checkpoints:
 
     @inside("saving")
     def begin(self, *, last: bool = False) -> None:
-        """Begin to save the present state, unless that was begun already; warn if it fails.
+        """Begin to save the present state, unless its save has begun already; warn if it fails.
 
-        The `last` save of a run waits until it is complete, and needs no copy in memory.
+        The `last` save of a run waits until it is complete, so it needs no copy in memory.
         """
         if self._state_of != (self._state.global_step, self._state.consumed_samples):
             self.finish()
@@ -126,7 +126,7 @@ class Checkpoints:
     def wait_a_moment(self) -> None:
         """After the step that follows a save, wait up to a second for the checkpoint; all ranks call it.
 
-        A killed run with short steps then repeats at most the steps between two saves.
+        So a killed run with short steps repeats at most the steps between two saves.
         """
         until = time.monotonic() + MOMENT_S
         while self._pending is not None and self._pending.step == self._state.global_step - 1:
@@ -187,7 +187,7 @@ class Checkpoints:
         return self._pending
 
     def _advance(self) -> bool:
-        pending, self._pending = self._pending, None  # if advance() raises NotSaved, nothing is pending any more
+        pending, self._pending = self._pending, None  # nothing is pending any more if advance() raises NotSaved
         if pending is None:
             return False
         if not pending.advance():
@@ -209,7 +209,7 @@ class Checkpoints:
             return None
 
     def _lost(self, step: int) -> None:
-        """Record that a step could not be saved: it may be tried again, and does not count as the best."""
+        """Record that a step could not be saved: it may be tried again, and is not the best."""
         self._state_of = None
         if step == self._state.best_global_step:
             forget_unsaved(self.run.args, self._state)
@@ -232,7 +232,7 @@ def begin_checkpoint(run: Run, state: TrainerState, writer: Writer, *, copy: boo
 
 
 def _best(run: Run, state: TrainerState) -> Path | None:
-    """Return the checkpoint of the best evaluation: the one being written now, or the last that was."""
+    """Return the best evaluation's checkpoint: the one being written, or the last one written."""
     if state.best_global_step == state.global_step:
         return run.output_dir / finished_name(state.global_step)
     return None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)

@@ -1,7 +1,7 @@
 """Export the trained model as files (HuggingFace's, or peft's adapters), or gather it into one model in memory.
 
-Adapters name their base model: by its path if it came from a directory; a base model that was initialised from the
-seed, or given in memory, is written beside them, so that peft and `from_pretrained` find it.
+Adapters name their base model: its path if it came from a directory. A base model that was initialised from the seed,
+or given in memory, is written beside them, so that peft and `from_pretrained` find it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_model(run: Run, directory: Path) -> None:
         _write_weights(run, directory)
     else:
         causal = run.trainable.causal
-        assert causal is not None  # adapters stand on a HuggingFace model
+        assert causal is not None  # only HuggingFace models have adapters
         base = causal.source.weights
         if not isinstance(base, Path):
             base = directory / BASE
@@ -102,7 +102,7 @@ def gather_model(run: Run) -> PreTrainedModel | None:
     module = run.module
     model = _target(causal, next(module.parameters()).dtype) if groups.rank == 0 else None
     own = {} if model is None else model.state_dict(keep_vars=True)
-    # Stage after stage, so that rank 0 receives from one rank at a time. Gathering is collective within a stage.
+    # Go stage by stage, so that rank 0 receives from one rank at a time. Gathering is collective within a stage.
     for stage in range(groups.layout.pp_size):
         leader = groups.layout.rank(stage=stage, dp_rank=0, tp_rank=0)
         mine = _whole_tensors(module, groups) if groups.coordinate.stage == stage else iter(())

@@ -21,14 +21,14 @@ from harness.wording import counted
 
 
 class NonFiniteStep(UserError):
-    """A step, or the weights after it, are not finite, and the run must go back (`--nonfinite rollback`)."""
+    """A step or the weights after it are not finite, so the run must roll back (`--nonfinite rollback`)."""
 
 
 class NonFinite:
     """Applies the policy to non-finite steps; all ranks come to the same decision.
 
     Attributes:
-        skipped: number of steps that changed no weight for that reason.
+        skipped: number of steps that changed no weight because they were not finite.
     """
 
     def __init__(self, policy: str, console: Console) -> None:
@@ -68,7 +68,7 @@ class NonFinite:
     def judge_weights(self, engine: Engine, target: str) -> None:
         """Check the weights before they are written to `target`; all ranks call it.
 
-        Non-finite weights are not written, as an older good checkpoint might be deleted for them.
+        Non-finite weights are not written, as that might delete an older good checkpoint.
 
         Raises:
             UserError: with `stop`.
@@ -91,8 +91,8 @@ def _not_finite(parameters: Mapping[str, Tensor]) -> str | None:
     """Return the name of a parameter with a non-finite value on this rank (under ZeRO-3, in its part); None if none."""
     held = {name: held_values(parameter) for name, parameter in parameters.items()}
     held = {name: values for name, values in held.items() if not values.is_meta and values.device.type != "meta"}
-    # First the sums, in one wait for the device: a tenth of the time of isfinite(). A sum of finite values can
-    # overflow, so only suspects are checked exactly.
+    # First check the sums, with one wait for the device: this takes a tenth of the time of isfinite(). A sum of finite
+    # values can overflow, so check suspects exactly.
     sums = numbers([values.sum() for values in held.values()])
     suspects = (values for values, total in zip(held.items(), sums, strict=True) if not isfinite(total))
     return next((name for name, values in suspects if not values.isfinite().all()), None)
@@ -101,7 +101,7 @@ def _not_finite(parameters: Mapping[str, Tensor]) -> str | None:
 def origin(seen: Sequence[Evidence], *, loss: bool) -> str:
     """Return in words the stage where values first became non-finite, and its ranks.
 
-    For a loss: the first stage that sent on non-finite activations, or the last stage if none did. For a gradient: the
+    For a loss: the first stage that sent non-finite activations, or the last stage if none did. For a gradient: the
     lowest stage that received finite gradients, as backward passes go from the last stage to the first.
     """
     last = max(each.stage for each in seen)

@@ -121,7 +121,7 @@ def resume(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream 
 
 
 OF_ADAMW = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-NAMES = {  # path in the JSON -> the argument that stands for the same value
+NAMES = {  # path in the JSON -> the argument for the same value
     "optimizer.params.lr": "learning_rate",
     "optimizer.params.weight_decay": "weight_decay",
     "optimizer.params.betas.0": "adam_beta1",
@@ -133,10 +133,10 @@ SECTIONS = ("optimizer", "scheduler", "fp16", "gradient_clipping", "train_batch_
 
 
 def hyperparameters(args: TrainingArguments, resolved: Resolved, max_steps: int) -> JsonObject:
-    """Return the settings that affect the remaining steps, under the names that a user knows."""
+    """Return the settings that affect the remaining steps, under their names in flags or JSON."""
     config = resolved.config
     values = {} if "optimizer" in config else {name: getattr(args, name) for name in OF_ADAMW}
-    values["learning_rate"] = args.learning_rate  # also used if the JSON's optimizer has no learning rate
+    values["learning_rate"] = args.learning_rate  # also for an optimizer in the JSON without one
     if "scheduler" not in config:
         values.update(lr_scheduler_type=args.lr_scheduler_type, warmup_steps=args.warmup(max_steps))
         values.update(max_steps=max_steps)
@@ -171,7 +171,7 @@ def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 AT_MOST = 3
-"""Rollbacks in a row without a step of progress, after which the run stops."""
+"""The run stops after this many rollbacks in a row without a step of progress."""
 
 
 class Rollback:
@@ -193,7 +193,7 @@ class Rollback:
 
     @contextmanager
     def guarding(self, recorder: Recorder, settle: Callable[[], None]) -> Iterator[None]:
-        """Roll back if the block raises NonFiniteStep, which it does on all ranks.
+        """Roll back if the block raises NonFiniteStep; all ranks raise it together.
 
         `settle` completes a save that is being written.
         """
