@@ -80,7 +80,7 @@ def _usual_precision(hardware: Hardware) -> str:
 
 
 LARGEST_MICRO_BATCH = 128
-NO_MEMORY = f"needs more memory than a device has, of which {HEADROOM:.0%} stay free"
+NO_MEMORY = f"needs more memory than a device has if {HEADROOM:.0%} of it stay free"
 NO_HOST_MEMORY = "needs more memory than the host has for each device"
 
 
@@ -258,7 +258,7 @@ def require_fit(task: Task, found: Found) -> None:
         reason, _ = found.reasons.most_common(1)[0]
         raise UserError(f"no layout of {counted(task.world_size, 'rank')} can run: {reason}")
     on_device, on_host = _shares(least)
-    free = f", of which {HEADROOM:.0%} stay free"
+    free = f", and {HEADROOM:.0%} of it stay free"
     where, needed, has = ("on each device", least.peak_bytes, task.hardware.limit_bytes)
     if on_host > on_device:
         where, needed, has = ("of the host for each device", least.host_bytes, task.hardware.host_memory_bytes)

@@ -191,8 +191,7 @@ def test_adapters_train_alike_on_two_ranks(models: dict[str, str], tmp_path: Pat
     some = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"], "modules_to_save": ["input_layernorm"]}
     llama, qwen3 = models["llama"], models["qwen3"]
     jobs = [LoraJob(llama, "pp2z1", resumed=True), LoraJob(llama, "dp2z3", resumed=True), LoraJob(llama, "tp2z1")]
-    jobs += [LoraJob(llama, "dp2z3", whole)]
-    jobs += [LoraJob(llama, "dp2z3", {"zero_optimization": {"stage": 3, **on_host}})]
+    jobs += [LoraJob(llama, "dp2z3", {**whole, "zero_optimization": {"stage": 3, **on_host}})]
     jobs += [LoraJob(qwen3, layout, peft=some) for layout in ("pp2z1", "dp2z3")]
     tied = {"r": 4, "target_modules": "all-linear", "modules_to_save": ["lm_head"], "ensure_weight_tying": True}
     jobs += [LoraJob(llama, layout, peft=tied) for layout in ("pp2z1", "tp2z1")]

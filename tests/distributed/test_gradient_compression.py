@@ -33,7 +33,7 @@ from tests.distributed.training import Job, arguments_of, rows, tiny_model, with
 pytestmark = pytest.mark.ranks
 
 SIZES, KINDS = [1000, 37, 300, 7000], [PACKED, PACKED, EXACT, ALIGNED]
-STEPS = 4
+STEPS = 3
 TIMES = {"all_reduce": 2, "all_to_all": 1, "all_gather": 1}
 """How often a rank sends (n - 1) / n of what is exchanged."""
 

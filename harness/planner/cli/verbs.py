@@ -139,7 +139,7 @@ def estimate_lines(one: Estimate) -> Iterator[str]:
         f"pipeline {strategy.pp_size} x tensor {strategy.tp_size} x data {strategy.dp_size} on {one.hardware.name}, "
         f"{one.workload.precision}, ZeRO-{strategy.zero_stage}, {strategy.accumulation} x {strategy.micro_batch} "
         f"samples of {one.workload.sequence:,} tokens on each data-parallel rank"
-        f"{f', {strategy.cp_size} of which share each' * (strategy.cp_size > 1)}"
+        f"{f'; {strategy.cp_size} context ranks share each sample' * (strategy.cp_size > 1)}"
     )
     yield f"\nGiB on each rank, of {limit:.1f}"
     parts = list(row["memory_gib"]["stages"][0])

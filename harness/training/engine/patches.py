@@ -142,8 +142,8 @@ PATCHES: tuple[Patch, ...] = (
         name="gradient norm",
         why="a plain fp32 engine counts a tied weight on each stage that has it, and weights that tensor-parallel "
         "ranks hold whole only on the first stage; the bf16 optimizer sums squares in float32; ZeRO-1 has one "
-        "collective for each parameter group, and stages may have different numbers of groups. It wraps the "
-        "optimizer's step, so it comes before patches that hook into that step",
+        "collective for each parameter group, and stages may have different numbers of groups. This patch wraps "
+        "the optimizer's step, so it comes before patches that hook into that step",
         apply=lambda new: correct_clipping(new.deepspeed, new.context.groups, skip_nonfinite=new.acts_on_nonfinite),
     ),
     Patch(
@@ -160,7 +160,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="one question about the norm",
         why="ZeRO-1 and ZeRO-2 wait for the device three times: to check every gradient, for the norm, and to clip. A "
-        "finite norm proves finite gradients, so one wait is enough. It replaces the check, so it comes after it",
+        "finite norm proves finite gradients, so one wait is enough. This patch replaces the "
+        "check that the one before has set",
         when=lambda new: new.acts_on_nonfinite,
         apply=lambda new: ask_the_norm_once(new.deepspeed.optimizer),
         after=("check of every gradient",),
@@ -187,8 +188,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="no reduction on one data rank",
-        why="DeepSpeed copies all gradients into a flat tensor and back, even for a single data rank. It replaces "
-        "ReduceGrads completely, so it comes after compression, which changes it only for several data ranks",
+        why="DeepSpeed copies all gradients into a flat tensor and back, even for a single data rank. This patch "
+        "replaces ReduceGrads completely, so it comes after compression, which changes it only for several data ranks",
         when=lambda new: new.is_staged and new.context.groups.dp_group is None,
         apply=lambda new: keep_own_gradients(new.deepspeed),
         after=("compressed reduction",),
@@ -210,14 +211,14 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="a gradient for every parameter",
         why="ZeRO-1 reduces only existing gradients, so ranks that use different parameters would call different "
-        "collectives and hang. It must act before tied gradients are summed, so it wraps that patch",
+        "collectives and hang. This patch acts before tied gradients are summed, so it wraps that patch",
         when=_is_staged,
         apply=lambda new: give_every_gradient(new.deepspeed),
         after=("partial and tied gradients",),
     ),
     Patch(
         name="parameters without a gradient",
-        why="DeepSpeed applies weight decay to parameters that no sample uses, unlike torch. It must look before "
+        why="DeepSpeed applies weight decay to parameters that no sample uses, unlike torch. This patch looks before "
         "missing gradients are filled with zeros, so it wraps that patch; and it hooks into the step that the norm "
         "has wrapped",
         apply=lambda new: UnusedParameters(new.deepspeed),
@@ -227,13 +228,14 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="labels for the tiles of the loss",
         why="DeepSpeed passes labels only to the loss, but with tiling the last layer computes the loss of each tile. "
-        "It comes before the schedule, which wraps the forward pass and changes the micro-batch",
+        "This patch comes before the schedule, which wraps the forward pass and changes the micro-batch",
         when=lambda new: new.is_staged and new.loss.tiles is not None,
         apply=lambda new: tell_labels(new.deepspeed, new.loss.expect),
     ),
     Patch(
         name="schedule",
-        why="DeepSpeed knows only 1F1B, whatever `pipeline.schedule` says. It wraps the execution of instructions",
+        why="DeepSpeed knows only 1F1B, whatever `pipeline.schedule` says. This patch wraps the execution of "
+        "instructions",
         when=_is_staged,
         apply=lambda new: follow_schedule(new.deepspeed, new.context.resolved.schedule, new.context.resolved.chunks),
         after=("labels for the tiles of the loss",),

@@ -20,8 +20,8 @@ from harness.training.engine.context import EngineContext
 
 USUAL_LENGTH = 1024
 TOKENS, SHIFTED, OTHERS = "tokens", "shifted", "others"
-ENOUGH, MOST = 4, 0.75
-"""Labels count as shifted if at least ENOUGH of them, and at least the share MOST, equal the next token.
+ENOUGH, SHARE = 4, 0.75
+"""Labels count as shifted if at least ENOUGH of them, and at least this SHARE, equal the next token.
 
 Fewer may be equal by chance. Not all are: the last label before padding is often an end token that the inputs lack.
 """
@@ -83,7 +83,7 @@ def meaning_of(batch: MicroBatch) -> str:
     if torch.equal(labels[:, :-1][valid], ids[:, :-1][valid]):
         return TOKENS
     shifted = int((labels[:, :-1][valid] == ids[:, 1:][valid]).sum())
-    return SHIFTED if shifted >= max(ENOUGH, MOST * int(valid.sum())) else OTHERS
+    return SHIFTED if shifted >= max(ENOUGH, SHARE * int(valid.sum())) else OTHERS
 
 
 def sample_length(batch: MicroBatch | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -88,6 +89,12 @@ def template_of(source: str) -> Template:
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
     tokenizer.chat_template = source
     return Template(tokenizer)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    template_of.cache_clear()
 
 
 def learnt(

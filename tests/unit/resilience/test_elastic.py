@@ -356,7 +356,7 @@ def break_connections(port: int) -> None:
     """End this process's connections to a port, as the kernel does when a network is down for long."""
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as connection:
-            if connection.getpeername()[1] == port:
+            if connection.family != socket.AF_UNIX and connection.getpeername()[1] == port:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
