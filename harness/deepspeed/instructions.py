@@ -14,25 +14,25 @@ from typing import TypeAlias
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import ForwardPass, PipeInstruction
 
-Kind: TypeAlias = type[PipeInstruction]
+InstructionType: TypeAlias = type[PipeInstruction]
 Execute: TypeAlias = Callable[..., None]
 """Called with the engine and the instruction's `buffer_id`, `micro_batch` and the like by name."""
 
 
-def executing(engine: PipelineEngine, kind: Kind) -> Execute:
+def executing(engine: PipelineEngine, kind: InstructionType) -> Execute:
     """Return the function that executes an instruction now."""
     execute: Execute = engine._INSTRUCTION_MAP[kind]
     return execute
 
 
-def execute_by(engine: PipelineEngine, changed: Mapping[Kind, Execute]) -> Callable[[], None]:
+def execute_by(engine: PipelineEngine, changed: Mapping[InstructionType, Execute]) -> Callable[[], None]:
     """Have these functions execute their instructions; return a function that undoes the change."""
     before = engine._INSTRUCTION_MAP
     engine._INSTRUCTION_MAP = {**before, **changed}
     return partial(setattr, engine, "_INSTRUCTION_MAP", before)
 
 
-def run_before(engine: PipelineEngine, kind: Kind, act: Callable[[], object]) -> None:
+def run_before(engine: PipelineEngine, kind: InstructionType, act: Callable[[], object]) -> None:
     """Have `act` called before each instruction of one kind."""
     execute = executing(engine, kind)
 

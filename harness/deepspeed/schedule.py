@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from harness.config.values.model_chunks import ModelChunks
-from harness.deepspeed.instructions import Execute, Kind, execute_by, executing
+from harness.deepspeed.instructions import Execute, InstructionType, execute_by, executing
 from harness.topology.env import run_timeout
 
 
@@ -274,7 +274,7 @@ class StageProgram:
 class OwnSchedule(of_deepspeed.PipeSchedule):  # type: ignore[misc]  # DeepSpeed has no types
     """A stage program in the form of a DeepSpeed schedule; the instructions `last` follow it."""
 
-    def __init__(self, engine: PipelineEngine, program: StageProgram, last: Sequence[Kind]) -> None:
+    def __init__(self, engine: PipelineEngine, program: StageProgram, last: Sequence[InstructionType]) -> None:
         super().__init__(program.micro_batches, engine.num_stages, engine.stage_id)
         self._program = program
         self._last = last
@@ -333,7 +333,7 @@ def run_schedule(
     transfers = open_transfers(engine, chunks)
     execute_by(engine, _executors(engine, switch, transfers, defer, compute))
 
-    def begin(program: StageProgram, last: Sequence[Kind]) -> OwnSchedule:
+    def begin(program: StageProgram, last: Sequence[InstructionType]) -> OwnSchedule:
         for each in transfers:
             each.clear()
         switch.begin(program.buffers)
@@ -353,10 +353,10 @@ def _executors(
     transfers: tuple[Transfers, Transfers],
     defer: Callable[[], AbstractContextManager[object]],
     compute: Callable[[], None],
-) -> dict[Kind, Execute]:
+) -> dict[InstructionType, Execute]:
     """Return the function for each instruction of a schedule that is not DeepSpeed's own."""
     activations, gradients = transfers
-    own: dict[Kind, Execute] = {}
+    own: dict[InstructionType, Execute] = {}
     for kind in (of_deepspeed.SendActivation, of_deepspeed.RecvActivation):
         own[kind] = activations.carry(executing(engine, kind))
     for kind in (of_deepspeed.SendGrad, of_deepspeed.RecvGrad):

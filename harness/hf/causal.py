@@ -439,7 +439,7 @@ def require_cut(source: ModelSource, tp_size: int, ep_size: int) -> None:
     plan = expert_parallel_plan(model, PLANS, tp_size=tp_size) if ep_size > 1 else plan_for(model, PLANS)
     text, neighbours = source.config.get_text_config(decoder=True), TensorParallel(size=max(ep_size // tp_size, 1))
     with suppress(ValueError):  # raised for weights tied between layers; `assemble` cuts layer by layer
-        cut(model, "", plan, TensorParallel(size=tp_size), text, neighbours=Neighbours(place=neighbours))
+        cut(model, "", plan, TensorParallel(size=tp_size), text, neighbours=Neighbours(ranks=neighbours))
 
 
 def _weight_source(
@@ -467,7 +467,7 @@ def _plan(
     source: ModelSource, model: PreTrainedModel, tensor: TensorParallel, experts: Neighbours | None
 ) -> Plan | None:
     """Return the plan that cuts the model; None if nothing is to be cut. Raises UserError if the family has no plan."""
-    if tensor.size == 1 and (experts is None or experts.place.size == 1):
+    if tensor.size == 1 and (experts is None or experts.ranks.size == 1):
         return None
     built = model if source.model is None else build_skeleton(source.config)
     for name, module in foreign_modules(model, built):

@@ -78,7 +78,7 @@ def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def copy_tail_to_group(x: Tensor, tail: int, group: dist.ProcessGroup | None) -> Tensor:
-    """`copy_to_group` for the last `tail` entries of `x` [..., n]; the gradients of the others are whole."""
+    """Act as `copy_to_group` on the last `tail` entries of `x` [..., n]; pass the others on with their own gradient."""
     return x if group_size(group) == 1 else apply(_CopyTailToGroup, x, tail, group)
 
 

@@ -39,11 +39,11 @@ class Neighbours:
     """The ranks on the data axis over which a rank's experts are distributed.
 
     Attributes:
-        place: this rank's place among them.
+        ranks: these ranks, and this rank among them.
         pieces: number of pieces in which the tokens of a layer travel, one after the other.
     """
 
-    place: TensorParallel = ALONE
+    ranks: TensorParallel = ALONE
     pieces: int = 1
 
 
@@ -73,9 +73,9 @@ def run_at_owners(
         stretches: (first, stop) of the experts of each rank of the group, in rank order and without gaps.
         meanwhile: called while the first tokens travel.
     """
-    pieces, group = neighbours.pieces, neighbours.place.group
+    pieces, group = neighbours.pieces, neighbours.ranks.group
     assert group is not None
-    routes = Route.of(index.tensor_split(pieces), stretches, neighbours.place)
+    routes = Route.of(index.tensor_split(pieces), stretches, neighbours.ranks)
     on_their_way = []
     for rows, route in zip(hidden.reshape(-1, hidden.shape[-1]).tensor_split(pieces), routes, strict=True):
         on_their_way.append(RowExchange(apply(_RowsOfPairs, rows, route.order, index.shape[1]), route.sizes, group))
@@ -130,9 +130,9 @@ class Route:
     experts: Tensor
 
     @classmethod
-    def of(cls, pieces: Sequence[Tensor], stretches: Sequence[Stretch], place: TensorParallel) -> list[Route]:
+    def of(cls, pieces: Sequence[Tensor], stretches: Sequence[Stretch], ranks: TensorParallel) -> list[Route]:
         """Return the route of each piece, given the experts [tokens, k] of its tokens; all ranks call it."""
-        assert place.group is not None
+        assert ranks.group is not None
         first, stop = stretches[0][0], stretches[-1][1]
         widths = [end - start for start, end in stretches]
         experts, counts = [], []
@@ -141,17 +141,17 @@ class Route:
             expert = torch.where((pairs >= first) & (pairs < stop), pairs - first, stop - first)
             experts.append(expert)
             counts.append(pairs.new_zeros(stop - first + 1).scatter_add_(0, expert, torch.ones_like(expert))[:-1])
-        of_all = torch.stack(list(gathered(torch.stack(counts), place.group)), dim=1)  # [piece, rank, expert]
+        of_all = torch.stack(list(gathered(torch.stack(counts), ranks.group)), dim=1)  # [piece, rank, expert]
         shares = of_all.split(widths, dim=2)
         all_sizes: list[list[list[int]]] = torch.stack([share.sum(dim=2) for share in shares], dim=2).tolist()
-        own = torch.arange(widths[place.rank], device=of_all.device).repeat(place.size)
+        own = torch.arange(widths[ranks.rank], device=of_all.device).repeat(ranks.size)
         return [
             cls(
-                order=expert.argsort(stable=True)[: sum(sizes[place.rank])],
+                order=expert.argsort(stable=True)[: sum(sizes[ranks.rank])],
                 sizes=sizes,
-                experts=own.repeat_interleave(share.reshape(-1), output_size=sum(row[place.rank] for row in sizes)),
+                experts=own.repeat_interleave(share.reshape(-1), output_size=sum(row[ranks.rank] for row in sizes)),
             )
-            for expert, sizes, share in zip(experts, all_sizes, shares[place.rank], strict=True)
+            for expert, sizes, share in zip(experts, all_sizes, shares[ranks.rank], strict=True)
         ]
 
 

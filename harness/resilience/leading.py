@@ -34,7 +34,7 @@ LONGEST_S = 60.0  # of a pause in which the other agents wait for a plan
 
 
 class Leader:
-    """Plans and judges.
+    """Decides which hosts take part in each start, and what follows when it ends.
 
     Args:
         devices: number of devices of this host.

@@ -198,7 +198,7 @@ class StateHolder(_BackendRendezvousStateHolder):
         return has_set
 
     def _sanitize(self) -> None:
-        """Have torch remove agents that are gone, and earlier agents of a launch that has a newer one."""
+        """Let torch remove the agents that are gone, and all but the newest agent of each launch."""
         state = self._state
         everyone = {*state.participants, *state.wait_list, *state.redundancy_list}
         latest = {node.pid: node.local_id for node in sorted({*everyone, self._node}, key=lambda node: node.local_id)}

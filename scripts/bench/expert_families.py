@@ -78,7 +78,7 @@ def measure(config: PretrainedConfig) -> float:
     plans = [expert_parallel_plan(part, PLANS, tp_size=1) for part in parts]
 
     def rank(number: int) -> Tensor:
-        neighbours = Neighbours(place=TensorParallel(group=dist.group.WORLD, rank=number, size=RANKS))
+        neighbours = Neighbours(ranks=TensorParallel(group=dist.group.WORLD, rank=number, size=RANKS))
         text = config.get_text_config(decoder=True)
         cut(parts[number], "", plans[number], ALONE, text, neighbours=neighbours)
         return backward(parts[number], ids[number : number + 1])

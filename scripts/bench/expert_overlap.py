@@ -93,7 +93,7 @@ def measure(rank: int, models: dict[str, list[Any]], rounds: int) -> list[dict[s
     place = TensorParallel(group=dist.group.WORLD, rank=rank, size=RANKS)
     layers = {}
     for way, (_, pieces) in WAYS.items():
-        model, neighbours = models[way][rank], Neighbours(place=place, pieces=pieces)
+        model, neighbours = models[way][rank], Neighbours(ranks=place, pieces=pieces)
         cut(model, "", expert_parallel_plan(model, tp_size=1), ALONE, model.config, neighbours=neighbours)
         layers[way] = model.model.layers[0].mlp
     inputs = torch.randn(1, TOKENS, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(rank))

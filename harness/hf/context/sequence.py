@@ -1,5 +1,7 @@
-"""How ranks share the hidden state between layers: context ranks have a stretch each, and with sequence parallelism the
-tensor-parallel ranks of each context rank have a share of its stretch."""
+"""How ranks share the hidden state between layers.
+
+Each context rank has a stretch of the sequence. With sequence parallelism its tensor-parallel ranks share that stretch.
+"""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def _head_size(size: int, scale: _Scale) -> int:
 
 
 def _at_most(key: str, value: object, table: Fields, tensor: int) -> object:
-    """Limit a number, or each in a list, to the table's maximum; it stays divisible by `tensor`, or indivisible."""
+    """Limit a number, or each in a list, to the table's maximum; divisible by `tensor` if and only if it was."""
     if isinstance(value, list):
         return [_at_most(key, item, table, tensor) for item in value]
     limit = next((size for pattern, size in table["at_most"].items() if fnmatchcase(key, pattern)), None)
@@ -267,7 +267,7 @@ def _fewest(counts: Collection[int], tensor: int) -> dict[int, int]:
 
 
 def _alike(fewer: tuple[int, int], before: tuple[int, int], tensor: int) -> bool:
-    """Return whether tiny numbers of heads divide each other, and are shared by ranks, as the original numbers are."""
+    """Return whether tiny head counts divide each other, and split over ranks, as the original counts do."""
     divides = fewer[1] % fewer[0] == 0, before[1] % before[0] == 0
     return divides[0] == divides[1] and _sharing(fewer[0], tensor) == _sharing(before[0], tensor)
 

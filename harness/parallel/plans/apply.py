@@ -54,11 +54,11 @@ def cut(
     Raises UserError if the ranks cannot share heads or widths, or a style does not fit a module. The first forward of
     `module` raises it if the plan would give wrong gradients.
     """
-    if tensor.size == 1 and neighbours.place.size == 1:
+    if tensor.size == 1 and neighbours.ranks.size == 1:
         return
     modules = list(module.named_modules())  # kept, so that no new parameter takes an old one's id
     attentions = attentions_in([(_join(prefix, name), child) for name, child in modules], config)
-    place = _Place(
+    cut_context = _CutContext(
         module=module,
         prefix=prefix,
         plan=plan,
@@ -67,19 +67,19 @@ def cut(
         attentions=attentions,
         neighbours=neighbours,
     )
-    shared = _replace_modules(place, modules, local_head=local_logits)
-    _cut_bare_parameters(place)
+    shared = _replace_modules(cut_context, modules, local_head=local_logits)
+    _cut_bare_parameters(cut_context)
     if tensor.size == 1:  # only experts are cut
         return
     _rejoin(module, shared)
     for name, child in module.named_modules():
         _require_a_cut(child, _join(prefix, name), plan)
         cut_head_parameters(child, attentions.get(_join(prefix, name)), tensor)
-    _adapt_modules(place, local_logits=local_logits)
+    _adapt_modules(cut_context, local_logits=local_logits)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _CutContext:
     """The arguments of `cut`, and the model's attention modules by name."""
 
     module: nn.Module
@@ -110,39 +110,39 @@ class _Place:
 
 
 def _replace_modules(
-    place: _Place, modules: Iterable[tuple[str, nn.Module]], *, local_head: bool
+    cut_context: _CutContext, modules: Iterable[tuple[str, nn.Module]], *, local_head: bool
 ) -> dict[int, nn.Parameter]:
     """Replace every module that a rule names by this rank's part; return id of a whole parameter -> its part."""
     shared: dict[int, nn.Parameter] = {}
     for name, child in modules:
-        full_name = _join(place.prefix, name)
-        rule = place.plan.rule_of(full_name)
+        full_name = _join(cut_context.prefix, name)
+        rule = cut_context.plan.rule_of(full_name)
         if rule is None:
             continue
-        if rule.style == "all_reduce" and _splits_own_outputs(child, full_name, place.plan):
+        if rule.style == "all_reduce" and _splits_own_outputs(child, full_name, cut_context.plan):
             rule = replace(rule, style="moe_tp_experts")
-        target = place.target(name, child, rule, local_output=local_head and full_name == place.plan.head)
+        target = cut_context.target(name, child, rule, local_output=local_head and full_name == cut_context.plan.head)
         new = ep_dispatch_experts(target) if rule.style == EXPERTS else STYLE_FUNCTIONS[rule.style](target)
         if new is not child:
             _keep_shared(child, new, shared)
-            place.module.set_submodule(name, new)
+            cut_context.module.set_submodule(name, new)
     return shared
 
 
-def _adapt_modules(place: _Place, *, local_logits: bool) -> None:
+def _adapt_modules(cut_context: _CutContext, *, local_logits: bool) -> None:
     """Adapt the modules around the cut ones: the sizes that they read, their inputs, and sums of partial gradients."""
-    plan, tensor = place.plan, place.tensor
-    for name, child in place.module.named_modules():
-        full_name = _join(place.prefix, name)
+    plan, tensor = cut_context.plan, cut_context.tensor
+    for name, child in cut_context.module.named_modules():
+        full_name = _join(cut_context.prefix, name)
         pattern = wildcard(full_name)
-        _divide_attributes(child, full_name, plan, tensor, place.attention_at(full_name))
-        if full_name in place.attentions:
-            _repeat_borrowed_keys_less(child, place.attentions[full_name].heads, tensor)
-        inside = attention_below(full_name, place.attentions)
-        _cut_inputs(child, full_name, plan.inputs.get(pattern, {}), tensor, inside, place.config)
-        if child is place.module or (pattern.endswith(".*") and pattern.count("*") == 1):  # a decoder layer
+        _divide_attributes(child, full_name, plan, tensor, cut_context.attention_at(full_name))
+        if full_name in cut_context.attentions:
+            _repeat_borrowed_keys_less(child, cut_context.attentions[full_name].heads, tensor)
+        inside = attention_below(full_name, cut_context.attentions)
+        _cut_inputs(child, full_name, plan.inputs.get(pattern, {}), tensor, inside, cut_context.config)
+        if child is cut_context.module or (pattern.endswith(".*") and pattern.count("*") == 1):  # a decoder layer
             local = local_logits and plan.splits_head and _holds(child, full_name, plan.head)
-            kind, whole = Values.SPLIT if local else Values.WHOLE, child is place.module
+            kind, whole = Values.SPLIT if local else Values.WHOLE, child is cut_context.module
             sum_partial_gradients(child, full_name, tensor, output_kind=kind, takes_payload=whole)
 
 
@@ -190,19 +190,19 @@ def _rejoin(module: nn.Module, shared: dict[int, nn.Parameter]) -> None:
             setattr(module.get_submodule(owner), own_name, shared[id(param)])
 
 
-def _cut_bare_parameters(place: _Place) -> None:
+def _cut_bare_parameters(cut_context: _CutContext) -> None:
     """Cut every parameter that a rule names itself, unless it was cut with its module."""
-    for name, param in list(place.module.named_parameters()):
-        full_name = _join(place.prefix, name)
-        rule = place.plan.rule_of(full_name)
+    for name, param in list(cut_context.module.named_parameters()):
+        full_name = _join(cut_context.prefix, name)
+        rule = cut_context.plan.rule_of(full_name)
         if rule is None or shard_of(param) is not None:
             continue
         *path, own_name = name.split(".")
-        owner, *above = [place.module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
+        owner, *above = [cut_context.module.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
         if rule.style == EXPERT_PARAMETER:
-            setattr(owner, own_name, cut_experts(param, place.target(name, owner, rule)))
+            setattr(owner, own_name, cut_experts(param, cut_context.target(name, owner, rule)))
         else:
-            cut_bare_parameter(place.target(name, owner, rule), own_name, above)
+            cut_bare_parameter(cut_context.target(name, owner, rule), own_name, above)
 
 
 def _splits_own_outputs(module: nn.Module, name: str, plan: Plan) -> bool:

@@ -53,7 +53,7 @@ class EarlyModules:
 
 
 def _taking(kind: type[nn.Module], made: dict[nn.Module, Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
-    """Return a forward that takes the module's output out of `made`, or runs the module if it has none there."""
+    """Return a forward that pops the precomputed output from `made`; it runs the module if there is none."""
 
     def forward(self: nn.Module, given: Tensor) -> Tensor:
         found = made.pop(self, None)

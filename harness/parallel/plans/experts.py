@@ -100,10 +100,10 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     module: Any = target.module
     tensor, neighbours = target.tensor, target.neighbours
     experts = getattr(module, "num_experts", None)
-    stretches = _dealt(experts, target.name, tensor, neighbours.place)[tensor.rank]
+    stretches = _dealt(experts, target.name, tensor, neighbours.ranks)[tensor.rank]
     module.num_experts = _widest(stretches)
     # not with tensor-parallel ranks: the sum over their outputs would include those of the early modules
-    is_alone = tensor.size == 1 and neighbours.place.size > 1
+    is_alone = tensor.size == 1 and neighbours.ranks.size > 1
     early = EarlyModules(target.owner, module, target.config.hidden_size) if is_alone else None
     kind = type(module)
 
@@ -111,7 +111,7 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
         hidden, index, weights = (*args, *kwargs.values())
         hidden, weights = copy_to_group(hidden, tensor.group), copy_to_group(weights, tensor.group)
         run = partial(kind.forward, self)
-        if neighbours.place.size > 1:
+        if neighbours.ranks.size > 1:
             output = run_at_owners(
                 run,
                 hidden,
@@ -128,7 +128,7 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
         return reduce_from_group(output, tensor.group)
 
     # tells transformers' kernels to skip pairs whose index is that of no expert here
-    module._is_expert_parallel = neighbours.place.size == 1  # noqa: SLF001
+    module._is_expert_parallel = neighbours.ranks.size == 1  # noqa: SLF001
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return target.module
 
@@ -140,7 +140,7 @@ def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
     All neighbours on the data axis get tensors of one size, because ZeRO fills its buckets alike on all of them. Zeros
     are appended on a rank with fewer experts than another.
     """
-    shape, unit, tensor, neighbours = tuple(param.shape), target.unit, target.tensor, target.neighbours.place
+    shape, unit, tensor, neighbours = tuple(param.shape), target.unit, target.tensor, target.neighbours.ranks
     dealt = _dealt(shape[0] // unit, target.name, tensor, neighbours)
     start, stop = dealt[tensor.rank][neighbours.rank]
     shard = Shard(

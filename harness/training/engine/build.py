@@ -81,8 +81,8 @@ def build_engine(
     )
     give_timeout(open_groups() - groups_before)  # DeepSpeed's own groups have a timeout of 30 minutes
     # All ranks have built their layers from the same seed. From now on data ranks and stages must draw differently.
-    place = context.groups.coordinate
-    torch.manual_seed(context.args.seed + place.dp_rank + 1000 * place.stage)
+    coordinate = context.groups.coordinate
+    torch.manual_seed(context.args.seed + coordinate.dp_rank + 1000 * coordinate.stage)
     apply_patches(new)
     kind = PipelineStages if context.is_pipeline else WholeModel
     engine = kind(new.deepspeed, context.groups, guarded, context.device, context.dtype, context.args.seed, keys)

@@ -214,7 +214,7 @@ def _neighbours(context: EngineContext) -> Neighbours | None:
     """Return the ranks over which whole experts are distributed; None if experts are cut like other layers."""
     if context.resolved.ep_size == 1:
         return None
-    return Neighbours(place=TensorParallel.of(context.groups.ep_group), pieces=context.resolved.token_pieces)
+    return Neighbours(ranks=TensorParallel.of(context.groups.ep_group), pieces=context.resolved.token_pieces)
 
 
 def tokens_apart(source: ModelSource, context: EngineContext, *, shared: bool, most: int = 2**62) -> TokensApart:

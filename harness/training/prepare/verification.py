@@ -114,7 +114,7 @@ def _cut(
         dtype=torch.float32,
         seed=context.args.seed,
         finish=lambda _: None,
-        experts=Neighbours(place=neighbours) if context.resolved.ep_size > 1 else None,
+        experts=Neighbours(ranks=neighbours) if context.resolved.ep_size > 1 else None,
         sequence_parallel=context.resolved.sequence_parallel,
         apart=tokens_apart(source, context, shared=shared, most=TINY_TILE),
     )

@@ -26,7 +26,7 @@ def test_experts_are_gathered_from_their_ranks_without_what_fills_them_up() -> N
 
     def rank(number: int) -> torch.Tensor:
         group, model = dist.group.WORLD, models[number]
-        neighbours = Neighbours(place=TensorParallel(group=group, rank=number, size=2))
+        neighbours = Neighbours(ranks=TensorParallel(group=group, rank=number, size=2))
         cut(model, "", expert_parallel_plan(model, tp_size=1), ALONE, model.config, neighbours=neighbours)
         param = model.model.layers[0].mlp.experts.down_proj
         local = torch.full(param.shape, torch.nan)

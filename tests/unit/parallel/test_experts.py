@@ -42,7 +42,7 @@ def test_experts_are_shared_out_and_all_else_is_cut_as_before() -> None:
 def test_neighbours_on_the_data_axis_hold_whole_experts_and_all_else() -> None:
     for rank, experts in ((0, (0, 3)), (1, (3, 5))):  # the second is filled up to 3
         model = model_of("mixtral", num_local_experts=5)
-        neighbours = Neighbours(place=TensorParallel(rank=rank, size=2))
+        neighbours = Neighbours(ranks=TensorParallel(rank=rank, size=2))
         cut(model, "", expert_parallel_plan(model, tp_size=1), ALONE, model.config, neighbours=neighbours)
         for name, param in model.named_parameters():
             shard = shard_of(param)
@@ -56,7 +56,7 @@ def test_experts_are_dealt_to_tensor_parallel_ranks_first() -> None:
     for rank, neighbour in product(range(2), range(2)):
         model = model_of("mixtral", num_local_experts=8)
         place = TensorParallel(rank=rank, size=2)
-        neighbours = Neighbours(place=TensorParallel(rank=neighbour, size=2))
+        neighbours = Neighbours(ranks=TensorParallel(rank=neighbour, size=2))
         cut(model, "", expert_parallel_plan(model), place, model.config, neighbours=neighbours)
         shard = shard_of(model.model.layers[0].mlp.experts.down_proj)
         assert shard is not None

@@ -126,7 +126,7 @@ def test_every_gradient_is_that_of_the_whole_model(
         same = [dist.new_group([*range(at, at + tensor)]) for at in range(0, tensor * data, tensor)][number // tensor]
         others = [dist.new_group([*range(at, tensor * data, tensor)]) for at in range(tensor)][number % tensor]
         place = ALONE if tensor == 1 else TensorParallel(group=same, rank=number % tensor, size=tensor)
-        neighbours = Neighbours(place=TensorParallel(group=others, rank=number // tensor, size=data), pieces=pieces)
+        neighbours = Neighbours(ranks=TensorParallel(group=others, rank=number // tensor, size=data), pieces=pieces)
         text = config.get_text_config(decoder=True)
         cut_with_adapters(parts[number], plans[number], place, text, neighbours=neighbours)
         row = number // tensor
@@ -162,7 +162,7 @@ def test_a_shared_expert_runs_once_while_tokens_travel(monkeypatch: pytest.Monke
 
         def rank(number: int) -> list[str]:
             said: list[str] = []
-            neighbours = Neighbours(place=TensorParallel(group=dist.group.WORLD, rank=number, size=2))
+            neighbours = Neighbours(ranks=TensorParallel(group=dist.group.WORLD, rank=number, size=2))
             cut(parts[number], "", expert_parallel_plan(parts[number], tp_size=1), ALONE, config, neighbours=neighbours)
             block: Any = parts[number].model.layers[-1].mlp
             block.shared_experts.up_proj.register_forward_hook(lambda *_: said.append("shared"))
@@ -203,7 +203,7 @@ def test_what_is_dealt_is_held_to_the_whole_model_on_a_tiny_copy(monkeypatch: py
                     dtype=torch.float32,
                     seed=0,
                     finish=finish,
-                    experts=Neighbours(place=neighbours),
+                    experts=Neighbours(ranks=neighbours),
                 )
 
             return find_difference(config, cut_tiny, ALONE, cpu, neighbours=neighbours)
