@@ -5,10 +5,8 @@ The Trainer inherits them; none takes part in training.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,10 +19,8 @@ from harness.data.batches.collate import AnyDataset, Collator, MapDataset
 from harness.data.batches.evaluation import EvaluationData
 from harness.data.batches.stream import BatchStream, read_micro_batch
 from harness.errors import UserError
-from harness.topology.agreement import all_or_none
 from harness.training.callbacks import TrainerState
 from harness.training.evaluate import default_batch, tokens_of_new
-from harness.training.huggingface import upload
 from harness.training.prepare.run import Run
 from harness.training.recording.files import write_object
 
@@ -55,7 +51,7 @@ class MicroBatches(Dataset[object]):
         return {**named, "labels": labels}
 
 
-class ScriptMethods(ABC):
+class ScriptMethods:
     """Base class of the Trainer, which sets the attributes."""
 
     run: Run
@@ -63,10 +59,6 @@ class ScriptMethods(ABC):
     state: TrainerState
     stream: BatchStream | None
     eval_dataset: EvaluationData
-
-    @abstractmethod
-    def save_model(self, output_dir: str | Path | None = None) -> Path:
-        """Write a HuggingFace directory."""
 
     @property
     def model(self) -> Any:
@@ -143,10 +135,10 @@ class ScriptMethods(ABC):
         return self._in_order(tokens_of_new(self.run, test_dataset, "test_dataset"))
 
     def _in_order(self, data: MapDataset) -> Batches:
-        run, place = self.run, self.run.groups.coordinate.dp_rank
+        run, dp_rank = self.run, self.run.groups.coordinate.dp_rank
         size = run.args.per_device_eval_batch_size or default_batch(run.trainable.loss, run.resolved.micro_batch)
         rows = [list(range(start, min(start + size, len(data)))) for start in range(0, len(data), size)]
-        mine = rows[place :: run.groups.layout.dp_size]
+        mine = rows[dp_rank :: run.groups.layout.dp_size]
         return DataLoader(MicroBatches(data, mine, run.data_check.collator), batch_size=None)
 
     def log_metrics(self, split: str, metrics: Mapping[str, object]) -> None:
@@ -208,27 +200,6 @@ class ScriptMethods(ABC):
         parts = [f"---\n{data.to_yaml()}\n---", CARD, heading, of_base + of_data, "\n".join(figures)]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
-
-    def push_to_hub(
-        self,
-        commit_message: str = "End of training",
-        blocking: bool = True,  # noqa: ARG002  # it always waits
-        token: str | None = None,
-        revision: str | None = None,
-        *,
-        repo_id: str | None = None,
-        private: bool | None = None,
-        **card: str | None,
-    ) -> str:
-        """Write the model and upload it to the hub as `repo_id` (default: the name of `output_dir`); all ranks call it.
-
-        `card` is passed to `create_model_card`. Returns the commit's URL when everything is sent, whatever `blocking`
-        says. Raises UserError if the upload fails.
-        """
-        folder = self.save_model()
-        self.create_model_card(**card)
-        send = partial(upload, folder, commit_message, repo_id=repo_id, private=private, token=token, revision=revision)
-        return all_or_none(lambda: send() if self.is_world_process_zero() else "")
 
 
 def _is_loss(key: str) -> bool:

@@ -32,7 +32,7 @@ from harness.device.memory import peak_memory_gib
 from harness.errors import UserError
 from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
-from harness.topology.agreement import largest
+from harness.topology.agreement import all_or_none, largest
 from harness.topology.env import LaunchEnv
 from harness.training.callbacks import (
     AnyCallback,
@@ -51,7 +51,7 @@ from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction
 from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_metrics, predict
-from harness.training.huggingface import missing, require_ours
+from harness.training.huggingface import missing, require_ours, upload
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.preparation import prepare_run, release, training_stream
 from harness.training.prepare.trainable import Model
@@ -443,6 +443,27 @@ class Trainer(ScriptMethods):
         self.nonfinite.judge_weights(self.engine, str(directory))
         write_model(self.run, directory)
         return directory
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,  # noqa: ARG002  # it always waits
+        token: str | None = None,
+        revision: str | None = None,
+        *,
+        repo_id: str | None = None,
+        private: bool | None = None,
+        **card: str | None,
+    ) -> str:
+        """Write the model and upload it to the hub as `repo_id` (default: the name of `output_dir`); all ranks call it.
+
+        `card` is passed to `create_model_card`. Returns the commit's URL when everything is sent, whatever `blocking`
+        says. Raises UserError if the upload fails.
+        """
+        folder = self.save_model()
+        self.create_model_card(**card)
+        send = partial(upload, folder, commit_message, repo_id=repo_id, private=private, token=token, revision=revision)
+        return all_or_none(lambda: send() if self.is_world_process_zero() else "")
 
     @inside("gathering the model")
     def trained_model(self) -> PreTrainedModel | None:
