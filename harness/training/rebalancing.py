@@ -24,7 +24,7 @@ from harness.parallel.pipeline.partition import balanced
 from harness.report.profile.timeline import pipeline_seconds
 from harness.resilience.process.activity import ACTIVITY, inside
 from harness.topology.agreement import values_of_all
-from harness.training.callbacks import StepRecord, TrainerState
+from harness.training.callbacks import StepRecord
 from harness.training.engine.build import build_engine
 from harness.training.prepare.run import Run
 from harness.training.prepare.stages import stage_costs, stage_lines
@@ -114,7 +114,7 @@ class Rebalancer:
             self.run.console.warn(f"--rebalance_steps {self.run.args.rebalance_steps} has no effect: {problem}")
         self._measure()
 
-    def after_step(self, record: StepRecord, state: TrainerState) -> bool:
+    def after_step(self, record: StepRecord) -> bool:
         """Record the times of a step; every `rebalance_steps` steps, compare them. Return whether layers have moved."""
         before, computed = self.run.engine, self._clock.take()
         if self._is_warm:
@@ -122,10 +122,10 @@ class Rebalancer:
             self._steps.append(record.step_seconds)
         self._is_warm = True  # the first step after a start, or a move, takes longer
         if self._goes_on and self._steps and record.step % (self.run.args.rebalance_steps or 1) == 0:
-            self._compare(state)
+            self._compare()
         return self.run.engine is not before
 
-    def _compare(self, state: TrainerState) -> None:
+    def _compare(self) -> None:
         chunks, accumulation = self.run.resolved.chunks, self.run.resolved.accumulation
         computed = {
             chunk: median(of_step.get(chunk, 0.0) for of_step in self._computed) / accumulation
@@ -137,7 +137,7 @@ class Rebalancer:
         of_chunks = [max(found[chunk] for found, _ in of_all if chunk in found) for chunk in range(chunks.count)]
         self._computed = []
         self._steps = []
-        if self._before is not None and not self._has_gained(step_seconds, state):
+        if self._before is not None and not self._has_gained(step_seconds):
             return
         costs = corrected(self.run.trainable.costs, self.run.boundaries, of_chunks)
         boundaries = balanced(costs, chunks.count)
@@ -146,9 +146,9 @@ class Rebalancer:
         gain = 1 - pipeline_seconds(after, *how) / pipeline_seconds(now, *how)
         if gain > MIN_GAIN and all(sum(self.run.trainable.trained[a:b]) for a, b in pairwise(boundaries)):
             self._before = self.run.boundaries, step_seconds
-            self._move(boundaries, state, f"a step takes {step_seconds:.3g} s, and should take {gain:.0%} less")
+            self._move(boundaries, f"a step takes {step_seconds:.3g} s, and should take {gain:.0%} less")
 
-    def _has_gained(self, now: float, state: TrainerState) -> bool:
+    def _has_gained(self, now: float) -> bool:
         """Report the gain of the last move and return whether there was one; if not, move back and stop."""
         assert self._before is not None
         (boundaries, before), self._before = self._before, None
@@ -157,12 +157,12 @@ class Rebalancer:
             self.run.console.say(f"rebalanced: a step takes {now:.3g} s, {gain:.0%} less than before")
             return True
         self._goes_on = False
-        self._move(boundaries, state, f"a step takes {now:.3g} s, it took {before:.3g} s: the layers go back and stay")
+        self._move(boundaries, f"a step takes {now:.3g} s, it took {before:.3g} s: the layers go back and stay")
         return False
 
-    def _move(self, boundaries: list[int], state: TrainerState, reason: str) -> None:
+    def _move(self, boundaries: list[int], reason: str) -> None:
         self.run.console.say(f"rebalancing: {reason}")
-        move_layers(self.run, boundaries, progress_of(self.run, state))
+        move_layers(self.run, boundaries, progress_of(self.run))
         for line in self.run.stages:
             self.run.console.say(str(line))
         self._measure()

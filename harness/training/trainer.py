@@ -53,7 +53,7 @@ from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_metrics, predict
 from harness.training.huggingface import missing, require_ours, upload
 from harness.training.prepare.plan import RunInputs
-from harness.training.prepare.preparation import prepare_run, release, training_stream
+from harness.training.prepare.preparation import prepare_run, release
 from harness.training.prepare.trainable import Model
 from harness.training.rebalancing import Rebalancer
 from harness.training.recording.profiler import ProfileCallback
@@ -150,7 +150,8 @@ class Trainer(ScriptMethods):
             self.eval_dataset = run.data.evaluation
             self.processing_class: Tokenizer | None = run.data.tokenizer
             self.control = TrainerControl()
-            self.state = run.initial_state()
+            self.state = run.state
+            self.stream = run.stream
             self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console, run.trainable.speed_unit)]
             self.callbacks += map(own_early_stopping, given)
             if args.early_stopping_patience:
@@ -159,10 +160,9 @@ class Trainer(ScriptMethods):
                 self.callbacks.append(ProfileCallback(args.profile))
             self.nonfinite = NonFinite(args.nonfinite, run.console)
             overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
-            self.checkpoints = Checkpoints(run, self.state, self.nonfinite, partial(self._call, "on_save"), overridden)
-            self.stream = training_stream(run)
-            self.rollback = Rollback(run, self.state, self.stream)
-            begin_or_resume(run, self.state, self.stream)
+            self.checkpoints = Checkpoints(run, self.nonfinite, partial(self._call, "on_save"), overridden)
+            self.rollback = Rollback(run)
+            begin_or_resume(run)
             self.checkpoints.resumed(run.checkpoint)
             self._call("on_init_end")
 
@@ -191,7 +191,7 @@ class Trainer(ScriptMethods):
             raise UserError("train() needs a train_dataset")
         if resume_from_checkpoint:
             with inside("resuming"):
-                resume_named(self.run, resume_from_checkpoint, self.state, self.stream)
+                resume_named(self.run, resume_from_checkpoint)
             self.checkpoints.resumed(self.run.checkpoint)
         self.checkpoints.require_own_directory()
         run, state = self.run, self.state
@@ -204,7 +204,7 @@ class Trainer(ScriptMethods):
             )
         rebalancer = Rebalancer(run) if run.args.rebalance_steps else None
         watching = signals.at_the_end_of_a_step(run.console.say, run.env.parent)
-        with watching, Recorder(run, state) as recorder, self.checkpoints:
+        with watching, Recorder(run) as recorder, self.checkpoints:
             self._call("on_train_begin")
             self._call("on_epoch_begin")
             self.rollback.begin(self.save_checkpoint)
@@ -213,7 +213,7 @@ class Trainer(ScriptMethods):
                     record = self.training_step()
                     recorder.step(record)
                     stop = self._after_step(record, recorder)
-                    if rebalancer is not None and not stop and rebalancer.after_step(record, state):
+                    if rebalancer is not None and not stop and rebalancer.after_step(record):
                         recorder.describe()
             steps, seconds, loss = state.global_step - first_step, time.perf_counter() - start_time, recorder.mean_loss
             metrics = {
@@ -330,7 +330,7 @@ class Trainer(ScriptMethods):
         self.nonfinite.summary(self.state.global_step)
         if not stop:
             with inside("loading the best model"):
-                load_best(self.run, self.state)
+                load_best(self.run)
             self.log(metrics)
         self._call("on_train_end")
         if stop:

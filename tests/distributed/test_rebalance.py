@@ -14,7 +14,7 @@ import pytest
 
 from harness import Trainer, TrainerCallback
 from harness.report.profile.record import read_steps
-from harness.training.callbacks import StepRecord, TrainerState
+from harness.training.callbacks import StepRecord
 from harness.training.prepare.run import Run
 from harness.training.rebalancing import Rebalancer, StageClock
 from tests.distributed.ranks import run_ranks
@@ -57,11 +57,11 @@ def times_by_layers(run: Run) -> Iterator[None]:
     def take(clock: StageClock) -> dict[int, float]:
         return {chunk: by_chunk()[chunk] for chunk in measured(clock)}
 
-    def after_step(rebalancer: Rebalancer, record: StepRecord, state: TrainerState) -> bool:
+    def after_step(rebalancer: Rebalancer, record: StepRecord) -> bool:
         seconds = [0.0] * run.layout.pp_size
         for chunk, own in enumerate(by_chunk()):
             seconds[run.resolved.chunks.stage_of(chunk)] += own
-        return compared(rebalancer, replace(record, step_seconds=max(seconds)), state)
+        return compared(rebalancer, replace(record, step_seconds=max(seconds)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StageClock, "take", take)

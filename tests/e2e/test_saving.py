@@ -231,7 +231,7 @@ def test_a_trainer_that_is_closed_twice_leaves_the_one_in_its_place_alone(make: 
 def test_a_checkpoint_says_where_the_run_stands(make: Make) -> None:
     ours = make()
     step(ours)
-    progress = progress_of(ours.run, ours.state)
+    progress = progress_of(ours.run)
     assert (progress.step, progress.consumed_samples, progress.seed) == (1, 4, 42)
     assert (progress.zero_stage, progress.precision, progress.layout) == (0, "fp32", "pp1 x dp1 x tp1")
     assert progress.model == "3 layers (Linear, Tanh) and 17 parameters" and progress.model_config == {}

@@ -165,6 +165,7 @@ def prepare_run(inputs: RunInputs) -> Run:
         keep_freed_memory(run.device)
     if args.saves:
         _warn_of_full_disk(run, run.engine_state.require_savable())
+    run.stream = training_stream(run)
     return run
 
 

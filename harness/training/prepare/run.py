@@ -7,13 +7,13 @@ type of a function's argument shows which phase it needs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import nn
 
 from harness.checkpoint.training_state import EngineState
-from harness.data.batches.stream import dataset_length
+from harness.data.batches.stream import BatchStream, dataset_length
 from harness.hf.lora import saved_name
 from harness.planner.estimate import Prediction
 from harness.topology.placement import Hosts
@@ -54,6 +54,8 @@ class Run(RunPlan, EngineContext):
         samples: prompts that the model continues at each evaluation; None without any.
         expected: the planner's prediction of memory and speed; None if it cannot read the model.
         run_id: identifies the run; a resumed run keeps the id of its checkpoint.
+        state: counters, best evaluation and log history, as callbacks get it.
+        stream: the training samples of this rank; None without training data.
     """
 
     data_check: DatasetCheck
@@ -67,6 +69,11 @@ class Run(RunPlan, EngineContext):
     run_id: str
     samples: SamplePrompts | None = None
     expected: Prediction | None = None
+    state: TrainerState = field(init=False)
+    stream: BatchStream | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.state = self._initial_state()
 
     @property
     def module(self) -> nn.Module:
@@ -87,7 +94,7 @@ class Run(RunPlan, EngineContext):
             one_host=len(self.hosts.names) == 1,
         )
 
-    def initial_state(self) -> TrainerState:
+    def _initial_state(self) -> TrainerState:
         """Return the state before the first step."""
         samples = 0 if self.data.train is None else dataset_length(self.data.train)
         return TrainerState(

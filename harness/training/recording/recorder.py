@@ -22,7 +22,7 @@ from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, values_on_first
 from harness.topology.layout import AXES
-from harness.training.callbacks import StepRecord, TrainerState
+from harness.training.callbacks import StepRecord
 from harness.training.engine.outputs import continued
 from harness.training.prepare.run import Run
 from harness.training.prepare.sample_prompts import SamplePrompts
@@ -40,9 +40,9 @@ SHOWN = (
 class Recorder:
     """Records a run; the training loop runs inside this context. Only rank 0 writes."""
 
-    def __init__(self, run: Run, state: TrainerState) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.state = state
+        self.state = state = run.state
         self.writes = state.is_world_process_zero
         self._metrics: MetricsFile | None = None
         self._evaluations: MetricsFile | None = None

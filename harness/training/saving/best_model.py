@@ -169,13 +169,14 @@ def forget_unsaved(args: TrainingArguments, state: TrainerState) -> None:
         state.best_metric = state.best_saved_metric
 
 
-def load_best(run: Run, state: TrainerState) -> None:
+def load_best(run: Run) -> None:
     """With `--load_best_model_at_end`, load the weights of the best evaluation's checkpoint; all ranks call it.
 
     If that checkpoint is missing or damaged, the model keeps its last weights, with a warning.
     """
     if not run.args.load_best_model_at_end:
         return
+    state = run.state
     kept = f"the model keeps the weights of the last step, {state.global_step}"
     if state.best_model_checkpoint is None:
         run.console.warn(f"no evaluation has a checkpoint that could be loaded as the best model: {kept}")

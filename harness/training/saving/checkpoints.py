@@ -24,7 +24,6 @@ from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, any_rank
-from harness.training.callbacks import TrainerState
 from harness.training.prepare.run import Run
 from harness.training.saving.best_model import best_as_saved, forget_unsaved, note_checkpoint
 from harness.training.saving.model import write_configs
@@ -45,14 +44,12 @@ class Checkpoints:
     def __init__(
         self,
         run: Run,
-        state: TrainerState,
         nonfinite: NonFinite,
         on_save: Callable[..., None],
         overridden: Callable[[], Path] | None = None,
     ) -> None:
         """Save nothing yet. `overridden` is a Trainer subclass's `save_checkpoint`, which is called instead of ours."""
         self.run = run
-        self._state = state
         self._nonfinite = nonfinite
         self._on_save = on_save
         self._overridden = overridden
@@ -60,7 +57,7 @@ class Checkpoints:
         self._pending: BackgroundSave | None = None
         self._best: float | None = None  # metric of the step that is being saved, if it is the best so far
         self._begun = time.monotonic()  # time of the last save's begin
-        self._saved = state  # the state when the newest save began
+        self._saved = run.state  # the state when the newest save began
         self._state_of: tuple[int, int] | None = None  # (step, consumed samples) of the newest save
         self._owns_directory = not (run.may_hold_a_run or run.args.overwrite_output_dir)
         self.newest: int | None = None
@@ -77,7 +74,7 @@ class Checkpoints:
     def resumed(self, checkpoint: Path | None) -> None:
         """Record that the run has resumed a checkpoint, unless that lies in another output directory."""
         if checkpoint is not None and checkpoint.resolve().parent == self.run.output_dir.resolve():
-            self.newest = self._state.global_step
+            self.newest = self.run.state.global_step
             self._owns_directory = True
 
     def require_own_directory(self) -> None:
@@ -89,7 +86,7 @@ class Checkpoints:
 
     def _set_aside(self) -> None:
         """Rename the checkpoints of an earlier run, so that none of them counts as this run's."""
-        if self._state.is_world_process_zero:
+        if self.run.state.is_world_process_zero:
             for path, moved in set_aside_foreign([path for _, path in numbered(self.run.output_dir)]):
                 self.run.console.warn(f"{path} belongs to an earlier run: it is now {moved}")
 
@@ -102,7 +99,7 @@ class Checkpoints:
     def is_due(self) -> bool:
         """Whether a checkpoint is due by rank 0's clock (`--save_seconds`)."""
         seconds = self.run.args.save_seconds if self.run.args.saves else None
-        if seconds is None or self._pending is not None or not self._state.is_world_process_zero:
+        if seconds is None or self._pending is not None or not self.run.state.is_world_process_zero:
             return False
         return time.monotonic() - self._begun >= seconds
 
@@ -112,7 +109,7 @@ class Checkpoints:
 
         The `last` save of a run waits until it is complete, so it needs no copy in memory.
         """
-        if self._state_of != (self._state.global_step, self._state.consumed_samples):
+        if self._state_of != (self.run.state.global_step, self.run.state.consumed_samples):
             self.finish()
             self._attempt(self._overridden or partial(self._begin, copy=not last))
             if last:
@@ -129,7 +126,7 @@ class Checkpoints:
         So a killed run with short steps repeats at most the steps between two saves.
         """
         until = time.monotonic() + MOMENT_S
-        while self._pending is not None and self._pending.step == self._state.global_step - 1:
+        while self._pending is not None and self._pending.step == self.run.state.global_step - 1:
             self._pending.wait(until - time.monotonic())
             if any_rank(self._pending.is_busy):
                 return
@@ -161,7 +158,7 @@ class Checkpoints:
 
     def stopped(self, number: int) -> signals.Stopped:
         """Report that signal `number` ended the run, and where it can be resumed; return the exception to raise."""
-        step, saved, console = self._state.global_step, self.newest, self.run.console
+        step, saved, console = self.run.state.global_step, self.newest, self.run.console
         name, resumes = signal.Signals(number).name, 'resume_from_checkpoint "auto" resumes'
         if self.run.args.save_only_model:
             kept = "no model was saved" if saved is None else f"the model of step {saved} is saved"
@@ -176,14 +173,14 @@ class Checkpoints:
         return signals.Stopped(number)
 
     def _begin(self, *, copy: bool) -> BackgroundSave:
-        step = self._state.global_step
+        step = self.run.state.global_step
         self._begun = time.monotonic()
         self.require_own_directory()
         self._nonfinite.judge_weights(self.run.engine, f"checkpoint-{step}")
-        self._best = self._state.best_metric if self._state.best_global_step == step else None
-        self._pending = begin_checkpoint(self.run, self._state, self._writer, copy=copy)
-        self._state_of = step, self._state.consumed_samples
-        self._saved = replace(self._state)
+        self._best = self.run.state.best_metric if self.run.state.best_global_step == step else None
+        self._pending = begin_checkpoint(self.run, self._writer, copy=copy)
+        self._state_of = step, self.run.state.consumed_samples
+        self._saved = replace(self.run.state)
         return self._pending
 
     def _advance(self) -> bool:
@@ -194,13 +191,13 @@ class Checkpoints:
             self._pending = pending
             return False
         self.newest = pending.step
-        note_checkpoint(self._state, pending.path, self._best)
-        saved = replace(self._saved, best_model_checkpoint=self._state.best_model_checkpoint)
+        note_checkpoint(self.run.state, pending.path, self._best)
+        saved = replace(self._saved, best_model_checkpoint=self.run.state.best_model_checkpoint)
         self._on_save(saved, checkpoint=pending.path)
         return True
 
     def _attempt(self, action: Callable[[], object]) -> object:
-        step = self._state.global_step if self._pending is None else self._pending.step
+        step = self.run.state.global_step if self._pending is None else self._pending.step
         try:
             return action()
         except NotSaved as error:
@@ -211,11 +208,11 @@ class Checkpoints:
     def _lost(self, step: int) -> None:
         """Record that a step could not be saved: it may be tried again, and is not the best."""
         self._state_of = None
-        if step == self._state.best_global_step:
-            forget_unsaved(self.run.args, self._state)
+        if step == self.run.state.best_global_step:
+            forget_unsaved(self.run.args, self.run.state)
 
 
-def begin_checkpoint(run: Run, state: TrainerState, writer: Writer, *, copy: bool) -> BackgroundSave:
+def begin_checkpoint(run: Run, writer: Writer, *, copy: bool) -> BackgroundSave:
     """Begin to write the state of a run to `output_dir/checkpoint-STEP`; all ranks call it.
 
     With `copy`, a copy in memory is written, so that training may continue. HuggingFace's `from_pretrained` can read
@@ -224,22 +221,24 @@ def begin_checkpoint(run: Run, state: TrainerState, writer: Writer, *, copy: boo
     target = Target(
         output_dir=run.output_dir,
         keep=run.args.save_total_limit,
-        best=_best(run, state),
+        best=_best(run),
         model_only=run.args.save_only_model,
         write_others=lambda folder: write_configs(run, folder),
     )
-    return BackgroundSave(run.engine_state, target, progress_of(run, state), writer, copy=copy)
+    return BackgroundSave(run.engine_state, target, progress_of(run), writer, copy=copy)
 
 
-def _best(run: Run, state: TrainerState) -> Path | None:
+def _best(run: Run) -> Path | None:
     """Return the best evaluation's checkpoint: the one being written, or the last one written."""
+    state = run.state
     if state.best_global_step == state.global_step:
         return run.output_dir / finished_name(state.global_step)
     return None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
 
 
-def progress_of(run: Run, state: TrainerState) -> TrainingProgress:
+def progress_of(run: Run) -> TrainingProgress:
     """Return the content of `state.json`, except the engine's counters."""
+    state = run.state
     return TrainingProgress(
         step=state.global_step,
         consumed_samples=state.consumed_samples,

@@ -27,12 +27,10 @@ from harness.checkpoint.integrity import damage, find_resume, newest_whole, run_
 from harness.checkpoint.training_state import load_residue
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
-from harness.data.batches.stream import BatchStream
 from harness.data.streaming.source import Streamed
 from harness.errors import UserError
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, value_of_first
-from harness.training.callbacks import TrainerState
 from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import intact_checkpoint
 from harness.training.prepare.run import Run
@@ -42,8 +40,9 @@ from harness.training.saving.nonfinite import NonFiniteStep
 from harness.wording import counted
 
 
-def load(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> TrainingProgress:
+def load(run: Run, checkpoint: Path) -> TrainingProgress:
     """Set engine, schedule, counters and the stream of samples to a checkpoint's state; all ranks call it."""
+    state, stream = run.state, run.stream
     progress = run.engine_state.load(checkpoint)
     listed = all_or_none(lambda: read_manifest(checkpoint).files)
     if not load_residue(run.engine.compression, checkpoint, str(run.layout), listed):
@@ -62,15 +61,15 @@ def load(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | 
     return progress
 
 
-def begin_or_resume(run: Run, state: TrainerState, stream: BatchStream | None) -> None:
+def begin_or_resume(run: Run) -> None:
     """Resume the run's checkpoint; without one, check that all ranks hold the same model. All ranks call it."""
     if run.checkpoint is not None:
-        resume(run, run.checkpoint, state, stream)
+        resume(run, run.checkpoint)
     else:
         require_one_model(run.module, run.groups, run.resolved.zero_stage)
 
 
-def resume_named(run: Run, name: str | Path | bool, state: TrainerState, stream: BatchStream | None) -> None:
+def resume_named(run: Run, name: str | Path | bool) -> None:
     """Resume the checkpoint of this path, or for True the newest whole one; all ranks call it.
 
     Sets the run's checkpoint and id. Raises UserError, on all ranks, if there is none, or if it does not fit the run.
@@ -90,18 +89,18 @@ def resume_named(run: Run, name: str | Path | bool, state: TrainerState, stream:
     checkpoint = run.checkpoint
     all_or_none(lambda: require_same_base(checkpoint, run.base))
     require_same_model(run.checkpoint, run.trainable.summary, run.trainable.shaping_config)
-    resume(run, run.checkpoint, state, stream)
+    resume(run, run.checkpoint)
     run.run_id = value_of_first(run_id(run.checkpoint))
 
 
-def resume(run: Run, checkpoint: Path, state: TrainerState, stream: BatchStream | None) -> None:
+def resume(run: Run, checkpoint: Path) -> None:
     """Resume a checkpoint; all ranks call it.
 
     Settings that differ from those of the run that saved are reported, one line each.
     """
     console = run.console
-    progress = load(run, checkpoint, state, stream)
-    state.skipped_samples += progress.skipped_samples
+    progress = load(run, checkpoint)
+    run.state.skipped_samples += progress.skipped_samples
     console.say(f"resumed from {checkpoint} at step {progress.step}")
     here = f"{run.layout}, ZeRO-{run.resolved.zero_stage}, {run.resolved.precision}"
     there = f"{progress.layout}, ZeRO-{progress.zero_stage}, {progress.precision}"
@@ -177,14 +176,12 @@ AT_MOST = 3
 class Rollback:
     """Rolls a run back to its newest checkpoint after a non-finite step, and leaves out that step's samples."""
 
-    def __init__(self, run: Run, state: TrainerState, stream: BatchStream | None) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.state = state
-        self.stream = stream
         self._in_a_row = 0
         self._failed_at = 0
-        if stream is not None:
-            stream.skipped = state.skipped_samples
+        if run.stream is not None:
+            run.stream.skipped = run.state.skipped_samples
 
     def begin(self, save: Callable[[], object]) -> None:
         """With `--nonfinite rollback`, save the initial state if there is no checkpoint yet; all ranks call it."""
@@ -204,13 +201,13 @@ class Rollback:
                 settle()
                 self._go_back(str(error), recorder)
         else:
-            if self.state.global_step > self._failed_at:
+            if self.run.state.global_step > self._failed_at:
                 self._in_a_row = 0
 
     def _go_back(self, reason: str, recorder: Recorder) -> None:
-        assert self.stream is not None
-        run, state = self.run, self.state
-        first, stop = self.stream.consumed - self.stream.global_batch, self.stream.consumed
+        run, state, stream = self.run, self.run.state, self.run.stream
+        assert stream is not None
+        first, stop = stream.consumed - stream.global_batch, stream.consumed
         self._in_a_row += 1
         self._failed_at = max(self._failed_at, state.global_step + 1)
         if self._in_a_row > AT_MOST or [first, stop] in state.skipped_samples:
@@ -220,7 +217,7 @@ class Rollback:
             )
         checkpoint = self._checkpoint(reason)
         state.skipped_samples.append([first, stop])
-        load(run, checkpoint, state, self.stream)
+        load(run, checkpoint)
         recorder.rewind(state.global_step)
         run.console.warn(
             f"{reason}: back to {checkpoint}, step {state.global_step}; samples {first} to {stop - 1} of the order "

@@ -101,7 +101,7 @@ def test_losses_of_sources_are_written_as_they_are_and_logged_as_means(
     trainer = make(report_to="csv")
     plain = trainer.training_step()
     losses: list[dict[str, float]] = [{"chat": 2.0, "text": 3.0}, {"chat": 1.0}]
-    with Recorder(trainer.run, trainer.state) as recorder:
+    with Recorder(trainer.run) as recorder:
         for number, each in enumerate(losses, start=1):
             record = replace(plain, step=number, source_losses=each)
             recorder.step(record)
@@ -146,7 +146,7 @@ def no_space(*_: Any, **__: Any) -> None:
 
 def test_what_comes_after_a_step_is_dropped_when_a_run_goes_back(make: Callable[..., Trainer], tmp_path: Path) -> None:
     ours = make()
-    with Recorder(ours.run, ours.state) as recorder:
+    with Recorder(ours.run) as recorder:
         for _ in range(4):
             record = ours.training_step()
             recorder.step(record)
@@ -167,7 +167,7 @@ def test_an_evaluation_that_a_signal_interrupts_leaves_nothing(make: Callable[..
     def interrupted() -> dict[str, Any]:
         raise signals.Interrupted
 
-    with Recorder(ours.run, ours.state) as recorder:
+    with Recorder(ours.run) as recorder:
         assert recorder.evaluation(interrupted) is None
     assert rows(tmp_path / "run" / "evaluations.jsonl") == ours.state.log_history == []
 
@@ -179,7 +179,7 @@ def test_figures_of_an_earlier_run_are_kept_under_another_name(
     (tmp_path / "run" / "evaluations.jsonl").write_text('{"step": 9}\n')
     (tmp_path / "run" / "metrics.jsonl").touch()  # nothing to keep
     ours = make(overwrite_output_dir=True)
-    with Recorder(ours.run, ours.state):
+    with Recorder(ours.run):
         pass
     said = capsys.readouterr().out
     assert (
@@ -192,7 +192,7 @@ def test_other_ranks_write_nothing(make: Callable[..., Trainer], tmp_path: Path)
     ours = make()
     ours.state.is_world_process_zero = False
     before = sorted((tmp_path / "run").glob("*"))
-    with Recorder(ours.run, ours.state) as recorder:
+    with Recorder(ours.run) as recorder:
         record = ours.training_step()
         recorder.step(record)
         assert recorder.log(record)["step"] == 1  # the history is on every rank

@@ -23,7 +23,7 @@ from harness.data.tokenizer import ByteTokenizer
 from harness.device.process_group import open_groups
 from harness.topology.env import LaunchEnv
 from harness.training.prepare.plan import RunInputs, plan_run
-from harness.training.prepare.preparation import release, training_stream
+from harness.training.prepare.preparation import release
 
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(8)]
 CONFIG = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
@@ -88,11 +88,11 @@ def test_the_memory_of_a_run_is_free_though_the_trainer_lives(make: Callable[...
 
 def test_samples_are_read_by_the_plan_of_the_run_and_without_data_there_are_none(make: Callable[..., Trainer]) -> None:
     with closing(make()) as trainer:
-        stream = training_stream(trainer.run)
+        stream = trainer.run.stream
         assert stream is not None and (stream.micro_batch, stream.accumulation, stream.global_batch) == (2, 2, 4)
         assert [inputs.shape for inputs, _ in stream.next_step()] == [(2, 2), (2, 2)]
     with closing(make("evaluates", None)) as trainer:
-        assert training_stream(trainer.run) is None
+        assert trainer.run.stream is None
 
 
 HF_ONLY = {

@@ -84,9 +84,9 @@ def test_a_run_that_saves_the_model_alone_promises_no_resume() -> None:
     def said_of(saved: int | None, *, model_only: bool) -> str:
         out = io.StringIO()
         console = Console(out=out, error=out, speaks=True)
-        run = SimpleNamespace(args=TrainingArguments(save_only_model=model_only), console=console, may_hold_a_run=False)
-        state = TrainerState(global_step=7)
-        checkpoints = Checkpoints(run, state, NonFinite("stop", console), lambda *_: None)  # type: ignore[arg-type]
+        args, state = TrainingArguments(save_only_model=model_only), TrainerState(global_step=7)
+        run = SimpleNamespace(args=args, state=state, console=console, may_hold_a_run=False)
+        checkpoints = Checkpoints(run, NonFinite("stop", console), lambda *_: None)  # type: ignore[arg-type]
         checkpoints.newest = saved
         checkpoints.stopped(15)
         return out.getvalue()
