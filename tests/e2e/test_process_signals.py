@@ -18,12 +18,15 @@ from harness.topology.processes import status_of
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.ranks
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
+if sys.argv[1] == "signalled as it is forked":
+    os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
 from harness.resilience.process import signals
 say = lambda text: print(text, flush=True)
 def train():
-    if sys.argv[1] == "forking" and not os.fork():
+    if "fork" in sys.argv[1] and not os.fork():
         time.sleep(30)
+        os._exit(1)
     say("ready")
     while not signals.received():
         time.sleep(0.02)
@@ -124,10 +127,12 @@ def test_a_second_signal_ends_at_once_and_one_right_after_the_first_is_the_same(
     assert patient.end() == (143, "")
 
 
-def test_a_forked_child_ends_by_its_own_signal_and_leaves_the_parent_alone() -> None:
-    parent = run("forking")
-    child = int(subprocess.check_output(["pgrep", "-P", str(parent.process.pid)], text=True))
-    os.kill(child, signal.SIGTERM)
+@pytest.mark.parametrize("when", ["forking", "signalled as it is forked"])
+def test_a_forked_child_ends_by_its_own_signal_and_leaves_the_parent_alone(when: str) -> None:
+    parent = run(when)
+    if when == "forking":
+        child = int(subprocess.check_output(["pgrep", "-P", str(parent.process.pid)], text=True))
+        os.kill(child, signal.SIGTERM)
     time.sleep(0.3)
     assert parent.process.poll() is None
     parent.process.send_signal(signal.SIGUSR1)

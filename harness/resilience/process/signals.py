@@ -215,12 +215,28 @@ def _active() -> SignalListener | None:
     return listener if isinstance(listener, SignalListener) else None
 
 
+_OF_THREAD = threading.local()  # `mask`: signals that the thread blocked before it began to fork
+
+
+def _hold_back() -> None:
+    """Before a fork, block the signals: a child that gets one too early would write it to the pipe of its parent."""
+    if listener := _active():
+        _OF_THREAD.mask = signal.pthread_sigmask(signal.SIG_BLOCK, listener.handlers)
+
+
+def _let_through() -> None:
+    """Deliver the signals that came during the fork."""
+    if (mask := vars(_OF_THREAD).pop("mask", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _forget() -> None:
     """In a forked child, restore the default handlers: the pipe belongs to the parent's thread."""
     if listener := _active():
         signal.set_wakeup_fd(-1)
         for number in listener.handlers:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _let_through()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_forget)
