@@ -70,7 +70,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Spare collections of garbage, of which a Trainer asks for some, all that was imported: it is half their time."""
     gc.freeze()
-    gc.set_threshold(20_000)  # few objects are left to compare the new ones with, so that collections would come often
     gc.enable()
 
 

@@ -151,7 +151,6 @@ def _rank(
     os.dup2(log, 2)
     torch.set_num_threads(1)
     gc.freeze()  # else each garbage collection visits everything that is imported, which takes half a second
-    gc.set_threshold(20_000)  # and they come often: few objects are left to compare the new ones with
     dist.init_process_group("gloo")
     code = 1
     try:

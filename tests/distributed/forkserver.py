@@ -99,7 +99,6 @@ def serve(launch: Callable[[str, Path], int]) -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     gc.freeze()  # else each collection of garbage looks through all that is imported, for half a second
-    gc.set_threshold(20_000)  # and they come often: few objects are left to compare the new ones with
     for line in sys.stdin:
         request = json.loads(line)
         sys.stdout.flush()

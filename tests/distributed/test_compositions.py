@@ -20,7 +20,7 @@ from harness import Trainer, TrainingArguments
 from harness.parity.commands import verify
 from harness.parity.composition import Composition
 from harness.parity.launch import run_on_ranks
-from harness.parity.trial import RIGHT, Judge, try_all
+from harness.parity.trial import REFUSED, RIGHT, UNTRIED, Judge, try_all
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import rows
 from tests.random_compositions import Families, draw
@@ -28,7 +28,7 @@ from tests.random_compositions import Families, draw
 pytestmark = pytest.mark.ranks
 
 FIXED = Path(__file__).parent / "compositions.txt"
-FRESH = 4
+FRESH = 8
 MODEL = "tiny-llama"
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -52,7 +52,7 @@ def test_fresh_compositions_of_the_day_are_right_or_refused(capsys: pytest.Captu
     with capsys.disabled():
         print(f"\nfresh compositions of {seed}: {dict(counts)}; scripts/bench/parity.py --count {FRESH} --seed {seed}")
     assert not [str(verdict) for verdict in verdicts if verdict.is_bad]
-    assert counts[RIGHT], counts
+    assert counts[RIGHT] > counts[REFUSED] + counts[UNTRIED]
 
 
 def test_a_failure_is_told_in_the_words_of_the_rank_that_failed_first(tmp_path: Path) -> None:

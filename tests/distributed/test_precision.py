@@ -18,7 +18,7 @@ from tests.distributed.training import Job
 
 pytestmark = pytest.mark.ranks
 
-MICRO_BATCHES = 16
+MICRO_BATCHES = 32
 LAYOUTS = ("pp2z0", "pp2z1", "dp2z0", "dp2z1", "dp2z2", "dp2z3")
 
 

@@ -212,9 +212,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _compare(cut: Cut, whole: UncutModel, ranks: RankGroups) -> Difference | None:
     """Return how the cut model differs."""
-    source = replace(
-        ModelSource.of_model(whole.model), model=None
-    )  # made from the config, as on ranks that read a file
+    # made from the config, as on ranks that read a file
+    source = replace(ModelSource.of_model(whole.model), model=None)
     stages = [cut(source, ranks.tensor) for _ in range(2)]  # each runs a forward of its own, as ranks do
     depth = len(stages[0].layers)
     built = [build_layers(stages[0].layers, 0, depth // 2, 0), build_layers(stages[1].layers, depth // 2, depth, 0)]
