@@ -108,10 +108,12 @@ def train(job: Job, folder: str, rebalance: int | None, resume: str | None = Non
 
 
 def each(jobs: list[Job], folder: str) -> list[tuple[dict[str, Any], ...]]:
-    """Run each job without moves and with them; the last one also on from what was saved after a move."""
-    found = [tuple(train(job, f"{folder}/{number}", moves) for moves in (None, 2)) for number, job in enumerate(jobs)]
-    resumed = train(jobs[-1], f"{folder}/{len(jobs) - 1}", None, found[-1][1]["checkpoint"])
-    return [*found, (resumed,)]
+    """Run each job without moves, with them, and on from what was saved after one."""
+    found = []
+    for number, job in enumerate(jobs):
+        plain, moved = (train(job, f"{folder}/{number}", rebalance) for rebalance in (None, 2))
+        found.append((plain, moved, train(job, f"{folder}/{number}", None, moved["checkpoint"])))
+    return found
 
 
 TWO = [
@@ -127,8 +129,8 @@ FOUR = [("pp2tp2z0", "zero-bubble"), ("pp2dp2z1", "gpipe")]
 def test_layers_move_to_the_stage_with_less_to_do_and_no_number_changes(tmp_path, ranks, runs) -> None:
     model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=6, intermediate_size=256)
     jobs = [Job(model, at, {"pipeline": {**UNEVEN["pipeline"], "schedule": schedule}}) for at, schedule in runs]
-    *found, (resumed,) = run_ranks(ranks, each, jobs, str(tmp_path))[0]
-    for (_, schedule), (plain, moved) in zip(runs, found, strict=True):
+    found = run_ranks(ranks, each, jobs, str(tmp_path))[0]
+    for (_, schedule), (plain, moved, resumed) in zip(runs, found, strict=True):
         assert plain["before"] == plain["after"] == moved["before"]
         assert moved["described"] == moved["after"]
         assert [rate for _, rate in moved["losses"]] == [rate for _, rate in plain["losses"]]
@@ -137,8 +139,8 @@ def test_layers_move_to_the_stage_with_less_to_do_and_no_number_changes(tmp_path
         assert any("and should take" in line for line in moved["said"]), schedule
         assert any("less than before" in line for line in moved["said"]), schedule
         assert moved["stages"][SAVED - 1] != plain["stages"][SAVED - 1], schedule
+        assert [loss for loss, _ in resumed["losses"]] == pytest.approx(losses[SAVED:], rel=1e-6), schedule
         assert [profile.step for profile in moved["profiles"]] == [3, 4]
         for profile in moved["profiles"]:  # buffers count as well
             held = moved["held"][profile.step - 1]
             assert profile.ranks[0].memory_bytes["parameters"] == pytest.approx(held, rel=0.01), schedule
-    assert [loss for loss, _ in resumed["losses"]] == pytest.approx(losses[SAVED:], rel=1e-6)
