@@ -1,15 +1,16 @@
-"""The command line of a verb of `ds-harness`."""
+"""The command line of `ds-harness` and of the training script, with the same rules for every flag."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import NoReturn, get_type_hints
 
 from harness.config.values.arguments import OPTIMIZERS, AutoValues
-from harness.config.values.typed import takes, typed
+from harness.config.values.typed import FALSE, TRUE, takes, typed
 
 LARGEST = 10**7  # of any size
 
@@ -31,7 +32,76 @@ def argument_in_type(hint: object, text: str) -> object:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is {error}") from error
 
 
-class VerbParser(argparse.ArgumentParser):
+class Boolean(argparse.Action):
+    """The action of every boolean flag: it stands alone, or takes true or false."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, *, default: object = None, help: str | None = None, **_: object
+    ) -> None:
+        kind = partial(argument_in_type, bool)
+        super().__init__(
+            option_strings, dest, nargs="?", const=True, default=default, type=kind, help=help, metavar="true|false"
+        )
+
+    def __call__(
+        self, _parser: object, namespace: argparse.Namespace, value: object, _option_string: str | None = None
+    ) -> None:
+        """Set the flag."""
+        setattr(namespace, self.dest, value)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Reads flags: dashes equal underscores; a boolean is written `--NAME`, `--NAME true|false` or `--no_NAME`.
+
+    Attributes:
+        joins_values: whether `true` or `false` behind a boolean is its value; else only `--NAME=true` gives one.
+    """
+
+    joins_values = True
+
+    def parse_known_args(  # type: ignore[override]  # its overloads differ in the type of the namespace alone
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse the words, each flag under the name that it was added with."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(self.spelled(words), namespace)
+
+    def spelled(self, words: Sequence[str]) -> list[str]:
+        """Return the words with the flags' own names, and a boolean's value in the same word, as `--NAME=true`.
+
+        A boolean that stands alone would otherwise take the next word, such as a file, for its value.
+        """
+        flags = {name.replace("-", "_"): (name, action) for name, action in self._option_string_actions.items()}
+        has_positionals = any(not action.option_strings for action in self._actions)
+        kept: list[str] = []
+        rest = list(words)
+        while rest:
+            word = rest.pop(0)
+            if word == "--":
+                return [*kept, word, *rest]
+            plain, equals, value = word.partition("=")
+            plain = plain.replace("-", "_")
+            if plain not in flags and self.allow_abbrev and plain.startswith("__"):
+                begun = [name for name in flags if name.startswith(plain)]
+                plain = begun[0] if len(begun) == 1 else plain
+            follows = self.joins_values and bool(rest) and rest[0].lower() in TRUE + FALSE
+            positive = plain.replace("__no_", "__", 1)
+            if plain in flags:
+                name, action = flags[plain]
+                if isinstance(action, Boolean) and not equals and (follows or has_positionals):
+                    equals, value = "=", rest.pop(0) if follows else "true"
+                kept.append(name + equals + value)
+            elif plain.startswith("__no_") and positive in flags and isinstance(flags[positive][1], Boolean):
+                name = flags[positive][0]
+                if equals or (follows and not has_positionals):
+                    self.error(f"{word} takes no value: give {name} true or false")
+                kept.append(f"{name}=false")
+            else:
+                kept.append(word)
+        return kept
+
+
+class VerbParser(FlagParser):
     """Reads a verb's arguments; unusable ones are one line on standard error, and exit code 2.
 
     Args:
@@ -59,16 +129,13 @@ class VerbParser(argparse.ArgumentParser):
         hints, defaults = get_type_hints(AutoValues), {item.name: item.default for item in fields(AutoValues)}
         for name in names:
             hint, default = hints[name], defaults[name]
-            add = partial(
-                self.add_argument,
-                f"--{name}",
-                type=positive if name.endswith("_size") else partial(argument_in_type, hint),
-                help="as in a run" + ("" if default is None else f" (default: {default})"),
-            )
+            text = "as in a run" + ("" if default is None else f" (default: {default})")
             if takes(hint, bool):
-                add(nargs="?", const=True, metavar="true|false")
-            else:
-                add(choices=tuple(OPTIMIZERS) if name == "optim" else None)
+                self.add_argument(f"--{name}", help=text, action=Boolean)
+                continue
+            kind = positive if name.endswith("_size") else partial(argument_in_type, hint)
+            choices = tuple(OPTIMIZERS) if name == "optim" else None
+            self.add_argument(f"--{name}", type=kind, help=text, choices=choices)
 
 
 def run_arguments(args: argparse.Namespace, **known: int) -> AutoValues:

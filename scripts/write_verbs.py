@@ -13,8 +13,8 @@ HEAD = """# All verbs of `ds-harness`
 
 `ds-harness VERB --help` prints the same. A verb exits with 0 when its work is done, with 1 and one line on standard
 error when you have something to correct, and with 2 for unusable arguments. `launch` exits with the code of its ranks,
-with 1 if a signal has killed one, and with 128 + N after a signal N to itself. Written by
-`python scripts/write_verbs.py`.
+with 1 if a signal has killed one, and with 128 + N after a signal N to itself. Dashes equal underscores, and a boolean
+is written `--NAME`, `--NAME true`, `--NAME false` or `--no_NAME`. Written by `python scripts/write_verbs.py`.
 """
 PAGES = {
     "check": "check.md",
@@ -60,7 +60,8 @@ def row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     metavar = " ".join([action.metavar or ""] if not isinstance(action.metavar, tuple) else action.metavar)
     if not action.option_strings:
         names, metavar = f"`{metavar or action.dest}`", ""
-    values = choices or (f"`{metavar or 'VALUE'}`" if action.option_strings and action.nargs != 0 else "")
+    kinds = " \\| ".join(f"`{kind}`" for kind in (metavar or "VALUE").split("|"))
+    values = choices or (kinds if action.option_strings and action.nargs != 0 else "")
     text = parser._get_formatter()._expand_help(action) if action.help else ""  # noqa: SLF001 - %(default)s filled in
     if text == ", ".join(map(str, action.choices or ())):
         text = ""  # the values are listed already

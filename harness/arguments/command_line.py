@@ -20,14 +20,14 @@ from harness.arguments.other_programs import advice, is_idle, refusal
 from harness.arguments.themes.flags import ALIASES, Flags, Help, groups, hints_of, require_one_name, shown_default
 from harness.config.values.typed import takes
 from harness.errors import UserError, UserErrors, refuse_all
-from harness.verb_parser import argument_in_type
+from harness.verb_parser import Boolean, FlagParser, argument_in_type
 
 _NOT_FLAGS = {"local_rank", "help", "h", "config"}  # local_rank: DeepSpeed's launcher adds it
 Known = Mapping[str, Field[object]]
 _NAMES, _SEVERAL = re.compile(r"[\w.,\s-]*"), re.compile(r"[,\s]+")
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(FlagParser):
     """An argument parser whose errors are UserErrors: one line, no usage text."""
 
     def error(self, message: str) -> NoReturn:
@@ -52,7 +52,7 @@ def _add_group(parser: argparse._ArgumentGroup, kind: type[Flags]) -> None:
         if takes(hint, tuple):
             add(nargs="+", action="store" if text.paths else _Names)
         elif takes(hint, bool):
-            add(type=partial(argument_in_type, hint), nargs="?", const=True)
+            add(action=Boolean)
         else:
             add(type=partial(argument_in_type, hint))
 

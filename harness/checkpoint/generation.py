@@ -13,7 +13,7 @@ from harness.checkpoint.integrity import is_checkpoint, listed_files, require_li
 from harness.errors import UserError
 from harness.hf.locate import ADAPTERS, model_directory
 from harness.hf.template_process import TemplateProcess
-from harness.verb_parser import VerbParser
+from harness.verb_parser import Boolean, VerbParser
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--chat",
-        action=argparse.BooleanOptionalAction,
+        action=Boolean,
         help="put the prompt into the chat template as a user's message (default: if the tokenizer brings a template)",
     )
     args = parser.parse_args(argv)

@@ -14,7 +14,7 @@ from pathlib import Path
 from harness.errors import UserError
 from harness.hf.locate import plan_file
 from harness.hf.matrix import CELLS, STORED, YES, Matrix, installed_transformers, read_matrix, write_matrix
-from harness.verb_parser import VerbParser
+from harness.verb_parser import Boolean, VerbParser
 
 DESCRIPTION = """Prints what works for each family of HuggingFace decoders: pipeline stages, tensor parallelism, ZeRO-3,
 reading a checkpoint, writing one. Every cell was run on a tiny random model: three training steps against the same
@@ -37,9 +37,9 @@ def models(argv: Sequence[str]) -> int:
     """
     parser = VerbParser("models", DESCRIPTION, EXAMPLE)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types (default: all)")
-    parser.add_argument("--run", action="store_true", help="run the cells now instead of printing the stored matrix")
-    parser.add_argument("--compare", action="store_true", help="with --run: show what differs from the stored matrix")
-    parser.add_argument("--write", action="store_true", help=f"with --run: store the rows and write {PAGE}")
+    parser.add_argument("--run", action=Boolean, help="run the cells now instead of printing the stored matrix")
+    parser.add_argument("--compare", action=Boolean, help="with --run: show what differs from the stored matrix")
+    parser.add_argument("--write", action=Boolean, help=f"with --run: store the rows and write {PAGE}")
     parser.add_argument("--results", type=Path, help="with --run: a file of rows; rows in it are not run again")
     parser.add_argument("--only", choices=("tensor", "experts"), help="with --run: this cell; others stay as stored")
     parser.add_argument("--limit_s", type=float, default=120.0, help="time limit per family in seconds (default: 120)")

@@ -17,7 +17,7 @@ from harness.console import quiet
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.prepare.preflight import check_inputs
-from harness.verb_parser import VerbParser, positive
+from harness.verb_parser import Boolean, VerbParser, positive
 
 if TYPE_CHECKING:
     from harness.dry_run.rank import DryRun
@@ -75,7 +75,7 @@ def _parser() -> VerbParser:
     parser = VerbParser("dry-run", DESCRIPTION, EXAMPLE, usage=usage, allow_abbrev=False)
     parser.add_argument("--rank", type=_rank, required=True, help="rank to build; all: the first rank of each stage")
     parser.add_argument("--world_size", type=positive, required=True, help="number of ranks of the run")
-    parser.add_argument("--json", action="store_true", help="print JSON, a line a rank")
+    parser.add_argument("--json", action=Boolean, help="print JSON, a line a rank")
     parser.add_argument(
         "--device", choices=("gpu", "cpu"), default="gpu", help="what the ranks of the run have (default: gpu)"
     )

@@ -13,7 +13,7 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.env import inherited
 from harness.topology.launchers import HostPlace
-from harness.verb_parser import VerbParser
+from harness.verb_parser import Boolean, VerbParser
 
 T = TypeVar("T")
 ON_EACH = "run `ds-harness launch --rdzv_endpoint HOST:PORT` on each host, by what starts commands there"
@@ -49,7 +49,7 @@ class Options:
     """How to start a run, and how often. Each field but the first two is the flag of its name, with further names."""
 
     script: tuple[str, ...]  # what runs on each rank, with its arguments
-    flags: tuple[str, ...]  # the words before it
+    flags: tuple[str, ...]  # the words before it, each flag under its own name
     max_restarts: int = _flag(int, 0, "N", "start again up to N times (default: 0)")
     min_ranks: int | None = _flag(int, None, "K", "wait for hosts rather than go on with fewer ranks (default: 1)")
     num_accelerators: int | None = _flag(
@@ -59,13 +59,12 @@ class Options:
         "ranks on each host (default: all)",
         "--num_gpus",
         "--nproc_per_node",
-        "--nproc-per-node",
     )
     nnodes: str | None = _flag(str, None, "N[:M]", "hosts that run this command, or the least and the most of them")
-    rdzv_endpoint: str = _flag(str, "", "HOST:PORT", "where they meet: one of them", "--rdzv-endpoint")
-    rdzv_id: str = _flag(str, "run", "ID", "tells runs with one endpoint apart", "--rdzv-id")
-    node_rank: int | None = _flag(int, None, "N", "order of this host (default: by address)", "--node-rank")
-    local_addr: str = _flag(str, "", "A", "address of this host (default: found)", "--local-addr")
+    rdzv_endpoint: str = _flag(str, "", "HOST:PORT", "where they meet: one of them")
+    rdzv_id: str = _flag(str, "run", "ID", "tells runs with one endpoint apart")
+    node_rank: int | None = _flag(int, None, "N", "order of this host (default: by address)")
+    local_addr: str = _flag(str, "", "A", "address of this host (default: found)")
     num_nodes: int | None = _flag(int, None, "N", "use the first N hosts")
     hostfile: str | None = _flag(str, None, "FILE", f"lines `host slots=N` (default: {HOSTFILE} if there is one)", "-H")
     include: str = _flag(str, "", "SPEC", "hosts and devices to use, as host-a@host-b:0,2", "-i")
@@ -98,6 +97,8 @@ BY_STARTER = {  # flags with a value which a launch that starts others by ssh or
 
 
 class _Parser(VerbParser):
+    joins_values = False  # `--no_python true` runs the command true
+
     def error(self, message: str) -> NoReturn:
         for flag in (word.partition("=")[0] for word in message.split()):
             if flag in ELSEWHERE:
@@ -109,12 +110,13 @@ def read_options(argv: Sequence[str]) -> Options:
     """Return the flags before the script, and the script with its arguments. UserError if they are wrong."""
     parser = _parser()
     given = vars(parser.parse_args(argv))
+    words = parser.spelled(argv)  # as many
     start = len(argv) - len(given.pop("arguments")) - 1
     start -= argv[start] != given.pop("script")  # argparse swallows a "--" after the script
     for name in ("no_ssh_check", "force_multi", "quiet", "log_level", "rdzv_backend"):
         given.pop(name)
     _fill_from_launcher(given)
-    options = Options(script=tuple(argv[start:]), flags=tuple(argv[:start]), **given)
+    options = Options(script=tuple(argv[start:]), flags=tuple(words[:start]), **given)
     _require(options)
     return options
 
@@ -165,17 +167,17 @@ def _require_meeting(options: Options) -> None:
         raise UserError(f"--{chosen[0]} and --rdzv_endpoint: {text}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _Parser:
     parser = _Parser("launch", DESCRIPTION, EXAMPLE, allow_abbrev=False)
     add = parser.add_argument
     for each in fields(Options)[2:]:
         about, kind = each.metadata, each.metadata["kind"]
         flags = sorted([f"--{each.name}", *about["names"]], key=lambda name: name[1] == "-")  # -H before --hostfile
-        more = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": about["metavar"]}
+        more = {"action": Boolean} if kind is bool else {"type": kind, "metavar": about["metavar"]}
         add(*flags, default=each.default, help=about["help"], **more)
-    add("--rdzv_backend", "--rdzv-backend", choices=["c10d"], help=argparse.SUPPRESS)
+    add("--rdzv_backend", choices=["c10d"], help=argparse.SUPPRESS)
     for names in (("--no_ssh_check",), ("--force_multi",), ("-q", "--quiet")):
-        add(*names, action="store_true", help=argparse.SUPPRESS)
+        add(*names, action=Boolean, help=argparse.SUPPRESS)
     add("--log_level", default="", help=argparse.SUPPRESS)
     add("script", help="the training script")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")

@@ -12,6 +12,8 @@ from harness import cli
 from harness.cli import VERBS, main
 from harness.config.cli import verbs
 from harness.errors import UserError
+from harness.verb_parser import Boolean, VerbParser
+from scripts.write_verbs import parser_of
 
 
 @pytest.mark.parametrize(
@@ -137,3 +139,52 @@ def test_standard_input_is_checked_and_its_fix_only_shown(
     captured = capsys.readouterr()
     assert json.loads(captured.out) == [] and "+++ <stdin> (fixed)" in captured.err
     assert "// one" in path.read_text()
+
+
+def flag_parser() -> VerbParser:
+    parser = VerbParser("made", "")
+    parser.add_argument("files", nargs="*")
+    parser.add_argument("--strict", action=Boolean)
+    parser.add_argument("--unsafe-fixes", action=Boolean)
+    parser.add_argument("--world_size", type=int)
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--strict a.json", {"strict": True, "files": ["a.json"]}),
+        ("--str a.json", {"strict": True, "files": ["a.json"]}),
+        ("--strict false a.json", {"strict": False, "files": ["a.json"]}),
+        ("--strict=no a.json", {"strict": False, "files": ["a.json"]}),
+        ("a.json --no_strict", {"strict": False, "files": ["a.json"]}),
+        ("a.json --no-unsafe-fixes --strict", {"unsafe_fixes": False, "strict": True, "files": ["a.json"]}),
+        ("--unsafe_fixes --world-size 2", {"unsafe_fixes": True, "world_size": 2}),
+        ("--world-size=2 -- --strict", {"world_size": 2, "files": ["--strict"]}),
+    ],
+)
+def test_flags_are_spelled_alike(words: str, expected: dict[str, object]) -> None:
+    nothing = {"files": [], "strict": None, "unsafe_fixes": None, "world_size": None}
+    assert vars(flag_parser().parse_args(words.split())) == {**nothing, **expected}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--strict=7", "argument --strict: '7' is not true or false"),
+        ("--no_strict=true", "--no_strict=true takes no value: give --strict true or false"),
+        ("--no_world_size", "unrecognized arguments: --no_world_size"),
+    ],
+)
+def test_a_boolean_that_cannot_be_read(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        flag_parser().parse_args(words.split())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_switch_of_a_verb_is_a_boolean_flag(verb: str) -> None:
+    actions = parser_of(verb)._actions
+    bare = [action.dest for action in actions if action.nargs == 0 and action.dest != "help"]
+    assert bare == []

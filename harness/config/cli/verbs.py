@@ -24,7 +24,7 @@ from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.document import MAX_BYTES, Document, from_bytes, from_text, load
 from harness.config.values.arguments import AutoValues
 from harness.errors import UserError
-from harness.verb_parser import VerbParser, positive, run_arguments
+from harness.verb_parser import Boolean, VerbParser, positive, run_arguments
 from harness.wording import counted
 
 
@@ -45,10 +45,10 @@ def check(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--target", choices=TARGETS, default="harness", help="program that will read the file")
     parser.add_argument("--format", choices=FORMATS, default="text", help="output format")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 on warnings too")
-    parser.add_argument("--fix", action="store_true", help="apply the fixes that do not change the training")
+    parser.add_argument("--strict", action=Boolean, help="exit with 1 on warnings too")
+    parser.add_argument("--fix", action=Boolean, help="apply the fixes that do not change the training")
     unsafe = "with --fix: also apply fixes that change the training, such as renaming an ignored key"
-    parser.add_argument("--unsafe-fixes", "--unsafe_fixes", action="store_true", help=unsafe)
+    parser.add_argument("--unsafe-fixes", action=Boolean, help=unsafe)
     args = parser.parse_args(argv)
     if args.model is not None and args.target == "harness":
         require_trainable_family(args.model)

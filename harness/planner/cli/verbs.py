@@ -36,7 +36,7 @@ from harness.planner.search import (
 from harness.planner.shape import DecoderShape
 from harness.planner.step import strategy_stages
 from harness.planner.workload import ELEMENT_BYTES, HABITS, Strategy
-from harness.verb_parser import VerbParser, positive, run_arguments
+from harness.verb_parser import Boolean, VerbParser, positive, run_arguments
 from harness.wording import counted
 
 
@@ -191,8 +191,8 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
         help="tokens of a sample (default: 1024)",
     )
     parser.add_argument("--global_batch_size", type=positive, help="samples of a step over all ranks")
-    parser.add_argument("--tf32", action="store_true", help="with fp32: products in TF32, as the run's own --tf32")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--tf32", action=Boolean, help="with fp32: products in TF32, as the run's own --tf32")
+    parser.add_argument("--json", action=Boolean, help="print the rows as JSON")
     return parser
 
 
