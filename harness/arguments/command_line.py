@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from harness.arguments.config_file import ConfigFlag, read_config_file
 from harness.arguments.other_programs import advice, is_idle, refusal
 from harness.arguments.themes.flags import ALIASES, Flags, Help, groups, hints_of, require_one_name, shown_default
+from harness.config.values.json_object import JsonObject
 from harness.config.values.typed import takes
 from harness.errors import UserError, UserErrors, refuse_all
 from harness.verb_parser import Boolean, FlagParser, argument_in_type
@@ -83,9 +84,9 @@ def parse(
     return tuple(kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given}) for kind in kinds)
 
 
-def _of_files(parser: Parser, in_files: Sequence[ConfigFlag], known: Known) -> dict[str, object]:
+def _of_files(parser: Parser, in_files: Sequence[ConfigFlag], known: Known) -> JsonObject:
     """Parse the flags of config files. Raises UserErrors with one line for each flag that cannot be used."""
-    given: dict[str, object] = {}
+    given: JsonObject = {}
     problems = []
     for item in in_files:
         try:

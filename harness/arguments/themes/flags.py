@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, InitVar, dataclass, field, fields
 from functools import cache, wraps
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
@@ -90,18 +90,23 @@ class Flags:
 
     Attributes:
         TITLE: the theme's heading in `--help` and in the docs.
+        _given: what `given` returns; `dataclasses.replace` reads it and passes it to the copy.
     """
 
     TITLE: ClassVar[str] = ""
+    _given: InitVar[frozenset[str] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, given: frozenset[str] | None) -> None:
         """Convert every value to its type and check it; None means the default. Raises all problems at once."""
+        if given is None:  # a derived class without `noting_given`
+            given = frozenset(item.name for item in fields(self) if getattr(self, item.name) != item.default)
+        vars(self)["_given"] = given
         problems: list[str] = []
         for group in groups(type(self)):
             hints = hints_of(group)
             for item in fields(group):
                 try:
-                    setattr(self, item.name, _allowed(item, hints[item.name], getattr(self, item.name)))
+                    vars(self)[item.name] = _allowed(item, hints[item.name], getattr(self, item.name))
                 except UserError as error:
                     problems.append(str(error))
         for group in groups(type(self)):
@@ -113,10 +118,7 @@ class Flags:
                 if not problems:  # otherwise a value of a wrong type, already among the problems, confused this check
                     raise
         refuse_all(problems)
-        # Until here setting a flag (a default, a conversion) did not count as given; from here on it does.
-        given = self.given
-        vars(self).pop("_asked", None)
-        vars(self)["_given"] = given
+        vars(self)["_given"] = given  # flags that a check has set do not count
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a flag. After construction the value is checked like the others, and the flag counts as given."""
@@ -131,9 +133,15 @@ class Flags:
         """Raise UserError for values that contradict each other; overridden by each theme."""
 
     @property
+    def given(self) -> frozenset[str]:
+        """Names of the flags that were passed, whatever their values; a value of None counts as not passed."""
+        found: frozenset[str] = vars(self)["_given"]
+        return found
+
+    @property
     def without_effect(self) -> Mapping[str, object]:
         """The HuggingFace arguments that were passed and ask for the behaviour that the harness always has."""
-        found: Mapping[str, object] = vars(self).get("_stands", {})
+        found: Mapping[str, object] = vars(self).get("_without_effect", {})
         return found
 
     @classmethod
@@ -141,40 +149,32 @@ class Flags:
         """Return the constructor's keyword arguments under the names of the flags."""
         return given
 
-    @property
-    def given(self) -> frozenset[str]:
-        """Names of the flags that were passed, whatever their values; a value of None counts as not passed."""
-        noted: frozenset[str] | None = vars(self).get("_given", vars(self).get("_asked"))
-        if noted is not None:
-            return noted
-        return frozenset(item.name for item in fields(self) if getattr(self, item.name) != item.default)
-
 
 def noting_given(kind: type[F]) -> type[F]:
     """Decorate a dataclass of flags: its constructor records in `given` which flags the caller passes.
 
-    A flag passed with its default value counts as given: it may contradict the JSON. But if a caller passes all flags,
-    as `dataclasses.replace` and transformers' HfArgumentParser do, those with default values do not count. For a
-    derived class without this decorator, the flags whose values are not their defaults count. The signature is kept.
+    A flag passed with its default value counts as given: it may contradict the JSON. If a caller passes all flags, as
+    transformers' HfArgumentParser does, those with default values do not count; `dataclasses.replace` passes `_given`,
+    to which the flags with other values are added. The signature is kept.
     """
     construct: Callable[..., None] = kind.__init__
 
     @wraps(construct)
-    def __init__(self: F, *args: object, **given: object) -> None:
+    def __init__(self: F, *args: object, _given: frozenset[str] | None = None, **flags: object) -> None:
         positional = [item.name for item in fields(kind) if not item.kw_only][: len(args)]
-        own = kind.own_names(given)
+        own = kind.own_names(flags)
         passed = {**dict(zip(positional, args, strict=False)), **own}
         defaults = {item.name: item.default for item in fields(kind)}
-        everything = defaults.keys() <= {*passed, *given}
-        vars(self)["_stands"] = {
-            name: value for name, value in given.items() if ALIASES.get(name, name) not in defaults
+        everything = defaults.keys() <= {*passed, *flags}
+        vars(self)["_without_effect"] = {
+            name: value for name, value in flags.items() if ALIASES.get(name, name) not in defaults
         }
-        vars(self)["_asked"] = frozenset(
+        noted = {
             name
             for name, value in passed.items()
             if value is not None and not (everything and value == defaults.get(name))
-        )
-        construct(self, *args, **own)
+        }
+        construct(self, *args, _given=noted | (_given or frozenset()), **own)
 
     setattr(kind, "__init__", __init__)  # noqa: B010  # mypy refuses an assignment to __init__
     return kind

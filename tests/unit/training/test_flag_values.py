@@ -280,3 +280,12 @@ def test_a_class_that_a_program_derives_is_checked_as_its_base() -> None:
     for wrong, words in (({"adam_beta1": 2}, "adam_beta1 2: must be below 1"), ({"max_steps": 0}, "max_steps 0")):
         with pytest.raises(UserError, match=words):
             Mine("x", **wrong)
+
+
+def test_a_copy_keeps_that_a_default_was_given() -> None:
+    made = replace(TrainingArguments(learning_rate=5e-5, seed=3), max_steps=3)
+    assert made.given - {"output_dir"} == {"learning_rate", "seed", "max_steps"}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
+    made = replace(made, deepspeed_config={"train_batch_size": 8, "optimizer": optimizer})
+    with pytest.raises(UserError, match=r"--learning_rate is 5e-05 and optimizer.params.lr is 0.0001"):
+        read_run_config(made, world_size=1)

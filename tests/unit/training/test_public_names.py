@@ -45,7 +45,8 @@ def test_an_import_changes_nothing_of_the_program() -> None:
 @pytest.mark.parametrize("kind", [TrainingArguments, LoraArguments, ScriptArguments])
 def test_the_signature_shows_every_flag_with_its_type_and_default(kind: type) -> None:
     shown = inspect.signature(kind).parameters
-    assert {name: item.default for name, item in shown.items()} == {item.name: item.default for item in fields(kind)}
+    flags = {item.name: item.default for item in fields(kind)}
+    assert {name: item.default for name, item in shown.items()} == {**flags, "_given": None}
     assert all(not isinstance(item.annotation, str) for item in shown.values())
     assert "learning_rate: float = 5e-05" in pydoc.render_doc(TrainingArguments, renderer=pydoc.plaintext)
 
