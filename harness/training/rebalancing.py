@@ -72,7 +72,7 @@ def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> 
     run.engine.release()
     run.engine = build_engine(run, trainable.layers, boundaries, trainable.loss, trainable.traits)
     run.boundaries = boundaries
-    run.stages = stage_lines(trainable, boundaries, run.module, run)
+    run.stage_lines = stage_lines(trainable, boundaries, run.module, run)
     ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, run.resolved.chunks)
 
     def fill(stem: str, want: Sequence[LocalShard]) -> None:
@@ -163,7 +163,7 @@ class Rebalancer:
     def _move(self, boundaries: list[int], reason: str) -> None:
         self.run.console.say(f"rebalancing: {reason}")
         move_layers(self.run, boundaries, progress_of(self.run))
-        for line in self.run.stages:
+        for line in self.run.stage_lines:
             self.run.console.say(str(line))
         self._measure()
 

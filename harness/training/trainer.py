@@ -26,7 +26,7 @@ from harness.config.values.json_object import JsonObject
 from harness.console import Console, plain_console
 from harness.data.batches.collate import AnyDataset, Collator, collate
 from harness.data.batches.evaluation import by_prefix
-from harness.data.inputs.datasets import own_tokenizer
+from harness.data.inputs.datasets import UserData, own_tokenizer
 from harness.data.tokenizer import Tokenizer
 from harness.device.memory import peak_memory_gib
 from harness.errors import UserError
@@ -130,21 +130,22 @@ class Trainer(ScriptMethods):
             args=args,
             console=console or plain_console(env.rank),
             env=env,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
             data_collator=data_collator,
             loss_fn=loss_fn,
             compute_loss_func=compute_loss_func,
             peft_config=peft_config,
-            processing_class=processing_class or own_tokenizer(model),
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            config=config,
             flags=flags or {},
+        )
+        data = UserData(
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class or own_tokenizer(model),
         )
         with inside("preparing"):
             given = instances(callbacks)
-            self.run = run = prepare_run(inputs)
+            self.run = run = prepare_run(inputs, data, config)
             self.args = run.args
             self.train_dataset = run.data.train
             self.eval_dataset = run.data.evaluation

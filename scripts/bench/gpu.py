@@ -109,7 +109,7 @@ def with_harness(task: Task, **options: Any) -> dict[str, Any]:
     trainer = trained(task, **options)
     task.run(lambda: trainer.training_step().loss)
     waits = waits_of(lambda: trainer.training_step())
-    expected = trainer.run.expected
+    expected = trainer.run.prediction
     found = {"waits_in_a_step": waits, "expected": None if expected is None else expected.as_json()}
     trainer.close()
     return found

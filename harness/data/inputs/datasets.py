@@ -88,6 +88,15 @@ class SampleForm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UserData:
+    """The data sets given to the Trainer, not tokenised yet, and their tokenizer."""
+
+    train_dataset: AnyDataset | None = None
+    eval_dataset: AnyDataset | Mapping[str, AnyDataset] | None = None
+    processing_class: Tokenizer | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Datasets:
     """Tokenised data sets, and their tokenizer."""
 
@@ -160,13 +169,7 @@ def _read(group: SourceGroup, say: Callable[[str], None]) -> Documents:
 
 
 def user_datasets(
-    given_train: AnyDataset | None,
-    given_evaluation: AnyDataset | Mapping[str, AnyDataset] | None,
-    tokenizer: Tokenizer | None,
-    source: ModelSource | None,
-    config: RunConfig,
-    env: LaunchEnv,
-    console: Console,
+    given: UserData, source: ModelSource | None, config: RunConfig, env: LaunchEnv, console: Console
 ) -> Datasets:
     """Prepare the data sets given to the Trainer: text and conversations are tokenised. All ranks call it.
 
@@ -176,8 +179,8 @@ def user_datasets(
     Raises:
         UserError: text without a tokenizer; --packing or --block_size where they would have no effect.
     """
-    args, given_train = config.args, as_dataset(given_train)
-    evaluation = _each(given_evaluation, lambda data: read_all(as_dataset(data), "eval_dataset"))
+    args, given_train, tokenizer = config.args, as_dataset(given.train_dataset), given.processing_class
+    evaluation = _each(given.eval_dataset, lambda data: read_all(as_dataset(data), "eval_dataset"))
     say = _speaker(console)
     train = stream_of_dataset(given_train, tokenizer, source, args, say) if is_iterable(given_train) else given_train
     if not isinstance(train, Streamed):

@@ -18,15 +18,14 @@ from harness.checkpoint.directories import (
     set_aside_newer,
 )
 from harness.checkpoint.integrity import damaged, find_resume, foreign, require_listed_weights, unlisted
-from harness.config import Resolved
+from harness.config import Document, Resolved
 from harness.config.model.shape import layer_drop, require_every_layer
 from harness.console import Console
-from harness.data.batches.collate import AnyDataset, Collator, collate
+from harness.data.batches.collate import Collator, collate
 from harness.data.batches.evaluation import EvaluationData
 from harness.data.batches.stream import data_digest, dataset_length, require_samples
-from harness.data.inputs.datasets import Datasets, user_datasets
+from harness.data.inputs.datasets import Datasets, UserData, user_datasets
 from harness.data.inputs.given import require_types
-from harness.data.tokenizer import Tokenizer
 from harness.device.process_group import require_supported
 from harness.errors import UserError, refuse_all
 from harness.hf.lora import Adaptation, fingerprint
@@ -45,26 +44,21 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RunInputs:
-    """The Trainer's arguments under the Trainer's names, and the launch that this process belongs to.
+    """The Trainer's arguments under the Trainer's names, without its data, and the launch that this process belongs to.
 
     Attributes:
         flags: flags of the script, besides `args`.
-        config: the checked config, if the program has read it already.
     """
 
     model: Model
     args: TrainingArguments
     console: Console
     env: LaunchEnv
-    train_dataset: AnyDataset | None = None
-    eval_dataset: AnyDataset | Mapping[str, AnyDataset] | None = None
     loss_fn: LossFunction | None = None
     compute_loss_func: LossFunction | None = None
-    processing_class: Tokenizer | None = None
     data_collator: Collator = collate
     peft_config: LoraConfig | None = None
     flags: Mapping[str, object] = field(default_factory=dict)
-    config: RunConfig | None = None
     compute_metrics: Callable[[EvalPrediction], Mapping[str, object]] | None = None
     preprocess_logits_for_metrics: Preprocess | None = None
 
@@ -85,45 +79,45 @@ class RunPlan(RunInputs):
 
     Attributes:
         source: the decoder's config and weights; None for a list of layers.
-        adapters: fingerprint of the adapters, "" without any.
-        digest: digest of the training data, "" without any.
+        adapter_fingerprint: of the adapters, "" without any.
+        data: the tokenised data sets, and their tokenizer.
+        data_digest: of the training data, "" without any.
+        document: the DeepSpeed JSON as written.
         checkpoint: the checkpoint to resume; None for a run that begins at step 0.
     """
 
     source: ModelSource | None
     adaptation: Adaptation | None
-    adapters: str
+    adapter_fingerprint: str
     data: Datasets
-    digest: str
+    data_digest: str
+    document: Document
     resolved: Resolved
     layout: Layout
     max_steps: int
     checkpoint: Path | None
 
 
-def plan_run(inputs: RunInputs) -> RunPlan:
-    """Resolve model, data, config and layout without building anything. UserError if they do not fit together."""
+def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None) -> RunPlan:
+    """Resolve model, data, config and layout without building anything. UserError if they do not fit together.
+
+    Args:
+        config: the checked config, if the program has read it already.
+    """
     args, env = inputs.args, inputs.env
-    _require_types(inputs)
+    _require_types(inputs, given)
     source, adaptation = adapted(inputs.model, inputs.peft_config)
     if source is None:
         _require_for_layers(inputs)
     elif isinstance(source.weights, Path):
         require_listed_weights(source.weights)
     model = inputs.model if isinstance(inputs.model, str) else None
-    config = inputs.config or read_run_config(args, world_size=env.world_size, model=model)
+    config = config or read_run_config(args, world_size=env.world_size, model=model)
     require_supported(config.resolved)
     # The watchdog starts when the ranks have met, which may take hours. Until then at least detect stopped processes.
     with watching_for_stopped_ranks(args.hang_seconds, inputs.console):
-        data = user_datasets(
-            inputs.train_dataset,
-            inputs.eval_dataset,
-            inputs.processing_class,
-            source if inputs.data_collator is collate else None,
-            config,
-            env,
-            inputs.console,
-        )
+        reads_tokens = inputs.data_collator is collate  # the user's own collator gets the samples unchanged
+        data = user_datasets(given, source if reads_tokens else None, config, env, inputs.console)
     _require_evaluation(args, data)
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, config, samples, env.world_size)
@@ -131,14 +125,14 @@ def plan_run(inputs: RunInputs) -> RunPlan:
         require_samples(samples, resolved.micro_batch, resolved.accumulation, resolved.readers)
     if source is None:
         _require_config_for_layers(resolved)
-    adapters = fingerprint(adaptation, args.seed if source and source.weights is None else None)
     plan = RunPlan(
-        **{**vars(inputs), "config": config},
+        **vars(inputs),
         source=source,
         adaptation=adaptation,
-        adapters=adapters,
+        adapter_fingerprint=fingerprint(adaptation, args.seed if source and source.weights is None else None),
         data=data,
-        digest="" if data.train is None else data_digest(data.train),
+        data_digest="" if data.train is None else data_digest(data.train),
+        document=config.document,
         resolved=resolved,
         layout=layout,
         max_steps=max_steps,
@@ -160,7 +154,7 @@ def checkpoint_to_resume(plan: RunPlan) -> Path | None:
     checkpoint = find_resume(plan.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
     if checkpoint is not None:
         require_same_optimizer(checkpoint, plan.resolved)
-        require_same_adapters(checkpoint, plan.adapters)
+        require_same_adapters(checkpoint, plan.adapter_fingerprint)
     return checkpoint
 
 
@@ -201,7 +195,7 @@ def _require_config_for_layers(resolved: Resolved) -> None:
     refuse_all([f"{key} needs a HuggingFace model, not a list of layers: remove it" for key in needing])
 
 
-def _require_types(inputs: RunInputs) -> None:
+def _require_types(inputs: RunInputs, given: UserData) -> None:
     require_types(
         inputs.args,
         {
@@ -211,8 +205,8 @@ def _require_types(inputs: RunInputs) -> None:
             "compute_metrics": inputs.compute_metrics,
             "preprocess_logits_for_metrics": inputs.preprocess_logits_for_metrics,
         },
-        {"train_dataset": inputs.train_dataset, "eval_dataset": inputs.eval_dataset},
-        inputs.processing_class,
+        {"train_dataset": given.train_dataset, "eval_dataset": given.eval_dataset},
+        given.processing_class,
     )
 
 
@@ -251,7 +245,7 @@ def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:
     chosen, changed = training_state.first_unchanged(plan.checkpoint, output_dir, auto=auto)
     if chosen is not None and chosen != plan.checkpoint:
         require_same_optimizer(chosen, plan.resolved)
-        require_same_adapters(chosen, plan.adapters)
+        require_same_adapters(chosen, plan.adapter_fingerprint)
     if auto and plan.env.rank == 0:
         for path, moved in set_aside_foreign(foreign(output_dir)):
             console.warn(f"{path} was saved by another run: it is now {moved}")

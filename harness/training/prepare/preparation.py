@@ -18,6 +18,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from harness.arguments.configure import RunConfig
 from harness.atomic import room, sync_folder
 from harness.checkpoint import directories
 from harness.checkpoint.integrity import run_id, wait_until_seen
@@ -29,6 +30,7 @@ from harness.data.batches.collate import MicroBatch, TokenCollator
 from harness.data.batches.evaluation import by_prefix, evaluation_digest
 from harness.data.batches.order import SeveralSources
 from harness.data.batches.stream import BatchStream
+from harness.data.inputs.datasets import UserData
 from harness.data.preview import BEGIN, END, shown
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
@@ -88,10 +90,10 @@ from harness.training.prepare.trainable import TrainableModel, require_compilabl
 from harness.training.prepare.verification import verify_plan
 
 
-def prepare_run(inputs: RunInputs) -> Run:
+def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None) -> Run:
     """Prepare everything that training needs; all ranks call it. UserError for anything that the user can correct."""
     # 1. Alone: everything that needs no other rank, so that a wrong flag fails before the rendezvous.
-    plan = plan_run(inputs)
+    plan = plan_run(inputs, given, config)
     args, console = plan.args, plan.console
     if console.log is None:  # no log file: DeepSpeed would print between the program's own lines
         silence_prints()
@@ -122,16 +124,16 @@ def prepare_run(inputs: RunInputs) -> Run:
         console.say(f"a sample, the tokens in the loss between {BEGIN} and {END}: {text}")
 
     # 4. The model as a list of pipeline layers, not built yet: check that it fits, cut it, and estimate its costs.
-    expected = _expected(plan, context, sample, list(here.values))
+    prediction = _predicted(plan, context, sample, list(here.values))
     trainable = _trainable(plan, context, sample)
     if trainable.causal is not None:  # the vocabulary is known now, so ids are checked against it
         collator = TokenCollator(plan.data_collator, trainable.causal.vocab_size, longest, not own_loss)
         data_check = replace(data_check, collator=collator)
         _first_samples(data_check, plan)
-    base = all_or_none(lambda: _base(plan))
+    base = all_or_none(lambda: _base_checksums(plan))
     if (checkpoint := plan.checkpoint) is not None:
         all_or_none(lambda: directories.require_same_base(checkpoint, base))
-    samples = all_or_none(lambda: sample_prompts(plan, trainable))
+    prompts = all_or_none(lambda: sample_prompts(plan, trainable))
     boundaries = choose_boundaries(trainable, context, sample)
     ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, plan.resolved.chunks)
 
@@ -150,15 +152,15 @@ def prepare_run(inputs: RunInputs) -> Run:
         **{**vars(plan), **vars(context)},
         data_check=data_check,
         trainable=trainable,
-        base=base,
+        base_checksums=base,
         boundaries=boundaries,
         engine=engine,
-        stages=stages,
+        stage_lines=stages,
         foreign_groups=foreign_groups,
         hosts=hosts,
         run_id=value_of_first(run_id(plan.checkpoint)),
-        samples=samples,
-        expected=expected,
+        prompts=prompts,
+        prediction=prediction,
     )
     malloc_trim()  # DeepSpeed has copied all parameters into flat tensors, and freed the originals
     if run.resolved.zero_stage != 2:  # with ZeRO-2's buckets, that would take up to 1.5 times the memory
@@ -187,9 +189,9 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
             plan.layout,
             others={
                 "set of arguments": {item.name: str(getattr(args, item.name)) for item in fields(args)},
-                "training data": plan.digest,
+                "training data": plan.data_digest,
                 "evaluation data": evaluation_digest(plan.data.evaluation),
-                "set of adapters": plan.adapters,
+                "set of adapters": plan.adapter_fingerprint,
             },
         )
         plan.checkpoint = _checkpoint_of_rank_0(plan)
@@ -242,7 +244,7 @@ def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:
     return check.first_batch(plan.data.train, micro_batch)
 
 
-def _expected(
+def _predicted(
     plan: RunPlan, context: EngineContext, sample: MicroBatch | None, ranks: Sequence[int]
 ) -> Prediction | None:
     """Predict memory and speed, and report it. UserError if the run cannot fit. `ranks` are those of this host."""
@@ -289,7 +291,7 @@ def report_origin(console: Console, source: ModelSource, seed: int) -> None:
         )
 
 
-def _base(plan: RunPlan) -> dict[str, str]:
+def _base_checksums(plan: RunPlan) -> dict[str, str]:
     """Return the checksums of the adapters' base model, on rank 0, which writes them; {} elsewhere."""
     if plan.source is None or plan.adaptation is None or plan.env.rank > 0:
         return {}

@@ -46,13 +46,13 @@ class Run(RunPlan, EngineContext):
     Attributes:
         data_check: checks the first samples of a data set.
         trainable: the model as pipeline layers, with its loss.
-        base: checksums of the adapters' base model by name, on rank 0; empty elsewhere and without adapters.
+        base_checksums: of the adapters' base model by name, on rank 0; empty elsewhere and without adapters.
         boundaries: index of the first pipeline layer of each stage, then the number of layers.
-        stages: one line a stage, as reported to the user.
+        stage_lines: one line a stage, as reported to the user.
         foreign_groups: process groups that were open before the run.
         hosts: the hosts of the ranks.
-        samples: prompts that the model continues at each evaluation; None without any.
-        expected: the planner's prediction of memory and speed; None if it cannot read the model.
+        prompts: texts that the model continues at each evaluation; None without any.
+        prediction: the planner's prediction of memory and speed; None if it cannot read the model.
         run_id: identifies the run; a resumed run keeps the id of its checkpoint.
         state: counters, best evaluation and log history, as callbacks get it.
         stream: the training samples of this rank; None without training data.
@@ -60,15 +60,15 @@ class Run(RunPlan, EngineContext):
 
     data_check: DatasetCheck
     trainable: TrainableModel
-    base: dict[str, str]
+    base_checksums: dict[str, str]
     boundaries: list[int]
     engine: Engine
-    stages: list[StageLine]
+    stage_lines: list[StageLine]
     foreign_groups: frozenset[dist.ProcessGroup]
     hosts: Hosts
     run_id: str
-    samples: SamplePrompts | None = None
-    expected: Prediction | None = None
+    prompts: SamplePrompts | None = None
+    prediction: Prediction | None = None
     state: TrainerState = field(init=False)
     stream: BatchStream | None = field(init=False, default=None)
 

@@ -46,7 +46,7 @@ def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(Path.cwd()),
         "hosts": list(hosts),
-        "data": {**data_files(run.flags), "digest": run.digest, **composition(run.data.train)},
+        "data": {**data_files(run.flags), "digest": run.data_digest, **composition(run.data.train)},
         "tokenizer": None
         if tokenizer is None
         else {

@@ -70,7 +70,7 @@ class Recorder:
             self._monitors = Monitors(sections, run.run_id, self.state.global_step + 1)
             self._metrics = self._open(directory / METRICS)
             self._evaluations = self._open(directory / EVALUATIONS)
-            if run.samples is not None:
+            if run.prompts is not None:
                 self._samples = self._open(directory / SAMPLES)
         except OSError as error:
             raise UserError(
@@ -162,8 +162,8 @@ class Recorder:
             self._evaluations.write({"step": step, **metrics})
         if self._monitors is not None:
             self._monitors.write(_shown(metrics), step)
-        if self.run.samples is not None:
-            self._sample(self.run.samples, step)
+        if self.run.prompts is not None:
+            self._sample(self.run.prompts, step)
         return metrics
 
     def _sample(self, prompts: SamplePrompts, step: int) -> None:
@@ -189,7 +189,7 @@ def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
 def certificate_of(run: Run) -> JsonObject | None:
     """Return the certificate of `ds-harness verify` for this config, model and code; None without one."""
     layout = certificate.layout_of(run.resolved)
-    subject = certificate.subject(run.config.document.data if run.config else {}, layout, run.trainable.shaping_config)
+    subject = certificate.subject(run.document.data, layout, run.trainable.shaping_config)
     return certificate.find(subject, versions())
 
 
@@ -205,10 +205,10 @@ def describe(run: Run) -> JsonObject:
         "model": causal.source.config.to_dict() if causal is not None else {"layers": run.trainable.names},
         "parameters": run.trainable.size(),
         "trained_parameters": run.trainable.size(trained=True),
-        "adapters": json.loads(run.adapters) if run.adapters else None,
+        "adapters": json.loads(run.adapter_fingerprint) if run.adapter_fingerprint else None,
         "stage_boundaries": run.boundaries,
-        "stages": [asdict(line) for line in run.stages],
-        "expected": None if run.expected is None else run.expected.as_json(),
+        "stages": [asdict(line) for line in run.stage_lines],
+        "expected": None if run.prediction is None else run.prediction.as_json(),
         "certificate": None if causal is None else certificate_of(run),
         "shared_memory": [axis for axis in AXES if shares_memory(run.groups.along(axis))],
         "output_dir": str(run.output_dir.resolve()),

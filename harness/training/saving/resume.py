@@ -85,9 +85,9 @@ def resume_named(run: Run, name: str | Path | bool) -> None:
     if run.checkpoint is None:
         return
     require_same_optimizer(run.checkpoint, run.resolved)
-    require_same_adapters(run.checkpoint, run.adapters)
+    require_same_adapters(run.checkpoint, run.adapter_fingerprint)
     checkpoint = run.checkpoint
-    all_or_none(lambda: require_same_base(checkpoint, run.base))
+    all_or_none(lambda: require_same_base(checkpoint, run.base_checksums))
     require_same_model(run.checkpoint, run.trainable.summary, run.trainable.shaping_config)
     resume(run, run.checkpoint)
     run.run_id = value_of_first(run_id(run.checkpoint))
@@ -112,7 +112,7 @@ def resume(run: Run, checkpoint: Path) -> None:
         console.say(f"nothing left to train: {counted(run.max_steps, 'step')} done")
     for line in changes(progress.hyperparameters, hyperparameters(run.args, run.resolved, run.max_steps)):
         console.warn(line)
-    if (progress.seed, progress.data) != (run.args.seed, run.digest):
+    if (progress.seed, progress.data) != (run.args.seed, run.data_digest):
         console.warn(
             f"{checkpoint} was saved with another seed or other training data: "
             "the order of samples does not continue where it stopped"

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from harness import TrainingArguments, UserError
 from harness.console import plain_console
+from harness.data.inputs.datasets import UserData
 from harness.device.memory import host_limit_bytes
 from harness.planner.estimate import Prediction
 from harness.report.run_files import RunFiles, predict_run
@@ -40,8 +41,8 @@ def planned(
     env = LaunchEnv(world_size=ranks, local_world_size=ranks)
     args = TrainingArguments(deepspeed_config=config or STAGES, output_dir=str(tmp_path / "run"), max_steps=1)
     data = [{"input_ids": list(range(32))}] * 16
-    inputs = RunInputs(model=model, args=args, console=plain_console(0), env=env, train_dataset=data, **more)
-    return plan_run(inputs)
+    inputs = RunInputs(model=model, args=args, console=plain_console(0), env=env, **more)
+    return plan_run(inputs, UserData(train_dataset=data))
 
 
 def expected(plan: RunPlan, ranks: int = 2) -> Prediction:

@@ -15,7 +15,7 @@ from harness import TrainingArguments, UserError
 from harness.arguments.configure import read_run_config
 from harness.arguments.themes.script import ScriptArguments
 from harness.console import plain_console
-from harness.data.inputs.datasets import Datasets, SampleForm, script_datasets, user_datasets
+from harness.data.inputs.datasets import Datasets, SampleForm, UserData, script_datasets, user_datasets
 from harness.data.tokenizer import ByteTokenizer
 from harness.hf.causal import require_cut
 from harness.hf.skeleton import ModelSource, read_source
@@ -32,7 +32,9 @@ CHATS = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "
 def prepare(train: Any, tokenizer: Any = None, model: str | None = "tiny-llama", **arguments: Any) -> Datasets:
     source = read_source(model) if model else None
     config = read_run_config(TrainingArguments(**arguments), world_size=1)
-    return user_datasets(train, None, tokenizer, source, config, LaunchEnv(), plain_console(0))
+    return user_datasets(
+        UserData(train_dataset=train, processing_class=tokenizer), source, config, LaunchEnv(), plain_console(0)
+    )
 
 
 def test_tokens_and_pairs_are_left_alone() -> None:

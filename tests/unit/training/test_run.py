@@ -19,6 +19,7 @@ from harness.arguments.themes.flags import Help
 from harness.checkpoint.run_lock import HELD
 from harness.config.rules.rule import Finding
 from harness.console import plain_console
+from harness.data.inputs.datasets import UserData
 from harness.data.tokenizer import ByteTokenizer
 from harness.device.process_group import open_groups
 from harness.topology.env import LaunchEnv
@@ -188,10 +189,9 @@ def test_a_key_for_huggingface_models_is_refused_for_a_list_of_layers(
         args=TrainingArguments(str(tmp_path), deepspeed_config=config, max_steps=1),
         console=plain_console(0),
         env=LaunchEnv(world_size=2, local_world_size=2),
-        train_dataset=POINTS,
         loss_fn=nn.functional.mse_loss,
     )
     with pytest.raises(
         UserError, match=r"(sequence_parallel|autoep_size|size|loss|feed_forward) needs a HuggingFace model"
     ):
-        plan_run(inputs)
+        plan_run(inputs, UserData(train_dataset=POINTS))
