@@ -62,7 +62,7 @@ class RankReport:
     """What one rank builds, holds and sends in a step.
 
     Attributes:
-        parts: model chunk -> indices of its first and last layer.
+        chunks: model chunk -> indices of its first and last layer.
         kinds: class name -> number of layers.
         elements: number of elements of its parameters.
         memory: None if no step could be made.
@@ -70,7 +70,7 @@ class RankReport:
     """
 
     groups: Groups
-    parts: dict[int, tuple[int, int]]
+    chunks: dict[int, tuple[int, int]]
     kinds: dict[str, int]
     elements: int
     memory: Memory | None
@@ -133,14 +133,14 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
                 memory, messages = _two_steps(engine, context, plan, ledger, before)
             except ASKS_FOR_VALUES as error:
                 untried = f"a step, as it looks at values ({type(error).__name__}: {str(error).splitlines()[0]})"
-        parts = {
+        chunks = {
             chunk: (boundaries[chunk], boundaries[chunk + 1] - 1)
             for chunk in plan.resolved.chunks.of_stage(groups.coordinate.stage)
         }
         return RankReport(
             groups=groups,
-            parts=parts,
-            kinds=dict(Counter(name for a, b in parts.values() for name in trainable.names[a : b + 1])),
+            chunks=chunks,
+            kinds=dict(Counter(name for a, b in chunks.values() for name in trainable.names[a : b + 1])),
             elements=sum(held_tensor(parameter).numel() for parameter in engine.deepspeed.module.parameters()),
             memory=memory,
             messages=messages,

@@ -44,7 +44,7 @@ def as_text(plan: DryRun, report: RankReport) -> str:
     """Return the report for a terminal."""
     resolved, groups = plan.resolved, report.groups
     kinds = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in report.kinds.items())
-    layers = " and ".join(f"{first}-{last}" for first, last in report.parts.values())
+    layers = " and ".join(f"{first}-{last}" for first, last in report.chunks.values())
     batch = f"{resolved.accumulation} micro-batches of {resolved.micro_batch} x {plan.block_size} tokens"
     lines = [
         f"rank {groups.rank} of {plan.layout.world_size} ({plan.layout}): {groups.coordinate}",
@@ -59,8 +59,8 @@ def as_text(plan: DryRun, report: RankReport) -> str:
 
 def _layers(report: RankReport) -> JsonObject:
     """Return the first and last layer, or those of each model chunk if there are several."""
-    parts = [{"part": part, "first": first, "last": last} for part, (first, last) in report.parts.items()]
-    return {"parts": parts} if len(parts) > 1 else {"first": parts[0]["first"], "last": parts[0]["last"]}
+    chunks = [{"chunk": chunk, "first": first, "last": last} for chunk, (first, last) in report.chunks.items()]
+    return {"chunks": chunks} if len(chunks) > 1 else {"first": chunks[0]["first"], "last": chunks[0]["last"]}
 
 
 def _memory_lines(report: RankReport) -> list[str]:

@@ -80,7 +80,7 @@ class Execution(Words):
         dp: data-parallel ranks; cp: how many of them share each sequence.
         ep: ranks of a stage that divide the experts among them.
         offload: what lies in host memory: none, optimizer (its states), all (parameters too).
-        chunks: model chunks a stage (`pipeline.parts_per_stage`); 0: the schedule's default.
+        chunks: model chunks a stage (`pipeline.chunks_per_stage`); 0: the schedule's default.
         recompute: layers whose activations are recomputed together; 0: none.
         sequence: whether tensor-parallel ranks share the tokens between blocks.
         bits: bits of compressed gradients; 0: no compression.

@@ -192,7 +192,7 @@ def deepspeed_config(training: Training, execution: Execution) -> JsonObject:
     pipeline: JsonObject = {"stages": execution.pp, "activation_checkpoint_interval": execution.recompute}
     if execution.pp > 1:
         pipeline |= {"schedule": execution.schedule, "partition": execution.partition}
-        pipeline |= {"parts_per_stage": execution.chunks} if execution.chunks else {}
+        pipeline |= {"chunks_per_stage": execution.chunks} if execution.chunks else {}
     tensor: JsonObject = {"autotp_size": execution.tp}
     zero: JsonObject = {"stage": execution.zero}
     if execution.offload != "none":

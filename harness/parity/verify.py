@@ -41,7 +41,10 @@ SECTIONS = (
 )
 VALUES = ("communication_data_type", "prescale_gradients", "gradient_predivide_factor")
 READ = {
-    "pipeline": ("stages", "schedule", "parts_per_stage", "partition", "activation_checkpoint_interval"),
+    "pipeline": (
+        *("stages", "partition", "schedule", "chunks_per_stage", "parts_per_stage"),
+        "activation_checkpoint_interval",
+    ),
     "tensor_parallel": ("autotp_size", "sequence_parallel"),
     "zero_optimization": ("stage",),
     "data_types": ("grad_accum_dtype",),

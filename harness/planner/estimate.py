@@ -134,7 +134,7 @@ class Estimate(Prediction):
             "mfu": model_flops / self.hardware.flops[self.workload.precision],
             "schedule": strategy.schedule_name,
             "expert_parallel_size": strategy.ep_size,
-            "parts_per_stage": strategy.chunks_per_stage,
+            "chunks_per_stage": strategy.chunks_per_stage,
             "sequence_parallel": strategy.sequence_parallel,
             "context_parallel_size": strategy.cp_size,
             "activations_on_host": strategy.host_activations,

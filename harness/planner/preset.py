@@ -54,7 +54,7 @@ def preset(strategy: Strategy, precision: str) -> JsonObject:
         if strategy.schedule_name != DEEPSPEED_1F1B:
             config["pipeline"]["schedule"] = strategy.schedule_name
         if strategy.chunks > 1:
-            config["pipeline"]["parts_per_stage"] = strategy.chunks
+            config["pipeline"]["chunks_per_stage"] = strategy.chunks
     if strategy.tp_size > 1:
         config["tensor_parallel"] = {"autotp_size": strategy.tp_size}
         if strategy.sequence_parallel:

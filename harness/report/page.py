@@ -74,7 +74,7 @@ def step_facts(run: RunFiles, predicted: Prediction | None) -> list[Fact]:
     if found["bubble"] is not None:
         shares = found["bubble"]
         p, m, schedule = run.profiles[-1].pp_size, found["micro_batches"], run.profiles[-1].schedule
-        v = run.profiles[-1].parts_per_stage
+        v = run.profiles[-1].chunks_per_stage
         of_chunks = f" of {v} chunks" if v > 1 else ""
         how = (
             f"({p} - 1) / ({m} + {p} - 1)"

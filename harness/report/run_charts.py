@@ -260,14 +260,14 @@ def _row(rank: RankProfile) -> str:
 
 def _round(profile: StepProfile, span: Span) -> int:
     """Return the index of the computing chunk among those of its stage; 0 if a stage has one or nothing computes."""
-    is_apart = profile.parts_per_stage > 1 and span.kind in COMPUTING and span.part is not None
-    return span.part // profile.pp_size if is_apart and span.part is not None else 0
+    is_apart = profile.chunks_per_stage > 1 and span.kind in COMPUTING and span.chunk is not None
+    return span.chunk // profile.pp_size if is_apart and span.chunk is not None else 0
 
 
 def _kinds(profile: StepProfile, pieces: Mapping[tuple[str, int], Sequence[tuple[str, Span]]]) -> Iterator[Bars]:
     """Yield the bars of each kind of work; computing has one for each index of `_round`, in darker colours."""
     seconds = seconds_by_kind([profile])
-    whole, stages, several = sum(seconds.values()), profile.pp_size, profile.parts_per_stage > 1
+    whole, stages, several = sum(seconds.values()), profile.pp_size, profile.chunks_per_stage > 1
     for kind, number in sorted(pieces, key=lambda key: (KINDS.index(key[0]), key[1])):
         if kind not in OF_KIND:
             continue
@@ -285,7 +285,7 @@ def _spans(name: str, color: str, kind: str, pieces: Sequence[tuple[str, Span]],
     """Return the bars of one kind; `is_named`: name their model chunk in the hover text."""
 
     def hover(span: Span) -> str:
-        of = f", chunk {span.part}" if is_named and span.part is not None else ""
+        of = f", chunk {span.chunk}" if is_named and span.chunk is not None else ""
         of += "" if span.micro_batch is None else f", micro-batch {span.micro_batch}"
         what = f"waits in {span.name}" if kind == "wait" else span.name
         return f"{what}{of}<br>{span.start * 1e3:.2f} to {span.end * 1e3:.2f} ms: {span.seconds * 1e3:.2f} ms"
@@ -333,7 +333,7 @@ def layer_chart(profiles: Sequence[StepProfile]) -> BarChart:
 def _owner(profile: StepProfile, chunk: int) -> str:
     """Return the stage of a model chunk as text, with the chunk if stages have several."""
     stage = f"stage {profile.chunks.stage_of(chunk)}"
-    return stage if profile.parts_per_stage == 1 else f"{stage}, chunk {chunk}"
+    return stage if profile.chunks_per_stage == 1 else f"{stage}, chunk {chunk}"
 
 
 def memory_chart(profile: StepProfile, predicted: Sequence[Mapping[str, float]]) -> BarChart:

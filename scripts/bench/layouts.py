@@ -90,7 +90,7 @@ class Measured:
         kept = ("layout", "zero_stage", "micro_batch", "gradient_accumulation_steps", "activation_checkpointing")
         return {
             "model": self.model,
-            **{key: row[key] for key in (*kept, "schedule", "parts_per_stage", "sequence_parallel")},
+            **{key: row[key] for key in (*kept, "schedule", "chunks_per_stage", "sequence_parallel")},
             "step_s": {"predicted": round(row["step_seconds"]["total"], 4), "measured": round(median(self.seconds), 4)},
             "rounds_s": [round(each, 4) for each in self.seconds],
             "peak_gib": {

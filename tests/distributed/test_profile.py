@@ -91,22 +91,22 @@ def test_profiled_steps_of_stages_with_several_parts_tell_them_apart(tmp_path: P
         summary = json.loads((folder / "summary.json").read_text())
         check_times(steps, summary)
         check_messages(steps[-1])
-        parts = [part for stage in summary["stages"] for part in stage["parts"]]
-        assert [part["part"] for part in parts] == [part for own in of_stages for part in own]
-        for part in parts:
-            first, last = part["layers"]
+        chunks = [chunk for stage in summary["stages"] for chunk in stage["chunks"]]
+        assert [chunk["chunk"] for chunk in chunks] == [chunk for own in of_stages for chunk in own]
+        for chunk in chunks:
+            first, last = chunk["layers"]
             stages = {layer["stage"] for layer in summary["layers"][first : last + 1]}
-            assert [part["part"] in own for own in of_stages].index(True) == stages.pop() and not stages
-            assert part["forward_seconds_per_micro_batch"] > 0 and part["backward_seconds_per_micro_batch"] > 0
+            assert [chunk["chunk"] in own for own in of_stages].index(True) == stages.pop() and not stages
+            assert chunk["forward_seconds_per_micro_batch"] > 0 and chunk["backward_seconds_per_micro_batch"] > 0
         for rank in steps[-1].ranks:
             check_passes(rank, of_stages[rank.stage])
         events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-        assert {f"ForwardPass, chunk {part}" for part in range(4)} <= {event["name"] for event in events}
+        assert {f"ForwardPass, chunk {chunk}" for chunk in range(4)} <= {event["name"] for event in events}
 
 
 def check_passes(rank: RankProfile, parts: list[int]) -> None:
     """Every micro-batch goes forward once through each part, and has all its gradients once."""
-    done = [(span.name, span.part, span.micro_batch) for span in rank.instructions if span.kind in COMPUTING]
+    done = [(span.name, span.chunk, span.micro_batch) for span in rank.instructions if span.kind in COMPUTING]
     every = {(part, micro_batch) for part in parts for micro_batch in range(8)}
     assert sorted(done) == sorted(set(done)) and {(p, m) for name, p, m in done if name == "ForwardPass"} == every
     whole, inputs, weights = (
@@ -122,10 +122,10 @@ def check_messages(step: StepProfile) -> None:
     sent = [(span, other) for span, other in pairs if span.name != "AwaitSends"]
     assert len(sent) == 2 * 3 * step.micro_batches
     for span, other in sent:
-        assert other is not None and span.part is not None
+        assert other is not None and span.chunk is not None
         forward = span.name == "SendActivation"
-        assert (other[1].part, other[1].micro_batch) == (span.part + (1 if forward else -1), span.micro_batch)
-        assert step.chunks.stage_of(other[1].part) == other[0].stage and other[1].end >= span.start
+        assert (other[1].chunk, other[1].micro_batch) == (span.chunk + (1 if forward else -1), span.micro_batch)
+        assert step.chunks.stage_of(other[1].chunk) == other[0].stage and other[1].end >= span.start
     waits = [span for _, spans in with_waits(step) for span in spans if span.kind == "wait"]
     assert waits and {span.name for span in waits} <= {"RecvActivation", "RecvGrad"}
 
@@ -139,14 +139,14 @@ def check_times(steps: list[Any], summary: dict[str, Any]) -> None:
         assert (found is None) == (step.pp_size == 1)
         if found is not None:
             balanced = 1 / (step.micro_batches + 1)
-            if step.parts_per_stage > 1:  # a half of it, and a sixth
+            if step.chunks_per_stage > 1:  # a half of it, and a sixth
                 balanced = 1 / ((2 if step.schedule == "interleaved" else 6) * step.micro_batches + 1)
             assert found.balanced == pytest.approx(balanced) and 0 < found.measured < 1
         for rank in step.ranks:
             spans = rank.instructions
             assert all(a.end <= b.start + 1e-9 for a, b in pairwise(spans))
             kinds = [span.kind for span in spans if span.kind in ("forward", "backward", "step")]
-            assert kinds.count("forward") == step.micro_batches * step.parts_per_stage and kinds[-1] == "step"
+            assert kinds.count("forward") == step.micro_batches * step.chunks_per_stage and kinds[-1] == "step"
             for layer in rank.layers:
                 kind = "forward" if layer.kind == "forward" else "backward"
                 assert any(s.kind == kind and s.start <= layer.start and layer.end <= s.end for s in spans), layer

@@ -69,7 +69,7 @@ def test_a_stage_with_several_parts_is_counted_part_by_part(capfd: pytest.Captur
     path.write_text(json.dumps({**batch, "pipeline": pipeline, "zero_optimization": {"stage": 1}}))
     words = ("--world_size", "2", "--deepspeed_config", str(path), "--model", "tiny-llama")
     first, last = of_all_stages(capfd, *words)
-    assert [[part["part"] for part in each["layers"]["parts"]] for each in (first, last)] == [[0, 3], [1, 2]]
+    assert [[chunk["chunk"] for chunk in each["layers"]["chunks"]] for each in (first, last)] == [[0, 3], [1, 2]]
     assert first["layers"]["kinds"] == {"Prologue": 1, "LlamaDecoderLayer": 2, "Epilogue": 1}
     for report in (first, last):
         sizes = {m["operation"]: (m["count"], m["bytes"]) for m in report["messages"] if m["group"] == "pipeline"}

@@ -16,11 +16,13 @@ from harness.config.text.document import Document
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import (
+    CHUNKS,
     CONTEXT,
     DEEPSPEED_1F1B,
     DEEPSPEED_CONTEXT,
     GRADIENT_BITS,
     INDUCTOR,
+    OLD_CHUNKS,
     TOKEN_PIECES,
     schedule_name,
 )
@@ -136,7 +138,7 @@ class RunView:
     def chunks(self) -> ModelChunks:
         """The model chunks of the schedule under the harness."""
         schedule = schedule_name(self.get("/pipeline/schedule")) if self.target == "harness" else None
-        return model_chunks(self.pp_size, schedule or DEEPSPEED_1F1B, self.size("/pipeline/parts_per_stage"))
+        return model_chunks(self.pp_size, schedule or DEEPSPEED_1F1B, self.size(CHUNKS) or self.size(OLD_CHUNKS))
 
     @cached_property
     def tp_size(self) -> int:

@@ -101,7 +101,7 @@ def complete(train: int | None, micro: int | None, accumulation: int | None, dp_
 
 
 def bubble(
-    stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None
+    stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
 ) -> float:
     """Return the idle share of a pipeline step for p equal stages of v chunks and m micro-batches.
 
@@ -111,7 +111,7 @@ def bubble(
     long (arXiv 2401.10241, section 3.1, for m >= p; with fewer micro-batches there are too few weight gradients to fill
     the rest). Folded chunks leave a sixth, for m >= 2 p (section 6).
     """
-    chunks = model_chunks(stages, schedule, parts_per_stage)
+    chunks = model_chunks(stages, schedule, chunks_per_stage)
     waits = _waits(chunks, micro_batches, schedule)
     return waits / (3 * micro_batches * chunks.each + waits)
 
@@ -125,9 +125,9 @@ def bucket_elements(hidden: int) -> int:
     return min(max(hidden**2, LEAST_BUCKET), MOST_BUCKET)
 
 
-def left_waits(stages: int, micro_batches: int, schedule: str, parts_per_stage: int | None = None) -> float:
+def left_waits(stages: int, micro_batches: int, schedule: str, chunks_per_stage: int | None = None) -> float:
     """Return a schedule's idle time as a fraction of 1F1B's; 1 for a single stage, which never waits."""
-    chunks = model_chunks(stages, schedule, parts_per_stage)
+    chunks = model_chunks(stages, schedule, chunks_per_stage)
     return _waits(chunks, micro_batches, schedule) / (3 * chunks.each * (stages - 1)) if stages > 1 else 1.0
 
 
@@ -143,19 +143,19 @@ def _waits(chunks: ModelChunks, micro_batches: int, schedule: str) -> int:
     return 3 * (p - 1) + 3 * (v - 1) * missing
 
 
-def idle(stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None) -> str:
+def idle(stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None) -> str:
     """Return a sentence such as `2 stages with 1 micro-batch are idle for 50% of a step`."""
     batches = counted(micro_batches, "micro-batch", "micro-batches")
-    share = bubble(stages, micro_batches, schedule, parts_per_stage)
+    share = bubble(stages, micro_batches, schedule, chunks_per_stage)
     return f"{stages} stages with {batches} are idle for {share:.0%} of a step"
 
 
-def micro_batches_wanted(stages: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None) -> int:
+def micro_batches_wanted(stages: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None) -> int:
     """Return the least number of micro-batches a step with which pipeline stages idle for at most `MOST_IDLE` of it."""
     least, enough = 0, 4 * (stages - 1)
     while enough - least > 1:
         middle = (least + enough) // 2
-        if bubble(stages, middle, schedule, parts_per_stage) <= MOST_IDLE:
+        if bubble(stages, middle, schedule, chunks_per_stage) <= MOST_IDLE:
             enough = middle
         else:
             least = middle

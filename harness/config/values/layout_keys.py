@@ -23,6 +23,7 @@ SPLIT_BACKWARD = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 """The schedules that defer weight gradients."""
 INDUCTOR = "inductor"
 """The default backend of torch.compile."""
+CHUNKS, OLD_CHUNKS = "/pipeline/chunks_per_stage", "/pipeline/parts_per_stage"
 CONTEXT, DEEPSPEED_CONTEXT = "/context_parallel/size", "/sequence_parallel_size"
 """Keys of the context-parallel size: the harness's own, and DeepSpeed's, which means the same."""
 LOSS_TILE, FEED_FORWARD_TILE, ATTENTION_TILE = "/tiling/loss", "/tiling/feed_forward", "/tiling/attention"
@@ -40,7 +41,8 @@ TOKEN_PIECES = "/expert_parallel/token_pieces"
 # sizes that the harness itself reads, and the least that each may be; DeepSpeed takes any value for them
 LEAST = {
     "/pipeline/stages": 1,
-    "/pipeline/parts_per_stage": 1,
+    CHUNKS: 1,
+    OLD_CHUNKS: 1,
     "/pipeline/activation_checkpoint_interval": 0,
     CONTEXT: 1,
     LOSS_TILE: 0,

@@ -50,7 +50,7 @@ def model_chunks(stages: int, schedule: str, asked: int | None = None) -> ModelC
     """Return the chunks into which a schedule cuts the model.
 
     Args:
-        asked: chunks a stage (`pipeline.parts_per_stage`), for a schedule that leaves their number open.
+        asked: chunks a stage (`pipeline.chunks_per_stage`), for a schedule that leaves their number open.
     """
     if stages > 1 and schedule in FOLDED_SCHEDULES:
         return ModelChunks(stages, 2, folded=True)

@@ -121,7 +121,7 @@ class _Doing:
     kind: str
     name: str
     layer: int | None
-    part: int | None
+    chunk: int | None
     number: int
     start: Moment
 
@@ -151,7 +151,7 @@ class SpanLog:
         name: str,
         layer: int | None = None,
         *,
-        part: int | None = None,
+        chunk: int | None = None,
         micro_batch: int | None = None,
     ) -> None:
         """Begin a span, and interrupt the one that is open.
@@ -164,7 +164,7 @@ class SpanLog:
         if self._open:
             self._noted.append((self._open[-1], now))
         number = self._counts[thing] if micro_batch is None else micro_batch
-        self._open.append(_Doing(kind, name, layer, part, number, now))
+        self._open.append(_Doing(kind, name, layer, chunk, number, now))
         self._counts[thing] += 1
 
     def end(self) -> None:
@@ -195,7 +195,7 @@ class SpanLog:
                 end=self.clock.seconds(end) - origin,
                 micro_batch=doing.number if doing.kind in OF_MICRO_BATCHES else None,
                 layer=doing.layer,
-                part=doing.part,
+                chunk=doing.chunk,
             )
             for doing, end in self._noted
             if self.clock.seconds(end) > self.clock.seconds(doing.start)
@@ -257,7 +257,7 @@ def _begin_instruction(log: SpanLog, before_update: Callable[[], object], name: 
     kind = KINDS.get(name, "other")
     if kind == "step":
         before_update()
-    log.begin(kind, name, part=place.get("chunk"), micro_batch=place.get("micro_batch"))
+    log.begin(kind, name, chunk=place.get("chunk"), micro_batch=place.get("micro_batch"))
 
 
 def _logged(log: SpanLog, kind: str, name: str, method: Callable[P, R]) -> Callable[P, R]:

@@ -30,7 +30,7 @@ class Span:
         name: name of the pipeline's instruction, or class name of the layer.
         micro_batch: number of the micro-batch within the step, if it belongs to one.
         layer: index of the layer, for spans of layers.
-        part: the model chunk, for instructions of a schedule that is not DeepSpeed's own.
+        chunk: the model chunk, for instructions of a schedule that is not DeepSpeed's own.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Span:
     end: float
     micro_batch: int | None = None
     layer: int | None = None
-    part: int | None = None
+    chunk: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -94,7 +94,7 @@ class StepProfile:
         stage_boundaries: index of the first layer of each model chunk, then the number of layers.
         micro_batches: number of micro-batches of each rank in the step.
         schedule: name of the pipeline's schedule.
-        parts_per_stage: number of model chunks of a stage; 1 means that a chunk is a stage.
+        chunks_per_stage: number of model chunks of a stage; 1 means that a chunk is a stage.
     """
 
     step: int
@@ -106,7 +106,7 @@ class StepProfile:
     micro_batches: int
     ranks: Sequence[RankProfile]
     schedule: str = DEEPSPEED_1F1B
-    parts_per_stage: int = 1
+    chunks_per_stage: int = 1
 
     @property
     def pp_size(self) -> int:
@@ -117,7 +117,7 @@ class StepProfile:
     def chunks(self) -> ModelChunks:
         """The model chunks, and the stage of each."""
         return model_chunks(
-            (len(self.stage_boundaries) - 1) // self.parts_per_stage, self.schedule, self.parts_per_stage
+            (len(self.stage_boundaries) - 1) // self.chunks_per_stage, self.schedule, self.chunks_per_stage
         )
 
     @property

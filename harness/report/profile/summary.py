@@ -59,20 +59,20 @@ def _of_stage(profile: StepProfile, stage: int) -> list[RankProfile]:
 def _stage(profiles: Sequence[StepProfile], stage: int) -> JsonObject:
     last = profiles[-1]
     passes = [rank.instructions for profile in profiles for rank in _of_stage(profile, stage)]
-    parts = [_chunk(last, chunk, passes) for chunk in last.chunks.of_stage(stage)]
+    chunks = [_chunk(last, chunk, passes) for chunk in last.chunks.of_stage(stage)]
     return {
         "stage": stage,
         "ranks": [rank.rank for rank in _of_stage(last, stage)],
-        **({"layers": parts[0]["layers"]} if len(parts) == 1 else {"parts": parts}),
+        **({"layers": chunks[0]["layers"]} if len(chunks) == 1 else {"chunks": chunks}),
         **{f"{kind}_seconds_per_micro_batch": _median(passes, kind) for kind in COMPUTING},
         "memory_bytes": largest_of_stage(last, stage).memory_bytes,
     }
 
 
 def _chunk(profile: StepProfile, chunk: int, passes: Iterable[Sequence[Span]]) -> JsonObject:
-    own = [[span for span in spans if span.part == chunk] for spans in passes]
+    own = [[span for span in spans if span.chunk == chunk] for spans in passes]
     return {
-        "part": chunk,
+        "chunk": chunk,
         "layers": [profile.stage_boundaries[chunk], profile.stage_boundaries[chunk + 1] - 1],
         **{f"{kind}_seconds_per_micro_batch": _median(own, kind) for kind in COMPUTING},
     }

@@ -42,7 +42,7 @@ class Bubble:
 
 
 def pipeline_seconds(
-    stages: Sequence[float], micro_batches: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None
+    stages: Sequence[float], micro_batches: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
 ) -> float:
     """Return the predicted seconds of a step's passes: the first micro-batch crosses every stage, and each other one
     costs the time of the slowest stage.
@@ -53,7 +53,7 @@ def pipeline_seconds(
     Args:
         stages: seconds of a forward and backward of one micro-batch, by stage.
     """
-    waits = (sum(stages) - max(stages)) * left_waits(len(stages), micro_batches, schedule, parts_per_stage)
+    waits = (sum(stages) - max(stages)) * left_waits(len(stages), micro_batches, schedule, chunks_per_stage)
     return micro_batches * max(stages) + waits
 
 
@@ -65,7 +65,7 @@ def bubble(profile: StepProfile) -> Bubble | None:
     whole = max(spans[-1].end for spans in computing) - min(spans[0].start for spans in computing)
     busy = [sum(span.seconds for span in spans) for spans in computing]
     m, p = profile.micro_batches, profile.pp_size
-    order = profile.schedule, profile.parts_per_stage
+    order = profile.schedule, profile.chunks_per_stage
     stages = [
         fmean(seconds for rank, seconds in zip(profile.ranks, busy, strict=True) if rank.stage == stage) / m
         for stage in range(p)
@@ -102,7 +102,7 @@ def with_answers(profile: StepProfile) -> Iterator[tuple[RankProfile, list[tuple
 
 
 def _chunk(rank: RankProfile, span: Span) -> int:
-    return rank.stage if span.part is None else span.part
+    return rank.stage if span.chunk is None else span.chunk
 
 
 def with_waits(profile: StepProfile) -> Iterator[tuple[RankProfile, list[Span]]]:
@@ -113,7 +113,7 @@ def with_waits(profile: StepProfile) -> Iterator[tuple[RankProfile, list[Span]]]
     for rank, spans in with_answers(profile):
         found = []
         for span, other in spans:
-            may_wait = span.kind == "receive" or span.part is None
+            may_wait = span.kind == "receive" or span.chunk is None
             found += _split(span, other[1].start) if other is not None and may_wait else [span]
         yield rank, found
 
@@ -173,11 +173,11 @@ def _names(rank: RankProfile) -> Iterator[JsonObject]:
 
 
 def _slice(rank: RankProfile, span: Span, begin: float, thread: int, profile: StepProfile) -> JsonObject:
-    where = {"step": profile.step, "part": span.part, "micro_batch": span.micro_batch, "layer": span.layer}
+    where = {"step": profile.step, "chunk": span.chunk, "micro_batch": span.micro_batch, "layer": span.layer}
     name = f"waits for {PEERS[span.name][0]}" if span.kind == "wait" else span.name
     return {
         "ph": "X",
-        "name": f"{name}, chunk {span.part}" if span.part is not None and profile.parts_per_stage > 1 else name,
+        "name": f"{name}, chunk {span.chunk}" if span.chunk is not None and profile.chunks_per_stage > 1 else name,
         "cat": span.kind,
         "pid": rank.rank,
         "tid": thread,

@@ -196,10 +196,10 @@ def _size(parameter: nn.Parameter) -> int:
 
 
 def batch_warning(
-    stages: int, micro: int, accumulation: int, schedule: str = DEEPSPEED_1F1B, parts_per_stage: int | None = None
+    stages: int, micro: int, accumulation: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
 ) -> str | None:
     """Return a warning, with a remedy, if the pipeline idles for more than a fifth of a step; else None."""
-    order = schedule, parts_per_stage
+    order = schedule, chunks_per_stage
     wanted = micro_batches_wanted(stages, *order)
     if accumulation >= wanted:
         return None

@@ -95,8 +95,8 @@ def test_the_optimizer_of_an_argument_is_written_where_the_file_names_none(
     ("words", "said"),
     [
         ("--optim adamw_apex", "argument --optim: invalid choice: 'adamw_apex'"),
-        ("--bf16 maybe", "argument --bf16: 'maybe' is not true or false"),
-        ("--gradient_checkpointing 2", "argument --gradient_checkpointing: '2' is not true or false"),
+        ("--bf16=maybe", "argument --bf16: 'maybe' is not true or false"),
+        ("--gradient_checkpointing 2", "unrecognized arguments: 2"),
         ("--world_size 0", "argument --world_size: must be a whole number of at least 1"),
         ("--pipeline_parallel_size -1", "argument --pipeline_parallel_size: must be a whole number of at least 1"),
         ("--max_steps many", "argument --max_steps: 'many' is not a number"),

@@ -74,7 +74,7 @@ REMOVE = ", or remove the key"
         ("pipeline", "stages", [2], "[2], not a whole number of at least 1; write 1 or more" + REMOVE),
         ("pipeline", "stages", 2.0, ""),
         ("pipeline", "stages", "auto", ""),
-        ("pipeline", "parts_per_stage", 0, "0, not a whole number of at least 1; write 1 or more" + REMOVE),
+        ("pipeline", "chunks_per_stage", 0, "0, not a whole number of at least 1; write 1 or more" + REMOVE),
         (
             "pipeline",
             "activation_checkpoint_interval",

@@ -43,7 +43,7 @@ def model(tmp_path: Path) -> str:
         ),
         pytest.param(pipe(2, schedule="interleaved"), "schedule", "", id="a layer a chunk"),
         pytest.param(
-            pipe(2, schedule="interleaved", parts_per_stage=3),
+            pipe(2, schedule="interleaved", chunks_per_stage=3),
             "schedule",
             "2 pipeline stages of 3 model chunks, but the model has only 4 decoder layers; "
             "use at most 4 model chunks in all, or a schedule with one a stage",
@@ -56,7 +56,7 @@ def model(tmp_path: Path) -> str:
             "use at most 4 model chunks in all, or a schedule with one a stage",
             id="more folded chunks than layers",
         ),
-        pytest.param(pipe(1, schedule="interleaved", parts_per_stage=9), "schedule", "", id="one stage has one chunk"),
+        pytest.param(pipe(1, schedule="interleaved", chunks_per_stage=9), "schedule", "", id="one stage has one chunk"),
     ],
 )
 def test_no_stage_is_empty(config: dict[str, Any], pointer: str, words: str, model: str) -> None:
@@ -248,27 +248,27 @@ def test_a_schedule_that_was_removed_is_refused_with_another_one(name: str, inst
     ("more", "words"),
     [
         (
-            {"parts_per_stage": 2},
+            {"chunks_per_stage": 2},
             "the schedule 1f1b has 1 model chunk a stage; remove the key, or use the schedule interleaved, which "
             "takes it",
         ),
-        ({"parts_per_stage": 1}, ""),
+        ({"chunks_per_stage": 1}, ""),
         (
-            {"parts_per_stage": 1, "schedule": "interleaved"},
+            {"chunks_per_stage": 1, "schedule": "interleaved"},
             "the schedule interleaved has 2 model chunks a stage or more; write 2 or more, or remove the key",
         ),
-        ({"parts_per_stage": 2, "schedule": "interleaved"}, ""),
-        ({"parts_per_stage": 2, "schedule": "dualpipe-v"}, ""),
+        ({"chunks_per_stage": 2, "schedule": "interleaved"}, ""),
+        ({"chunks_per_stage": 2, "schedule": "dualpipe-v"}, ""),
         (
-            {"parts_per_stage": 3, "schedule": "zero-bubble-v"},
+            {"chunks_per_stage": 3, "schedule": "zero-bubble-v"},
             "the schedule zero-bubble-v has 2 model chunks a stage; remove the "
             "key, or use the schedule interleaved, which takes it",
         ),
-        ({"parts_per_stage": 9, "schedule": "zb"}, ""),  # another rule's
+        ({"chunks_per_stage": 9, "schedule": "zb"}, ""),  # another rule's
     ],
 )
 def test_parts_are_those_of_the_schedule(more: dict[str, Any], words: str) -> None:
-    assert said(pipe(2, **more), "DS610") == at("/pipeline/parts_per_stage", words)
+    assert said(pipe(2, **more), "DS610") == at("/pipeline/chunks_per_stage", words)
     assert said(pipe(1, **more), "DS610") == []
 
 

@@ -179,7 +179,10 @@ def pipeline_without_a_pipeline(view: RunView) -> Iterator[Finding]:
     Wrong: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}}
     Right: {"train_micro_batch_size_per_gpu": 1}
     """
-    for name in ("stages", "partition", "schedule", "parts_per_stage", "activation_checkpoint_interval"):
+    for name in (
+        *("stages", "partition", "schedule", "chunks_per_stage", "parts_per_stage"),
+        "activation_checkpoint_interval",
+    ):
         value = view.get(f"/pipeline/{name}")
         if view.target == "hf" and value not in (None, AUTO, 0, False) and not (name == "stages" and value == 1):
             yield Finding(

@@ -10,7 +10,9 @@ from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.text.diagnostic import Severity
 from harness.config.values.layout_keys import (
+    CHUNKS,
     INTERLEAVED,
+    OLD_CHUNKS,
     REMOVED_SCHEDULES,
     SCHEDULES,
     SPLIT_BACKWARD,
@@ -66,26 +68,27 @@ def zero_bubble_with_recomputation(view: RunView) -> Iterator[Finding]:
         )
 
 
-@rule("DS610", "parts-of-another-schedule", Severity.WARNING, claim="runs")
-def parts_of_another_schedule(view: RunView) -> Iterator[Finding]:
-    """pipeline.parts_per_stage is a number of model chunks that the schedule does not support.
+@rule("DS610", "chunks-of-another-schedule", Severity.WARNING, claim="runs")
+def chunks_of_another_schedule(view: RunView) -> Iterator[Finding]:
+    """pipeline.chunks_per_stage is a number of model chunks that the schedule does not support.
 
     `interleaved` takes 2 or more model chunks per stage; 2 is the default. `zero-bubble-v` and `dualpipe-v` have 2,
     every other schedule has 1. With more than one stage the harness refuses any other number. DeepSpeed reads the key
     but does nothing with it.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,
-           "parts_per_stage": 4}}
+           "chunks_per_stage": 4}}
     Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2,
-           "schedule": "interleaved", "parts_per_stage": 4}}
+           "schedule": "interleaved", "chunks_per_stage": 4}}
     """
-    asked, schedule = view.size("/pipeline/parts_per_stage"), schedule_name(view.get("/pipeline/schedule"))
+    pointer = CHUNKS if view.has(CHUNKS) else OLD_CHUNKS
+    asked, schedule = view.size(pointer), schedule_name(view.get("/pipeline/schedule"))
     several = schedule == INTERLEAVED
     if asked is None or schedule is None or view.target != "harness" or view.pp_size == 1:
         return
     if asked < 2 if several else asked != view.chunks.each:
         yield Finding(
-            pointer="/pipeline/parts_per_stage",
+            pointer=pointer,
             message=f"the schedule {schedule} has "
             + ("2 model chunks a stage or more" if several else f"{counted(view.chunks.each, 'model chunk')} a stage"),
             hint="write 2 or more, or remove the key"

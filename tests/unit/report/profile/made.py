@@ -45,7 +45,7 @@ def several_parts() -> StepProfile:
     """Two stages of two parts, folded, and one micro-batch: 0 and 3 on the first stage, 1 and 2 on the second."""
 
     def spans(*given: tuple[str, str, int, float, float]) -> list[Span]:
-        return [Span(kind=k, name=n, part=p, start=a, end=b, micro_batch=0) for k, n, p, a, b in given]
+        return [Span(kind=k, name=n, chunk=p, start=a, end=b, micro_batch=0) for k, n, p, a, b in given]
 
     first = spans(
         ("forward", "ForwardPass", 0, 0.0, 1.0),
@@ -82,7 +82,7 @@ def several_parts() -> StepProfile:
         micro_batches=1,
         ranks=ranks,
         schedule="zero-bubble-v",
-        parts_per_stage=2,
+        chunks_per_stage=2,
     )
 
 

@@ -64,7 +64,7 @@ def test_there_is_no_bubble_where_nothing_waits_or_nothing_computes(stages: int,
 
 def test_parts_of_a_stage_wait_for_other_stages_alone() -> None:
     (_, first), (_, second) = with_waits(several_parts())
-    assert [(s.kind, s.name, s.part, s.start, s.end) for s in (*first, *second) if s.kind in ("wait", "receive")] == [
+    assert [(s.kind, s.name, s.chunk, s.start, s.end) for s in (*first, *second) if s.kind in ("wait", "receive")] == [
         ("wait", "RecvActivation", 3, 1.1, 3.3),
         ("receive", "RecvActivation", 3, 3.3, 3.5),
         ("wait", "RecvGrad", 0, 6.6, 10.8),
@@ -83,12 +83,12 @@ def test_parts_of_a_stage_wait_for_other_stages_alone() -> None:
 
 def test_the_summary_of_stages_with_several_parts_says_what_each_part_takes() -> None:
     found = summary([several_parts()])
-    parts = [[(part["part"], part["layers"]) for part in stage["parts"]] for stage in found["stages"]]
+    parts = [[(chunk["chunk"], chunk["layers"]) for chunk in stage["chunks"]] for stage in found["stages"]]
     assert parts == [[(0, [0, 0]), (3, [4, 4])], [(1, [1, 1]), (2, [2, 3])]]
     assert [layer["stage"] for layer in found["layers"]] == [0, 1, 1, 1, 0]
     first = found["stages"][0]
     assert "layers" not in first and first["forward_seconds_per_micro_batch"] == 2.0  # both parts
-    assert [part["backward_seconds_per_micro_batch"] for part in first["parts"]] == [2.0, 2.0]
+    assert [part["backward_seconds_per_micro_batch"] for part in first["chunks"]] == [2.0, 2.0]
     # the stages compute 6 s each; with one micro-batch they wait as under 1F1B with one part
     assert found["bubble"]["measured"] == pytest.approx(1 - 6 / 13)
     assert found["bubble"]["balanced"] == pytest.approx(idle_share(2, 1, "zero-bubble-v", 2))
