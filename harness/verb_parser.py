@@ -33,10 +33,10 @@ def argument_in_type(hint: object, text: str) -> object:
 
 
 class Boolean(argparse.Action):
-    """The action of every boolean flag: it stands alone, or takes true or false."""
+    """The action of every boolean flag: it stands alone, or takes true or false; without it, it is False."""
 
     def __init__(
-        self, option_strings: Sequence[str], dest: str, *, default: object = None, help: str | None = None, **_: object
+        self, option_strings: Sequence[str], dest: str, *, default: object = False, help: str | None = None, **_: object
     ) -> None:
         kind = partial(argument_in_type, bool)
         super().__init__(
@@ -131,7 +131,7 @@ class VerbParser(FlagParser):
             hint, default = hints[name], defaults[name]
             text = "as in a run" + ("" if default is None else f" (default: {default})")
             if takes(hint, bool):
-                self.add_argument(f"--{name}", help=text, action=Boolean)
+                self.add_argument(f"--{name}", action=Boolean, default=None, help=text)
                 continue
             kind = positive if name.endswith("_size") else partial(argument_in_type, hint)
             choices = tuple(OPTIMIZERS) if name == "optim" else None

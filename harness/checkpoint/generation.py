@@ -33,6 +33,7 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--chat",
         action=Boolean,
+        default=None,
         help="put the prompt into the chat template as a user's message (default: if the tokenizer brings a template)",
     )
     args = parser.parse_args(argv)

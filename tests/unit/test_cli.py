@@ -164,7 +164,7 @@ def flag_parser() -> VerbParser:
     ],
 )
 def test_flags_are_spelled_alike(words: str, expected: dict[str, object]) -> None:
-    nothing = {"files": [], "strict": None, "unsafe_fixes": None, "world_size": None}
+    nothing = {"files": [], "strict": False, "unsafe_fixes": False, "world_size": None}
     assert vars(flag_parser().parse_args(words.split())) == {**nothing, **expected}
 
 
