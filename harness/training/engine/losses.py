@@ -165,15 +165,16 @@ class CausalLoss(Loss):
         `outputs` are logits [batch, sequence, vocabulary or this rank's part], or the total of `of_tile` over all
         tiles (a scalar); labels are [batch, sequence]. Padding rows have only label -100.
         """
+        weight, *_ = targets
         total = outputs if outputs.dim() == 0 else self._sum(targets, outputs)
-        return total * targets[0]
+        return total * weight
 
     def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
         return self._sum(targets, logits, (start, stop))
 
     def _sum(self, targets: Targets, logits: Tensor, tile: tuple[int, int] | None = None) -> Tensor:
         """Return the sum of the losses of this rank's tokens, or of a tile of them, from their logits."""
-        sources, labels = targets[3:]
+        _weight, _rows, _share, sources, labels = targets
         wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # shift the labels: slicing logits would copy
         wanted = self.context.own(wanted)[:, slice(*(tile or (None, None)))]
         size = self.vocab_size if self.group is not None else logits.shape[-1]
@@ -208,7 +209,8 @@ class RouterLoss(Loss):
         `outputs` are the outputs for `causal`, and the router loss, a scalar.
         """
         logits, router_loss = outputs
-        return self.causal(logits, targets) + self.coefficient * router_loss.float() * targets[2]
+        _weight, _rows, share, *_ = targets
+        return self.causal(logits, targets) + self.coefficient * router_loss.float() * share
 
     def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
         return self.causal.of_tile(targets, logits, start, stop)
@@ -234,7 +236,7 @@ class MeanLoss(Loss):
 
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
         """Return the mean over the samples that count, times their number and weight; `outputs` [batch, ...]."""
-        weight, rows, _, _, *labels = targets
+        weight, rows, _share, _sources, *labels = targets
         n = first_tensor(outputs).shape[0]
         if not torch.is_grad_enabled():  # in training all rows count, and int(rows) would wait for the device
             n = int(rows)
@@ -270,7 +272,7 @@ class LogitsLoss(Loss):
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Return the weighted loss of the samples that count, a scalar; `outputs` [batch, own tokens, vocabulary]."""
-        weight, _, _, _, labels = targets
+        weight, _rows, _share, _sources, labels = targets
         outputs = self.context.join(outputs, labels.shape[1])
         if not self.per_label:
             return MeanLoss(self.loss_fn)(outputs, targets) / self.context.size
