@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.reporting import monitor_sections, require_inside, require_packages
-from harness.config import AutoValues, Document, Resolved, load, resolve
-from harness.config.resolving.resolve import fill
+from harness.config import AutoValues, Document, Resolved, load
+from harness.config.resolving.resolve import complete, resolve_before_data
 from harness.config.text.document import from_values
 from harness.errors import UserError
 
@@ -21,7 +21,7 @@ class RunConfig:
     Attributes:
         document: the JSON as written, with line numbers.
         values: the arguments that replace "auto".
-        resolved: the settings that do not depend on the data: layout, batch sizes, precision, ZeRO stage.
+        resolved: the settings, but "auto" is left where it depends on data or model.
     """
 
     args: TrainingArguments
@@ -30,9 +30,7 @@ class RunConfig:
     resolved: Resolved
 
     def for_data(self, samples: int | None, hidden_size: int | None = None) -> tuple[Resolved, int]:
-        """Resolve the settings that depend on data and model; return the config and the number of steps.
-
-        Rules are not run again.
+        """Complete the settings that depend on data and model; return the config and the number of steps.
 
         Args:
             samples: length of the training data; None without any (the steps are then max_steps, or 1).
@@ -41,7 +39,7 @@ class RunConfig:
         steps = max_steps(self.args, samples, self.resolved.train_batch)
         warmup_steps = self.args.warmup(steps)
         values = replace(self.values, max_steps=steps, warmup_steps=warmup_steps, hidden_size=hidden_size)
-        return fill(self.document, values), steps
+        return complete(self.resolved, values), steps
 
 
 def read_run_config(args: TrainingArguments, *, world_size: int, model: str | None = None) -> RunConfig:
@@ -56,7 +54,7 @@ def read_run_config(args: TrainingArguments, *, world_size: int, model: str | No
     """
     document = read_config(args.deepspeed_config)
     values = args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=None)
-    resolved = resolve(document, values, model=model, allow_ignored_keys=args.allow_ignored_keys)
+    resolved = resolve_before_data(document, values, model=model, allow_ignored_keys=args.allow_ignored_keys)
     require_packages(monitor_sections(args, args.output_dir, resolved.config))
     require_inside(args.output_dir, resolved.config)
     return RunConfig(args=args, document=document, values=values, resolved=resolved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from harness.config.resolving.resolved import Filled
@@ -31,6 +32,12 @@ class Resolution:
 
 
 REDUCE_BUCKET = "/zero_optimization/reduce_bucket_size"
+WARMUP_STEPS = "/scheduler/params/warmup_num_steps"
+OF_DATA_AND_MODEL = {
+    *(WARMUP_STEPS, "/scheduler/params/total_num_steps", REDUCE_BUCKET),
+    *("/zero_optimization/stage3_prefetch_bucket_size", "/zero_optimization/stage3_param_persistence_threshold"),
+}
+"""Keys whose "auto" depends on the length of the data or the size of the model."""
 _MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp_size", GRADIENT_BITS}
 
 
@@ -69,12 +76,20 @@ def fill_from_arguments(resolution: Resolution) -> None:
     if resolution.get("/gradient_clipping") is None:  # absent, DeepSpeed would clip at 1.0 whatever the argument says
         resolution.fill("/gradient_clipping", values.max_grad_norm, values.source("max_grad_norm"))
     for pointer, name, value in values.by_pointer:
-        if resolution.get(pointer) == AUTO:
+        if resolution.get(pointer) == AUTO and pointer not in OF_DATA_AND_MODEL:
             resolution.fill(pointer, value, values.source(name))
-    if resolution.get("/scheduler/params/warmup_num_steps") == 0:
-        resolution.fill("/scheduler/params/warmup_num_steps", 1, "DeepSpeed refuses 0; 1 step has the same effect")
+    if resolution.get(WARMUP_STEPS) == 0:
+        resolution.fill(WARMUP_STEPS, 1, "DeepSpeed refuses 0; 1 step has the same effect")
     if resolution.get("/scheduler/params/warmup_min_lr") == AUTO:
         resolution.fill("/scheduler/params/warmup_min_lr", 0, "default, as in HF")
+
+
+def fill_steps(resolution: Resolution) -> None:
+    """Write the scheduler's numbers of steps if the file has "auto"."""
+    values = resolution.values
+    for pointer, name, value in values.by_pointer:
+        if resolution.get(pointer) == AUTO and pointer in OF_DATA_AND_MODEL:
+            resolution.fill(pointer, value, values.source(name))
 
 
 def fill_optimizer(resolution: Resolution) -> None:
@@ -160,12 +175,12 @@ def fill_zero_stage(resolution: Resolution, precision: str, stage: int) -> int:
     return max(stage, 1)
 
 
-def remove_autos(resolution: Resolution, pointer: str, section: JsonObject) -> None:
-    """Remove every "auto" that is left, so that DeepSpeed uses its defaults."""
+def remove_autos(resolution: Resolution, pointer: str, section: JsonObject, keep: Collection[str] = ()) -> None:
+    """Remove every "auto" that is left, so that DeepSpeed uses its defaults; those of `keep` stay."""
     for key, value in list(section.items()):
         here = f"{pointer}/{key}"
         if isinstance(value, dict):
-            remove_autos(resolution, here, value)
-        elif value == AUTO and here not in _MEANINGFUL_AUTO:
+            remove_autos(resolution, here, value, keep)
+        elif value == AUTO and here not in _MEANINGFUL_AUTO and here not in keep:
             del section[key]
             resolution.filled.append(Filled(pointer=here, value=None, source="left out: DeepSpeed's default"))

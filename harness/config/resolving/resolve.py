@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from harness.config.checking.check import findings, known_shape, refusals
-from harness.config.model.shape import ModelShape
 from harness.config.resolving import filling
 from harness.config.resolving.filling import Resolution
 from harness.config.resolving.resolved import Resolved
@@ -55,28 +54,26 @@ def resolve(
     Raises:
         ConfigError: with every finding that keeps the run from starting.
     """
-    document = config if isinstance(config, Document) else from_values(config)
-    run, view = _with_arguments(document, values, known_shape(model, "harness"))
-    refused = refusals(findings(view), allow_ignored_keys=allow_ignored_keys)
-    if refused:
-        raise ConfigError(refused)
-    return _resolved(run, view)
+    before = resolve_before_data(config, values, model=model, allow_ignored_keys=allow_ignored_keys)
+    return complete(before, values)
 
 
-def fill(document: Document, values: AutoValues) -> Resolved:
-    """Fill in every "auto" of a config that `resolve` has checked, now with more values; run no rules."""
-    return _resolved(*_with_arguments(document, values, None))
+def resolve_before_data(
+    config: Mapping[str, object] | Document,
+    values: AutoValues,
+    *,
+    model: str | None = None,
+    allow_ignored_keys: bool = False,
+) -> Resolved:
+    """Do what `resolve` does, but leave "auto" where it depends on data and model (`OF_DATA_AND_MODEL`).
 
-
-def _with_arguments(document: Document, values: AutoValues, model: ModelShape | None) -> tuple[Resolution, RunView]:
-    """Put the arguments in place of "auto", and return the view of the run for the rules.
-
-    The config may still be wrong: a value that cannot be written is left out here, and the rules refuse it.
+    `complete` fills in the rest when they are read. Raises ConfigError as `resolve` does.
     """
+    document = config if isinstance(config, Document) else from_values(config)
     view = RunView(
         document,
         world_size=values.world_size,
-        model=model,
+        model=known_shape(model, "harness"),
         pp_override=values.pipeline_parallel_size,
         tp_override=values.tensor_parallel_size,
         ep_override=values.expert_parallel_size,
@@ -84,25 +81,40 @@ def _with_arguments(document: Document, values: AutoValues, model: ModelShape | 
         arguments=values,
     )
     run = Resolution(as_read(document.data), values)
+    # The config may still be wrong: a value that cannot be written is left out here, and the rules refuse it.
     filling.fill_batch(run, view.readers or 1)
     filling.fill_precision(run)
     filling.fill_optimizer(run)
     filling.fill_checkpointing(run)
     filling.fill_from_arguments(run)
-    filling.fill_from_model(run)
     # rules look at values as they are written, so they get the filled file, not the values that DeepSpeed reads
     written = copy.deepcopy(dict(document.data))
     for item in run.filled:
         put(written, item.pointer, item.value)
-    return run, replace(view, filled=written)
+    view = replace(view, filled=written)
+    refused = refusals(findings(view), allow_ignored_keys=allow_ignored_keys)
+    if refused:
+        raise ConfigError(refused)
+    return _resolved(run, view)
+
+
+def complete(resolved: Resolved, values: AutoValues) -> Resolved:
+    """Fill in what `resolve_before_data` has left open: the scheduler's steps, and ZeRO's bucket sizes."""
+    config, alone = (Resolution(copy.deepcopy(each), values) for each in (resolved.config, resolved.alone))
+    for run in (config, alone):
+        filling.fill_steps(run)
+        filling.fill_from_model(run)
+        filling.fill_bucket(run, resolved.zero_stage)
+        filling.remove_autos(run, "", run.config)
+    filled = (*resolved.filled, *config.filled)
+    return replace(resolved, config=config.config, alone=alone.config, filled=filled)
 
 
 def _resolved(run: Resolution, view: RunView) -> Resolved:
     """Return the config for DeepSpeed, and the settings that the harness reads from it."""
     filling.fill_pipeline(run, view.pp_size)
     stage = filling.fill_zero_stage(run, view.precision, view.zero_stage or 0)
-    filling.fill_bucket(run, stage)
-    filling.remove_autos(run, "", run.config)
+    filling.remove_autos(run, "", run.config, keep=filling.OF_DATA_AND_MODEL)
     run.config.pop("$schema", None)
     alone = _for_deepspeed_alone(run, view)
     for section in ("tensor_parallel", "expert_parallel", "context_parallel", "sequence_parallel_size", "tiling"):
