@@ -140,7 +140,7 @@ def report(memory: Memory | None = MEMORY, messages: dict[Message, Traffic] | No
     groups: Any = SimpleNamespace(rank=2, coordinate=Coordinate(stage=1, dp_rank=0, tp_rank=0, reader=0, cp_rank=0))
     return RankReport(
         groups=groups,
-        parts={1: (3, 6)},
+        chunks={1: (3, 6)},
         kinds={"Layer": 3, "Head": 1},
         elements=1_024_000,
         memory=memory,
