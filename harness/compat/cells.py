@@ -121,8 +121,8 @@ def _trained(trial: FamilyCase) -> PretrainedConfig:
     return read_source(str(trial.directory)).config
 
 
-def _compare_cut(trial: FamilyCase, place: TensorParallel) -> None:
-    found = find_difference(_trained(trial), cut_family, place, CPU)
+def _compare_cut(trial: FamilyCase, tensor: TensorParallel) -> None:
+    found = find_difference(_trained(trial), cut_family, tensor, CPU)
     if found is not None:
         raise Wrong(str(found))
 
@@ -133,15 +133,15 @@ def _steps(trial: FamilyCase, execution: Execution, exported: Path | None = None
     Raises Wrong on rank 0 if they differ.
     """
     composition = replace(trial.composition, executions=(execution,))
-    place = trial.directory.parent / str(execution).replace(" ", "_")
+    run_folder = trial.directory.parent / str(execution).replace(" ", "_")
     if exported is not None:
-        untrained = new_trainer(composition, execution, trial.subject, place, verify_plan="off")
+        untrained = new_trainer(composition, execution, trial.subject, run_folder, verify_plan="off")
         untrained.save_model(exported)
         untrained.close()
     # with verify_plan on, a wrong plan would be refused before training, and the cell would not show that it is wrong
-    run_composition(composition, trial.subject, place, verify_plan="off")
+    run_composition(composition, trial.subject, run_folder, verify_plan="off")
     if dist.get_rank() == 0:
-        verdict = trial.judge.verdict(composition, trial.subject, outcome_of([""], place), place)
+        verdict = trial.judge.verdict(composition, trial.subject, outcome_of([""], run_folder), run_folder)
         if verdict.kind != RIGHT:
             raise Wrong(verdict.reason)
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from harness.config.values.json_object import JsonObject
 from harness.data.files.rows import ASSISTANT, with_unique_names
-from harness.data.marks import CALLS, MarkedMessages, Placed, holds_marks, mark
+from harness.data.marks import CALLS, FoundMark, MarkedMessages, holds_marks, mark
 from harness.data.templates import Template
 from harness.errors import UserError
 from harness.hf.template_process import Rejected
@@ -38,7 +38,7 @@ _FIRST_CLOSED = re.compile(r".*?[>\]}]", re.DOTALL)
 
 
 class _NotFound(Exception):
-    """The answers cannot be located in one form of the conversation. Its message continues the conversation's place."""
+    """The answers cannot be located in one form of the conversation. Its message continues the location."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Answers:
 
 
 def find_answers(
-    template: Template, messages: list[JsonObject], tools: list[Any] | None, learnt: Set[int], place: str
+    template: Template, messages: list[JsonObject], tools: list[Any] | None, learnt: Set[int], location: str
 ) -> Answers:
     """Render a conversation and locate the messages to train on.
 
     Args:
         learnt: indices of these messages.
-        place: where the conversation stands (file and line), for errors.
+        location: where the conversation stands (file and line), for errors.
 
     Raises:
         UserError: the template rejects the conversation, or an answer cannot be located.
@@ -64,10 +64,10 @@ def find_answers(
     reasons: list[str] = []
     for form in _forms(messages):
         try:
-            return _Conversation(template, form, tools, place).answers(learnt)
+            return _Conversation(template, form, tools, location).answers(learnt)
         except _NotFound as error:
             reasons.append(str(error))
-    raise UserError(place + next((reason for reason in reasons if "rejects it" not in reason), reasons[0]))
+    raise UserError(location + next((reason for reason in reasons if "rejects it" not in reason), reasons[0]))
 
 
 def _forms(messages: list[JsonObject]) -> Iterator[list[JsonObject]]:
@@ -126,14 +126,14 @@ class _Conversation:
     template: Template
     messages: list[JsonObject]
     tools: list[Any] | None
-    place: str
+    location: str
 
     def answers(self, learnt: Set[int]) -> Answers:
         """Return the rendered conversation and the spans of the messages `learnt`; raise _NotFound if unsure."""
         try:
-            text = self.template.write(self.messages, self.tools, self.place)
+            text = self.template.write(self.messages, self.tools, self.location)
         except Rejected as error:
-            raise _NotFound(str(error).removeprefix(self.place)) from error
+            raise _NotFound(str(error).removeprefix(self.location)) from error
         if self.tools and text == self.render(self.messages, tools=False):
             raise _NotFound(": the chat template does not write `tools`: remove them, or use a template that has them")
         marked = self._marked(text)
@@ -149,7 +149,7 @@ class _Conversation:
     def render(self, messages: Sequence[JsonObject], *, prompt: bool = False, tools: bool = True) -> str | None:
         """Return messages as the template writes them, with the generation prompt if asked; None if it rejects them."""
         try:
-            return self.template.write(messages, self.tools if tools else None, self.place, prompt=prompt)
+            return self.template.write(messages, self.tools if tools else None, self.location, prompt=prompt)
         except Rejected:
             return None
 
@@ -225,7 +225,7 @@ class _Conversation:
 
     def _generated(self, marked: _Marked | None, learnt: Set[int]) -> list[Span]:
         """Return the {% generation %} spans that belong to the messages `learnt`."""
-        spans = self.template.generated(self.messages, self.tools, self.place)
+        spans = self.template.generated(self.messages, self.tools, self.location)
         answers = {index for index, message in enumerate(self.messages) if message["role"] == ASSISTANT}
         if marked is None:
             raise self.not_found(min(answers))
@@ -249,19 +249,19 @@ class _Marked:
     chat: _Conversation
     form: MarkedMessages
     text: str
-    placed: list[Placed]
+    placed: list[FoundMark]
 
-    def of(self, index: int) -> list[Placed]:
+    def of(self, index: int) -> list[FoundMark]:
         """Return the marks of a message up to the first repeated one: a tool's answer may repeat the call's name."""
-        own = [place for place in self.placed if place.mark.message == index]
-        seen = [place.character for place in own]
+        own = [found for found in self.placed if found.mark.message == index]
+        seen = [found.character for found in own]
         return own[: next((i for i, each in enumerate(seen) if each in seen[:i]), len(own))]
 
     def require_tool_calls(self) -> None:
         """Raise _NotFound if the template leaves out a tool call."""
         of_calls = [mark for mark in self.form.marks.values() if mark.field == CALLS]
         calling = {mark.message for mark in of_calls}
-        placed = [place.mark for index in calling for place in self.of(index)]
+        placed = [found.mark for index in calling for found in self.of(index)]
         written = {(mark.message, mark.item) for mark in placed if mark.field == CALLS}
         left_out = next((mark for mark in of_calls if (mark.message, mark.item) not in written), None)
         if left_out is not None:
@@ -272,7 +272,7 @@ class _Marked:
 
     def require_apart(self, span: Span, index: int) -> None:
         """Raise _NotFound if a span holds text of another message."""
-        if not {place.mark.message for place in self._inside(span)} <= {index}:
+        if not {found.mark.message for found in self._inside(span)} <= {index}:
             raise self.chat.not_found(index)
 
     def owners(self, span: Span) -> set[int]:
@@ -280,7 +280,7 @@ class _Marked:
         for one, other in pairwise(self.placed):
             if one.mark.begins and not other.mark.begins and any(one.at < edge < other.at for edge in span):
                 raise _NotFound(f", message {one.mark.message + 1}: {{% generation %}} marks a part of this text")
-        return {place.mark.message for place in self._inside(span)}
+        return {found.mark.message for found in self._inside(span)}
 
     def span(self, index: int) -> Span:
         """Return the span of an answer that has marks: from the end of its prompt to the end of its closing token."""
@@ -290,18 +290,18 @@ class _Marked:
             raise self.chat.not_found(index)
         return begin, end
 
-    def _inside(self, span: Span) -> Iterator[Placed]:
+    def _inside(self, span: Span) -> Iterator[FoundMark]:
         start, end = span
-        for place in self.placed:
-            if start <= place.at < end if place.mark.begins else start < place.at <= end:
-                yield place
+        for found in self.placed:
+            if start <= found.at < end if found.mark.begins else start < found.at <= end:
+                yield found
 
-    def _first_messages(self, count: int, *, prompt: bool = False) -> tuple[str, list[Placed]] | None:
+    def _first_messages(self, count: int, *, prompt: bool = False) -> tuple[str, list[FoundMark]] | None:
         """Render the first `count` messages alone; return the text and its marks, None if the template rejects them."""
         written = self.chat.render(self.form.messages[:count], prompt=prompt)
         return None if written is None else self.form.read(written)
 
-    def _begin(self, index: int, first: Placed) -> int:
+    def _begin(self, index: int, first: FoundMark) -> int:
         """Return the index after the generation prompt of an answer, whose first mark is `first`."""
         said = first.start(self.text)
         asked, without = self._first_messages(index, prompt=True), self._first_messages(index)
@@ -356,29 +356,29 @@ class _Marked:
         """Return whether only the template wrote the text between the previous message and this answer."""
         return index == 0 or bool(self.of(index - 1))
 
-    def _behind_earlier(self, index: int, first: Placed) -> int | None:
+    def _behind_earlier(self, index: int, first: FoundMark) -> int | None:
         """Return where the messages before an answer end in the text; None if the previous message has no marks."""
-        earlier = [place.at for place in self.placed if place.mark.message < index and place.at <= first.at]
+        earlier = [found.at for found in self.placed if found.mark.message < index and found.at <= first.at]
         return max(earlier, default=0) if self._is_template_alone(index) else None
 
-    def _behind_last_mark(self, beginning: tuple[str, list[Placed]], index: int) -> tuple[str, int]:
+    def _behind_last_mark(self, beginning: tuple[str, list[FoundMark]], index: int) -> tuple[str, int]:
         """Return the text after the last mark of a partial rendering, and that mark's position in the whole."""
         text, placed = beginning
         if not placed:
             return text, 0
         last = placed[-1]
-        times = sum(place.character == last.character for place in placed)
-        places = [place.at for place in self.placed if place.character == last.character]
+        times = sum(found.character == last.character for found in placed)
+        places = [found.at for found in self.placed if found.character == last.character]
         if len(places) < times:
             raise self.chat.not_found(index)
         return text[last.at :], places[times - 1]
 
-    def _end(self, index: int, last: Placed) -> int:
+    def _end(self, index: int, last: FoundMark) -> int:
         """Return the index after the text that closes an answer's turn, trailing space left out unless it is all."""
         said = last.end(self.text)
         is_last = index + 1 == len(self.chat.messages)
         up_to = (self.text, self.placed) if is_last else self._first_messages(index + 1)
-        ends = [] if up_to is None else [place for place in up_to[1] if place.character == last.character]
+        ends = [] if up_to is None else [found for found in up_to[1] if found.character == last.character]
         if up_to is None or not ends or (not is_last and ends[-1] != up_to[1][-1]):
             if last.mark.field != "content":
                 raise self.chat.not_found(index)
@@ -394,20 +394,20 @@ class _Marked:
         end = max(last.at + len(closing), said)
         return len(self.text[:end].rstrip()) if self.text[said:end].strip() else end
 
-    def _closed_by_next(self, index: int, last: Placed) -> str:
+    def _closed_by_next(self, index: int, last: FoundMark) -> str:
         """Return the closing text of a turn if the template writes it only before a question; otherwise nothing."""
-        following = next((place for place in self.placed if place.at > last.at), None)
+        following = next((found for found in self.placed if found.at > last.at), None)
         is_question = following is not None and self.chat.messages[following.mark.message]["role"] == "user"
         if following is None or following.mark.message != index + 1 or not is_question:
             return ""
         closing, header = _split_before_common_end(self.text[last.at : following.at], self.chat.around_question[0])
         return closing if header.strip() and closing.strip() else ""
 
-    def _followed(self, last: Placed) -> str | None:
+    def _followed(self, last: FoundMark) -> str | None:
         """Render a question after the last answer; return the text after that answer, None if it is rejected."""
         written = self.chat.render([*self.form.messages, _PROBE])
         text, placed = self.form.read(written or "")
-        places = [place.at for place in placed if place.character == last.character]
+        places = [found.at for found in placed if found.character == last.character]
         return text[places[0] :] if len(places) == 1 else None
 
     def _own_closing(self, closing: str, following: str, index: int, field: str, *, is_last: bool) -> str:

@@ -45,8 +45,8 @@ class ConversationEncoder:
         self.tokenizer = tokenizer.as_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer
         self._templates: dict[bool, Template] = {}
 
-    def __call__(self, conversation: str, place: str) -> Encoded:
-        """Tokenise a conversation in JSON. UserError naming its place if the template cannot render it."""
+    def __call__(self, conversation: str, location: str) -> Encoded:
+        """Tokenise a conversation in JSON. UserError naming its location if the template cannot render it."""
         parsed = json.loads(conversation)
         if "messages" not in parsed:
             return self._completion(parsed["prompt"], parsed["completion"])
@@ -57,8 +57,8 @@ class ConversationEncoder:
         if bool(tools) not in self._templates:  # a tokenizer may have another template for tools
             self._templates[bool(tools)] = Template(self.tokenizer, tools)
         template = self._templates[bool(tools)]
-        found = find_answers(template, messages, tools, learnt, place)
-        return self._encode(found.text, found.spans, place)
+        found = find_answers(template, messages, tools, learnt, location)
+        return self._encode(found.text, found.spans, location)
 
     @property
     def template(self) -> str:
@@ -84,14 +84,14 @@ class ConversationEncoder:
         ids = np.asarray([*asked, *answered, self.end], dtype=np.int64)
         return Encoded(ids=ids, answers=np.arange(len(ids)) >= len(asked))
 
-    def _encode(self, text: str, spans: Sequence[Span], place: str) -> Encoded:
+    def _encode(self, text: str, spans: Sequence[Span], location: str) -> Encoded:
         tokens = self._ids(text, return_offsets_mapping=True)
         starts, ends = np.asarray(tokens["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         answers = np.zeros(len(starts), dtype=bool)
         for start, end in spans:
             answers |= (ends > start) & (starts < end)
         if not answers.any():
-            raise UserError(f"{place}: the chat template writes no answer to train on")
+            raise UserError(f"{location}: the chat template writes no answer to train on")
         return Encoded(ids=np.asarray(tokens["input_ids"], dtype=np.int64), answers=answers)
 
     def _ids(self, text: str, **more: bool) -> BatchEncoding:

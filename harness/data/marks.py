@@ -55,7 +55,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Placed:
+class FoundMark:
     """A mark in the output of a template.
 
     Attributes:
@@ -97,13 +97,13 @@ class MarkedMessages:
         """Return whether a message has marks, or whether its `field` has."""
         return any(mark.message == index and field in (None, mark.field) for mark in self.marks.values())
 
-    def read(self, output: str) -> tuple[str, list[Placed]]:
+    def read(self, output: str) -> tuple[str, list[FoundMark]]:
         """Return a template's output without marks, and the marks from left to right."""
         parts, placed, length, start = [], [], 0, 0
         for found in _MARKS.finditer(output):
             parts.append(output[start : found.start()])
             length, start = length + found.start() - start, found.end()
-            placed.append(Placed(found[0], self.marks[found[0]], length))
+            placed.append(FoundMark(found[0], self.marks[found[0]], length))
         return "".join([*parts, output[start:]]), placed
 
 

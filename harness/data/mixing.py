@@ -38,12 +38,12 @@ class Shares:
         due = np.concatenate([(np.arange(count) + 0.5) / count for count in self.slots])
         number = np.repeat(np.arange(len(weights)), self.slots)
         self._pattern = number[np.lexsort((number, due))]
-        # For each place of the pattern: how many samples of the same source precede it in the period.
+        # For each position of the pattern: how many samples of the same source precede it in the period.
         self._rank = np.empty(PERIOD, dtype=np.int64)
         for source, slots in enumerate(self.slots):
             self._rank[self._pattern == source] = np.arange(slots)
 
-    def places(self, consumed: int, count: int) -> tuple[Indices, Indices]:
+    def positions(self, consumed: int, count: int) -> tuple[Indices, Indices]:
         """Return the source, and the number of the sample in it, of the `count` samples after the first `consumed`.
 
         Two arrays int64 [count].
@@ -134,11 +134,11 @@ class Mixture(Joined, OwnOrder):
 
     def order(self, consumed: int, count: int, seed: int) -> Indices:
         """Return the indices [count] of the samples that follow the first `consumed` of the run."""
-        numbers, places = self._mixed.places(consumed, count)
+        numbers, positions = self._mixed.positions(consumed, count)
         found = np.empty(count, dtype=np.int64)
         for number in np.unique(numbers):
             here, size = np.flatnonzero(numbers == number), len(self.sources[number])
-            epochs, rows = np.divmod(places[here], size)
+            epochs, rows = np.divmod(positions[here], size)
             for epoch in np.unique(epochs):
                 drawn = sample_order(size, seed_of("mixture", seed, number), int(epoch), rows[epochs == epoch])
                 found[here[epochs == epoch]] = drawn + self._ends[number] - size

@@ -178,8 +178,8 @@ def make_samples(
         with (folder / "ids").open("wb") as ids, (folder / "answers").open("wb") as answers:
             for start, stop in batches(lengths, *rows):
                 batch = documents[start:stop]
-                for conversation, place in zip(batch["conversation"], batch["place"], strict=True):
-                    encoded = encode(conversation, place)
+                for conversation, location in zip(batch["conversation"], batch["place"], strict=True):
+                    encoded = encode(conversation, location)
                     kept = encoded.answers[:block_size]
                     if not kept[1:].any():  # the first token is never predicted
                         continue

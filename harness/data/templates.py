@@ -58,16 +58,18 @@ class Template:
         return not any(isinstance(mark.call.node, nodes.Name) and mark.call.node.name == "generation" for mark in marks)
 
     def write(
-        self, messages: Sequence[JsonObject], tools: list[Any] | None, place: str, *, prompt: bool = False
+        self, messages: Sequence[JsonObject], tools: list[Any] | None, location: str, *, prompt: bool = False
     ) -> str:
         """Render messages as text, with the generation prompt if `prompt`.
 
         Raises Rejected, a UserError, if the template refuses these messages; UserError if it fails in another way.
         """
-        (text,), _ = self._process.write(messages, tools, place, add_generation_prompt=prompt)
+        (text,), _ = self._process.write(messages, tools, location, add_generation_prompt=prompt)
         return str(text)
 
-    def generated(self, messages: Sequence[JsonObject], tools: list[Any] | None, place: str) -> list[tuple[int, int]]:
+    def generated(
+        self, messages: Sequence[JsonObject], tools: list[Any] | None, location: str
+    ) -> list[tuple[int, int]]:
         """Return the spans (first character, last + 1) of the text that the template marks as generated."""
-        _, (spans,) = self._process.write(messages, tools, place, return_assistant_tokens_mask=True)
+        _, (spans,) = self._process.write(messages, tools, location, return_assistant_tokens_mask=True)
         return [(start, end) for start, end in spans]

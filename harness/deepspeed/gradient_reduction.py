@@ -36,11 +36,11 @@ class StepGradients:
 
     def found(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient, of the parameter's shape, to be changed in place; None if none was computed here."""
-        place = self._flat.get(id(parameter))
-        if place is None:
+        position = self._flat.get(id(parameter))
+        if position is None:
             found: Tensor | None = getattr(parameter, self._attribute, None)
             return found
-        group, at = place
+        group, at = position
         if not self._optimizer.fp32_groups_has_gradients[group][at]:
             return None
         return self._in_float32(group, at).view_as(parameter)
@@ -50,9 +50,9 @@ class StepGradients:
         found = self.found(parameter)
         if found is not None:
             return found
-        place = self._flat.get(id(parameter))
-        if place is not None:
-            group, at = place
+        position = self._flat.get(id(parameter))
+        if position is not None:
+            group, at = position
             # DeepSpeed leaves a parameter without this mark out of norm and clipping
             self._optimizer.fp32_groups_has_gradients[group][at] = True
             return self._in_float32(group, at).view_as(parameter)

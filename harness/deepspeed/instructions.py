@@ -36,9 +36,9 @@ def run_before(engine: PipelineEngine, kind: InstructionType, act: Callable[[], 
     """Have `act` called before each instruction of one kind."""
     execute = executing(engine, kind)
 
-    def run(self: PipelineEngine, **place: int) -> None:
+    def run(self: PipelineEngine, **arguments: int) -> None:
         act()
-        execute(self, **place)
+        execute(self, **arguments)
 
     execute_by(engine, {kind: run})
 
@@ -47,10 +47,10 @@ def tell_labels(engine: PipelineEngine, tell: Callable[..., None]) -> None:
     """Have `tell` called with the labels of a micro-batch before its forward pass on this stage, and None after it."""
     forward = executing(engine, ForwardPass)
 
-    def run(self: PipelineEngine, buffer_id: int, **place: int) -> None:
+    def run(self: PipelineEngine, buffer_id: int, **arguments: int) -> None:
         labels = self.pipe_buffers["labels"]
         tell(labels[buffer_id] if self.is_last_stage() and buffer_id < len(labels) else None)
-        forward(self, buffer_id=buffer_id, **place)
+        forward(self, buffer_id=buffer_id, **arguments)
         tell(None)
 
     execute_by(engine, {ForwardPass: run})
@@ -66,9 +66,9 @@ def watch_instructions(
     """
 
     def announced(name: str, execute: Execute) -> Execute:
-        def run(self: PipelineEngine, **place: int) -> None:
-            begin(name, place)
-            execute(self, **place)
+        def run(self: PipelineEngine, **arguments: int) -> None:
+            begin(name, arguments)
+            execute(self, **arguments)
             finished()
 
         return run
@@ -86,7 +86,7 @@ def announce_instructions(
     Return a function that undoes this.
     """
 
-    def begin(name: str, place: Mapping[str, int]) -> None:
-        announce(f"{name}({place['buffer_id']})" if "buffer_id" in place else name)
+    def begin(name: str, arguments: Mapping[str, int]) -> None:
+        announce(f"{name}({arguments['buffer_id']})" if "buffer_id" in arguments else name)
 
     return watch_instructions(engine, begin, finished)

@@ -87,12 +87,12 @@ def shared_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public name for it
 
 
-def all_arrive(place: str, seconds: float) -> bool:
-    """Return whether all ranks call this with the same `place` within `seconds`: a barrier with a time limit."""
+def all_arrive(barrier: str, seconds: float) -> bool:
+    """Return whether all ranks call this with the same `barrier` within `seconds`: a barrier with a time limit."""
     store, ranks = shared_store(), range(dist.get_world_size())
-    store.set(f"{place} {dist.get_rank()}", "")
+    store.set(f"{barrier} {dist.get_rank()}", "")
     try:
-        store.wait([f"{place} {rank}" for rank in ranks], timedelta(seconds=seconds))
+        store.wait([f"{barrier} {rank}" for rank in ranks], timedelta(seconds=seconds))
     except dist.DistStoreError:
         return False
     return True

@@ -50,10 +50,10 @@ class TemplateProcess:
         self._process: ForkProcess | None = None
         self._there: Connection[Any, Any] | None = None
 
-    def write(self, messages: Sequence[JsonObject], tools: list[Any] | None, place: str, **how: Any) -> Any:
+    def write(self, messages: Sequence[JsonObject], tools: list[Any] | None, location: str, **how: Any) -> Any:
         """Return the result of transformers' `render_jinja_template` for one conversation.
 
-        Raises Rejected, with the place, if the template rejects the conversation, and UserError for a template that
+        Raises Rejected, with the location, if the template rejects the conversation, and UserError for a template that
         takes too much time or memory, or writes too much.
         """
         if self._there is None or self._owner != os.getpid():
@@ -62,14 +62,16 @@ class TemplateProcess:
         try:
             self._there.send((messages, tools, how))
             if not self._there.poll(_PATIENCE_S):
-                self._stop(place)
+                self._stop(location)
             written, reason = self._there.recv()
         except (EOFError, OSError):
-            self._stop(place)
+            self._stop(location)
         if reason is not None:
-            raise Rejected(f"{place}: the chat template rejects it: {reason}")
+            raise Rejected(f"{location}: the chat template rejects it: {reason}")
         if written is None:
-            raise UserError(f"{place}: the chat template writes more than {MOST_CHARACTERS:,} characters: correct it")
+            raise UserError(
+                f"{location}: the chat template writes more than {MOST_CHARACTERS:,} characters: correct it"
+            )
         return written
 
     def _start(self) -> None:
@@ -82,7 +84,7 @@ class TemplateProcess:
         self._owner = os.getpid()
         there.close()
 
-    def _stop(self, place: str) -> NoReturn:
+    def _stop(self, location: str) -> NoReturn:
         """End the process, and raise UserError that names the limit it has exceeded."""
         process, there = self._process, self._there
         assert process is not None and there is not None
@@ -92,8 +94,8 @@ class TemplateProcess:
         process.kill()
         process.join()
         if process.exitcode == _NO_MEMORY:
-            raise UserError(f"{place}: the chat template takes more than 1 GiB of memory for this: correct it")
-        raise UserError(f"{place}: the chat template does not end within {MOST_SECONDS} s: correct it")
+            raise UserError(f"{location}: the chat template takes more than 1 GiB of memory for this: correct it")
+        raise UserError(f"{location}: the chat template does not end within {MOST_SECONDS} s: correct it")
 
     def _serve(self, there: Connection[Any, Any], others: Connection[Any, Any], parent: int) -> NoReturn:
         """Answer requests in the new process until the other end is closed."""

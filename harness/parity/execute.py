@@ -51,16 +51,16 @@ def run_lines(folder: Path, first: int = 0, verify_plan: str = "auto") -> None:
     for number, line in enumerate((folder / LINES).read_text().splitlines()):
         if number < first:
             continue
-        composition, place = Composition.parse(line), folder / str(number)
+        composition, run_folder = Composition.parse(line), folder / str(number)
         subject = make_subject(composition, folder / "models")
         refusal = ""
         try:
-            run_composition(composition, subject, place, verify_plan)
+            run_composition(composition, subject, run_folder, verify_plan)
         except Refused as refused:
             refusal = str(refused)
         said = values_of_all(refusal)
         if dist.get_rank() == 0:
-            replace_text(folder / f"{number}.json", json.dumps(outcome_of(said, place)) + "\n")
+            replace_text(folder / f"{number}.json", json.dumps(outcome_of(said, run_folder)) + "\n")
 
 
 def silence_this_process() -> None:
@@ -71,16 +71,16 @@ def silence_this_process() -> None:
     warnings.simplefilter("ignore")
 
 
-def outcome_of(refusals: list[str], place: Path) -> JsonObject:
+def outcome_of(refusals: list[str], run_folder: Path) -> JsonObject:
     """Return the outcome of a composition; `refusals` has the reason of each rank that refused it, or "" for none."""
     if all(refusals):
         return {"refused": refusals[0]}
     if reason := next(filter(None, refusals), None):
         return {"error": f"on some ranks: {reason}"}
     return {
-        "steps": _rows(place / METRICS),
-        "evaluations": _rows(place / EVALUATIONS),
-        "texts": [row["text"] for row in _rows(place / SAMPLES)],
+        "steps": _rows(run_folder / METRICS),
+        "evaluations": _rows(run_folder / EVALUATIONS),
+        "texts": [row["text"] for row in _rows(run_folder / SAMPLES)],
     }
 
 
@@ -88,16 +88,16 @@ def _rows(path: Path) -> list[JsonObject]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run_composition(composition: Composition, subject: Subject, place: Path, verify_plan: str = "auto") -> None:
-    """Train by each execution of the composition in turn; write the trained model to `place/exported`."""
+def run_composition(composition: Composition, subject: Subject, run_folder: Path, verify_plan: str = "auto") -> None:
+    """Train by each execution of the composition in turn; write the trained model to `run_folder/exported`."""
     each = -(-composition.training.steps // len(composition.executions))
     for index, execution in enumerate(composition.executions):
-        trainer = new_trainer(composition, execution, subject, place, resumes=index > 0, verify_plan=verify_plan)
+        trainer = new_trainer(composition, execution, subject, run_folder, resumes=index > 0, verify_plan=verify_plan)
         last = index + 1 == len(composition.executions)
         trainer.add_callback(StopAt(composition.training.steps if last else each * (index + 1), saves=not last))
         trainer.train()
         if last:
-            trainer.save_model(place / EXPORTED)
+            trainer.save_model(run_folder / EXPORTED)
         trainer.close()
 
 
@@ -119,7 +119,7 @@ def new_trainer(
     composition: Composition,
     execution: Execution,
     subject: Subject,
-    place: Path,
+    run_folder: Path,
     *,
     resumes: bool = False,
     verify_plan: str = "auto",
@@ -128,12 +128,12 @@ def new_trainer(
     nowhere = io.StringIO()
     training = composition.training
     try:
-        prompts = place / "prompts.txt" if subject.prompts else None
+        prompts = run_folder / "prompts.txt" if subject.prompts else None
         if prompts is not None and dist.get_rank() == 0:
-            place.mkdir(parents=True, exist_ok=True)
+            run_folder.mkdir(parents=True, exist_ok=True)
             prompts.write_text("".join(f"{prompt}\n" for prompt in subject.prompts))
         dist.barrier()
-        given = arguments(training, execution, place, prompts)
+        given = arguments(training, execution, run_folder, prompts)
         given.resume_from_checkpoint = "auto" if resumes else None
         given.verify_plan = verify_plan
         given.save_steps = 0 if execution is composition.executions[-1] else NEVER

@@ -70,23 +70,23 @@ def make_subject(composition: Composition, folder: Path) -> Subject:
     """Write the model of a composition below `folder`, once. UserError for a family without a tiny model that runs."""
     training = composition.training
     shape = {name: getattr(training, name) for name in ("config", "dropout", "lora", "seed", "router")}
-    place = (
+    model_folder = (
         folder / hashlib.sha256(f"{composition.model} {json.dumps(shape, sort_keys=True)}".encode()).hexdigest()[:16]
     )
-    if not place.exists():
-        made = place.with_suffix(".part")
+    if not model_folder.exists():
+        made = model_folder.with_suffix(".part")
         shutil.rmtree(made, ignore_errors=True)
         model = tiny_model(_config(composition), seed=training.seed)
         model.save_pretrained(made / "base")
         (made / VOCABULARY).write_text(str(vocabulary_size(model)))
         if training.lora:
             _save_adapters(_adapted(model, training), made)
-        made.rename(place)
+        made.rename(model_folder)
     return Subject(
         training=training,
-        base=place / "base",
-        adapters=place / "adapters" if training.lora else None,
-        vocabulary=int((place / VOCABULARY).read_text()),
+        base=model_folder / "base",
+        adapters=model_folder / "adapters" if training.lora else None,
+        vocabulary=int((model_folder / VOCABULARY).read_text()),
     )
 
 
@@ -143,7 +143,7 @@ def _adapted(model: PreTrainedModel, training: Training) -> PeftModel:
     return adapted
 
 
-def _save_adapters(model: PeftModel, place: Path) -> None:
+def _save_adapters(model: PeftModel, model_folder: Path) -> None:
     """Save the adapters next to the base model. UserError if peft does not load them again.
 
     For some models (Laguna's shared experts) peft renames modules when it saves, and when it loads it leaves their
@@ -151,9 +151,9 @@ def _save_adapters(model: PeftModel, place: Path) -> None:
     """
     from peft import PeftModel
 
-    model.save_pretrained(str(place / "adapters"))
-    base = AutoModelForCausalLM.from_pretrained(place / "base", local_files_only=True)
-    again = dict(PeftModel.from_pretrained(base, str(place / "adapters")).named_parameters())
+    model.save_pretrained(str(model_folder / "adapters"))
+    base = AutoModelForCausalLM.from_pretrained(model_folder / "base", local_files_only=True)
+    again = dict(PeftModel.from_pretrained(base, str(model_folder / "adapters")).named_parameters())
     saved = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
     if lost := [name for name, parameter in saved.items() if not torch.equal(parameter, again[name])]:
         raise UserError(f"peft does not load the adapter that it has saved: {lost[0]} ({len(lost)} in all)")

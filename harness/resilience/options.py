@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.env import inherited
-from harness.topology.launchers import HostPlace
+from harness.topology.launchers import HostAssignment
 from harness.verb_parser import Boolean, VerbParser
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ def read_options(argv: Sequence[str]) -> Options:
 def _fill_from_launcher(given: JsonObject) -> None:
     """Set flags that were not given from the launcher of this host: Kubeflow, JobSet, Slurm and others."""
     chosen = any(given[name] for name in ("hostfile", "num_nodes", "rdzv_endpoint"))
-    host = None if chosen else HostPlace.from_environ(inherited())
+    host = None if chosen else HostAssignment.from_environ(inherited())
     if host is not None:
         found = {"nnodes": host.nodes, "rdzv_endpoint": host.endpoint, "node_rank": host.rank}
         if not (given["include"] or given["exclude"]):  # which say how many devices

@@ -22,7 +22,7 @@ from harness.topology.launchers import (
     PLAIN,
     PMI,
     SLURM,
-    HostPlace,
+    HostAssignment,
     Names,
     launcher_of_ranks,
 )
@@ -53,7 +53,7 @@ class LaunchEnv:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "LaunchEnv":
         """Read the launcher's variables. UserError, with its name, if one is missing, no number or too large."""
-        host = HostPlace.from_environ(environ)
+        host = HostAssignment.from_environ(environ)
         names = launcher_of_ranks(environ)
         if host is not None and (names is None or (names is PLAIN and "LOCAL_RANK" not in environ)):
             return cls._only_rank_of(host)
@@ -103,7 +103,7 @@ class LaunchEnv:
         )
 
     @classmethod
-    def _only_rank_of(cls, host: HostPlace) -> "LaunchEnv":
+    def _only_rank_of(cls, host: HostAssignment) -> "LaunchEnv":
         """Return the place of a process that is the only rank of its host. UserError if the host has several ranks."""
         address, _, port = host.endpoint.rpartition(":")
         if host.rank is None or not host.nodes.isdigit() or (host.ranks or 1) > 1:

@@ -82,8 +82,8 @@ def launcher_of_ranks(environ: Mapping[str, str]) -> Names | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostPlace:
-    """The place of this host, from a launcher of hosts.
+class HostAssignment:
+    """The number and the size that a launcher of hosts has given to this host.
 
     Attributes:
         rank: number of this host; None if the hosts agree on an order themselves.
@@ -99,17 +99,17 @@ class HostPlace:
     endpoint: str
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> HostPlace | None:
-        """Return the place of this host among several; None if no launcher of hosts started this process."""
+    def from_environ(cls, environ: Mapping[str, str]) -> HostAssignment | None:
+        """Return the assignment of this host; None if no launcher of hosts started this process."""
         for name, names in HOST_LAUNCHERS.items():
             if names.needs and names.needs not in environ:
                 continue
-            nodes, place = environ.get(names.count, ""), environ.get(names.rank, "")
+            nodes, rank = environ.get(names.count, ""), environ.get(names.rank, "")
             addresses = environ.get(names.address, "")
             address = first_host(addresses) if name == "slurm" else next(iter(addresses.split()), "")
             endpoint = environ.get(names.endpoint, "") if names.endpoint else ""
             endpoint = endpoint or (f"{address}:{environ.get(names.port) or PORT}" if address else "")
-            if nodes in ("", "1", "1:1") or not endpoint or (not place and name != "torchrun"):
+            if nodes in ("", "1", "1:1") or not endpoint or (not rank and name != "torchrun"):
                 continue
             if name == "slurm" and _tasks_here(environ) != 1:
                 continue  # srun has started the ranks themselves
@@ -118,7 +118,7 @@ class HostPlace:
             ranks = environ.get(names.ranks, "")
             return cls(
                 launcher=names.launcher,
-                rank=int(place) if place.isdigit() else None,
+                rank=int(rank) if rank.isdigit() else None,
                 nodes=nodes,
                 ranks=int(ranks) if ranks.isdigit() and int(ranks) else None,
                 endpoint=endpoint if ":" in endpoint else f"{endpoint}:{PORT}",

@@ -1,7 +1,7 @@
 """Write files of whole tensors by all ranks together, each rank its own boxes, and read them in any layout.
 
 No values are sent between ranks. The first rank of each stage sends rank 0 the list of the stage's tensors. Rank 0
-plans their places and returns them, and the first rank passes them on within its stage. So only rank 0 knows all
+plans their regions and returns them, and the first rank passes them on within its stage. So only rank 0 knows all
 tensors of the model, and every other rank only those of its stage.
 """
 
@@ -66,7 +66,7 @@ def _written(held: LocalShard) -> int:
 
 
 PASSED_ALONG: tuple[Axis, ...] = ("pipeline", "tensor", "data")
-"""The axes along which places are passed on from rank 0, in this order."""
+"""The axes along which regions are passed on from rank 0, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def dealt_regions(
             dealt = [[regions[entry.name] for entry in share.entries] for share in shares]
         except (UserError, OSError) as error:
             failed = [str(error)]
-    # First tell all ranks whether the plan failed, so that none waits for places that never come.
+    # First tell all ranks whether the plan failed, so that none waits for regions that never come.
     dist.broadcast_object_list(failed, src=0, group=host_group())
     if failed[0] is not None:
         raise UserError(failed[0])
@@ -146,7 +146,7 @@ def _shares(entries: list[Entry], groups: Groups) -> list[Share] | None:
 
 
 def _deal(dealt: list[list[FileRegion]] | None, groups: Groups) -> list[FileRegion]:
-    """Send each stage's places from rank 0 to the stage's first rank, and from there to its other ranks."""
+    """Send each stage's regions from rank 0 to the stage's first rank, and from there to its other ranks."""
     own: list[list[FileRegion]] = [dealt[groups.coordinate.stage] if dealt is not None else []]
     for axis in PASSED_ALONG:
         group = groups.along(axis)
@@ -161,9 +161,9 @@ def _deal(dealt: list[list[FileRegion]] | None, groups: Groups) -> list[FileRegi
 
 
 def takes_part(coordinate: Coordinate, axis: Axis) -> bool:
-    """Return whether a rank takes part when places are passed along an axis.
+    """Return whether a rank takes part when regions are passed along an axis.
 
-    A group takes part only if its first rank already has the places: if it is at coordinate 0 of all later axes.
+    A group takes part only if its first rank already has the regions: if it is at coordinate 0 of all later axes.
     """
     later = PASSED_ALONG[PASSED_ALONG.index(axis) + 1 :]
     return all(coordinate.along(other) == 0 for other in later)
@@ -180,7 +180,7 @@ class PlannedFiles:
     Attributes:
         tensors: this rank's shards of the stored tensors.
         regions: the place of each of them, by name.
-        created: on rank 0, which creates the files: header and places of each file; empty elsewhere.
+        created: on rank 0, which creates the files: header and regions of each file; empty elsewhere.
         index: on rank 0, path and content of the index, if there is one.
     """
 

@@ -74,12 +74,12 @@ class SeveralSources(ABC):
         return taken
 
 
-def sample_order(n: int, seed: int, epoch: int, places: npt.ArrayLike | None = None) -> Indices:
-    """Return an epoch's permutation of `range(n)` at these places, by default at all n; epochs count from 0.
+def sample_order(n: int, seed: int, epoch: int, positions: npt.ArrayLike | None = None) -> Indices:
+    """Return an epoch's permutation of `range(n)` at these positions, by default at all n; epochs count from 0.
 
-    Memory and time grow with the number of places, not with n.
+    Memory and time grow with the number of positions, not with n.
     """
-    walked = np.array(np.arange(n) if places is None else places, dtype=np.uint64)
+    walked = np.array(np.arange(n) if positions is None else positions, dtype=np.uint64)
     rows, columns = _rectangle(n)
     keys = np.random.Philox(key=(seed & _WORD) | (epoch & _WORD) << 64).random_raw(_ROUNDS)
     # The rectangle is hardly larger than n, so only a few cells must be walked again, and the loop ends soon.
@@ -116,9 +116,9 @@ def _rectangle(n: int) -> tuple[np.uint64, np.uint64]:
     return np.uint64(rows), np.uint64(-(-n // rows))
 
 
-def _shuffle(places: _Words, keys: _Words, rows: np.uint64, columns: np.uint64) -> _Words:
+def _shuffle(positions: _Words, keys: _Words, rows: np.uint64, columns: np.uint64) -> _Words:
     """Apply the network once to cells of the rectangle, numbered row by row."""
-    row, column = np.divmod(places, columns)
+    row, column = np.divmod(positions, columns)
     for of_column, of_row in keys.reshape(-1, 2):
         row = (row + _hashed(column + of_column) % rows) % rows
         column = (column + _hashed(row + of_row) % columns) % columns

@@ -1,4 +1,4 @@
-"""Read the rows of a file, or of an extent of it, in order, each with its place (file and line, for messages).
+"""Read the rows of a file, or of an extent of it, in order, each with its location (file and line, for messages).
 
 Extents are the unit in which processes share the reading and in which results are kept. An extent is
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 
 Row: TypeAlias = tuple[str, object]
-"""(place, row): the place as messages name it, such as `chat.jsonl:12`, and the parsed row."""
+"""(location, row): the location as messages name it, such as `chat.jsonl:12`, and the parsed row."""
 
 _COUNTED_AT_ONCE = 1 << 20  # bytes of a read when lines are counted
 _ROWS_AT_ONCE = 64  # rows of a parquet file in memory
@@ -73,7 +73,7 @@ def planned(files: Sequence[Path], folder: Path) -> list[list[Extent]]:
     Messages name line numbers, so the lines of a long file are counted, once: the plan is cached in `folder`.
     """
 
-    def write(place: Path, _: None) -> None:
+    def write(shard: Path, _: None) -> None:
         size = shard_bytes(sum(file.stat().st_size for file in files))
         shards: list[list[tuple[object, ...]]] = [[]]
         filled = 0
@@ -83,10 +83,10 @@ def planned(files: Sequence[Path], folder: Path) -> list[list[Extent]]:
                 filled = 0
             shards[-1].append(astuple(extent))
             filled += extent.size
-        (place / "shards.json").write_text(json.dumps(shards), encoding="utf-8")
+        (shard / "shards.json").write_text(json.dumps(shards), encoding="utf-8")
 
-    (place,) = make_shards(folder / "plan", [None], write, doing="counting lines")
-    shards = json.loads((place / "shards.json").read_text(encoding="utf-8"))
+    (shard,) = make_shards(folder / "plan", [None], write, doing="counting lines")
+    shards = json.loads((shard / "shards.json").read_text(encoding="utf-8"))
     return [[Extent(*extent) for extent in extents] for extents in shards]
 
 
@@ -162,8 +162,8 @@ def read_documents_of(extent: Extent, kind: str) -> Iterator[dict[str, str | int
     if reader is None:
         yield from _txt_pieces(extent)
         return
-    for place, row in reader(extent):
-        yield from in_pieces(document(_object(row, place), kind, place))
+    for location, row in reader(extent):
+        yield from in_pieces(document(_object(row, location), kind, location))
 
 
 def kind_of_file(file: Path) -> str | None:
@@ -181,9 +181,9 @@ def kind_of_file(file: Path) -> str | None:
     found = first_row(file) if is_array else next(reader(whole(file)), None)
     if found is None:
         return None
-    place, row = found[0], _object(found[1], found[0])
-    kind = kind_of_row(row, place)
-    document(row, kind, place)
+    location, row = found[0], _object(found[1], found[0])
+    kind = kind_of_row(row, location)
+    document(row, kind, location)
     return kind
 
 
@@ -211,8 +211,8 @@ def _txt_pieces(extent: Extent) -> Iterator[dict[str, str | int]]:
             try:
                 text = content[first:last].decode("utf-8")
             except UnicodeDecodeError as error:
-                place = f"byte {start + first + error.start} is 0x{error.object[error.start]:02x}"
-                raise UserError(f"{extent.file} is not UTF-8 ({place}): convert it") from error
+                location = f"byte {start + first + error.start} is 0x{error.object[error.start]:02x}"
+                raise UserError(f"{extent.file} is not UTF-8 ({location}): convert it") from error
             if text or start == 0:
                 yield {"text": text, "part": start // PIECE_CHARACTERS}
 
@@ -236,8 +236,8 @@ def _jsonl_rows(extent: Extent) -> Iterator[Row]:
                 return
             at += len(line)
             if line.strip():
-                place = f"{extent.file}:{number}"
-                yield place, _of_line(line, place)
+                location = f"{extent.file}:{number}"
+                yield location, _of_line(line, location)
 
 
 def _json_rows(extent: Extent) -> Iterator[Row]:
@@ -257,12 +257,12 @@ def _csv_rows(extent: Extent) -> Iterator[Row]:
                 read = records.reader.line_num
             for record in records:
                 read = records.reader.line_num  # DictReader's own line_num does not count blank lines
-                place = f"{extent.file}:{read}"
+                location = f"{extent.file}:{read}"
                 if None in record or None in record.values():
                     raise UserError(
-                        f"{place} does not have as many fields as the header: quote fields that contain a comma"
+                        f"{location} does not have as many fields as the header: quote fields that contain a comma"
                     )
-                yield place, record
+                yield location, record
         except csv.Error as error:
             raise UserError(f"{extent.file}:{read + 1} is not CSV ({error})") from error
         except UnicodeDecodeError as error:
@@ -332,22 +332,22 @@ _READERS: Mapping[str, Callable[[Extent], Iterator[Row]]] = MappingProxyType(
 )
 
 
-def _of_line(line: bytes, place: str) -> object:
+def _of_line(line: bytes, location: str) -> object:
     try:
         return json.loads(line, object_pairs_hook=with_unique_names)
     except UnicodeDecodeError as error:  # before ValueError, its base class and that of JSONDecodeError
-        raise UserError(f"{place} is not UTF-8 (byte {error.start} of the line): convert the file") from error
+        raise UserError(f"{location} is not UTF-8 (byte {error.start} of the line): convert the file") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{place} is not JSON ({error.msg}, column {error.colno}): one object a line") from error
+        raise UserError(f"{location} is not JSON ({error.msg}, column {error.colno}): one object a line") from error
     except RecursionError as error:
-        raise UserError(f"{place} is nested too deeply to be read as JSON") from error
+        raise UserError(f"{location} is nested too deeply to be read as JSON") from error
     except ValueError as error:  # Python reads no integer of more than 4300 digits
-        raise UserError(f"{place} is not JSON that can be read ({error})") from error
+        raise UserError(f"{location} is not JSON that can be read ({error})") from error
 
 
-def _object(row: object, place: str) -> Mapping[str, object]:
+def _object(row: object, location: str) -> Mapping[str, object]:
     if not isinstance(row, Mapping):
-        raise UserError(f'{place} is not an object: each row is {{"text": "..."}} or {{"messages": [...]}}')
+        raise UserError(f'{location} is not an object: each row is {{"text": "..."}} or {{"messages": [...]}}')
     return row
 
 

@@ -3,8 +3,8 @@
 The columns decide the kind, in this order: `messages` (a list of {role, content}), `conversations` (ShareGPT), `prompt`
 and `completion` (two texts, or two lists of messages), `instruction` and `output` (Alpaca), `text`. Each row becomes a
 document: {"text": ...}, or {"conversation": ..., "place": ...} with the conversation as JSON, which keeps tool calls
-and anything else that a chat template reads. A row that cannot be used raises UserError with its place. Importing this
-module imports neither torch nor datasets.
+and anything else that a chat template reads. A row that cannot be used raises UserError with its location. Importing
+this module imports neither torch nor datasets.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _message(turn: object) -> object:
     return {"role": _ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value"), **rest}
 
 
-def from_alpaca(row: Mapping[str, object], place: str) -> list[dict[str, object]]:
+def from_alpaca(row: Mapping[str, object], location: str) -> list[dict[str, object]]:
     """Return an Alpaca row as messages: the turns of `history`, then instruction (with input below it) and output.
 
     Raises UserError if `history` is not a list of pairs [instruction, answer].
@@ -56,10 +56,10 @@ def from_alpaca(row: Mapping[str, object], place: str) -> list[dict[str, object]
     system, turns = row.get("system"), row.get("history") or []
     messages: list[dict[str, object]] = [{"role": "system", "content": system}] if system else []
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise UserError(f"{place}: `history` is {type(turns).__name__}, not a list of [instruction, answer]")
+        raise UserError(f"{location}: `history` is {type(turns).__name__}, not a list of [instruction, answer]")
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, Sequence) or isinstance(turn, str) or len(turn) != 2:
-            raise UserError(f"{place}: `history`, turn {number} is not a pair [instruction, answer]")
+            raise UserError(f"{location}: `history`, turn {number} is not a pair [instruction, answer]")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return [*messages, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
 
@@ -117,19 +117,19 @@ def columns_of(kind: str) -> str:
     return " and ".join(f"`{name}`" for name in COLUMNS[kind]) if kind in COLUMNS else kind
 
 
-def kind_of_row(columns: Iterable[str], place: str) -> str:
+def kind_of_row(columns: Iterable[str], location: str) -> str:
     """Return the kind of a row with these columns. UserError if there is none."""
     names = list(map(str, columns))
     for kind, needed in COLUMNS.items():
         if set(needed) <= set(names):
             return kind
     raise UserError(
-        f"{place} has no column `text`, `messages`, `conversations`, `prompt` and `completion`, or `instruction` and "
-        f"`output` (it has: {', '.join(names) or 'none'}): rename one"
+        f"{location} has no column `text`, `messages`, `conversations`, `prompt` and `completion`, or `instruction` "
+        f"and `output` (it has: {', '.join(names) or 'none'}): rename one"
     )
 
 
-def document(row: Mapping[str, object], kind: str, place: str) -> dict[str, str]:
+def document(row: Mapping[str, object], kind: str, location: str) -> dict[str, str]:
     """Convert a row of a file or data set of this kind into a document.
 
     Raises:
@@ -138,125 +138,130 @@ def document(row: Mapping[str, object], kind: str, place: str) -> dict[str, str]
     missing = [name for name in COLUMNS[kind] if name not in row]
     if missing:
         raise UserError(
-            f"{place} has no column `{missing[0]}` (it has: {', '.join(map(str, row)) or 'none'}), "
+            f"{location} has no column `{missing[0]}` (it has: {', '.join(map(str, row)) or 'none'}), "
             "unlike earlier rows: keep rows of one kind in a file"
         )
     unused = next((name for name in REFUSED if name in BESIDE[kind] and _is_there(row.get(name))), None)
     if unused is not None:
-        raise UserError(f"{place} has `{unused}`, which is not used: {REFUSED[unused]}; remove the row or the column")
+        raise UserError(
+            f"{location} has `{unused}`, which is not used: {REFUSED[unused]}; remove the row or the column"
+        )
     if kind == TEXT:
-        return {"text": checked_text(row["text"], f"{place}: `text`")}
+        return {"text": checked_text(row["text"], f"{location}: `text`")}
     left_out = next((name for name in _MARKS if name in row and _says_no(name, row[name])), None)
     if left_out is not None:
         raise UserError(
-            f"{place}: `{left_out}` is {row[left_out]!r}: no row can be weighted or left out; remove it or the column"
+            f"{location}: `{left_out}` is {row[left_out]!r}: no row can be weighted or left out; "
+            "remove it or the column"
         )
-    conversation = _completion(row, place) if kind == COMPLETION else _messages(row, kind, place)
-    if tools := _tools(row.get("tools"), f"{place}: `tools`"):
+    conversation = _completion(row, location) if kind == COMPLETION else _messages(row, kind, location)
+    if tools := _tools(row.get("tools"), f"{location}: `tools`"):
         conversation["tools"] = tools
     try:
         written = json.dumps(conversation, ensure_ascii=False)
     except RecursionError as error:
-        raise UserError(f"{place} is nested too deeply to be written as JSON") from error
+        raise UserError(f"{location} is nested too deeply to be written as JSON") from error
     except (TypeError, ValueError) as error:
-        raise UserError(f"{place} contains a value that is not JSON ({error}): use text, numbers and lists") from error
-    return {"conversation": checked_text(written, place), "place": place}
+        raise UserError(
+            f"{location} contains a value that is not JSON ({error}): use text, numbers and lists"
+        ) from error
+    return {"conversation": checked_text(written, location), "place": location}
 
 
-def checked_text(text: object, place: str) -> str:
+def checked_text(text: object, location: str) -> str:
     """Return `text` if it is a string that can be encoded as UTF-8; otherwise raise UserError."""
     if not isinstance(text, str):
-        raise UserError(f"{place} is {'missing' if text is None else type(text).__name__}, not a string")
+        raise UserError(f"{location} is {'missing' if text is None else type(text).__name__}, not a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"{place} holds half a surrogate pair at character {error.start}") from error
+        raise UserError(f"{location} holds half a surrogate pair at character {error.start}") from error
     return text
 
 
-def _messages(row: Mapping[str, object], kind: str, place: str) -> JsonObject:
+def _messages(row: Mapping[str, object], kind: str, location: str) -> JsonObject:
     given = row.get("messages")
     if kind == MESSAGES:
-        given = _with_system(given, row, place)
+        given = _with_system(given, row, location)
     elif kind == SHAREGPT:
-        given = _with_system(from_sharegpt(row["conversations"]), row, place)
+        given = _with_system(from_sharegpt(row["conversations"]), row, location)
     elif kind == ALPACA:
-        given = from_alpaca({**row, "history": parsed(row.get("history"), f"{place}: `history`")}, place)
-    place = f"{place}: `{COLUMNS[kind][0]}`"
-    messages = _checked_messages(given, place)
-    return _with_answers(messages, 0, place)
+        given = from_alpaca({**row, "history": parsed(row.get("history"), f"{location}: `history`")}, location)
+    location = f"{location}: `{COLUMNS[kind][0]}`"
+    messages = _checked_messages(given, location)
+    return _with_answers(messages, 0, location)
 
 
-def _with_system(messages: object, row: Mapping[str, object], place: str) -> object:
+def _with_system(messages: object, row: Mapping[str, object], location: str) -> object:
     """Put the system prompt of the column `system` before the messages. UserError if they already have one."""
     system = row.get("system")
     if not _is_there(system) or not isinstance(messages, Sequence) or isinstance(messages, str):
         return messages
     if any(isinstance(message, Mapping) and message.get("role") == "system" for message in messages[:1]):
-        raise UserError(f"{place} has a column `system` and a message of role system: keep one")
+        raise UserError(f"{location} has a column `system` and a message of role system: keep one")
     return [{"role": "system", "content": system}, *messages]
 
 
-def _completion(row: Mapping[str, object], place: str) -> JsonObject:
+def _completion(row: Mapping[str, object], location: str) -> JsonObject:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str):
-        checked_text(completion, f"{place}: `completion`")
+        checked_text(completion, f"{location}: `completion`")
         if _is_there(row.get("system")):
-            raise UserError(f"{place} has `system` beside a `prompt` that is a text: write it into the prompt")
-    prompt = _with_system(prompt, row, place)
+            raise UserError(f"{location} has `system` beside a `prompt` that is a text: write it into the prompt")
+    prompt = _with_system(prompt, row, location)
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
-            raise UserError(f"{place}: `completion` is empty: remove the row")
+            raise UserError(f"{location}: `completion` is empty: remove the row")
         return {"prompt": prompt, "completion": completion}
-    asked = _checked_messages(prompt, f"{place}: `prompt`")
-    answered = _checked_messages(completion, f"{place}: `completion`")
-    return _with_answers([*asked, *answered], len(asked), f"{place}: `completion`")
+    asked = _checked_messages(prompt, f"{location}: `prompt`")
+    answered = _checked_messages(completion, f"{location}: `completion`")
+    return _with_answers([*asked, *answered], len(asked), f"{location}: `completion`")
 
 
-def _checked_messages(messages: object, place: str) -> list[JsonObject]:
+def _checked_messages(messages: object, location: str) -> list[JsonObject]:
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         kind = "missing" if messages is None else type(messages).__name__
-        raise UserError(f"{place} is {kind}, not a list of {{role, content}}")
+        raise UserError(f"{location} is {kind}, not a list of {{role, content}}")
     if not messages:
-        raise UserError(f"{place} is empty: remove the row")
-    return [_checked_message(message, f"{place}, message {i}") for i, message in enumerate(messages, start=1)]
+        raise UserError(f"{location} is empty: remove the row")
+    return [_checked_message(message, f"{location}, message {i}") for i, message in enumerate(messages, start=1)]
 
 
-def _checked_message(message: object, place: str) -> JsonObject:
+def _checked_message(message: object, location: str) -> JsonObject:
     if not isinstance(message, Mapping):
-        raise UserError(f"{place} is {type(message).__name__}, not an object with role and content")
+        raise UserError(f"{location} is {type(message).__name__}, not an object with role and content")
     # Arrow gives all messages of a column the same fields, and null where a message has none.
     kept = {str(name): value for name, value in message.items() if value is not None}
     role = kept.get("role")
     if role is None:
-        raise UserError(f"{place} has no `role` (it has: {', '.join(kept) or 'nothing'}): give role and content")
+        raise UserError(f"{location} has no `role` (it has: {', '.join(kept) or 'nothing'}): give role and content")
     if role not in ROLES:
-        raise UserError(f"{place}: role {role!r} is not one of {', '.join(ROLES)}")
+        raise UserError(f"{location}: role {role!r} is not one of {', '.join(ROLES)}")
     if isinstance(kept.get("tool_calls"), str):
-        kept["tool_calls"] = parsed(kept["tool_calls"], f"{place}: `tool_calls`")
+        kept["tool_calls"] = parsed(kept["tool_calls"], f"{location}: `tool_calls`")
     unused = next((name for name in REFUSED if _is_there(kept.get(name))), None)
     if unused is not None:
-        raise UserError(f"{place} has `{unused}`, which is not used: {REFUSED[unused]}")
+        raise UserError(f"{location} has `{unused}`, which is not used: {REFUSED[unused]}")
     calls_tools = role == ASSISTANT and kept.get("tool_calls")
     thinks = role == ASSISTANT and any(_is_there(kept.get(name)) for name in THOUGHTS)
     if "content" in kept or not calls_tools:
-        kept["content"] = _content(kept.get("content", "" if thinks else None), place)
+        kept["content"] = _content(kept.get("content", "" if thinks else None), location)
     if role == ASSISTANT and not calls_tools and not thinks and not kept["content"].strip():
-        raise UserError(f"{place} is an empty answer: remove it")
+        raise UserError(f"{location} is an empty answer: remove it")
     return kept
 
 
-def _content(content: object, place: str) -> str:
+def _content(content: object, location: str) -> str:
     """Return the text of a message. UserError if its content is a list with a part that is not text."""
     if not isinstance(content, Sequence) or isinstance(content, str):
-        return checked_text(content, f"{place}: `content`")
+        return checked_text(content, f"{location}: `content`")
     texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
     if len(texts) < len(content):
-        raise UserError(f"{place}: `content` has parts that are not text: only text is supported")
-    return "".join(checked_text(text, f"{place}: `content`") for text in texts)
+        raise UserError(f"{location}: `content` has parts that are not text: only text is supported")
+    return "".join(checked_text(text, f"{location}: `content`") for text in texts)
 
 
-def _with_answers(messages: list[JsonObject], answers_from: int, place: str) -> JsonObject:
+def _with_answers(messages: list[JsonObject], answers_from: int, location: str) -> JsonObject:
     """Return the messages as JSON, with the answers to leave out of the loss.
 
     `answers_from` is the first message whose answers are trained on; `unlearnt` are indices of answers that exclude
@@ -265,37 +270,37 @@ def _with_answers(messages: list[JsonObject], answers_from: int, place: str) -> 
     kept, unlearnt = [], []
     for index, message in enumerate(messages):
         number = index + 1 - (answers_from if index >= answers_from else 0)
-        if not _is_learnt(message, f"{place}, message {number}") and message["role"] == ASSISTANT:
+        if not _is_learnt(message, f"{location}, message {number}") and message["role"] == ASSISTANT:
             unlearnt.append(index)
         kept.append({name: value for name, value in message.items() if name not in (*TRAINS, "weight")})
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= answers_from]
     if not answers:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages[answers_from:]))
-        raise UserError(f"{place} has no message of role {ASSISTANT} to train on (roles: {roles})")
+        raise UserError(f"{location} has no message of role {ASSISTANT} to train on (roles: {roles})")
     if set(answers) <= set(unlearnt):
         raise UserError(
-            f"{place} has no answer to train on: each has weight 0 or says that it is not trained; remove it"
+            f"{location} has no answer to train on: each has weight 0 or says that it is not trained; remove it"
         )
     return {"messages": kept, "answers_from": answers_from, **({"unlearnt": unlearnt} if unlearnt else {})}
 
 
-def _is_learnt(message: JsonObject, place: str) -> bool:
+def _is_learnt(message: JsonObject, location: str) -> bool:
     """Return whether a message may be trained on, by its own keys. Raises UserError for an unsupported key."""
     partly = next((name for name in ("train_detail", "training_detail") if _is_there(message.get(name))), None)
     if partly is not None:
         raise UserError(
-            f"{place} has `{partly}`: a part of an answer cannot be left out; give `train`, or split the row"
+            f"{location} has `{partly}`: a part of an answer cannot be left out; give `train`, or split the row"
         )
     weight = message.get("weight")
     if weight not in (None, 0, 1):
-        raise UserError(f"{place}: `weight` is {weight!r}: give 0 or 1")
+        raise UserError(f"{location}: `weight` is {weight!r}: give 0 or 1")
     told = {name: message[name] for name in TRAINS if name in message}
     for name, value in told.items():
         if value not in (False, True):
-            raise UserError(f"{place}: `{name}` is {value!r}: give true or false")
+            raise UserError(f"{location}: `{name}` is {value!r}: give true or false")
         if value and message["role"] != ASSISTANT:
             raise UserError(
-                f"{place}: `{name}` is true, but only answers of role {ASSISTANT} are trained on: remove it"
+                f"{location}: `{name}` is true, but only answers of role {ASSISTANT} are trained on: remove it"
             )
     return weight != 0 and all(told.values())
 
@@ -310,30 +315,30 @@ def _is_there(value: object) -> bool:
     return bool(value.strip() if isinstance(value, str) else value)
 
 
-def _tools(tools: object, place: str) -> list[JsonObject]:
+def _tools(tools: object, location: str) -> list[JsonObject]:
     """Return descriptions of tools from a list, a list as JSON text, or a list of JSON texts. UserError for others."""
-    found = parsed(tools, place)
+    found = parsed(tools, location)
     if not found:
         return []
     if not isinstance(found, Sequence) or isinstance(found, str):
-        raise UserError(f"{place} is {type(found).__name__}, not a list of tools")
+        raise UserError(f"{location} is {type(found).__name__}, not a list of tools")
     described = []
     for number, given in enumerate(found, start=1):
-        tool = parsed(given, f"{place}, tool {number}")
+        tool = parsed(given, f"{location}, tool {number}")
         if not isinstance(tool, Mapping):
-            raise UserError(f"{place}, tool {number} is {type(tool).__name__}, not an object: give its JSON schema")
+            raise UserError(f"{location}, tool {number} is {type(tool).__name__}, not an object: give its JSON schema")
         described.append(dict(tool))
     return described
 
 
-def parsed(value: object, place: str) -> object:
+def parsed(value: object, location: str) -> object:
     """Return a value that may be given as JSON text, parsed; None for a blank text. UserError for invalid JSON."""
     if not isinstance(value, str) or not value.strip():
         return None if isinstance(value, str) else value
     try:
         return json.loads(value, object_pairs_hook=with_unique_names)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is a text that is not JSON ({error})") from error
+        raise UserError(f"{location} is a text that is not JSON ({error})") from error
 
 
 def with_unique_names(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:

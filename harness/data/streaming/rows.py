@@ -151,14 +151,14 @@ class IterableRows(Rows):
             mark = {}
 
     def _documents(self, row: Row, count: int) -> Iterator[Row]:
-        """Yield the documents of row number `count` (from 1): a text in pieces, a conversation with its place."""
-        place = f"{self._name}, row {count}"
+        """Yield the documents of row number `count` (from 1): a text in pieces, a conversation with its location."""
+        location = f"{self._name}, row {count}"
         if self.kind is None:
             yield row
         elif isinstance(row, Mapping):
-            yield from in_pieces(document(plain_row(row), self.kind, place))
+            yield from in_pieces(document(plain_row(row), self.kind, location))
         else:
-            raise UserError(f"{place} is {type(row).__name__}, unlike earlier rows: give dicts alone")
+            raise UserError(f"{location} is {type(row).__name__}, unlike earlier rows: give dicts alone")
 
     def _state(self) -> JsonObject | None:
         return None if self._fresh is None else _state_of(self._dataset)

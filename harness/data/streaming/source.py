@@ -290,26 +290,26 @@ class Streamed(OwnOrder, SeveralSources):
             self._number = -1
             self._held = []
             self._begin = self.position(number * self._buffer)
-            for place in range(number * self._buffer, (number + 1) * self._buffer):
+            for position in range(number * self._buffer, (number + 1) * self._buffer):
                 beat("reading data")
-                self._held.append(self._read(place))
+                self._held.append(self._read(position))
             self._number = number
         return self._held[inside]
 
     def order(self, consumed: int, count: int, seed: int) -> Indices:
         """Return the indices [count] of the samples that follow the first `consumed`, shuffled within each buffer."""
-        places = np.arange(consumed, consumed + count)
+        positions = np.arange(consumed, consumed + count)
         if self._buffer == 1:
-            return places
-        numbers, inside = np.divmod(places, self._buffer)
+            return positions
+        numbers, inside = np.divmod(positions, self._buffer)
         for number in np.unique(numbers).tolist():
             drawn = sample_order(self._buffer, seed_of("buffer", seed), number, inside[numbers == number])
-            places[numbers == number] = number * self._buffer + drawn
-        return places
+            positions[numbers == number] = number * self._buffer + drawn
+        return positions
 
     def sources_of(self, rows: Sequence[int]) -> list[int]:
         """Return the index of the source of each of these samples."""
-        return [int(self._shares.places(row, 1)[0][0]) for row in rows]
+        return [int(self._shares.positions(row, 1)[0][0]) for row in rows]
 
     def position(self, consumed: int) -> JsonObject:
         """Return the position of each source after `consumed` samples, as JSON for a checkpoint."""
@@ -335,8 +335,8 @@ class Streamed(OwnOrder, SeveralSources):
             source.seek({**kept, "sample": min(kept["sample"] + count - at, count)})
 
     def _read(self, index: int) -> Sample:
-        (number,), (place,) = self._shares.places(index, 1)
-        sample = self.sources[number][int(place)]
+        (number,), (position,) = self._shares.positions(index, 1)
+        sample = self.sources[number][int(position)]
         if len(self.sources) == 1:
             return sample
         ids = sample["input_ids"]

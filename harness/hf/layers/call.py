@@ -59,13 +59,13 @@ class LayerInputs:
         return layer(*self.args, **{self.key: hidden}, **self.kwargs)
 
     def arguments(self) -> dict[int | str, Argument]:
-        """Return all arguments by place: position or keyword."""
-        places: dict[int | str, Argument] = dict(enumerate(self.args))
-        return places | {**self.kwargs}
+        """Return all arguments by position or keyword."""
+        positional: dict[int | str, Argument] = dict(enumerate(self.args))
+        return positional | {**self.kwargs}
 
-    def argument(self, place: int | str) -> Argument:
-        """Return the argument at a place."""
-        return self.args[place] if isinstance(place, int) else self.kwargs[place]
+    def argument(self, at: int | str) -> Argument:
+        """Return the argument at a position, or of a keyword."""
+        return self.args[at] if isinstance(at, int) else self.kwargs[at]
 
     def mapped(self, change: Callable[[Tensor], object]) -> LayerInputs:
         """Return the same with `change` applied to every tensor; mappings and lists are copied."""

@@ -31,14 +31,14 @@ from harness.parallel.plans.experts import run_where_aligned
 from harness.parallel.values import Argument, Keyword, Positional, Value
 
 Contents: TypeAlias = dict[int | str, dict[Hashable, object]]
-"""Place of an argument that is a mapping -> its content."""
+"""Position or name of an argument that is a mapping -> its content."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """A value that a layer puts under `key` into the mapping that is its argument `place`."""
+    """A value that a layer puts under `key` into the mapping that is its argument `argument`."""
 
-    place: int | str
+    argument: int | str
     key: Hashable
     name: str
     leaves: list[object]
@@ -86,7 +86,7 @@ class LayerOutputSpec:
         for effect in self.effects:
             leaves = [known.get(name) for name in _named(effect.name, effect.leaves)]
             if all(leaf is not None for leaf in leaves):
-                inputs.argument(effect.place)[effect.key] = tree_unflatten(leaves, effect.spec)
+                inputs.argument(effect.argument)[effect.key] = tree_unflatten(leaves, effect.spec)
 
     def take(self, inputs: LayerInputs, output: LayerOutput) -> dict[str, Tensor]:
         """Return name -> tensor, without the hidden state, of a layer that returned `output` for `inputs`."""
@@ -94,7 +94,7 @@ class LayerOutputSpec:
         if self.extras is not None:
             found |= _named(f"{self.name}.output", tree_flatten(tuple(output[1:]))[0])
         for effect in self.effects:
-            found |= _named(effect.name, tree_flatten(inputs.argument(effect.place)[effect.key])[0])
+            found |= _named(effect.name, tree_flatten(inputs.argument(effect.argument)[effect.key])[0])
         return {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
 
 
@@ -136,15 +136,17 @@ def output_spec_of(name: str, layer: nn.Module, inputs: LayerInputs, hidden: Ten
 
 
 def _contents(inputs: LayerInputs) -> Contents:
-    return {place: dict(value) for place, value in inputs.arguments().items() if isinstance(value, MutableMapping)}
+    return {
+        argument: dict(value) for argument, value in inputs.arguments().items() if isinstance(value, MutableMapping)
+    }
 
 
 def _effects(
     name: str, layer: nn.Module, inputs: LayerInputs, passed: LayerInputs, before: Contents
 ) -> Iterator[Effect]:
-    for place, value in passed.arguments().items():
-        given = inputs.argument(place)
-        # a list has no key by which another stage could put the value in its place
+    for argument, value in passed.arguments().items():
+        given = inputs.argument(argument)
+        # a list has no key by which another stage could put the value back
         if isinstance(value, list) and len(value) != len(given):
             raise UserError(
                 f"{type(layer).__name__} appends to a list shared with other layers, so it cannot be split into stages"
@@ -153,9 +155,9 @@ def _effects(
             continue
         for key in value:
             # compared by identity: comparing values on meta is not possible
-            if key not in before[place] or value[key] is not before[place][key]:
+            if key not in before[argument] or value[key] is not before[argument][key]:
                 leaves, spec = tree_flatten(value[key])
-                yield Effect(place=place, key=key, name=f"{name}.{place}.{key}", leaves=leaves, spec=spec)
+                yield Effect(argument=argument, key=key, name=f"{name}.{argument}.{key}", leaves=leaves, spec=spec)
 
 
 def _named(prefix: str, leaves: list[object]) -> dict[str, object]:

@@ -31,7 +31,7 @@ from harness.parallel.pipeline.staged_module import Unpacker, build_layers, pack
 from harness.parallel.tensor.shard import Shard, shard_of
 
 Cut: TypeAlias = Callable[[ModelSource, TensorParallel], CausalModel]
-"""Called with a source and a place in a tensor-parallel group; returns the cut model, with float32 parameters."""
+"""Called with a source and a rank of a tensor-parallel group; returns the cut model, with float32 parameters."""
 
 SEEDS = (0, 1)
 RELATIVE = 1e-5  # tolerance relative to a tensor's largest entry, for sums in another order
@@ -100,14 +100,14 @@ class RankGroups:
 def find_difference(
     config: PretrainedConfig,
     cut: Cut,
-    place: TensorParallel,
+    tensor: TensorParallel,
     device: torch.device,
     context: ContextParallel = ALONE,
     neighbours: TensorParallel = comm.ALONE,
 ) -> Difference | None:
     """Return the largest difference between the cut and the whole model of a tiny config; None if there is none.
 
-    The model is cut into two stages and, if `place` has a group, over its tensor-parallel ranks; `cut` gives each rank
+    The model is cut into two stages and, if `tensor` has a group, over its tensor-parallel ranks; `cut` gives each rank
     of `context` a stretch of the tokens, or distributes the experts over `neighbours`, which have the same tokens.
     All ranks of these groups must call this, and get the same result.
 
@@ -115,10 +115,10 @@ def find_difference(
         UserError: the model cannot be cut.
     """
     found = None
-    ranks = RankGroups(tensor=place, context=context, neighbours=neighbours)
+    ranks = RankGroups(tensor=tensor, context=context, neighbours=neighbours)
     with own_generators(0, device):
         for seed in SEEDS:
-            found = worst_of(_try(cut, _run_whole(config, seed, device), ranks), place, context)
+            found = worst_of(_try(cut, _run_whole(config, seed, device), ranks), tensor, context)
             found = worst_of(found, neighbours)
             if found is None:
                 break
@@ -142,9 +142,9 @@ def looks_ahead(config: PretrainedConfig, device: torch.device) -> bool:
     return bool((before - after).abs().max() > 1e-3 * before.abs().max())
 
 
-def worst_of(own: Difference | None, place: TensorParallel, context: ContextParallel = ALONE) -> Difference | None:
+def worst_of(own: Difference | None, tensor: TensorParallel, context: ContextParallel = ALONE) -> Difference | None:
     """Return the largest difference that any rank of the groups has found; all of them must call this."""
-    for ranks in (place, context):
+    for ranks in (tensor, context):
         found = [own]
         if ranks.size > 1:
             found = [None] * ranks.size
@@ -245,11 +245,11 @@ def _sum_gradients(modules: list[nn.Module], context: ContextParallel) -> None:
         dist.all_reduce(parameter.grad, group=context.group)
 
 
-def _own_logits(whole: Tensor, stage: CausalModel, place: TensorParallel) -> Tensor:
+def _own_logits(whole: Tensor, stage: CausalModel, tensor: TensorParallel) -> Tensor:
     """Return this rank's part of logits for the whole vocabulary."""
     if not stage.local_logits:
         return whole
-    start, stop = stretch(whole.shape[-1], place.rank, place.size)
+    start, stop = stretch(whole.shape[-1], tensor.rank, tensor.size)
     return whole[..., start:stop]
 
 

@@ -131,18 +131,18 @@ def exchange_heads(x: Tensor, heads: list[Stretch], context: ContextParallel, le
     `heads` has start and stop for each rank; several may get the same heads. Backward: the gradients are exchanged
     back, and summed over the ranks that have got the same head.
     """
-    return apply(_Exchange, x, _Places(heads, context, context.widths(length), x.shape[1]), True)
+    return apply(_Exchange, x, _HeadsAndTokens(heads, context, context.widths(length), x.shape[1]), True)
 
 
 def exchange_tokens(x: Tensor, heads: list[Stretch], context: ContextParallel) -> Tensor:
     """Exchange this rank's heads of all tokens, x [batch, own heads, length, size], for all heads of this rank's
     tokens, [batch, heads, own tokens, size]. Each head must belong to one rank."""
     all_heads = max(stop for _, stop in heads)
-    return apply(_Exchange, x, _Places(heads, context, context.widths(x.shape[2]), all_heads), False)
+    return apply(_Exchange, x, _HeadsAndTokens(heads, context, context.widths(x.shape[2]), all_heads), False)
 
 
 @dataclass(frozen=True)
-class _Places:
+class _HeadsAndTokens:
     """Which heads and how many tokens each rank has.
 
     Attributes:
@@ -176,14 +176,14 @@ class _Places:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, x: Tensor, places: _Places, to_heads: bool) -> Tensor:
-        ctx.places = places
+    def forward(ctx: Context, x: Tensor, shares: _HeadsAndTokens, to_heads: bool) -> Tensor:
+        ctx.shares = shares
         ctx.to_heads = to_heads
-        return places.to_heads(x) if to_heads else places.to_tokens(x)
+        return shares.to_heads(x) if to_heads else shares.to_tokens(x)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (ctx.places.to_tokens(grad) if ctx.to_heads else ctx.places.to_heads(grad)), None, None
+        return (ctx.shares.to_tokens(grad) if ctx.to_heads else ctx.shares.to_heads(grad)), None, None
 
 
 def _all_to_all(

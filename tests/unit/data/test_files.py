@@ -220,7 +220,7 @@ def test_the_order_of_a_mixture_goes_on_over_the_end_of_its_period(sources):
     assert np.concatenate([mixture.order(PERIOD - 50, 50, 1), mixture.order(PERIOD, 50, 1)]).tolist() == over.tolist()
     rare = Shares([1, 1e-9, 1])
     assert rare.slots.sum() == PERIOD and rare.slots.min() == 1
-    assert rare.before(PERIOD + 2) == (rare.slots + np.bincount(rare.places(0, 2)[0], minlength=3)).tolist()
+    assert rare.before(PERIOD + 2) == (rare.slots + np.bincount(rare.positions(0, 2)[0], minlength=3)).tolist()
 
 
 def test_text_and_conversations_are_one_data_set(sources):

@@ -23,17 +23,17 @@ def test_an_epoch_is_a_permutation(n, seed, epoch):
 def test_the_order_is_frozen_because_a_resumed_run_depends_on_it():
     assert sample_order(12, seed=0, epoch=0).tolist() == [1, 3, 0, 9, 6, 8, 7, 2, 11, 4, 5, 10]
     assert sample_order(12, seed=42, epoch=3).tolist() == [10, 3, 9, 8, 11, 5, 1, 0, 4, 6, 2, 7]
-    assert sample_order(10**12, seed=7, epoch=1, places=[0, 1, 10**12 - 1]).tolist() == [
+    assert sample_order(10**12, seed=7, epoch=1, positions=[0, 1, 10**12 - 1]).tolist() == [
         154843299368,
         179459578161,
         77787712772,
     ]
 
 
-@given(n=st.integers(1, 300), seed=SEEDS, places=st.lists(st.integers(0, 299)))
-def test_a_place_is_the_same_whatever_else_is_asked_for(n, seed, places):
-    places = [place % n for place in places]
-    assert sample_order(n, seed, 1, places).tolist() == sample_order(n, seed, 1)[places].tolist()
+@given(n=st.integers(1, 300), seed=SEEDS, positions=st.lists(st.integers(0, 299)))
+def test_a_place_is_the_same_whatever_else_is_asked_for(n, seed, positions):
+    positions = [place % n for place in positions]
+    assert sample_order(n, seed, 1, positions).tolist() == sample_order(n, seed, 1)[positions].tolist()
 
 
 @pytest.mark.parametrize("n", [10**8, 10**12 + 39])
@@ -67,7 +67,7 @@ def test_neither_places_nor_epochs_nor_seeds_are_correlated(seed, epoch):
 
 
 def test_a_stretch_of_an_epoch_covers_the_data_evenly():
-    tenth = sample_order(10**9, seed=5, epoch=2, places=np.arange(100_000))
+    tenth = sample_order(10**9, seed=5, epoch=2, positions=np.arange(100_000))
     # 1000 of each hundredth are expected; the standard deviation is 32
     assert np.abs(np.bincount(tenth // 10**7, minlength=100) - 1000).max() < 160
 

@@ -15,7 +15,7 @@ weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 @given(weights, st.integers(0, 3 * PERIOD), st.integers(0, 400))
 def test_any_run_of_samples_holds_each_source_in_its_share(given_weights: list[float], first: int, count: int) -> None:
     shares = Shares(given_weights)
-    numbers, _ = shares.places(first, count)
+    numbers, _ = shares.positions(first, count)
     found = np.bincount(numbers, minlength=len(given_weights))
     assert found.sum() == count
     exact = shares.slots / PERIOD * count
@@ -26,7 +26,7 @@ def test_any_run_of_samples_holds_each_source_in_its_share(given_weights: list[f
 @given(weights, st.integers(0, 2 * PERIOD), st.integers(0, 300))
 def test_a_source_gives_its_samples_one_after_the_other(given_weights: list[float], first: int, count: int) -> None:
     shares = Shares(given_weights)
-    numbers, places = shares.places(first, count)
+    numbers, places = shares.positions(first, count)
     before = shares.before(first)
     for source in range(len(given_weights)):
         own = places[numbers == source]
@@ -35,7 +35,7 @@ def test_a_source_gives_its_samples_one_after_the_other(given_weights: list[floa
 
 
 def test_equal_sources_take_turns_and_a_tiny_one_has_its_turn_in_each_period() -> None:
-    assert Shares([1.0, 1.0]).places(0, 6)[0].tolist() == [0, 1, 0, 1, 0, 1]
+    assert Shares([1.0, 1.0]).positions(0, 6)[0].tolist() == [0, 1, 0, 1, 0, 1]
     assert Shares([1.0, 1.0, 2.0]).slots.tolist() == [PERIOD // 4, PERIOD // 4, PERIOD // 2]
     tiny = Shares([1e12, 1.0])
     assert tiny.slots.tolist() == [PERIOD - 1, 1]
@@ -47,5 +47,5 @@ def test_a_period_is_dealt_out_whole(size: int) -> None:
     shares = Shares([1.0 / (number + 1) for number in range(size)])
     assert shares.slots.sum() == PERIOD and shares.slots.min() >= 1
     assert sorted(shares.slots, reverse=True) == shares.slots.tolist()
-    numbers, places = shares.places(0, PERIOD)
+    numbers, places = shares.positions(0, PERIOD)
     assert len(set(zip(numbers.tolist(), places.tolist(), strict=True))) == PERIOD

@@ -7,7 +7,7 @@ import pytest
 from harness.errors import UserError
 from harness.resilience.options import read_options
 from harness.topology.env import LaunchEnv
-from harness.topology.launchers import HostPlace
+from harness.topology.launchers import HostAssignment
 from tests.unit.topology.test_env import DEEPSPEED, SRUN, place
 
 IN_POD = "KUBERNETES_SERVICE_HOST"
@@ -77,7 +77,7 @@ ONE_TASK = {  # srun -N4 --ntasks-per-node=1
 def test_a_launch_takes_from_its_launcher_what_was_not_given(
     environ: dict[str, str], found: tuple[int | None, str, int | None, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = HostPlace.from_environ(environ)
+    host = HostAssignment.from_environ(environ)
     assert host is not None and (host.rank, host.nodes, host.ranks, host.endpoint) == found
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -100,7 +100,7 @@ def test_a_launch_takes_from_its_launcher_what_was_not_given(
     ],
 )
 def test_a_process_that_is_not_one_of_a_host_each_is_none(environ: dict[str, str]) -> None:
-    assert HostPlace.from_environ(environ) is None
+    assert HostAssignment.from_environ(environ) is None
 
 
 @pytest.mark.parametrize(
