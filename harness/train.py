@@ -10,8 +10,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,14 +80,21 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
             config = check_before_start(script, args, env, lora)
         log = Path(args.output_dir) / "logs" / f"rank_{env.rank}.log"
         with quiet(log, env.rank) as console, signals.reported_by(console.say):
-            return _guarded(script, config, lora, env, console)
+            return _guarded(partial(run, script, args, config, lora, env, console), env, console)
     except UserError as error:
         records.record_failure(error)
         _report(console, env.rank, error)
         return 1
 
 
-def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: LaunchEnv, console: Console) -> None:
+def run(
+    script: ScriptArguments,
+    args: TrainingArguments,
+    config: RunConfig,
+    lora: LoraArguments,
+    env: LaunchEnv,
+    console: Console,
+) -> None:
     """Read the data, train, evaluate, export."""
     from harness.data.inputs.datasets import script_datasets
     from harness.device.process_group import require_supported
@@ -96,18 +104,18 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
 
     files = script.train_file if script.trains else script.validation_file or script.train_file
     console.say(f"preparing {script.model} and {' '.join(files)}")
-    if script.trains and (note := limit_trial(script, config.args)):
+    if script.trains and (note := limit_trial(script, args)):
         console.say(note)
     require_supported(config.resolved)
-    with watching_for_stopped_ranks(config.args.hang_seconds, console):
+    with watching_for_stopped_ranks(args.hang_seconds, console):
         source = read_source(script.model)
-        data = script_datasets(script, source, config, env, console)
+        data = script_datasets(script, args, config, source, env, console)
     if script.preview_samples:
         _preview(script.preview_samples, data, console)
         return
     trainer = Trainer(
         source,
-        config.args,
+        args,
         data.train,
         data.evaluation,
         processing_class=data.tokenizer,
@@ -124,7 +132,7 @@ def run(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: La
     try:
         trainer.train()
     except signals.Stopped:
-        if not config.args.save_only_model:
+        if not args.save_only_model:
             command = signals.resume_command()
             console.say(f"go on with: {command or 'the same command and --resume_from_checkpoint auto'}")
         _shut_down(trainer)
@@ -151,9 +159,9 @@ def _preview(count: int, data: Datasets, console: Console) -> None:
     dist.destroy_process_group()
 
 
-def _guarded(script: ScriptArguments, config: RunConfig, lora: LoraArguments, env: LaunchEnv, console: Console) -> int:
+def _guarded(work: Callable[[], None], env: LaunchEnv, console: Console) -> int:
     try:
-        run(script, config, lora, env, console)
+        work()
     except signals.Stopped as stopped:
         records.record_failure(stopped)
         sys.stdout.flush()

@@ -24,21 +24,29 @@ class RunConfig:
         resolved: the settings, but "auto" is left where it depends on data or model.
     """
 
-    args: TrainingArguments
     document: Document
     values: AutoValues
     resolved: Resolved
 
-    def for_data(self, samples: int | None, hidden_size: int | None = None) -> tuple[Resolved, int]:
+    def for_data(
+        self, args: TrainingArguments, samples: int | None, hidden_size: int | None = None
+    ) -> tuple[Resolved, int]:
         """Complete the settings that depend on data and model; return the config and the number of steps.
 
         Args:
+            args: those that the config was read with.
             samples: length of the training data; None without any (the steps are then max_steps, or 1).
             hidden_size: the model's hidden size, for ZeRO's "auto" bucket sizes.
+
+        Raises:
+            UserError: `args` have other values for the config than those that it was read with.
         """
-        steps = max_steps(self.args, samples, self.resolved.train_batch)
-        warmup_steps = self.args.warmup(steps)
-        values = replace(self.values, max_steps=steps, warmup_steps=warmup_steps, hidden_size=hidden_size)
+        values = _auto_values(args, self.values.world_size)
+        if _before_data(values) != _before_data(self.values):
+            raise UserError("the config was read with other arguments: give read_run_config the arguments of the run")
+        steps = max_steps(args, samples, self.resolved.train_batch)
+        warmup_steps = args.warmup(steps)
+        values = replace(values, max_steps=steps, warmup_steps=warmup_steps, hidden_size=hidden_size)
         return complete(self.resolved, values), steps
 
 
@@ -53,11 +61,21 @@ def read_run_config(args: TrainingArguments, *, world_size: int, model: str | No
         ConfigError: the config is wrong, cannot run on so many ranks, or contradicts an argument.
     """
     document = read_config(args.deepspeed_config)
-    values = args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=None)
+    values = _auto_values(args, world_size)
     resolved = resolve_before_data(document, values, model=model, allow_ignored_keys=args.allow_ignored_keys)
     require_packages(monitor_sections(args, args.output_dir, resolved.config))
     require_inside(args.output_dir, resolved.config)
-    return RunConfig(args=args, document=document, values=values, resolved=resolved)
+    return RunConfig(document=document, values=values, resolved=resolved)
+
+
+def _auto_values(args: TrainingArguments, world_size: int) -> AutoValues:
+    """Return the values that replace "auto", before the data."""
+    return args.auto_values(world_size=world_size, max_steps=max(1, args.max_steps), hidden_size=None)
+
+
+def _before_data(values: AutoValues) -> AutoValues:
+    """Return the values that decide before the data is known: all but the numbers of steps."""
+    return replace(values, max_steps=1, warmup_steps=0, given=frozenset())
 
 
 def read_config(config: str | Mapping[str, object] | None) -> Document:

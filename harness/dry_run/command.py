@@ -54,7 +54,7 @@ def dry_run(argv: Sequence[str]) -> int:
         from harness.dry_run.rank import dry_run_rank
         from harness.dry_run.report import as_json, as_text
 
-        plan = _plan(script, config, lora, world_size, own.device)
+        plan = _plan(script, args, config, lora, own.device)
         layout = plan.layout
         ranks = [layout.stage_ranks(stage)[0] for stage in range(layout.pp_size)] if rank is None else [rank]
         for each in ranks:
@@ -89,7 +89,9 @@ def _rank(text: str) -> int | None:
     return None if text == "all" else int(text)
 
 
-def _plan(script: ScriptArguments, config: RunConfig, lora: LoraArguments, world_size: int, device: str) -> DryRun:
+def _plan(
+    script: ScriptArguments, args: TrainingArguments, config: RunConfig, lora: LoraArguments, device: str
+) -> DryRun:
     """Return the settings of the dry run. Raises UserError for whatever a run would refuse before its ranks meet."""
     import torch
 
@@ -106,16 +108,16 @@ def _plan(script: ScriptArguments, config: RunConfig, lora: LoraArguments, world
     if source is None:
         raise UserError("a dry run needs a HuggingFace decoder")
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
-    resolved, max_steps, layout = resolve_for(source, config, None, world_size)
+    resolved, max_steps, layout = resolve_for(source, args, config, None)
     if device == "cpu":
         require_precision(resolved.precision)
         require_device(resolved.config, torch.device("cpu"))
     return DryRun(
-        args=config.args,
+        args=args,
         source=replace(source, has_values=False),
         adaptation=adaptation,
         resolved=resolved,
         layout=layout,
-        block_size=SampleForm.of(tokenizer, source, config.args).block_size,
+        block_size=SampleForm.of(tokenizer, source, args).block_size,
         max_steps=max_steps,
     )

@@ -1,12 +1,12 @@
-"""Methods that scripts for HuggingFace's Trainer call before and after training: reports, files, data loaders.
+"""What scripts for HuggingFace's Trainer read from a run, and call before and after training.
 
-The Trainer inherits them; none takes part in training.
+The Trainer inherits it; none of it takes part in training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from harness.config.values.json_file import read_json
 from harness.data.batches.collate import AnyDataset, Collator, MapDataset
 from harness.data.batches.evaluation import EvaluationData
 from harness.data.batches.stream import BatchStream, read_micro_batch
+from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
 from harness.training.callbacks import TrainerState
 from harness.training.evaluate import default_batch, tokens_of_new
@@ -52,13 +53,43 @@ class MicroBatches(Dataset[object]):
 
 
 class ScriptMethods:
-    """Base class of the Trainer, which sets the attributes."""
+    """A run under the names of HuggingFace's Trainer: attributes, reports, files, data loaders."""
 
     run: Run
-    args: TrainingArguments
-    state: TrainerState
-    stream: BatchStream | None
-    eval_dataset: EvaluationData
+
+    @property
+    def args(self) -> TrainingArguments:
+        """The arguments."""
+        return self.run.args
+
+    @property
+    def state(self) -> TrainerState:
+        """Counters, best evaluation and log history, passed to callbacks."""
+        return self.run.state
+
+    @property
+    def stream(self) -> BatchStream | None:
+        """The training samples of this rank; None without training data."""
+        return self.run.stream
+
+    @property
+    def train_dataset(self) -> MapDataset | None:
+        """The training data as tokens."""
+        return self.run.data.train
+
+    @property
+    def eval_dataset(self) -> EvaluationData:
+        """The evaluation data as tokens: one data set, several by name, or None. Later evaluations use another one."""
+        return self.run.data.evaluation
+
+    @eval_dataset.setter
+    def eval_dataset(self, data: EvaluationData) -> None:
+        self.run.data = replace(self.run.data, evaluation=data)
+
+    @property
+    def processing_class(self) -> Tokenizer | None:
+        """The tokenizer."""
+        return self.run.data.tokenizer
 
     @property
     def model(self) -> Any:

@@ -95,8 +95,7 @@ class Trainer(ScriptMethods):
 
     Attributes:
         run: the run's config, layout, groups, model and engine.
-        state, control: as in HuggingFace, passed to callbacks.
-        stream: the training samples of this rank; None without training data.
+        control: as in HuggingFace, passed to callbacks.
 
     Raises:
         UserError: anything that the user can correct, before the model is built if possible.
@@ -138,23 +137,17 @@ class Trainer(ScriptMethods):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             flags=flags or {},
         )
-        data = UserData(
+        given = UserData(
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class or own_tokenizer(model),
         )
         with inside("preparing"):
-            given = instances(callbacks)
-            self.run = run = prepare_run(inputs, data, config)
-            self.args = run.args
-            self.train_dataset = run.data.train
-            self.eval_dataset = run.data.evaluation
-            self.processing_class: Tokenizer | None = run.data.tokenizer
+            own_callbacks = instances(callbacks)
+            self.run = run = prepare_run(inputs, given, config)
             self.control = TrainerControl()
-            self.state = run.state
-            self.stream = run.stream
             self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console, run.trainable.speed_unit)]
-            self.callbacks += map(own_early_stopping, given)
+            self.callbacks += map(own_early_stopping, own_callbacks)
             if args.early_stopping_patience:
                 self.callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
             if args.profile:

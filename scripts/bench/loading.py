@@ -170,7 +170,7 @@ def load_and_write(model: str, out: str, pipeline: int, tensor: int, zero: int) 
         "tensor_parallel": {"autotp_size": tensor},
     }
     args = TrainingArguments(deepspeed_config=config, output_dir=out, max_steps=1, save_steps=0)
-    resolved, steps = read_run_config(args, world_size=4).for_data(None, SHAPE["hidden_size"])
+    resolved, steps = read_run_config(args, world_size=4).for_data(args, None, SHAPE["hidden_size"])
     groups = build_groups(Layout.from_world(4, pp_size=pipeline, tp_size=tensor))
     setting = EngineContext(args=args, resolved=resolved, groups=groups, device=torch.device("cpu"), max_steps=steps)
     avoid_compiling()

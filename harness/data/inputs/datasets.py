@@ -106,7 +106,12 @@ class Datasets:
 
 
 def script_datasets(
-    script: ScriptArguments, source: ModelSource, config: RunConfig, env: LaunchEnv, console: Console
+    script: ScriptArguments,
+    args: TrainingArguments,
+    config: RunConfig,
+    source: ModelSource,
+    env: LaunchEnv,
+    console: Console,
 ) -> Datasets:
     """Prepare the data of scripts/train.py's files; all ranks call it.
 
@@ -114,7 +119,6 @@ def script_datasets(
     files that cannot be used.
     """
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
-    args = config.args
     require_cut(source, config.resolved.tp_size, config.resolved.ep_size)
     say = _speaker(console)
     form = SampleForm.of(tokenizer, source, args)
@@ -169,7 +173,12 @@ def _read(group: SourceGroup, say: Callable[[str], None]) -> Documents:
 
 
 def user_datasets(
-    given: UserData, source: ModelSource | None, config: RunConfig, env: LaunchEnv, console: Console
+    given: UserData,
+    args: TrainingArguments,
+    config: RunConfig,
+    source: ModelSource | None,
+    env: LaunchEnv,
+    console: Console,
 ) -> Datasets:
     """Prepare the data sets given to the Trainer: text and conversations are tokenised. All ranks call it.
 
@@ -179,7 +188,7 @@ def user_datasets(
     Raises:
         UserError: text without a tokenizer; --packing or --block_size where they would have no effect.
     """
-    args, given_train, tokenizer = config.args, as_dataset(given.train_dataset), given.processing_class
+    given_train, tokenizer = as_dataset(given.train_dataset), given.processing_class
     evaluation = _each(given.eval_dataset, lambda data: read_all(as_dataset(data), "eval_dataset"))
     say = _speaker(console)
     train = stream_of_dataset(given_train, tokenizer, source, args, say) if is_iterable(given_train) else given_train

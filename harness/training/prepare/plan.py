@@ -1,4 +1,7 @@
-"""Plan a run on this rank alone, before the ranks meet: model, data, config, layout, the checkpoint to resume."""
+"""Plan a run on this rank alone: model, data, config, layout, the checkpoint to resume.
+
+The ranks do not meet here, with one exception: text has to be tokenised, which one rank of each host does for all.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,6 @@ from harness.config import Document, Resolved
 from harness.config.model.shape import layer_drop, require_every_layer
 from harness.console import Console
 from harness.data.batches.collate import Collator, collate
-from harness.data.batches.evaluation import EvaluationData
 from harness.data.batches.stream import data_digest, dataset_length, require_samples
 from harness.data.inputs.datasets import Datasets, UserData, user_datasets
 from harness.data.inputs.given import require_types
@@ -102,25 +104,26 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     """Resolve model, data, config and layout without building anything. UserError if they do not fit together.
 
     Args:
-        config: the checked config, if the program has read it already.
+        config: the checked config, if the program has read it already with `args` and has checked it for the device.
     """
     args, env = inputs.args, inputs.env
     _require_types(inputs, given)
+    _require_evaluation(args, given)
     source, adaptation = adapted(inputs.model, inputs.peft_config)
     if source is None:
         _require_for_layers(inputs)
     elif isinstance(source.weights, Path):
         require_listed_weights(source.weights)
     model = inputs.model if isinstance(inputs.model, str) else None
-    config = config or read_run_config(args, world_size=env.world_size, model=model)
-    require_supported(config.resolved)
+    if config is None:
+        config = read_run_config(args, world_size=env.world_size, model=model)
+        require_supported(config.resolved)
     # The watchdog starts when the ranks have met, which may take hours. Until then at least detect stopped processes.
     with watching_for_stopped_ranks(args.hang_seconds, inputs.console):
         reads_tokens = inputs.data_collator is collate  # the user's own collator gets the samples unchanged
-        data = user_datasets(given, source if reads_tokens else None, config, env, inputs.console)
-    _require_evaluation(args, data)
+        data = user_datasets(given, args, config, source if reads_tokens else None, env, inputs.console)
     samples = None if data.train is None else dataset_length(data.train)
-    resolved, max_steps, layout = resolve_for(source, config, samples, env.world_size)
+    resolved, max_steps, layout = resolve_for(source, args, config, samples)
     if samples is not None:
         require_samples(samples, resolved.micro_batch, resolved.accumulation, resolved.readers)
     if source is None:
@@ -159,14 +162,14 @@ def checkpoint_to_resume(plan: RunPlan) -> Path | None:
 
 
 def resolve_for(
-    source: ModelSource | None, config: RunConfig, samples: int | None, world_size: int
+    source: ModelSource | None, args: TrainingArguments, config: RunConfig, samples: int | None
 ) -> tuple[Resolved, int, Layout]:
     """Return the config resolved for this model and number of samples, the number of steps, and the layout."""
     text_config = None if source is None else source.config.get_text_config(decoder=True)
     require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
-    resolved, max_steps = config.for_data(samples, getattr(text_config, "hidden_size", None))
+    resolved, max_steps = config.for_data(args, samples, getattr(text_config, "hidden_size", None))
     sizes = {name: getattr(resolved, name) for name in ("pp_size", "tp_size", "ep_size", "cp_size")}
-    return resolved, max_steps, Layout.from_world(world_size, **sizes)
+    return resolved, max_steps, Layout.from_world(config.values.world_size, **sizes)
 
 
 def _require_for_layers(inputs: RunInputs) -> None:
@@ -210,18 +213,18 @@ def _require_types(inputs: RunInputs, given: UserData) -> None:
     )
 
 
-def _require_evaluation(args: TrainingArguments, data: Datasets) -> None:
+def _require_evaluation(args: TrainingArguments, given: UserData) -> None:
     """Raise UserError for evaluations without data, and for rollbacks without complete checkpoints."""
-    if args.evaluates and data.evaluation is None:
+    if args.evaluates and given.eval_dataset is None:
         flags = f"--eval_steps {args.eval_steps}" if args.eval_steps else f"--eval_strategy {args.eval_strategy}"
         raise UserError(f"{flags}: there is no eval_dataset: give one")
     if args.early_stopping_patience or args.load_best_model_at_end or args.save_strategy == "best":
-        require_metric_of_one(args, data.evaluation)
+        require_metric_of_one(args, given.eval_dataset)
     if args.save_only_model and args.nonfinite == "rollback":
         raise UserError("--nonfinite rollback needs whole checkpoints: remove --save_only_model")
 
 
-def require_metric_of_one(args: TrainingArguments, evaluation: EvaluationData) -> None:
+def require_metric_of_one(args: TrainingArguments, evaluation: object) -> None:
     """Raise UserError if several data sets are evaluated and `metric_for_best_model` does not name one's metric."""
     if isinstance(evaluation, Mapping) and args.metric_for_best_model is None:
         name = next(iter(evaluation))

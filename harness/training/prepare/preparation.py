@@ -92,7 +92,7 @@ from harness.training.prepare.verification import verify_plan
 
 def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None) -> Run:
     """Prepare everything that training needs; all ranks call it. UserError for anything that the user can correct."""
-    # 1. Alone: everything that needs no other rank, so that a wrong flag fails before the rendezvous.
+    # 1. Alone: what needs no other rank, so that a wrong flag fails before the rendezvous.
     plan = plan_run(inputs, given, config)
     args, console = plan.args, plan.console
     if console.log is None:  # no log file: DeepSpeed would print between the program's own lines

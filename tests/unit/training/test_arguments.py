@@ -111,10 +111,18 @@ def test_an_argument_is_refused_by_the_rules_of_the_file() -> None:
 
 def test_a_misspelt_key_runs_if_the_user_insists() -> None:
     config = {"train_batch_size": 8, "zero_optimisation": {"stage": 3}}
-    resolved, _ = read_run_config(
-        TrainingArguments(deepspeed_config=config, allow_ignored_keys=True), world_size=1
-    ).for_data(None)
+    args = TrainingArguments(deepspeed_config=config, allow_ignored_keys=True)
+    resolved, _ = read_run_config(args, world_size=1).for_data(args, None)
     assert resolved.zero_stage == 0
+
+
+def test_a_config_that_was_read_with_other_arguments_is_refused() -> None:
+    args = TrainingArguments(learning_rate=1e-3)
+    config = read_run_config(args, world_size=1)
+    with pytest.raises(UserError, match="the config was read with other arguments"):
+        config.for_data(TrainingArguments(learning_rate=1e-4), 100)
+    args.max_steps = 7
+    assert config.for_data(args, 100)[1] == 7
 
 
 def adapter_flags(*flags: str) -> LoraArguments:

@@ -31,10 +31,10 @@ CHATS = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "
 
 def prepare(train: Any, tokenizer: Any = None, model: str | None = "tiny-llama", **arguments: Any) -> Datasets:
     source = read_source(model) if model else None
-    config = read_run_config(TrainingArguments(**arguments), world_size=1)
-    return user_datasets(
-        UserData(train_dataset=train, processing_class=tokenizer), source, config, LaunchEnv(), plain_console(0)
-    )
+    args = TrainingArguments(**arguments)
+    config = read_run_config(args, world_size=1)
+    given = UserData(train_dataset=train, processing_class=tokenizer)
+    return user_datasets(given, args, config, source, LaunchEnv(), plain_console(0))
 
 
 def test_tokens_and_pairs_are_left_alone() -> None:
@@ -72,7 +72,7 @@ def test_an_evaluation_alone_needs_no_training_data(tmp_path: Path) -> None:
     found = {}
     for name, script in {"missing": missing, "held_out": held_out, "both": both}.items():
         config = check_inputs(script, args, LaunchEnv(), None)
-        found[name] = script_datasets(script, read_source("tiny-llama"), config, LaunchEnv(), plain_console(0))
+        found[name] = script_datasets(script, args, config, read_source("tiny-llama"), LaunchEnv(), plain_console(0))
     assert [data.train is None for data in found.values()] == [True, True, False]
     assert all(data.evaluation is not None and len(data.evaluation) for data in found.values())  # type: ignore[arg-type]
     assert len(found["held_out"].evaluation) == len(found["both"].evaluation)  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ def test_a_new_schedule_goes_to_a_step_as_if_it_had_made_all_of_them(name: str) 
 
 def values(config: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
     args = TrainingArguments(deepspeed_config=config, **arguments)
-    resolved, steps = read_run_config(args, world_size=1).for_data(None)
+    resolved, steps = read_run_config(args, world_size=1).for_data(args, None)
     return hyperparameters(args, resolved, steps)
 
 
@@ -118,13 +118,13 @@ def saved_by(folder: Path, **changes: Any) -> Path:
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     saved = saved_by(tmp_path, optimizer="AdamW")
-    plain, _ = read_run_config(TrainingArguments(), world_size=1).for_data(None)
+    args = TrainingArguments()
+    plain, _ = read_run_config(args, world_size=1).for_data(args, None)
     require_same_optimizer(saved, plain)
     assert optimizer_name(plain) == "AdamW"
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    other, _ = read_run_config(TrainingArguments(deepspeed_config=config, learning_rate=0.1), world_size=1).for_data(
-        None
-    )
+    args = TrainingArguments(deepspeed_config=config, learning_rate=0.1)
+    other, _ = read_run_config(args, world_size=1).for_data(args, None)
     with pytest.raises(UserError, match="contains the state of AdamW, but this run uses SGD"):
         require_same_optimizer(saved, other)
     require_same_optimizer(saved_by(tmp_path / "adam", optimizer="Adam", layout="pp2", zero_stage=3), plain)
