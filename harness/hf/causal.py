@@ -260,8 +260,7 @@ def assemble(
 
     Args:
         tensor: this rank's place in its tensor-parallel group.
-        device, dtype: device and dtype of the parameters that will be built.
-        seed: seed of initial weights, if the source has none.
+        device, dtype, seed: those of the parameters that will be built; the seed if the source has no weights.
         finish: called with each layer once it has its weights (ZeRO-3 partitions them).
         experts: the data-parallel neighbours that hold other whole experts; None: each rank has a part of all experts.
         adaptation: adapters that are trained instead of the weights.
@@ -285,8 +284,8 @@ def assemble(
     in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes out the layers and their buffers
     noise = embedding_noise(model, noise_alpha)
     outer, router = _examine(source, model, device, router_loss)
-    _cast_buffers(model, buffers)
     outer.draws |= noise is not None
+    _cast_buffers(model, buffers)
     if adaptation is None:  # with adapters the layers hold parameters under other names
         _require_all_held(outer, form)
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)

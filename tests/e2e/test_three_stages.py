@@ -70,11 +70,11 @@ def test_layers_that_share_a_block_are_tied() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_text_decoder_of_a_model_of_several_parts_is_trained_alone(family: str, tmp_path: Path) -> None:
     outer, vision = {"llama": ("llava", "clip_vision_model"), "gemma3_text": ("gemma3", "siglip_vision_model")}[family]
-    sight = dict(model_type=vision, hidden_size=32, intermediate_size=48, num_hidden_layers=2, image_size=28)
-    sight |= dict(num_attention_heads=2, patch_size=14)
+    image = dict(model_type=vision, hidden_size=32, intermediate_size=48, num_hidden_layers=2, image_size=28)
+    image |= dict(num_attention_heads=2, patch_size=14)
     text = {**config(family).to_dict(), "model_type": family}
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[outer](text_config=text, vision_config=sight))
+    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[outer](text_config=text, vision_config=image))
     model.float().eval().save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="model is trained and saved"):
         source = read_source(str(tmp_path))

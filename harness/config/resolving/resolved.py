@@ -19,7 +19,10 @@ class Filled:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A config without any "auto", ready for DeepSpeed, and the settings that the harness reads from it."""
+    """A config for DeepSpeed, and the settings that the harness reads from it.
+
+    No "auto" is left, except before the data is read (`resolve_before_data`): then those that depend on data and model.
+    """
 
     config: JsonObject  # as DeepSpeed gets it from the harness
     alone: JsonObject  # for DeepSpeed without the harness; DeepSpeed then shards the model itself

@@ -188,11 +188,10 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="no reduction on one data rank",
-        why="DeepSpeed copies all gradients into a flat tensor and back, even for a single data rank. This patch "
-        "replaces ReduceGrads completely, so it comes after compression, which changes it only for several data ranks",
+        why="DeepSpeed copies all gradients into a flat tensor and back, even for a single data rank. Compression does "
+        "not meet this patch: it acts on several data ranks",
         when=lambda new: new.is_staged and new.context.groups.dp_group is None,
         apply=lambda new: keep_own_gradients(new.deepspeed),
-        after=("compressed reduction",),
     ),
     Patch(
         name="partial and tied gradients",

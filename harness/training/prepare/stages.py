@@ -44,7 +44,7 @@ class StageLine:
     Attributes:
         ranks: global ranks of the stage.
         first, last: indices of its first and last pipeline layer.
-        parts: first and last index of each of its model chunks.
+        chunks: first and last index of each of its model chunks.
         kinds: class name -> number of layers.
         parameters: number of parameters that one rank of the stage holds.
     """
@@ -53,14 +53,14 @@ class StageLine:
     ranks: list[int]
     first: int
     last: int
-    parts: list[tuple[int, int]]
+    chunks: list[tuple[int, int]]
     kinds: dict[str, int]
     parameters: int
 
     def __str__(self) -> str:
         kinds = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in self.kinds.items())
         ranks = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {self.ranks[0]}-{self.ranks[-1]}"
-        layers = " and ".join(f"{first}-{last}" for first, last in self.parts)
+        layers = " and ".join(f"{first}-{last}" for first, last in self.chunks)
         return f"stage {self.stage} on {ranks}: layers {layers} ({kinds}), {self.parameters:,} parameters a rank"
 
 
@@ -128,7 +128,7 @@ def stage_lines(
                 ranks=groups.layout.stage_ranks(stage),
                 first=own[0][0],
                 last=own[-1][1],
-                parts=own,
+                chunks=own,
                 kinds=dict(kinds),
                 parameters=largest[stage],
             )

@@ -176,7 +176,7 @@ class Checkpoints:
         step = self.run.state.global_step
         self._begun = time.monotonic()
         self.require_own_directory()
-        self._nonfinite.judge_weights(self.run.engine, f"checkpoint-{step}")
+        self._nonfinite.judge_weights(self.run.engine, finished_name(step))
         self._best = self.run.state.best_metric if self.run.state.best_global_step == step else None
         self._pending = begin_checkpoint(self.run, self._writer, copy=copy)
         self._state_of = step, self.run.state.consumed_samples

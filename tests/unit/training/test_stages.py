@@ -87,7 +87,7 @@ def test_every_part_stands_on_one_stage_and_every_stage_has_as_many(stages: int,
     ("line", "text"),
     [
         pytest.param(
-            StageLine(stage=0, ranks=[0], first=0, last=0, parts=[(0, 0)], kinds={"Embedding": 1}, parameters=1234567),
+            StageLine(stage=0, ranks=[0], first=0, last=0, chunks=[(0, 0)], kinds={"Embedding": 1}, parameters=1234567),
             "stage 0 on rank 0: layers 0-0 (Embedding), 1,234,567 parameters a rank",
             id="one-rank",
         ),
@@ -97,7 +97,7 @@ def test_every_part_stands_on_one_stage_and_every_stage_has_as_many(stages: int,
                 ranks=[4, 5, 6, 7],
                 first=2,
                 last=11,
-                parts=[(2, 4), (9, 11)],
+                chunks=[(2, 4), (9, 11)],
                 kinds={"Layer": 5, "Head": 1},
                 parameters=0,
             ),
@@ -205,7 +205,7 @@ def test_the_line_of_a_stage_counts_what_its_rank_holds(groups: Any) -> None:
     model = layers(3, 2, frozen=(1,))
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(2, 2))
     (line,) = stage_lines(model, [0, 2], module, context(groups, 1))
-    assert (line.ranks, line.parts, line.kinds, line.parameters) == ([0], [(0, 1)], {"Linear": 2}, 12 + 6)
+    assert (line.ranks, line.chunks, line.kinds, line.parameters) == ([0], [(0, 1)], {"Linear": 2}, 12 + 6)
     assert replace(line, parameters=0) == StageLine(
-        stage=0, ranks=[0], first=0, last=1, parts=[(0, 1)], kinds={"Linear": 2}, parameters=0
+        stage=0, ranks=[0], first=0, last=1, chunks=[(0, 1)], kinds={"Linear": 2}, parameters=0
     )
