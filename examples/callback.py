@@ -5,11 +5,12 @@ python examples/callback.py --enough 4.5 --output_dir runs/callback
 
 import argparse
 import random
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
-from harness import Trainer, TrainerCallback, TrainingArguments
+from harness import StepRecord, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 class StopWhenGoodEnough(TrainerCallback):
@@ -19,14 +20,24 @@ class StopWhenGoodEnough(TrainerCallback):
         self.enough, self.memory = enough, memory
         self.smoothed: float | None = None
 
-    def on_step_end(self, args: Any, state: Any, control: Any, *, record: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        record: StepRecord,
+        **kwargs: Any,
+    ) -> None:
         """Ask all ranks to save and stop; any rank may ask, and all act after the same step."""
         before = record.loss if self.smoothed is None else self.smoothed
         self.smoothed = self.memory * before + (1 - self.memory) * record.loss
         if self.smoothed < self.enough:
             control.should_save = control.should_training_stop = True
 
-    def on_save(self, args: Any, state: Any, control: Any, *, checkpoint: Any, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, checkpoint: Path, **kwargs: Any
+    ) -> None:
         """Say where the checkpoint is."""
         if state.is_world_process_zero:
             print(f"smoothed loss {self.smoothed:.3f} after step {state.global_step}: saved {checkpoint}")

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from harness.parallel.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
     from harness.parallel.tensor.layers import RowParallelLinear as RowParallelLinear
     from harness.parallel.tensor.layers import VocabParallelEmbedding as VocabParallelEmbedding
+    from harness.training.callbacks import StepRecord as StepRecord
     from harness.training.callbacks import TrainerCallback as TrainerCallback
-    from harness.training.saving.best_model import EarlyStoppingCallback as EarlyStoppingCallback
+    from harness.training.callbacks import TrainerControl as TrainerControl
+    from harness.training.callbacks import TrainerState as TrainerState
+    from harness.training.callbacks.early_stopping import EarlyStoppingCallback as EarlyStoppingCallback
     from harness.training.trainer import Trainer as Trainer
 
 _HOMES = {
@@ -33,13 +36,16 @@ _HOMES = {
     "ColumnParallelLinear": "harness.parallel.tensor.layers",
     "ConfigError": "harness.config",
     "Diagnostic": "harness.config",
-    "EarlyStoppingCallback": "harness.training.saving.best_model",
+    "EarlyStoppingCallback": "harness.training.callbacks.early_stopping",
     "LoraArguments": "harness.arguments",
     "RowParallelLinear": "harness.parallel.tensor.layers",
     "RunConfig": "harness.arguments.configure",
     "Severity": "harness.config",
+    "StepRecord": "harness.training.callbacks",
     "Trainer": "harness.training.trainer",
     "TrainerCallback": "harness.training.callbacks",
+    "TrainerControl": "harness.training.callbacks",
+    "TrainerState": "harness.training.callbacks",
     "TrainingArguments": "harness.arguments",
     "UserError": "harness.errors",
     "UserErrors": "harness.errors",

@@ -46,6 +46,7 @@ from harness.training.callbacks import (
     keywords,
     take_out,
 )
+from harness.training.callbacks.early_stopping import EarlyStoppingCallback, own_early_stopping
 from harness.training.callbacks.progress import ProgressCallback
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction
@@ -58,7 +59,7 @@ from harness.training.prepare.trainable import Model
 from harness.training.rebalancing import Rebalancer
 from harness.training.recording.profiler import ProfileCallback
 from harness.training.recording.recorder import Recorder
-from harness.training.saving.best_model import EarlyStoppingCallback, load_best, note_evaluation, own_early_stopping
+from harness.training.saving.best_model import load_best, note_evaluation
 from harness.training.saving.checkpoints import Checkpoints
 from harness.training.saving.model import gather_model, write_model
 from harness.training.saving.nonfinite import NonFinite

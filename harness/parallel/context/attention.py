@@ -4,9 +4,10 @@ Each rank has queries, keys and values of its own tokens, for all heads. An all-
 tokens, for some heads. The model's own attention function runs on these, with the mask that the model has made for the
 whole sequence, and a second all-to-all brings its output back.
 
-Models of transformers ask `AttentionInterface.get_interface` for their attention function. That is replaced here, so no
-family is named. Tensors with an entry for each head (sinks, slopes, biases) are cut to the heads of the rank. If the
-heads cannot be distributed over the ranks, because they are too few, say, every rank computes all heads.
+Models of transformers ask `AttentionInterface.get_interface` for their attention function. That is replaced when heads
+are first exchanged, so no family is named. Tensors with an entry for each head (sinks, slopes, biases) are cut to the
+heads of the rank. If the heads cannot be distributed over the ranks, because they are too few, say, every rank computes
+all heads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TypeAlias
 
 import torch
@@ -31,7 +32,6 @@ from harness.parallel.tiles import computed_again
 from harness.parallel.values import Argument, Keyword, Positional
 
 _active: ContextVar[SharedAttention | None] = ContextVar("attention over stretches", default=None)
-_get_interface = AttentionInterface.get_interface
 
 
 Attend: TypeAlias = Callable[..., Argument]
@@ -41,14 +41,17 @@ It takes a module, query, key and value [batch, heads, tokens, size], a mask and
 tokens, heads, size] and its weights."""
 
 
-def _interface(self: AttentionInterface, attn_implementation: str, default: Attend) -> Attend:
-    """Return the function that a model asks for; in a layer that works on a stretch, wrapped in the exchange."""
-    function: Attend = _get_interface(self, attn_implementation, default)
-    active = _active.get()
-    return function if active is None else partial(active.attend, function)
+@cache
+def _wrap_interface() -> None:
+    """Have models get their attention function wrapped in the exchange, in layers that work on a stretch."""
+    plain = AttentionInterface.get_interface
 
+    def get_interface(self: AttentionInterface, attn_implementation: str, default: Attend) -> Attend:
+        function: Attend = plain(self, attn_implementation, default)
+        active = _active.get()
+        return function if active is None else partial(active.attend, function)
 
-AttentionInterface.get_interface = _interface  # type: ignore[method-assign]
+    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
 
 
 @dataclass(kw_only=True)
@@ -68,6 +71,7 @@ class SharedAttention:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Exchange heads around every attention that is called while this is entered."""
+        _wrap_interface()
         before = _active.set(self)
         try:
             yield

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from harness.parallel.values import Argument, Keyword
 
 _queries: ContextVar[int] = ContextVar("queries of a mask that is made at a time", default=0)
 _documents: ContextVar[Tensor | None] = ContextVar("positions in the documents that masks keep apart", default=None)
-_get_function = AttentionMaskInterface.__getitem__
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +78,8 @@ def documents_apart(positions: Tensor | None) -> Iterator[None]:
     `positions`: [batch, tokens], from 0 in each document; None: rows are not packed. transformers would read that from
     the values of the position ids, and the host would wait for the device in every forward.
     """
+    if positions is not None:
+        _wrap_interface()
     found = masking_utils.find_packed_sequence_indices
     vars(masking_utils)["find_packed_sequence_indices"] = lambda _positions: None
     before = _documents.set(positions)
@@ -97,18 +98,21 @@ def _apart(function: Callable[..., Argument], positions: Tensor, **given: Argume
     return function(**{**given, "mask_function": apart, "allow_is_causal_skip": False})
 
 
-def _function(self: AttentionMaskInterface, key: str) -> Callable[..., Argument]:
-    """Return transformers' function that makes a mask, wrapped for the contexts that are entered."""
-    function: Callable[..., Argument] = _get_function(self, key)  # type: ignore[no-untyped-call]  # transformers gives it no types
-    queries, positions = _queries.get(), _documents.get()
-    if queries and key in ("sdpa", "eager"):
-        function = partial(_later, function, key == "sdpa", queries)
-    if positions is not None and key in ("sdpa", "eager", "flex_attention"):
-        function = partial(_apart, function, positions)
-    return function
+@cache
+def _wrap_interface() -> None:
+    """Have models get transformers' functions that make masks wrapped, as the contexts that are entered ask for."""
+    plain = AttentionMaskInterface.__getitem__
 
+    def get(self: AttentionMaskInterface, key: str) -> Callable[..., Argument]:
+        function: Callable[..., Argument] = plain(self, key)  # type: ignore[no-untyped-call]  # transformers gives it no types
+        queries, positions = _queries.get(), _documents.get()
+        if queries and key in ("sdpa", "eager"):
+            function = partial(_later, function, key == "sdpa", queries)
+        if positions is not None and key in ("sdpa", "eager", "flex_attention"):
+            function = partial(_apart, function, positions)
+        return function
 
-AttentionMaskInterface.__getitem__ = _function  # type: ignore[method-assign, assignment]
+    AttentionMaskInterface.__getitem__ = get  # type: ignore[method-assign, assignment]
 
 
 def _later(function: Callable[..., Argument], can_skip: bool, queries: int, **given: Argument) -> Argument:
@@ -123,6 +127,8 @@ def _later(function: Callable[..., Argument], can_skip: bool, queries: int, **gi
 @contextmanager
 def masks_by_rows(queries: int) -> Iterator[None]:
     """While this is entered, give models masks that are made for `queries` queries at a time; 0: whole masks."""
+    if queries:
+        _wrap_interface()
     before = _queries.set(queries)
     try:
         yield

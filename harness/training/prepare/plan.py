@@ -35,6 +35,7 @@ from harness.hf.skeleton import ModelSource
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
+from harness.training.callbacks.early_stopping import require_metric_of_one
 from harness.training.engine.losses import LossFunction
 from harness.training.engine.outputs import Preprocess
 from harness.training.prepare.trainable import Model, adapted
@@ -222,16 +223,6 @@ def _require_evaluation(args: TrainingArguments, given: UserData) -> None:
         require_metric_of_one(args, given.eval_dataset)
     if args.save_only_model and args.nonfinite == "rollback":
         raise UserError("--nonfinite rollback needs whole checkpoints: remove --save_only_model")
-
-
-def require_metric_of_one(args: TrainingArguments, evaluation: object) -> None:
-    """Raise UserError if several data sets are evaluated and `metric_for_best_model` does not name one's metric."""
-    if isinstance(evaluation, Mapping) and args.metric_for_best_model is None:
-        name = next(iter(evaluation))
-        raise UserError(
-            f"eval_dataset has several data sets: say whose metric decides which model is the best, as "
-            f"metric_for_best_model={name + '_loss'!r}"
-        )
 
 
 def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:

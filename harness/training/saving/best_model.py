@@ -1,11 +1,9 @@
-"""Track the best evaluation, stop early, and load the best model's weights at the end."""
+"""Track the best evaluation, and load the best model's weights at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import isfinite
 from pathlib import Path
-from typing import Unpack
 
 import torch.distributed as dist
 
@@ -13,81 +11,10 @@ from harness.arguments import TrainingArguments
 from harness.checkpoint.directories import NAME, finished_name
 from harness.checkpoint.integrity import changed_file, damage
 from harness.config.values.json_object import JsonObject
-from harness.errors import UserError
 from harness.topology.agreement import value_of_first, values_of_all
-from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
-from harness.training.prepare.plan import require_metric_of_one
+from harness.training.callbacks import TrainerControl, TrainerState
+from harness.training.callbacks.early_stopping import has_metric, improves, metric_of
 from harness.training.prepare.run import Run
-
-
-class EarlyStoppingCallback(TrainerCallback):
-    """Stops training after `early_stopping_patience` evaluations in a row without an improvement.
-
-    An evaluation improves if it beats the best so far by more than `early_stopping_threshold`.
-    """
-
-    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
-        self.patience = early_stopping_patience
-        self.threshold = early_stopping_threshold
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,  # noqa: ARG002  the signature of every callback
-        control: TrainerControl,  # noqa: ARG002
-        **kwargs: Unpack[MomentValues],
-    ) -> None:
-        """Raise UserError for several evaluation data sets if `metric_for_best_model` names no metric of one."""
-        require_metric_of_one(args, kwargs["trainer"].run.data.evaluation)
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
-    ) -> None:
-        """Count evaluations without improvement, and request the end of training after `patience` of them."""
-        if not has_metric(args, kwargs["metrics"]):
-            return  # an evaluation of another data set
-        if improves(args, state, metric_of(args, kwargs["metrics"]), self.threshold):
-            state.evaluations_without_best = 0
-        else:
-            state.evaluations_without_best += 1
-        if state.evaluations_without_best >= self.patience:
-            control.should_training_stop = True
-
-
-def own_early_stopping(callback: TrainerCallback) -> TrainerCallback:
-    """Replace transformers' EarlyStoppingCallback by ours; return any other callback unchanged.
-
-    The one in transformers minimises every metric unless `greater_is_better` is given, and loses its count at a resume.
-    """
-    kind = type(callback)
-    if (kind.__module__, kind.__name__) != ("transformers.trainer_callback", "EarlyStoppingCallback"):
-        return callback
-    theirs = vars(callback)
-    return EarlyStoppingCallback(theirs["early_stopping_patience"], theirs["early_stopping_threshold"] or 0.0)
-
-
-def has_metric(args: TrainingArguments, metrics: Mapping[str, object]) -> bool:
-    """Return whether an evaluation has the metric that decides which model is the best."""
-    return not metrics.keys().isdisjoint((f"eval_{args.best_metric_name}", args.best_metric_name))
-
-
-def metric_of(args: TrainingArguments, metrics: Mapping[str, object]) -> float:
-    """Return the metric that decides which model is the best. UserError if the evaluation has no such number."""
-    name = args.best_metric_name
-    found = metrics.get(f"eval_{name}", metrics.get(name))
-    if not isinstance(found, int | float):
-        raise UserError(
-            f"--metric_for_best_model {name}: the evaluation has no such number, but {', '.join(sorted(metrics))}"
-        )
-    return float(found)
-
-
-def improves(args: TrainingArguments, state: TrainerState, value: float, threshold: float = 0.0) -> bool:
-    """Return whether a value is better than the best so far by more than `threshold`."""
-    if not isfinite(value) or state.best_metric is None:
-        return isfinite(value)
-    gain = value - state.best_metric
-    return (gain if args.higher_is_better else -gain) > threshold
 
 
 def note_evaluation(

@@ -9,8 +9,9 @@ import pytest
 
 from harness import TrainingArguments, UserError
 from harness.training.callbacks import TrainerControl, TrainerState
+from harness.training.callbacks.early_stopping import EarlyStoppingCallback, improves, metric_of
 from harness.training.saving import best_model
-from harness.training.saving.best_model import EarlyStoppingCallback, improves, metric_of, note_evaluation, restore_best
+from harness.training.saving.best_model import note_evaluation, restore_best
 from tests.unit.checkpoint.saved import save
 
 

@@ -42,6 +42,19 @@ def test_an_import_changes_nothing_of_the_program() -> None:
     assert len(ended.stderr.splitlines()) == 1
 
 
+def test_the_trainer_leaves_transformers_as_it_is() -> None:
+    code = (
+        "import sys; from harness import EarlyStoppingCallback, StepRecord, TrainerControl, TrainerState; "
+        "assert 'torch' not in sys.modules; "
+        "from transformers.masking_utils import AttentionMaskInterface; "
+        "from transformers.modeling_utils import AttentionInterface; "
+        "found = lambda: (AttentionInterface.get_interface, AttentionMaskInterface.__getitem__); "
+        "before = found(); from harness import Trainer; assert found() == before"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize("kind", [TrainingArguments, LoraArguments, ScriptArguments])
 def test_the_signature_shows_every_flag_with_its_type_and_default(kind: type) -> None:
     shown = inspect.signature(kind).parameters
