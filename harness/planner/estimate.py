@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Self
 
 from harness.config.resolving.resolved import Resolved
 from harness.config.values.json_object import JsonObject
@@ -54,6 +55,18 @@ class Prediction:
         """Host memory of a rank of the stage that needs most."""
         return max(stage.host for stage in self.stages)
 
+    def for_boundaries(self, boundaries: Sequence[int]) -> Self:
+        """Return the prediction for the boundaries of the model chunks that a run has chosen.
+
+        If the model has another number of pipeline layers than the planner counts, the prediction stays as it is.
+        """
+        if boundaries[-1] != len(self.workload.shape.layers) + 2:
+            return self
+        return self._of(replace(self.strategy, boundaries=tuple(boundaries)))
+
+    def _of(self, strategy: Strategy) -> Self:
+        return replace(self, strategy=strategy, stages=memory_of(self.workload, strategy))
+
     def memory_gib(self) -> JsonObject:
         """Return the memory of each stage by purpose, as JSON; programs rely on its keys."""
         parts = [field.name for field in fields(StageMemory) if field.name != "host"]
@@ -71,7 +84,7 @@ class Prediction:
         memory = self.memory_gib()
         for shown, stage in zip(memory["stages"], self.stages, strict=True):
             shown["states"] = stage.states / GIB
-        return {"memory_gib": memory, "estimate": None}
+        return {"sequence_length": self.workload.sequence, "memory_gib": memory, "estimate": None}
 
     def __str__(self) -> str:
         sizes = sorted(stage.total / GIB for stage in self.stages)
@@ -103,6 +116,9 @@ class Estimate(Prediction):
     def tokens_per_second(self) -> float:
         """Tokens per second of all ranks together."""
         return self.strategy.global_batch * self.workload.sequence / self.seconds.total
+
+    def _of(self, strategy: Strategy) -> Self:
+        return replace(super()._of(strategy), seconds=step_seconds(self.hardware, self.workload, strategy))
 
     def as_json(self) -> JsonObject:
         """Return the JSON for run.json, with the seconds of a step."""

@@ -13,14 +13,14 @@ from harness.config.checking.check import check
 from harness.config.text.document import from_values
 from harness.config.values.layout_keys import ZERO_BUBBLE
 from harness.errors import UserError
-from harness.planner.estimate import Estimate, Prediction
+from harness.planner.estimate import Estimate
 from harness.planner.hardware import Hardware
 from harness.report.certificate import told
 from harness.report.charts import BarChart, Chart, of_run
 from harness.report.plotly_figures import figure
 from harness.report.profile.summary import summary
 from harness.report.run_charts import curves, data_charts, marks_of, step_charts
-from harness.report.run_files import RunFiles, measured_parts, predict_run
+from harness.report.run_files import RunFiles, expected_parts, predict_run
 from harness.wording import counted
 
 LEFT_OUT = ("/arguments/output_dir", "/arguments/overwrite_output_dir")  # differ in any two runs
@@ -62,14 +62,14 @@ def _median(run: RunFiles, key: str, label: str, form: str) -> Iterator[Fact]:
         yield Fact(form.format(median(values)), label, "median")
 
 
-def step_facts(run: RunFiles, predicted: Prediction | None) -> list[Fact]:
+def step_facts(run: RunFiles, predicted: Estimate | None) -> list[Fact]:
     """Return the key figures of the profiled steps: their time and their bubble, each beside its prediction."""
     if not run.profiles:
         return []
     found, facts = summary(run.profiles), []
     seconds = found["step_seconds"]
     facts.append(Fact(f"{seconds * 1e3:,.1f} ms", "a profiled step", f"median of {len(run.profiles)}"))
-    if isinstance(predicted, Estimate):
+    if predicted is not None:
         facts.append(Fact(f"{predicted.seconds.total * 1e3:,.1f} ms", "a step, predicted", predicted.hardware.name))
     if found["bubble"] is not None:
         shares = found["bubble"]
@@ -126,7 +126,7 @@ class RunCharts:
     """A run with the charts of its step."""
 
     run: RunFiles
-    predicted: Prediction | None
+    predicted: Estimate | None
     charts: Sequence[BarChart]
 
 
@@ -136,9 +136,8 @@ def charts_of(
     """Return the curves of all runs, and the charts of each run; step times are predicted if `hardware` is given."""
     shown = []
     for run in runs:
-        predicted = predict_run(run, hardware)
-        memory = [measured_parts(stage) for stage in predicted.stages] if predicted else []
-        shown.append(RunCharts(run, predicted, [*data_charts(run), *step_charts(run, memory)]))
+        predicted = None if hardware is None else predict_run(run, hardware)
+        shown.append(RunCharts(run, predicted, [*data_charts(run), *step_charts(run, expected_parts(run))]))
     return curves(runs), shown
 
 

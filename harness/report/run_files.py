@@ -13,9 +13,8 @@ from harness.config.text.document import from_values
 from harness.config.values.json_file import parse_json, read_json, regular_bytes
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.planner.estimate import Prediction, predict
-from harness.planner.hardware import Hardware
-from harness.planner.memory import StageMemory
+from harness.planner.estimate import Estimate, predict
+from harness.planner.hardware import GIB, Hardware
 from harness.planner.model_config import decoder_of
 from harness.report.profile.record import StepProfile, read_steps
 
@@ -136,12 +135,15 @@ def _object(value: object) -> JsonObject:
 MOST_OFF = 0.03  # relative error of the planner's parameter count above which it has misread the model
 
 
-def predict_run(run: RunFiles, hardware: Hardware | None) -> Prediction | None:
-    """Return the planner's prediction for a run; None if the planner cannot read its model or config.
+def predict_run(run: RunFiles, hardware: Hardware) -> Estimate | None:
+    """Return the planner's prediction of a run's step on other devices; None if it cannot read model or config.
 
-    Without `hardware` it predicts memory, but no times.
+    The run itself predicted its memory (`expected_parts`); without that prediction there is none here, either.
     """
     model, block = run.about.get("model"), _object(run.about.get("arguments")).get("block_size")
+    block = _object(run.about.get("expected")).get("sequence_length", block)
+    if run.about.get("expected", ...) is None:  # adapters, or an optimizer that the planner does not know
+        return None
     if not (isinstance(model, dict) and "model_type" in model and isinstance(block, int) and run.config):
         return None
     try:
@@ -150,8 +152,9 @@ def predict_run(run: RunFiles, hardware: Hardware | None) -> Prediction | None:
         if isinstance(counted, int) and abs(shape.parameters / max(counted, 1) - 1) > MOST_OFF:
             return None  # the config describes another model to the planner than the one that ran
         boundaries = _boundaries(run, len(shape.layers) + 2, resolved.chunks.count)
-        on_cpu = bool(run.profiles) and run.profiles[-1].device == "cpu"
-        return predict(resolved, shape, block, hardware=hardware, on_cpu=on_cpu, boundaries=boundaries)
+        found = predict(resolved, shape, block, hardware=hardware, boundaries=boundaries)
+        assert isinstance(found, Estimate)  # its hardware is known
+        return found
     except UserError:
         return None
 
@@ -170,12 +173,19 @@ def _boundaries(run: RunFiles, layers: int, chunks: int) -> tuple[int, ...] | No
     return tuple(found)
 
 
-def measured_parts(stage: StageMemory) -> dict[str, float]:
-    """Return the predicted bytes of each part that a profile measures; it measures a step's own tensors as one sum."""
-    made = stage.activations + stage.logits + stage.buffers
-    return {
-        "parameters": stage.parameters,
-        "gradients": stage.gradients,
-        "optimizer": stage.optimizer,
-        "activations": made,
-    }
+def expected_parts(run: RunFiles) -> list[dict[str, float]]:
+    """Return the bytes of each stage that the run predicted at its start, by the parts that a profile measures.
+
+    A profile measures a step's own tensors as one sum. Empty if the run made no prediction.
+    """
+    stages = _object(_object(run.about.get("expected")).get("memory_gib")).get("stages")
+    try:
+        return [
+            {
+                **{part: GIB * float(stage[part]) for part in ("parameters", "gradients", "optimizer")},
+                "activations": GIB * sum(float(stage[part]) for part in ("activations", "logits", "buffers")),
+            }
+            for stage in stages or ()
+        ]
+    except (KeyError, TypeError, ValueError):  # the file may have been edited
+        return []

@@ -208,7 +208,7 @@ def describe(run: Run) -> JsonObject:
         "adapters": json.loads(run.adapter_fingerprint) if run.adapter_fingerprint else None,
         "stage_boundaries": run.boundaries,
         "stages": [asdict(line) for line in run.stage_lines],
-        "expected": None if run.prediction is None else run.prediction.as_json(),
+        "expected": None if run.prediction is None else run.prediction.for_boundaries(run.boundaries).as_json(),
         "certificate": None if causal is None else certificate_of(run),
         "shared_memory": [axis for axis in AXES if shares_memory(run.groups.along(axis))],
         "output_dir": str(run.output_dir.resolve()),

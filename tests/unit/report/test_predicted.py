@@ -1,4 +1,4 @@
-"""What the planner predicts of a run: of the stages as the run has cut them."""
+"""What the report shows of a run's own prediction, and what the planner predicts of it on other devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness.report.run_files import RunFiles, measured_parts, predict_run
+from harness.planner.hardware import load_hardware
+from harness.report.run_files import RunFiles, expected_parts, predict_run
 from tests.unit.report.profile.made import profile
 
 TINY = Path(__file__).resolve().parents[3] / "models/presets/tiny-llama/config.json"
@@ -30,8 +31,8 @@ def run(boundaries: list[int] | None, **pipeline: Any) -> RunFiles:
 
 
 def parameters(shown: RunFiles) -> list[float]:
-    found = predict_run(shown, None)
-    return [measured_parts(stage)["parameters"] for stage in found.stages] if found else []
+    found = predict_run(shown, load_hardware("cpu", 2))
+    return [stage.parameters for stage in found.stages] if found else []
 
 
 @pytest.mark.parametrize(
@@ -65,3 +66,19 @@ def test_a_model_that_the_planner_reads_otherwise_than_it_ran_has_no_prediction(
     for counted, stages in ((own, 2), (int(1.02 * own), 2), (2 * own, 0)):
         shown = replace(shown, about={**shown.about, "parameters": counted})
         assert len(parameters(shown)) == stages
+
+
+def test_memory_is_what_the_run_has_said() -> None:
+    one = {"parameters": 1, "gradients": 2, "optimizer": 3, "activations": 4, "logits": 5, "buffers": 6, "total": 21}
+    shown = run([0, 3, 6])
+    assert expected_parts(shown) == []
+    for expected, parts in (
+        ({"memory_gib": {"stages": [one]}}, [{"parameters": 1, "gradients": 2, "optimizer": 3, "activations": 15}]),
+        ({"memory_gib": {"stages": [{**one, "logits": "many"}]}}, []),
+        ({"memory_gib": {"stages": [{}]}}, []),
+        ({"memory_gib": [1]}, []),
+        (None, []),
+    ):
+        found = expected_parts(replace(shown, about={**shown.about, "expected": expected}))
+        assert [{part: value / 2**30 for part, value in stage.items()} for stage in found] == parts
+    assert parameters(replace(shown, about={**shown.about, "expected": None})) == []

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import UserError
+from harness.planner.hardware import load_hardware
 from harness.report import run_charts as module
 from harness.report.charts import RUNS, of_run
 from harness.report.page import diagnostics, differences, facts
@@ -81,9 +82,15 @@ def test_a_run_json_that_cannot_be_read_is_told(about: str | None, words: str, t
 def test_values_of_another_kind_break_no_chart(value: object, tmp_path: Path) -> None:
     model = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     sound = {"config": {"train_batch_size": 8}, "model": model, "arguments": {"block_size": 64}}
-    for about in ({"stages": value}, {"layout": {"world_size": value}}, {"arguments": value}, {"parameters": value}):
+    for about in (
+        {"stages": value},
+        {"layout": {"world_size": value}},
+        {"arguments": value},
+        {"parameters": value},
+        {"expected": value},
+    ):
         found = read_run(write(tmp_path, '{"step": 1}\n', {**sound, **about}), "x")
-        predict_run(found, None)  # whatever it says: it raises nothing
+        predict_run(found, load_hardware("cpu", 2))  # whatever it says: it raises nothing
         assert facts(found) and step_charts(found) == []
 
 

@@ -18,12 +18,11 @@ from harness.console import plain_console
 from harness.data.inputs.datasets import UserData
 from harness.device.memory import host_limit_bytes
 from harness.planner.estimate import Prediction
-from harness.report.run_files import RunFiles, predict_run
+from harness.report.run_files import RunFiles, expected_parts
 from harness.topology.env import LaunchEnv
 from harness.training.prepare import forecast as forecasts
 from harness.training.prepare.forecast import forecast, require_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, plan_run
-from tests.unit.report.profile.made import profile
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -91,19 +90,15 @@ def test_a_device_must_hold_the_states_of_its_rank(tmp_path: Any) -> None:
         require_memory(replace(found, limit_bytes=most - 1), plan, range(2), device)
 
 
-def test_the_report_shows_what_the_start_of_the_run_has_said(tmp_path: Path) -> None:
-    plan = planned(tmp_path)
-    assert plan.source is not None
-    about = {
-        "model": plan.source.config.to_dict(),
-        "arguments": {"block_size": 32},
-        "layout": {"world_size": 2},
-        "config": plan.resolved.config,
-    }
-    run = RunFiles(name="run", folder=tmp_path, about=about, steps=[], profiles=[replace(profile(), device="cpu")])
-    shown, said = predict_run(run, None), expected(plan)
-    assert shown is not None and shown.stages == said.stages
-    assert said.as_json()["memory_gib"]["stages"][0].items() >= shown.memory_gib()["stages"][0].items()
+@pytest.mark.parametrize("boundaries", [[0, 3, 6], [0, 5, 6], [0, 2, 9]])
+def test_the_report_shows_what_the_run_has_said_of_its_own_stages(boundaries: list[int], tmp_path: Path) -> None:
+    said = expected(planned(tmp_path))
+    found = said.for_boundaries(boundaries)
+    run = RunFiles(name="run", folder=tmp_path, about={"expected": found.as_json()}, steps=[])
+    shown = expected_parts(run)
+    assert [stage["parameters"] for stage in shown] == [stage.parameters for stage in found.stages]
+    assert (found.stages == said.stages) == (boundaries != [0, 5, 6])  # the first is the planner's, the last another's
+    assert found.as_json()["sequence_length"] == 32
 
 
 def test_what_the_planner_cannot_count_has_no_forecast(tmp_path: Any) -> None:
