@@ -18,11 +18,10 @@ from harness.arguments.themes.reporting import MONITORS, within
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
-from harness.deepspeed.expert_groups import knowing_experts, mark_experts
-from harness.deepspeed.kept_in_fp32 import keeping_fp32
+from harness.deepspeed.expert_groups import mark_experts
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_wide import MpuAdapter, set_secondary_group
-from harness.deepspeed.zero3_parameters import PartitionInPlace, restore_linear
+from harness.deepspeed.zero3_parameters import PartitionInPlace
 from harness.device.process_group import give_timeout, open_groups
 from harness.errors import UserError
 from harness.hf.decoder import ModelLayer
@@ -32,7 +31,6 @@ from harness.parallel.compiling import compile_modules
 from harness.parallel.draws import DrawKeys
 from harness.parallel.memory import malloc_trim
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology, first_names
-from harness.parallel.tensor.shard import shard_of
 from harness.parallel.values import Value
 from harness.parallel.zero import Zero3Partition
 from harness.topology.env import run_timeout
@@ -46,7 +44,7 @@ from harness.training.engine.optimizer import (
     schedule,
     torch_adam_params,
 )
-from harness.training.engine.patches import NewEngine, apply_patches
+from harness.training.engine.patches import NewEngine, apply_patches, build_patches, over_data
 
 
 def build_engine(
@@ -66,8 +64,6 @@ def build_engine(
         config = _without_partitioned_activations(config)
     guarded = GuardedLoss(loss, spoils=context.args.nonfinite != "warn", tiles=traits.tiles)
     keys = draw_keys(context) if traits.draws else None
-    if context.resolved.zero_stage != 3:
-        restore_linear()  # an earlier ZeRO-3 engine in this process has replaced torch.nn.functional.linear
     groups_before = open_groups()
     module, grid = _build_module(context, layers, boundaries, guarded, keys, traits.example)
     _compile(module, context)
@@ -102,14 +98,9 @@ def _initialize(
     `names` are those of `first_names`: a tied weight must be in the same parameter group on every stage.
     """
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", context.args.weight_decay)
-    spread = [p for p in module.parameters() if (shard := shard_of(p)) is not None and shard.over_data]
-    mark_experts(spread)
-    trained = any(parameter.requires_grad for parameter in spread)
+    mark_experts(over_data(module))  # before the parameter groups, which keep marked parameters apart
     groups = parameter_groups(module, stated, names)
-    with (
-        keeping_fp32(),
-        knowing_experts(context.groups.ep_group, context.groups.ep_copies, marked=trained),
-    ):
+    with build_patches(context, module):
         engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=groups,

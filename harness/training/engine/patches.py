@@ -1,13 +1,15 @@
-"""The list of changes to a newly built DeepSpeed engine, in order, each with its reason.
+"""The lists of changes to DeepSpeed while it builds an engine, and to the engine then, in order, each with its reason.
 
 DeepSpeed decides much inside its engines: how a norm is computed, when gradients are reduced, in which order stages
-compute. Each `Patch` changes one of these for one engine. The order matters where two patches wrap the same function:
+compute. Each `Patch` changes one of these for one engine; a `BuildPatch` changes how DeepSpeed builds it. The order
+matters where two patches wrap the same function:
 `after` names the patches that must come before, and `why` gives the reason. A test checks the order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from harness.deepspeed.engine import ask_the_norm_once, check_every_gradient, forget_outputs
+from harness.deepspeed.expert_groups import knowing_experts
 from harness.deepspeed.gradient_reduction import (
     give_every_gradient,
     keep_own_gradients,
@@ -23,19 +26,83 @@ from harness.deepspeed.gradient_reduction import (
     sum_tied_gradients,
 )
 from harness.deepspeed.instructions import announce_instructions, tell_labels
-from harness.deepspeed.kept_in_fp32 import reduce_fp32_gradients
+from harness.deepspeed.kept_in_fp32 import keeping_fp32, reduce_fp32_gradients
 from harness.deepspeed.pipeline import LayerCall
+from harness.deepspeed.zero3_parameters import restore_linear
 from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.pipeline.schedules.instructions import follow_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule
 from harness.parallel.tensor.layers import overlap_sums
 from harness.parallel.tensor.partial_gradients import defer_sums, sum_once
+from harness.parallel.tensor.shard import shard_of
 from harness.parallel.zero import copy_hooked_inputs
 from harness.resilience.process.activity import beat
 from harness.training.engine.context import EngineContext, LayerTraits
 from harness.training.engine.gradients import UnusedParameters, compress_gradients, correct_clipping
 from harness.training.engine.losses import GuardedLoss
 from harness.training.engine.muon import find_matrices
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildPatch:
+    """One change of DeepSpeed while it builds an engine.
+
+    Attributes:
+        name: the thing that is changed.
+        why: what DeepSpeed does without the change, and why it has to be in place before the engine exists.
+        during: returns the context for `deepspeed.initialize` around this rank's layers.
+    """
+
+    name: str
+    why: str
+    during: Callable[[EngineContext, nn.Module], AbstractContextManager[object]]
+
+
+def _with_torchs_linear(context: EngineContext, _module: nn.Module) -> AbstractContextManager[object]:
+    if context.resolved.zero_stage != 3:
+        restore_linear()
+    return nullcontext()
+
+
+def _with_experts(context: EngineContext, module: nn.Module) -> AbstractContextManager[object]:
+    trained = any(parameter.requires_grad for parameter in over_data(module))
+    return knowing_experts(context.groups.ep_group, context.groups.ep_copies, marked=trained)
+
+
+BUILD_PATCHES: tuple[BuildPatch, ...] = (
+    BuildPatch(
+        name="torch's linear",
+        why="an earlier ZeRO-3 engine in this process has replaced torch.nn.functional.linear, and does not put it "
+        "back. Only another ZeRO-3 engine may keep the replacement",
+        during=_with_torchs_linear,
+    ),
+    BuildPatch(
+        name="parameters kept in float32",
+        why="DeepSpeed casts all parameters of a bf16 engine, and joins those of ZeRO-3 in one tensor of one dtype, "
+        "both in its constructor",
+        during=lambda _context, _module: keeping_fp32(),
+    ),
+    BuildPatch(
+        name="experts on other data ranks",
+        why="DeepSpeed recognises only layers of its own MoE classes, and would average the gradients of experts over "
+        "ranks that hold other experts. Its constructor looks for them, and its optimizers read the groups there",
+        during=_with_experts,
+    ),
+)
+
+
+def over_data(module: nn.Module) -> list[nn.Parameter]:
+    """Return the experts' parameters of this rank that differ between data-parallel ranks."""
+    return [p for p in module.parameters() if (shard := shard_of(p)) is not None and shard.over_data]
+
+
+@contextmanager
+def build_patches(context: EngineContext, module: nn.Module) -> Iterator[None]:
+    """Build an engine in this context: all `BUILD_PATCHES` are in place."""
+    with ExitStack() as stack:
+        for patch in BUILD_PATCHES:
+            stack.enter_context(patch.during(context, module))
+        yield
 
 
 @dataclass(kw_only=True)
