@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import NoReturn, get_type_hints
+from typing import NoReturn, TypeVar, get_type_hints
 
 from harness.config.values.arguments import OPTIMIZERS, AutoValues
 from harness.config.values.typed import FALSE, TRUE, takes, typed
 
 LARGEST = 10**7  # of any size
+ActionT = TypeVar("ActionT", bound=argparse.Action)
 
 
 def positive(text: str) -> int:
@@ -30,6 +31,14 @@ def argument_in_type(hint: object, text: str) -> object:
         return typed(hint, text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is {error}") from error
+
+
+def with_default(text: str, default: object) -> str:
+    """Return the help of an argument with its default, if it has one and the text does not say it."""
+    if default in (None, "", argparse.SUPPRESS) or default is False or "default:" in text:
+        return text
+    shown = f"{default:g}" if isinstance(default, float) else str(default).replace("%", "%%")
+    return f"{text} (default: {shown})".lstrip()
 
 
 class Boolean(argparse.Action):
@@ -58,6 +67,12 @@ class FlagParser(argparse.ArgumentParser):
     """
 
     joins_values = True
+
+    def _add_action(self, action: ActionT) -> ActionT:
+        """Add an argument; its help says its default."""
+        if action.help is not argparse.SUPPRESS:
+            action.help = with_default(action.help or "", action.default)
+        return super()._add_action(action)
 
     def parse_known_args(  # type: ignore[override]  # its overloads differ in the type of the namespace alone
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -129,7 +144,7 @@ class VerbParser(FlagParser):
         hints, defaults = get_type_hints(AutoValues), {item.name: item.default for item in fields(AutoValues)}
         for name in names:
             hint, default = hints[name], defaults[name]
-            text = "as in a run" + ("" if default is None else f" (default: {default})")
+            text = with_default("as in a run", default)
             if takes(hint, bool):
                 self.add_argument(f"--{name}", action=Boolean, default=None, help=text)
                 continue

@@ -30,7 +30,7 @@ def checkpoint(argv: Sequence[str]) -> int:
     parser.add_argument("action", choices=("show", "verify", "export"))
     parser.add_argument("directory", type=Path, metavar="DIR", help="output_dir/checkpoint-STEP")
     parser.add_argument("--output_dir", type=Path, help="export: where the model is written")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="export: of the weights (default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="export: of the weights")
     args = parser.parse_args(argv)
     if args.action != "export" and args.output_dir is not None:
         parser.error(f"--output_dir has no effect on {args.action}")

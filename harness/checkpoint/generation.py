@@ -27,9 +27,9 @@ def generate(argv: Sequence[str]) -> int:
     parser = VerbParser("generate", "Let a trained model continue a prompt, or answer it.", EXAMPLE)
     parser.add_argument("model", metavar="MODEL_DIR", help="output_dir of a run, a checkpoint of it, or any model")
     parser.add_argument("--prompt", required=True, help='text to continue or to answer; "-": standard input')
-    parser.add_argument("--max_new_tokens", type=int, default=300)
+    parser.add_argument("--max_new_tokens", type=int, default=300, help="most tokens to add")
     parser.add_argument("--temperature", type=float, default=0.5, help="0: always the most likely token")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of tokens")
     parser.add_argument(
         "--chat",
         action=Boolean,

@@ -42,7 +42,7 @@ def models(argv: Sequence[str]) -> int:
     parser.add_argument("--write", action=Boolean, help=f"with --run: store the rows and write {PAGE}")
     parser.add_argument("--results", type=Path, help="with --run: a file of rows; rows in it are not run again")
     parser.add_argument("--only", choices=("tensor", "experts"), help="with --run: this cell; others stay as stored")
-    parser.add_argument("--limit_s", type=float, default=120.0, help="time limit per family in seconds (default: 120)")
+    parser.add_argument("--limit_s", type=float, default=120.0, help="time limit per family in seconds")
     parser.add_argument("--format", choices=FORMATS, default="text", help="output format")
     args = parser.parse_args(argv)
     stored = read_matrix()

@@ -76,9 +76,7 @@ def _parser() -> VerbParser:
     parser.add_argument("--rank", type=_rank, required=True, help="rank to build; all: the first rank of each stage")
     parser.add_argument("--world_size", type=positive, required=True, help="number of ranks of the run")
     parser.add_argument("--json", action=Boolean, help="print JSON, a line a rank")
-    parser.add_argument(
-        "--device", choices=("gpu", "cpu"), default="gpu", help="what the ranks of the run have (default: gpu)"
-    )
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what the ranks of the run have")
     return parser
 
 

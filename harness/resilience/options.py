@@ -50,8 +50,13 @@ class Options:
 
     script: tuple[str, ...]  # what runs on each rank, with its arguments
     flags: tuple[str, ...]  # the words before it, each flag under its own name
-    max_restarts: int = _flag(int, 0, "N", "start again up to N times (default: 0)")
-    min_ranks: int | None = _flag(int, None, "K", "wait for hosts rather than go on with fewer ranks (default: 1)")
+    max_restarts: int = _flag(int, 0, "N", "start again up to N times")
+    min_ranks: int | None = _flag(
+        int,
+        None,
+        "K",
+        "wait for hosts rather than go on with fewer ranks (default: 1 with --max_restarts or --nnodes N:M, else all)",
+    )
     num_accelerators: int | None = _flag(
         int,
         None,

@@ -15,8 +15,6 @@ from harness.checkpoint.integrity import newest_whole
 from harness.errors import UserError
 from harness.topology.layout import Layout
 
-HANG_S = 30.0  # --hang_seconds of a script with arguments of its own
-
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
@@ -66,7 +64,7 @@ class Script:
     @property
     def hang_seconds(self) -> float:
         """Seconds without progress after which the run is ended; 0: never."""
-        return HANG_S if self.args is None else self.args.hang_seconds
+        return (self.args or TrainingArguments).hang_seconds  # the default for a script with arguments of its own
 
     def require_resumable(self) -> None:
         """Raise UserError if the checkpoints of this run cannot be resumed."""

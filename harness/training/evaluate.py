@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from harness.arguments.themes.training import ROUTER_BATCH
 from harness.config.values.json_object import JsonObject
 from harness.data.batches.collate import AnyDataset, Collator, MapDataset, collate
 from harness.data.batches.evaluation import evaluation_batches, evaluation_steps
@@ -32,8 +33,6 @@ from harness.training.prepare.run import Run
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
-ROUTER_BATCH = 8
-"""Samples of an evaluation micro-batch for a model with a router loss; transformers' default for every model."""
 CHUNK = 16  # micro-batches that are read, then evaluated; signals are checked between two chunks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,7 @@ from harness import cli
 from harness.cli import VERBS, main
 from harness.config.cli import verbs
 from harness.errors import UserError
-from harness.verb_parser import Boolean, VerbParser
+from harness.verb_parser import Boolean, VerbParser, with_default
 from scripts.write_verbs import parser_of
 
 
@@ -188,3 +189,12 @@ def test_every_switch_of_a_verb_is_a_boolean_flag(verb: str) -> None:
     actions = parser_of(verb)._actions
     bare = [action.dest for action in actions if action.nargs == 0 and action.dest != "help"]
     assert bare == []
+
+
+def test_a_default_is_said_once_and_only_where_there_is_one() -> None:
+    assert with_default("hosts", 1) == "hosts (default: 1)"
+    assert with_default("seconds", 120.0) == "seconds (default: 120)"
+    assert with_default("", "a%b") == "(default: a%%b)"
+    assert with_default("how often", 0) == "how often (default: 0)"
+    assert [with_default("x", none) for none in (None, False, "", argparse.SUPPRESS)] == ["x"] * 4
+    assert with_default("ranks (default: all)", 8) == "ranks (default: all)"

@@ -10,6 +10,7 @@ from harness.errors import UserError
 from harness.hf.locate import DEFAULT_MODEL
 
 PYTHON_STDLIB = "python-stdlib"
+HELD_OUT_PERCENT = 5  # of train_file, if nothing else is said
 
 
 @noting_given
@@ -38,7 +39,8 @@ class ScriptArguments(Flags):
     )
     validation_split_percentage: float | None = flag(
         None,
-        "percentage of train_file to hold out for evaluation; below 1: a fraction (default: 5 with eval_steps)",
+        "percentage of train_file to hold out for evaluation; below 1: a fraction "
+        f"(default: {HELD_OUT_PERCENT} with eval_steps)",
     )
     do_train: bool | None = flag(None, "train (default: yes, unless only --do_eval is given)")
     do_eval: bool = flag(
@@ -90,7 +92,7 @@ class ScriptArguments(Flags):
     @property
     def held_out(self) -> Fraction:
         """The fraction of train_file that is held out, if any is."""
-        given = Fraction(str(self.validation_split_percentage or 5))
+        given = Fraction(str(self.validation_split_percentage or HELD_OUT_PERCENT))
         return given if given < 1 else given / 100
 
     @property

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.arguments.themes.flags import Flags, flag
-from harness.config.values.arguments import OPTIMIZERS, AutoValues
+from harness.config.values.arguments import BLOCK_SIZE, OPTIMIZERS, AutoValues
 from harness.errors import UserError
+
+ROUTER_BATCH = 8
+"""Samples of an evaluation micro-batch for a model with a router loss; transformers' default for every model."""
 
 
 @dataclass(kw_only=True)
@@ -16,14 +19,18 @@ class BatchArguments(Flags):
     TITLE: ClassVar[str] = "Samples, batches and steps"
 
     block_size: int | None = flag(
-        None, "tokens per sample of text or conversations (default: the model's length, at most 1024)", hf_only=True
+        None,
+        f"tokens per sample of text or conversations (default: the model's length, at most {BLOCK_SIZE})",
+        hf_only=True,
     )
     packing: bool = flag(False, "pack whole documents into blocks; attention stays within each document", hf_only=True)
     max_steps: int = flag(-1, "optimizer steps; -1: as many as num_train_epochs needs", least=-1)
     num_train_epochs: float = flag(3.0, "passes through the data, unless max_steps is given", least=0)
     per_device_train_batch_size: int = flag(AutoValues.per_device_train_batch_size, "samples per micro-batch", least=1)
     per_device_eval_batch_size: int | None = flag(
-        None, "samples per evaluation micro-batch (default: as in training; with a router loss 8)", least=1
+        None,
+        f"samples per evaluation micro-batch (default: as in training; with a router loss {ROUTER_BATCH})",
+        least=1,
     )
     gradient_accumulation_steps: int = flag(
         AutoValues.gradient_accumulation_steps, "micro-batches per step on each data-parallel rank", least=1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+BLOCK_SIZE = 1024  # tokens of a sample, or the model's positions if it has fewer: run_clm.py's default for --block_size
+
 # DeepSpeed's schedules, by the names of HuggingFace's
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 

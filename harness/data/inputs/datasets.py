@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
 from harness.arguments.themes.script import ScriptArguments
+from harness.config.values.arguments import BLOCK_SIZE
 from harness.console import Console
 from harness.data.batches.collate import AnyDataset, MapDataset
 from harness.data.batches.evaluation import EvaluationData, by_prefix
@@ -44,7 +45,6 @@ from harness.wording import counted
 if TYPE_CHECKING:
     from datasets import Dataset
 
-LONGEST_DEFAULT = 1024  # tokens; run_clm.py's default for block_size
 NEEDS_TOKENIZER = "a data set of text or conversations needs processing_class, the tokenizer"
 _COUNTED = 1000  # up to this number of documents, measure their size before tokenising
 
@@ -78,7 +78,7 @@ class SampleForm:
             require_documents_apart(with_attention(source.config, args.attn_implementation))
         longest, block_size = position_limit(source.config), args.block_size
         if block_size is None:
-            block_size = min(LONGEST_DEFAULT, longest or LONGEST_DEFAULT)
+            block_size = min(BLOCK_SIZE, longest or BLOCK_SIZE)
         elif longest is not None and block_size > longest:
             raise UserError(
                 f"--block_size {block_size}: the model has {counted(longest, 'position')}: use at most {longest}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from harness.config import load, resolve
 from harness.config.model.families import require_trainable_family
 from harness.config.model.shape import read_model_config
+from harness.config.values.arguments import BLOCK_SIZE
 from harness.errors import UserError
 from harness.planner.calibrate import calibrate
 from harness.planner.estimate import Estimate, predict
@@ -171,7 +172,6 @@ def estimate_lines(one: Estimate) -> Iterator[str]:
         )
 
 
-BLOCK_SIZE = 1024  # the default of a run's --block_size
 ESTIMATE_EXAMPLE = """example:
   ds-harness estimate --deepspeed_config zero3 --model DIRECTORY --world_size 8 --hardware h100 --bf16"""
 PLAN_EXAMPLE = """example:
@@ -188,7 +188,7 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
         *("--block_size", "--sequence_length"),
         type=positive,
         default=BLOCK_SIZE,
-        help="tokens of a sample (default: 1024)",
+        help="tokens of a sample",
     )
     parser.add_argument("--global_batch_size", type=positive, help="samples of a step over all ranks")
     parser.add_argument("--tf32", action=Boolean, help="with fp32: products in TF32, as the run's own --tf32")
@@ -248,10 +248,10 @@ def plan(argv: Sequence[str]) -> int:
         "--like",
         choices=tuple(HABITS),
         default="deepspeed",
-        help="the program whose habits are predicted (default: deepspeed, as this harness runs it)",
+        help="the program whose habits are predicted; deepspeed: as this harness runs it",
     )
-    parser.add_argument("--top", type=positive, default=10, help="rows of the table (default: 10)")
-    parser.add_argument("--row", type=positive, default=1, help="with --write: the row to write (default: 1, the best)")
+    parser.add_argument("--top", type=positive, default=10, help="rows of the table")
+    parser.add_argument("--row", type=positive, default=1, help="with --write: the row to write; 1 is the best")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the DeepSpeed JSON of a row")
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="write a page that plans in a browser, without a server"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.config.values.arguments import BLOCK_SIZE
 from harness.data.batches.collate import IGNORED, Collator, MapDataset, MicroBatch
 from harness.data.batches.stream import dataset_length, read_micro_batch
 from harness.data.inputs.given import require_short
@@ -18,7 +19,6 @@ from harness.hf.skeleton import ModelSource, position_limit
 from harness.hf.verify.packing import require_documents_apart, require_flash_apart
 from harness.training.engine.context import EngineContext
 
-USUAL_LENGTH = 1024
 TOKENS, SHIFTED, OTHERS = "tokens", "shifted", "others"
 ENOUGH, SHARE = 4, 0.75
 """Labels count as shifted if at least ENOUGH of them, and at least this SHARE, equal the next token.
@@ -87,7 +87,7 @@ def meaning_of(batch: MicroBatch) -> str:
 
 
 def sample_length(batch: MicroBatch | None) -> int:
-    """Return the tokens of a sample in this micro-batch of a decoder; 1,024 without data."""
+    """Return the tokens of a sample in this micro-batch of a decoder; the default without data."""
     if batch is None:
-        return USUAL_LENGTH
+        return BLOCK_SIZE
     return Tokens.of(batch[0]).ids.shape[1]
