@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
@@ -77,6 +78,18 @@ class Console:
         with suppress(OSError):
             return os.get_terminal_size(self.out.fileno()).columns > 0
         return True
+
+
+def warn(text: str) -> None:
+    """Warn as Python does, for code that has no console; the warning also goes to the logger of the calling module."""
+    warnings.warn(text, stacklevel=2)
+    _log_once(_logger(), Secrets.known().masked(text))
+
+
+@cache
+def _log_once(logger: logging.Logger, text: str) -> None:
+    """Log a warning; Python, too, tells one only once."""
+    logger.warning("%s", text)
 
 
 def _logger() -> logging.Logger:
@@ -184,8 +197,8 @@ def _show_ours(console: Console, show: Callable[..., None]) -> Callable[..., Non
         line: str | None = None,
     ) -> None:
         if Path(filename).resolve().is_relative_to(PACKAGE) or "harness" in Path(filename).parts:
-            if str(message) not in shown:
-                console.warn(str(message))
+            if console.speaks and str(message) not in shown:  # `warn` has logged it
+                print_if_heard(f"warning: {Secrets.known().masked(str(message))}", console.out)
             shown.add(str(message))
         show(message, category, filename, lineno, file, line)
 

@@ -15,7 +15,6 @@ import hashlib
 import json
 import re
 import sys
-import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from harness.console import warn
 from harness.errors import UserError
 from harness.hf.layers.call import CANNOT_RUN
 from harness.hf.skeleton import ModelSource
@@ -201,9 +201,7 @@ def _require_found(model: PreTrainedModel, config: LoraConfig) -> None:
     targets = config.target_modules
     lost = [] if isinstance(targets, str) else [n for n in targets or () if not any(k.endswith(f".{n}") for k in names)]
     if lost:
-        warnings.warn(
-            f"LoRA: this {model.config.model_type} model has no module named {', '.join(sorted(lost))}", stacklevel=4
-        )
+        warn(f"LoRA: this {model.config.model_type} model has no module named {', '.join(sorted(lost))}")
 
 
 def _train_whole(model: PreTrainedModel) -> None:

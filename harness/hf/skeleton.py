@@ -11,7 +11,6 @@ are refused by name.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from harness.console import warn
 from harness.errors import UserError
 from harness.hf.layers.attention import attention_of
 from harness.hf.locate import model_directory
@@ -234,10 +234,7 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
             f"model type {config.model_type!r} has several parts, but transformers has no causal decoder for its text "
             f"part ({text.model_type}) alone, so it cannot be trained here"
         )
-    warnings.warn(
-        f"only the text decoder ({text.model_type}) of this {config.model_type} model is trained and saved",
-        stacklevel=3,
-    )
+    warn(f"only the text decoder ({text.model_type}) of this {config.model_type} model is trained and saved")
     text = copy.deepcopy(text)
     if (tied := getattr(config, "tie_word_embeddings", None)) is not None:  # some configs leave it to their parts
         text.tie_word_embeddings = tied

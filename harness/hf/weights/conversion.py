@@ -9,7 +9,6 @@ any, and at an export, to which regions of the files its tensors go. Names are r
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
+from harness.console import warn
 from harness.errors import UserError
 from harness.hf.weights.lazy_tensor import Box, LazyTensor, TensorSource
 from harness.hf.weights.tensor_files import StoredTensors, open_tensors
@@ -111,7 +111,7 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
     _refuse_quantized(directory, found, model)
     if info.unexpected_keys:
         unused = _some(sorted(info.unexpected_keys))
-        warnings.warn(f"{directory}: ignored, because the model has no such tensors: {unused}", stacklevel=3)
+        warn(f"{directory}: ignored, because the model has no such tensors: {unused}")
     form = _form_of(stored, loaded, found, present, keep_names=inner is None)
     return Checkpoint(tensors=found, untied=untied, form=form)
 
@@ -215,10 +215,7 @@ def _refuse(directory: Path, stored: Iterable[str], info: LoadStateDictInfo, mod
     misshapen = sorted(info.mismatched_keys)
     if not missing and not misshapen and not info.conversion_errors:
         if buffers := sorted(info.missing_keys):
-            warnings.warn(
-                f"{directory}: missing from the checkpoint, so initialised as in a new model: {_some(buffers)}",
-                stacklevel=4,
-            )
+            warn(f"{directory}: missing from the checkpoint, so initialised as in a new model: {_some(buffers)}")
         return
     stored, prefix = set(stored), model.base_model_prefix + "."
     concerned = {*missing, *(name for name, *_ in misshapen), *info.conversion_errors}

@@ -8,7 +8,6 @@ They need only a few MB besides the layer itself: no tensor is read or drawn who
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from harness.console import warn
 from harness.errors import UserError
 from harness.hf.weights.initialization import (
     PIECE_BYTES,
@@ -233,7 +233,7 @@ def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
     model, info = loaded
     if set(info["missing_keys"]) - set(model.all_tied_weights_keys) or info["mismatched_keys"]:
         raise refusal
-    warnings.warn(f"{directory}: cannot be read in slices, so each rank reads all of it", stacklevel=2)
+    warn(f"{directory}: cannot be read in slices, so each rank reads all of it")
     return MemoryReader(tensors={**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import NoReturn, Unpack
 
 from tqdm import tqdm
@@ -93,9 +94,7 @@ class ProgressCallback(TrainerCallback):
             self.bar = None
 
     def _above_the_bar(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.write(text, file=self.console.out)
-        else:
+        with nullcontext() if self.bar is None else self.bar.external_write_mode(self.console.out):
             self.console.say(text)
 
 

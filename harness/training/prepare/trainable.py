@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.arguments import TrainingArguments
 from harness.config.model.shape import require_countable
 from harness.config.values.json_object import JsonObject
+from harness.console import warn
 from harness.data.batches.collate import MicroBatch
 from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
@@ -312,7 +312,7 @@ def _require_kept(names: Set[str], context: EngineContext) -> None:
             "data_types.keep_in_fp32_modules to [] to compute them in bf16"
         )
     if context.groups.rank == 0:
-        warnings.warn(f"{what} will be computed in {resolved.precision}", stacklevel=3)
+        warn(f"{what} will be computed in {resolved.precision}")
 
 
 def _decoder_loss(causal: CausalModel, context: EngineContext, own_loss: LogitsLoss | None) -> Loss:

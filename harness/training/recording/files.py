@@ -9,7 +9,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -25,6 +24,7 @@ from harness.checkpoint.directories import RUN
 from harness.config.values.json_file import parse_json, read_json
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets, masked_by_name
+from harness.console import warn
 from harness.data.files.sources import TOKENS, find_files, find_tokens, source_groups
 from harness.data.preview import composition
 from harness.errors import UserError, reason
@@ -153,14 +153,14 @@ class MetricsFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         gone, self._file = self._file, self._path.open("ab", buffering=0)
         gone.close()
-        warnings.warn(f"{self._path}: it was deleted; metrics continue in a new file", stacklevel=4)
+        warn(f"{self._path}: it was deleted; metrics continue in a new file")
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """Run an action, and warn if it fails, as on a full disk: training continues, and lines wait in memory."""
         try:
             action()
         except OSError as error:
-            warnings.warn(f"{self._path}: cannot be written: {reason(error)}; training continues", stacklevel=3)
+            warn(f"{self._path}: cannot be written: {reason(error)}; training continues")
 
 
 def write_run(output_dir: Path, content: JsonObject) -> None:

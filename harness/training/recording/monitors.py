@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from harness.atomic import replace_text
 from harness.checkpoint.directories import set_aside
 from harness.config.values.json_object import JsonObject
+from harness.console import warn
 
 if TYPE_CHECKING:
     import wandb
@@ -97,7 +97,7 @@ def _warning(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(f"{what} cannot be written: {error.strerror or error}; training continues", stacklevel=4)
+        warn(f"{what} cannot be written: {error.strerror or error}; training continues")
 
 
 def _folder(section: JsonObject) -> str:

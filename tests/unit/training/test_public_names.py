@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from transformers import HfArgumentParser
@@ -19,7 +20,7 @@ from harness.arguments import LoraArguments
 from harness.arguments.configure import read_run_config
 from harness.arguments.themes.script import ScriptArguments
 from harness.config import AutoValues
-from harness.console import Console
+from harness.console import Console, quiet, warn
 
 
 def test_every_public_name_is_listed_and_there() -> None:
@@ -84,7 +85,7 @@ def test_a_default_that_a_config_may_take_stands_once() -> None:
             assert getattr(values, item.name) == getattr(made, item.name)
 
 
-def test_a_program_can_collect_what_the_console_prints() -> None:
+def test_a_program_can_collect_what_the_console_prints(tmp_path: Path) -> None:
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(f"{record.levelname} {record.getMessage()}")
@@ -103,11 +104,20 @@ def test_a_program_can_collect_what_the_console_prints() -> None:
             console.warn("the disk is nearly full")
         console.fail("no\nroom")
         exec("console.fail('no room')", {"__name__": "harness.training.trainer", "console": console})
+        with quiet(tmp_path / "log", rank=0), pytest.warns(UserWarning, match="of a module"):
+            for _ in range(2):
+                exec("warn('of a module')", {"__name__": "harness.hf.lora", "warn": warn})
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    assert lines == ["INFO step 1: 50%", "WARNING the disk is nearly full", "ERROR no room", "ERROR no room"]
-    assert names == ["harness"] * 3 + ["harness.training.trainer"]
+    assert lines == [
+        "INFO step 1: 50%",
+        "WARNING the disk is nearly full",
+        "ERROR no room",
+        "ERROR no room",
+        "WARNING of a module",
+    ]
+    assert names == ["harness"] * 3 + ["harness.training.trainer", "harness.hf.lora"]
     assert (out.getvalue(), error.getvalue()) == (
         "step 1: 50%\nwarning: the disk is nearly full\n",
         "error: no room\n" * 2,

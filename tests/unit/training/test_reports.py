@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import logging
 import os
 import struct
 import subprocess
@@ -140,7 +141,12 @@ def test_a_terminal_that_has_no_width_gets_lines(columns: int, is_terminal: bool
     os.close(ours)
 
 
-def test_a_narrow_bar_shows_the_time_left_and_the_loss() -> None:
+def test_a_narrow_bar_shows_the_time_left_and_the_loss_and_lines_above_it_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected: list[str] = []
+    logger = logging.getLogger("harness.training.callbacks.progress")
+    monkeypatch.setattr(logger, "log", lambda _level, _form, text: collected.append(text))
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     args, state, control = TrainingArguments(), TrainerState(max_steps=2, global_step=1), TrainerControl()
@@ -148,13 +154,15 @@ def test_a_narrow_bar_shows_the_time_left_and_the_loss() -> None:
         callback = ProgressCallback(Console(out=terminal, error=terminal, speaks=True))
         callback.on_train_begin(args, state, control)
         callback.on_step_end(args, state, control, record=record_of(1))
+        callback.on_save(args, state, control, checkpoint=tmp_path)
         callback.on_train_end(args, state, control)
         terminal.flush()
         written = ""
-        while not written.endswith("\n"):  # what a terminal is given arrives in pieces
+        while written.count("\n") < 2:  # what a terminal is given arrives in pieces
             written += os.read(ours, 1 << 16).decode()
         shown = written.splitlines()[-1]
     os.close(ours)
+    assert f"\rcheckpoint in {tmp_path}\r\n" in written and collected == [f"checkpoint in {tmp_path}"]
     assert "0:00:00 left, loss" in shown and len(shown.rpartition("\r")[2]) <= 60
 
 
