@@ -3,10 +3,10 @@
 A .jsonl file is made of the standard library's sources, and a byte-level BPE is trained on them, or with `--words` a
 list of words, which is seven times as fast, for large files. Each program reads the file, tokenises it in two processes
 and keeps the ids on disk: the harness with `read_documents` and `make_blocks`, `datasets` with `load_dataset` and
-`Dataset.map(batched=True, num_proc=2)`. Each prepares the file, starts again on its
-own cache, and prepares it once more on an empty cache, where it is killed after half of its processor time and started
-again. Then the rows are streamed, from the beginning and from half way on. Compare processor time, which a busy machine
-distorts least.
+`Dataset.map(batched=True, num_proc=2)`, once with its default batch of 1,000 documents and once with 32. Each prepares
+the file, starts again on its own cache, and prepares it once more on an empty cache, where it is killed after half of
+its processor time and started again. Then the rows are streamed, from the beginning and from half way on. Compare
+processor time, which a busy machine distorts least.
 
     OMP_NUM_THREADS=1 python scripts/bench/data_preparation.py [--megabytes 100] [--words]
 """
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ from harness.data.files.sources import find_files  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
 
 WORKERS = 2
-PROGRAMS = ("harness", "datasets")
+PROGRAMS = ("harness", "datasets", "datasets-small-batches")
+SMALL_BATCH = 32  # documents of a batch of `map`, whose default is 1,000
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -50,6 +52,7 @@ def main() -> None:
         {
             "harness": prepare_by_harness,
             "datasets": prepare_by_datasets,
+            "datasets-small-batches": partial(prepare_by_datasets, small=True),
             "harness-stream": stream_by_harness,
             "datasets-stream": stream_by_datasets,
         }[program](Path(text), tokenizer, Path(cache))
@@ -111,8 +114,9 @@ def measure(program: str, text: Path, tokenizer: Path, cache: Path) -> dict[str,
     before = watched(program, text, tokenizer, cache / "killed", kill_at_cpu_s=whole["cpu_s"] / 2)
     after = watched(program, text, tokenizer, cache / "killed")
     repeated = before["cpu_s"] + after["cpu_s"] - whole["cpu_s"] - cached["cpu_s"]
-    stream = watched(f"{program}-stream", text, tokenizer, cache / "stream")
-    resumed = watched(f"{program}-stream", text, tokenizer, cache / "stream")
+    streams = f"{program.removesuffix('-small-batches')}-stream"
+    stream = watched(streams, text, tokenizer, cache / "stream")
+    resumed = watched(streams, text, tokenizer, cache / "stream")
     return {
         **whole,
         "disk_mb": sum(megabytes(file) for file in (cache / "whole").rglob("*") if file.is_file()),
@@ -183,7 +187,7 @@ def prepare_by_harness(text: Path, tokenizer: str, cache: Path) -> None:
     print(len(blocks), blocks[len(blocks) - 1]["input_ids"][-1])
 
 
-def prepare_by_datasets(text: Path, tokenizer: str, cache: Path) -> None:
+def prepare_by_datasets(text: Path, tokenizer: str, cache: Path, *, small: bool = False) -> None:
     """Read and tokenise as run_clm.py does, each document closed; blocks would be cut when they are read."""
     from datasets import load_dataset
     from transformers import AutoTokenizer
@@ -195,7 +199,8 @@ def prepare_by_datasets(text: Path, tokenizer: str, cache: Path) -> None:
         return {"input_ids": [[*row, encode.eos_token_id] for row in ids]}
 
     rows = load_dataset("json", data_files=str(text), split="train", cache_dir=str(cache))
-    found = rows.map(closed, batched=True, num_proc=WORKERS, remove_columns=["text"])
+    batch = {"batch_size": SMALL_BATCH, "writer_batch_size": SMALL_BATCH} if small else {}
+    found = rows.map(closed, batched=True, num_proc=WORKERS, remove_columns=["text"], **batch)
     print(len(found), found[len(found) - 1]["input_ids"][-1])
 
 
