@@ -1,14 +1,16 @@
 """Look up flags of other programs, and what to write here instead, in the table `other_programs.json`.
 
-The table has three sections. `huggingface`: flags of TrainingArguments and run_clm.py that do not exist here, with the
+The table has four sections. `huggingface`: flags of TrainingArguments and run_clm.py that do not exist here, with the
 values (`same`) that ask for the behaviour the harness always has. `programs`: flags of other programs, by program (""
-for words that several use). `beginnings`: prefixes of further flags of a program.
+for words that several use). A switch of axolotl's that is false asks for nothing, unless it `acts_if_false`.
+`beginnings`: prefixes of further flags of a program. `launch`: flags of the `deepspeed` command and of torchrun that
+`ds-harness launch` refuses, or takes and ignores.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,11 +41,17 @@ class OtherPrograms:
         not_taken: HuggingFace flags that do not exist here, by name.
         programs: program -> its flag -> what to write here.
         beginnings: program -> prefix of its flags -> what to write here.
+        acts_if_false: flags that ask for something if they are false.
+        refused_by_launch: flag of another launcher -> what to do instead.
+        ignored_by_launch: names of a flag of another launcher -> its values: some, "any" or "true or false".
     """
 
     not_taken: Mapping[str, NotTaken]
     programs: Mapping[str, Mapping[str, str]]
     beginnings: Mapping[str, Mapping[str, str]]
+    acts_if_false: frozenset[str]
+    refused_by_launch: Mapping[str, str]
+    ignored_by_launch: Mapping[tuple[str, ...], Sequence[str] | str]
 
 
 @cache
@@ -60,7 +68,15 @@ def other_programs() -> OtherPrograms:
     not_taken = {
         flag: NotTaken(row["advice"], tuple(row["same"])) for row in content["huggingface"] for flag in row["flags"]
     }
-    return OtherPrograms(not_taken, by_program["programs"], by_program["beginnings"])
+    rows = [row for rows in content["programs"].values() for row in rows if row.get("acts_if_false")]
+    return OtherPrograms(
+        not_taken=not_taken,
+        programs=by_program["programs"],
+        beginnings=by_program["beginnings"],
+        acts_if_false=frozenset(flag for row in rows for flag in row["flags"]),
+        refused_by_launch={flag: row["instead"] for row in content["launch"]["refused"] for flag in row["flags"]},
+        ignored_by_launch={tuple(row["flags"]): row["takes"] for row in content["launch"]["ignored"]},
+    )
 
 
 def is_idle(name: str, value: object) -> bool:
@@ -68,11 +84,10 @@ def is_idle(name: str, value: object) -> bool:
     entry = other_programs().not_taken.get(name)
     if entry is not None:
         return value is None or _plain(value) in map(_plain, entry.same)
-    # axolotl's keys are off-switches of features when false, except those that turn shuffling off
     known = name in other_programs().programs["axolotl"] or name.startswith(
         tuple(other_programs().beginnings["axolotl"])
     )
-    return known and str(value).lower() == "false" and not name.startswith("shuffle_")
+    return known and str(value).lower() == "false" and name not in other_programs().acts_if_false
 
 
 def is_section(name: str) -> bool:

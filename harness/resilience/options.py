@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from harness.arguments.other_programs import other_programs
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.topology.env import inherited
@@ -16,14 +17,8 @@ from harness.topology.launchers import HostAssignment
 from harness.verb_parser import Boolean, VerbParser
 
 T = TypeVar("T")
-ON_EACH = "run `ds-harness launch --rdzv_endpoint HOST:PORT` on each host, by what starts commands there"
-BY_DEEPSPEED = "only the `deepspeed` command can do this, without restarts"
-ELSEWHERE = {  # flags that only the `deepspeed` command has
-    **dict.fromkeys(("--launcher", "--launcher_args", "--no_ssh"), ON_EACH),
-    **dict.fromkeys(("--bind_cores_to_rank", "--bind_core_list"), "use `--no_python numactl ...` instead"),
-    **dict.fromkeys(("--autotuning", "--venv_script", "--enable_each_rank_log", "--save_pid"), BY_DEEPSPEED),
-}
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}  # else each failed request to a store prints a page of C++ frames
+IGNORED = "ignored"  # flags of other launchers that change nothing here
 HOSTFILE = "/job/hostfile"  # where the `deepspeed` command looks
 EXAMPLE = """example:
   ds-harness launch --max_restarts 20 --num_accelerators 8 scripts/train.py --deepspeed_config pipeline_3d \\
@@ -106,8 +101,8 @@ class _Parser(VerbParser):
 
     def error(self, message: str) -> NoReturn:
         for flag in (word.partition("=")[0] for word in message.split()):
-            if flag in ELSEWHERE:
-                raise UserError(f"{flag}: {ELSEWHERE[flag]}")
+            if instead := other_programs().refused_by_launch.get(flag):
+                raise UserError(f"{flag}: {instead}")
         raise UserError(f"{message} (see --help)")
 
 
@@ -117,9 +112,8 @@ def read_options(argv: Sequence[str]) -> Options:
     given = vars(parser.parse_args(argv))
     words = parser.spelled(argv)  # as many
     start = len(argv) - len(given.pop("arguments")) - 1
+    given.pop(IGNORED, None)
     start -= argv[start] != given.pop("script")  # argparse swallows a "--" after the script
-    for name in ("no_ssh_check", "force_multi", "quiet", "log_level", "rdzv_backend"):
-        given.pop(name)
     _fill_from_launcher(given)
     options = Options(script=tuple(argv[start:]), flags=tuple(words[:start]), **given)
     _require(options)
@@ -180,10 +174,9 @@ def _parser() -> _Parser:
         flags = sorted([f"--{each.name}", *about["names"]], key=lambda name: name[1] == "-")  # -H before --hostfile
         more = {"action": Boolean} if kind is bool else {"type": kind, "metavar": about["metavar"]}
         add(*flags, default=each.default, help=about["help"], **more)
-    add("--rdzv_backend", choices=["c10d"], help=argparse.SUPPRESS)
-    for names in (("--no_ssh_check",), ("--force_multi",), ("-q", "--quiet")):
-        add(*names, action=Boolean, help=argparse.SUPPRESS)
-    add("--log_level", default="", help=argparse.SUPPRESS)
+    for names, takes in other_programs().ignored_by_launch.items():
+        ignored = {"action": Boolean} if takes == "true or false" else {"choices": None if takes == "any" else takes}
+        add(*names, dest=IGNORED, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **ignored)
     add("script", help="the training script")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser

@@ -39,7 +39,7 @@ MADE_UP = {"ds_configs/zero1.json", "models/plans/mymodel.json"}
 # Flags of other programs that the pages show: deepspeed, torchrun, srun, sbatch, pip, mkdocs, hf.
 FLAGS_OF_OTHERS = {
     *("num_accelerators", "hostfile", "include", "master_port", "module", "nnodes", "nproc_per_node"),
-    *("rdzv_backend", "rdzv_endpoint", "nodes", "signal", "strict"),
+    *("quiet", "rdzv_backend", "rdzv_endpoint", "nodes", "signal", "strict"),
 }
 
 
