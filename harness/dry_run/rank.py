@@ -44,7 +44,7 @@ from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
 from harness.training.engine import gradients
 from harness.training.engine.build import build_engine
-from harness.training.engine.context import EngineContext
+from harness.training.engine.context import DTYPES, EngineContext
 from harness.training.engine.engine import Engine, PipelineStages
 from harness.training.prepare.stages import choose_boundaries
 from harness.training.prepare.trainable import TrainableModel, require_compilable, trainable_decoder
@@ -226,18 +226,18 @@ def _on_device(memory: Memory, engine: Engine, plan: DryRun) -> Memory:
     states += sum(memory.parameters.values()) if parameters and plan.resolved.zero_stage == 3 else 0
     waiting = 0
     if plan.resolved.config.get("activation_checkpointing", {}).get("cpu_checkpointing"):
-        waiting = max(recomputed_blocks(engine.deepspeed.module) - 2, 0) * _hidden_bytes(engine, plan)
+        waiting = max(recomputed_blocks(engine.deepspeed.module) - 2, 0) * _hidden_bytes(plan)
     on_host = states + round(memory.in_flight * waiting)
     kept = max(memory.activations - waiting, 0)
     return replace(memory, activations=kept, peak=max(memory.peak - on_host, 0), host=on_host)
 
 
-def _hidden_bytes(engine: Engine, plan: DryRun) -> int:
+def _hidden_bytes(plan: DryRun) -> int:
     """Return the bytes of this rank's hidden state of a micro-batch between two layers."""
     width = plan.source.config.get_text_config(decoder=True).hidden_size
     shares = plan.layout.cp_size * (plan.layout.tp_size if plan.resolved.sequence_parallel else 1)
     tokens = plan.resolved.micro_batch * -(-plan.block_size // shares)
-    return int(tokens * width * engine.dtype.itemsize)
+    return int(tokens * width * DTYPES[plan.resolved.precision].itemsize)
 
 
 def _in_flight(engine: Engine, plan: DryRun, kept: Mapping[int, int]) -> float:

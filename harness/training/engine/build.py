@@ -81,9 +81,7 @@ def build_engine(
     torch.manual_seed(context.args.seed + coordinate.dp_rank + 1000 * coordinate.stage)
     apply_patches(new)
     kind = PipelineStages if context.is_pipeline else WholeModel
-    engine = kind(new.deepspeed, context.groups, guarded, context.device, context.dtype, context.args.seed, keys)
-    engine.compression = new.compression
-    return engine
+    return kind(new.deepspeed, context, guarded, keys, new.compression)
 
 
 def _initialize(

@@ -39,6 +39,7 @@ from harness.parallel.host import numbers, to_device
 from harness.parallel.values import Value
 from harness.resilience.process.activity import beat, begin_step
 from harness.topology.groups import Groups
+from harness.training.engine.context import EngineContext
 from harness.training.engine.losses import (
     GuardedLoss,
     Outputs,
@@ -94,37 +95,40 @@ class Engine(ABC):
 
     Attributes:
         deepspeed: DeepSpeed's engine itself.
-        device: the device to which batches are copied.
-        dtype: dtype of the parameters, to which floating-point inputs are cast.
-        seed: seed of random draws outside of the layers, as in a user's loss.
+        context: arguments, config, groups and device of the run. Batches are copied to its device, and floating-point
+            inputs cast to its dtype; its seed is that of draws outside of the layers, as in a user's loss.
         schedule: sets the learning rate for any step.
         compared: whether the ranks' data has been compared, which the first step does.
         keys: keys of random draws in the layers; None if they draw none.
         compression: the compressed reduction of gradients; None if DeepSpeed reduces them.
     """
 
-    compression: CompressedReduction | None = None
-
     def __init__(
         self,
         deepspeed: DeepSpeedEngine,
-        groups: Groups,
+        context: EngineContext,
         loss: GuardedLoss,
-        device: torch.device,
-        dtype: torch.dtype,
-        seed: int,
         keys: DrawKeys | None = None,
+        compression: CompressedReduction | None = None,
     ) -> None:
         self.deepspeed = deepspeed
-        self.groups = groups
+        self.context = context
         self.loss = loss
-        self.device = device
-        self.dtype = dtype
-        self.seed = seed
         self.keys = keys
+        self.compression = compression
         self.schedule = SchedulePosition(deepspeed)
         self._length: int | None = None  # padded length of the last step's samples
         self.compared = False
+
+    @property
+    def groups(self) -> Groups:
+        """The process groups of this rank."""
+        return self.context.groups
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.context.device
 
     @property
     def reads_data(self) -> bool:
@@ -182,7 +186,9 @@ class Engine(ABC):
 
         # 2. Forward, backward, gradient reduction, clipping, update. Random draws are a function of the step alone, so
         #    a checkpoint needs no generator state.
-        with own_generators(seed_of(self.seed, consumed_samples, self.groups.coordinate.reader), self.device):
+        with own_generators(
+            seed_of(self.context.args.seed, consumed_samples, self.groups.coordinate.reader), self.device
+        ):
             loss, parts = self._forward_backward_update(batches)
 
         # 3. The outcome, in one copy to the host: the only place of a step where the host waits for the device.
@@ -295,7 +301,7 @@ class Engine(ABC):
 
     def _cast(self, inputs: Any) -> Any:
         if isinstance(inputs, Tensor):
-            return inputs.to(self.dtype) if inputs.is_floating_point() else inputs
+            return inputs.to(self.context.dtype) if inputs.is_floating_point() else inputs
         return tuple(map(self._cast, inputs))
 
     def release(self) -> None:

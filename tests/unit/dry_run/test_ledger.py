@@ -191,7 +191,7 @@ def test_hidden_states_and_offloaded_states_are_the_hosts() -> None:
     run = SimpleNamespace(**vars(plan(**config)), source=SimpleNamespace(config=described))
     layers = [nn.Linear(4, 4) for _ in range(4)]
     module = LayerSequence(layers, checkpoint_interval=1, seed=0)
-    engine: Any = SimpleNamespace(deepspeed=SimpleNamespace(module=module), dtype=torch.float32)
+    engine: Any = SimpleNamespace(deepspeed=SimpleNamespace(module=module))
     found = _on_device(replace(MEMORY, activations=2**15, in_flight=1), engine, run)
     waiting = 2 * 2 * 128 * 4 * 4
     assert found.host == 4096 + waiting
