@@ -12,7 +12,7 @@ from pathlib import Path
 
 from harness.errors import lacks_inodes, reason
 
-UNFINISHED = "unfinished-"  # prefix of files and folders that nobody should read yet
+UNFINISHED = "unfinished-"  # prefix of unfinished files and folders
 FOLDER = UNFINISHED + "files-"  # prefix of the folders whose files will replace others
 
 _AT_FDCWD = -100  # Linux: paths are relative to the working directory
@@ -27,7 +27,7 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replaced_files(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder; at the end each file in it replaces the file of its name in `directory`.
+    """Yield an empty folder; at the end each file in it replaces the file of the same name in `directory`.
 
     Raises OSError if that fails; `directory` is then unchanged, or has some of the new files, each of them whole.
     """

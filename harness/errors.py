@@ -11,7 +11,7 @@ from pathlib import Path
 class UserError(Exception):
     """Something the user can fix. The text is one line: what is wrong, where, what to do.
 
-    Names that come from files may hold anything; what a terminal would act on is shown by its escape.
+    Names that come from files may hold anything, so control characters are escaped.
     """
 
     def __init__(self, text: str) -> None:
@@ -23,7 +23,7 @@ class UserErrors(UserError):
 
 
 def refuse_all(problems: Sequence[str]) -> None:
-    """Raise UserErrors for what is wrong, UserError for one thing alone; nothing for none."""
+    """Raise UserError for one problem, UserErrors for several; do nothing for none."""
     if problems:
         raise (UserErrors if len(problems) > 1 else UserError)("\n".join(problems))
 

@@ -1,7 +1,7 @@
 """The training script: `deepspeed scripts/train.py ...`, `deepspeed --module harness.train ...`, or plain `python`.
 
 Everything that can be refused is refused before torch is imported. An error is one line on standard error: the rank
-that caused it speaks, ranks that merely lost their peer wait for it to have spoken, tracebacks go to the rank's log.
+that caused an error prints it; ranks that only lost a peer wait until it has. Tracebacks go to the rank's log.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
             description=DESCRIPTION,
             epilog=EXAMPLE,
         )
-        with watching_for_stopped_ranks(args.hang_seconds, console):  # one may be downloading for all of its host
+        # one rank may be downloading for the whole host
+        with watching_for_stopped_ranks(args.hang_seconds, console):
             config = check_before_start(script, args, env, lora)
         log = Path(args.output_dir) / "logs" / f"rank_{env.rank}.log"
         with quiet(log, env.rank) as console, signals.reported_by(console.say):
@@ -165,13 +166,13 @@ def _guarded(work: Callable[[], None], env: LaunchEnv, console: Console) -> int:
     except signals.Stopped as stopped:
         records.record_failure(stopped)
         sys.stdout.flush()
-        os._exit(int(stopped.code or 0))  # all is saved; whoever stops a run does not wait for Python to tidy up
+        os._exit(int(stopped.code or 0))  # everything is saved: skip Python's slow shutdown
     except BaseException as error:
         signals.say_nothing()
         activity.leave(error)
         records.record_failure(error)
         traceback.print_exc()  # into this rank's log
-        if signals.received() and records.is_lost_peer(error):  # the others have ended by the signal
+        if signals.received() and records.is_lost_peer(error):  # the signal ended the other ranks
             os._exit(128 + signals.received())
         _report(console, env.rank, error)
         sys.stderr.flush()
@@ -180,7 +181,7 @@ def _guarded(work: Callable[[], None], env: LaunchEnv, console: Console) -> int:
 
 
 def _report(console: Console, rank: int, error: BaseException) -> None:
-    """One line for the user, by the rank that knows the cause."""
+    """Print one line on the rank that knows the cause."""
     if rank > 0:  # usually every rank finds the same: rank 0 reports it, and the launcher ends the others
         time.sleep(GRACE_S)
     if isinstance(error, UserError):
@@ -189,13 +190,13 @@ def _report(console: Console, rank: int, error: BaseException) -> None:
         return
     text = f"{type(error).__name__}: {error}".strip()
     if records.is_lost_peer(error):
-        time.sleep(2 * GRACE_S)  # the rank that has failed tells its own
+        time.sleep(2 * GRACE_S)  # the failed rank prints its own error first
         text = f"lost contact with another rank ({text.splitlines()[0]})"
     console.fail(f"rank {rank}: {text.splitlines()[0]}; the traceback is in {console.log}")
 
 
 def _shut_down(trainer: Trainer) -> None:
-    """Leave the process group together, so that no rank sees its peers vanish."""
+    """Leave the process group together, so that no rank loses its connection."""
     import torch.distributed as dist
 
     with activity.inside("ending"):

@@ -1,4 +1,4 @@
-"""Errors of the user that nothing catches: one line, also in a script of the user's own, by one rank of many."""
+"""Print an uncaught UserError as one line, on one rank, also in a user's own script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRACE_S = 6.0  # longer than the launcher takes to see that a rank has ended and
 
 
 def lines_of(error: UserError) -> list[str]:
-    """Return the error in one line, of several findings about a config the first; or in a line for each of several."""
+    """Return one line per error; of several config findings only the first, with the number of others."""
     if isinstance(error, UserErrors):
         return str(error).splitlines()
     if not isinstance(error, ConfigError):
@@ -30,7 +30,7 @@ def lines_of(error: UserError) -> list[str]:
 def show_in_one_line() -> None:
     """Print a UserError that ends this program as one line, with the line of the program that it comes from.
 
-    What the program itself has set as `sys.excepthook` stays; other errors are shown as ever.
+    A `sys.excepthook` that the program itself has set stays; other errors are shown as usual.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show

@@ -59,7 +59,7 @@ class KeptBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Sequence[Tensor], helper: Executor) -> list[Tensor]:
-        """Return copies of `tensors` in the buffer, valid until the next call. The idle `helper` copies half."""
+        """Return copies of `tensors` (any shape) in the buffer, valid until the next call. The `helper` copies half."""
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         on_device = any(tensor.device.type != "cpu" for tensor in tensors)
         if sum(sizes) > self._memory.numel():

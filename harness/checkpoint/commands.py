@@ -25,7 +25,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def checkpoint(argv: Sequence[str]) -> int:
-    """Show, verify or export a checkpoint; returns the exit code."""
+    """Show, verify or export a checkpoint; returns the exit code.
+
+    Raises UserError if it is not complete, is damaged, or cannot be exported.
+    """
     parser = VerbParser("checkpoint", DESCRIPTION, EXAMPLE)
     parser.add_argument("action", choices=("show", "verify", "export"))
     parser.add_argument("directory", type=Path, metavar="DIR", help="output_dir/checkpoint-STEP")

@@ -213,7 +213,10 @@ def residue_file(checkpoint: Path) -> Path:
 
 
 def write_residue(folder: Path, tensors: dict[str, Tensor], description: str) -> None:
-    """Write a reduction's state; a run with the same `description` may continue with it. UserError if that fails."""
+    """Write a reduction's state, tensors (any shape) by name; a run with the same `description` may continue with it.
+
+    Raises UserError if the file cannot be written.
+    """
     path = residue_file(folder)
     try:
         save_file(tensors, path, metadata={"describes": description})

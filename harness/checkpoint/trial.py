@@ -1,6 +1,6 @@
 """Test before the first step whether checkpoints can be written, by the same calls that write them.
 
-A run that fails at its first save has trained in vain. All ranks write into one file, next to each other within the
+A run that fails at its first save wastes its training. All ranks write into one file, next to each other within the
 same pages: this also detects a file system on which hosts overwrite each other's bytes.
 """
 

@@ -31,7 +31,10 @@ SPARE_S = 60.0  # besides the save: to finish a step before it, and to end the p
 
 
 def cluster(argv: Sequence[str]) -> int:
-    """Write the job file and return the exit code."""
+    """Write the job file and return the exit code.
+
+    Raises UserError for a script that itself says where to resume, or that writes outside of the volume.
+    """
     own, script = _parted(argv)
     parser = VerbParser("cluster", DESCRIPTION, EXAMPLE)
     add = parser.add_argument

@@ -75,7 +75,7 @@ def _verdict(cell: Callable[[], None]) -> str:
         own = YES
     except UserError as error:
         own = f"refused: {_short(error)}"
-    except Exception as error:  # whatever a family's code raises once it is cut, the cut is wrong
+    except Exception as error:  # any error after the cut means that the cut is wrong
         traceback.print_exc()  # if the other rank hangs now, this log is all that shows why
         own = f"wrong: {_short(error)}"
     said = [""] * dist.get_world_size()

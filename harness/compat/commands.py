@@ -34,6 +34,7 @@ def models(argv: Sequence[str]) -> int:
     """Print, run, compare or store the matrix and return the exit code.
 
     It is 1 if a cell that was run is wrong, or, with --compare, if a cell that is stored as working no longer works.
+    Raises UserError for an option that needs --run, without it.
     """
     parser = VerbParser("models", DESCRIPTION, EXAMPLE)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types (default: all)")

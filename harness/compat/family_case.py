@@ -58,7 +58,7 @@ def build_case(family: str, work: Path) -> FamilyCase:
     if dist.get_rank() == 0:
         try:
             make_subject(composition, work)
-        except Exception as error:  # rank 1 must hear of it, whatever it is
+        except Exception as error:  # rank 1 must get every error
             fault = [str(error)]
     dist.broadcast_object_list(fault, src=0)
     if fault[0]:

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 InPlace = Callable[[Tensor, ProcessGroup | None], bool]
 """Called with a tensor and its group; returns False to leave the collective to torch.distributed."""
 Into = Callable[[Tensor, Tensor, ProcessGroup | None], bool]
-"""Called with the output tensor, the input tensor and the group; returns False likewise."""
+"""Called with the output tensor, the input tensor and the group; returns False to leave it to torch.distributed."""
 Means = Callable[[Sequence[Tensor], ProcessGroup | None], list[Tensor] | None]
-"""Called with tensors and their group; returns this rank's flat part of the mean of each, or None likewise."""
+"""Called with tensors and their group; returns this rank's flat part of each mean, or None to leave it to DeepSpeed."""
 
 _MEANS_OF_DEEPSPEED = stage3.reduce_scatter_coalesced
 _SUMS = (comm.ReduceOp.SUM, dist.ReduceOp.SUM)
@@ -34,7 +34,8 @@ class Done:
 
 
 def carry_collectives(sums: InPlace, gathers: Into, scatters: Into, means: Means) -> None:
-    """Have DeepSpeed in this process try these functions for each collective, and torch.distributed where they refuse.
+    """Make DeepSpeed in this process call these functions for its collectives, and torch.distributed if one returns
+    False or None.
 
     A function must have completed when it returns. All ranks of the group must accept or refuse alike, else some would
     wait in torch.distributed for the others. DeepSpeed calls its collectives in the same order on each rank.

@@ -76,7 +76,7 @@ def skips_nonfinite_itself(engine: DeepSpeedEngine) -> bool:
 
 
 def count_skipped_step(engine: DeepSpeedEngine) -> None:
-    """Tell the engine that its last step has updated nothing: it did not wait for the norm that showed it."""
+    """Count the last step as skipped; the engine did not read the norm, so it does not know."""
     engine.skipped_steps += 1
     engine._step_applied = False
 
@@ -99,8 +99,8 @@ def sum_norm_with(
         dense, by_expert_group = grads
         device = optimizer.fp32_groups_flat_partition[0].device
         experts = [grad for found in by_expert_group.values() for grad in found]
-        # As dense gradients, all of them: DeepSpeed would sum those of experts over all stages in a second all-reduce,
-        # which a stage without experts never calls. It squares what it is given, hence the root.
+        # Return the whole sum as one dense gradient: for experts DeepSpeed would call a second all-reduce over all
+        # stages, which a stage without experts never joins. DeepSpeed squares the value, so return its root.
         return [square_sum(dense, experts, device).sqrt().view(1)], {}
 
     optimizer.get_grads_for_norm = grads_for_norm
@@ -134,8 +134,8 @@ def is_counted_elsewhere(parameter: Tensor) -> bool:
 
 
 def gradients_of(parameter: Tensor) -> Iterator[Tensor]:
-    """Yield the gradients that a parameter holds: torch's, the bf16 optimizer's in float32, and ZeRO-1's, which may
-    have another precision."""
+    """Yield the gradients that a parameter (any shape) holds, each of its shape: torch's, the bf16 optimizer's in
+    float32, and ZeRO-1's, which may have another precision."""
     for name in GRADIENTS:
         gradient: Tensor | None = getattr(parameter, name, None)
         if gradient is not None:
@@ -157,12 +157,12 @@ def ask_the_norm_once(optimizer: EngineOptimizer) -> None:
     if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.cpu_offload or not optimizer.compute_grad_norm:
         return
 
-    def no_overflow_yet(partition_gradients: bool = True) -> None:  # noqa: ARG001  # DeepSpeed gives it by name
+    def no_overflow_yet(partition_gradients: bool = True) -> None:  # noqa: ARG001  # DeepSpeed passes it
         optimizer.overflow = False
 
     def clip(gradients: Sequence[Tensor | Sequence[Tensor]], norm: Tensor) -> None:
         scale = optimizer.loss_scale
-        if optimizer.clip_grad > 0.0:  # a step whose norm is not finite does not come here
+        if optimizer.clip_grad > 0.0:  # a norm that is not finite is not handled here: DeepSpeed skips that step before
             # the norm is that of gradients times the loss scale; with clamp in place of `if`, the host need not wait
             scale = torch.clamp((norm / scale + 1e-6) / optimizer.clip_grad, min=1.0) * scale
         for gradient in gradients:
@@ -181,9 +181,9 @@ def evaluate_pipeline(engine: PipelineEngine, batches: Sequence[object], steps: 
     monitored, engine.monitor.enabled = engine.monitor.enabled, False
     engine.reset_activation_shape()  # stages tell each other shapes only once, with the first tensor that they send
     loss: Tensor = engine.eval_batch(iter(batches), num_micro_batches=steps, bcast_loss=True)
-    engine.reset_activation_shape()
+    engine.reset_activation_shape()  # the next training step has its own shapes again
     engine.monitor.enabled = monitored
-    engine.module.train()
+    engine.module.train()  # `eval_batch` leaves it in evaluation mode
     return loss
 
 

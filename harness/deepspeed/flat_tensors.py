@@ -99,6 +99,7 @@ def _divided_together(stepped: DividedTogether) -> Iterator[ElementRun]:
     size = stepped.tensor.numel()
     first = dist.get_rank(stepped.group) * size
     for parameter, offset in zip(stepped.parameters, stepped.offsets, strict=True):
+        # clamped to the parameter: if this rank's slice has none of it, `begin` is `end`, and the run is empty
         begin = min(max(first, offset), offset + parameter.numel())
         end = max(min(first + size, offset + parameter.numel()), begin)
         yield ElementRun(
@@ -159,6 +160,7 @@ def stepped_on(optimizer: EngineOptimizer, chosen: Sequence[int] | None = None) 
     elif isinstance(optimizer, BF16_Optimizer):
         for index in chosen:
             parameters = optimizer.bf16_groups[index]
+            # without gaps: DeepSpeed pads the flat tensor only at its end, behind the last parameter
             offsets = [sum(p.numel() for p in parameters[:at]) for at in range(len(parameters))]
             flat, group = optimizer.fp32_groups_flat_partition[index], optimizer.real_dp_process_group[index]
             yield DividedTogether(flat, parameters, offsets, group, index)

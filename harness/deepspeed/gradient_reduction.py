@@ -46,7 +46,10 @@ class StepGradients:
         return self._in_float32(group, at).view_as(parameter)
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the same, but make a gradient of zeros if none was computed here: another rank may have one."""
+        """Return the gradient, of the parameter's shape; create zeros if none was computed here.
+
+        Another rank may have one, and then all ranks must take part in the sum.
+        """
         found = self.found(parameter)
         if found is not None:
             return found
@@ -75,8 +78,8 @@ def sum_tied_gradients(
     weights of a shared block; without its zeros the other stages would wait for it forever.
 
     Args:
-        sum_partial: called first, with a function that returns a parameter's gradient. It sums over the tensor-parallel
-            ranks those gradients of which each rank has computed only one summand.
+        sum_partial: called first, with a function that returns a parameter's gradient. It sums, over the
+            tensor-parallel ranks, the gradients that are partial sums on each rank.
     """
     gradients = StepGradients(engine.optimizer)
 
@@ -144,6 +147,7 @@ def keep_own_gradients(engine: PipelineEngine) -> None:
 
     def run(_: PipelineEngine) -> None:
         for parameter in parameters:
+            # called for its effect: it creates zeros for a missing gradient, as DeepSpeed's reduction does
             gradients.of(parameter)
 
     execute_by(engine, {ReduceGrads: run})

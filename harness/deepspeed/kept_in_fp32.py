@@ -54,6 +54,8 @@ class _FlatRuns:
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
         """Return `length` elements from `start`, which must lie in one of the tensors."""
+        # DeepSpeed cuts out sub-groups. Each is of one parameter group, so of one dtype, and none reaches into the next
+        # run. `start` counts from the first run; here it becomes a place in the run that is found.
         for run in self._runs:
             if start < run.numel():
                 break

@@ -103,6 +103,7 @@ def cut_step(engine: DeepSpeedEngine, micro_batches: int) -> None:
     """Shorten the next step to its last `micro_batches`, so that it still ends in the optimizer step."""
     if isinstance(engine, PipelineEngine):
         engine.micro_batches = micro_batches
+    # DeepSpeed updates after the micro-batch that makes `micro_steps` a multiple of the accumulation steps
     engine.micro_steps = engine.gradient_accumulation_steps() - micro_batches
 
 

@@ -1,7 +1,7 @@
 """Find out, read and create the state that an optimizer keeps for the tensors that it updates.
 
-Each optimizer keeps another state: torch's AdamW counts steps in a tensor per parameter, DeepSpeed's fused one in the
-parameter group. To find out, the optimizer makes one trial step on a few zeros.
+Optimizers differ in the state they keep: torch's AdamW counts steps in a tensor per parameter, DeepSpeed's fused one
+in the parameter group. To find out, the optimizer makes one trial step on a few zeros.
 
 With `offload_optimizer.device` nvme, ZeRO-3 writes the float32 weights of a sub-group and their optimizer states to
 files after each step, and leaves the tensors empty. To save or load them, they are read back into memory for a while.
@@ -121,6 +121,8 @@ def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> StateTemplate:
     Raises UserError for an optimizer that keeps tensors of another shape than the parameter's.
     """
     inner = torch_optimizer(optimizer)
+    # As many dimensions as the tensor, because optimizers may treat matrices otherwise. No size is 1, and the last one
+    # differs, so neither a counter nor a state per row or column has the probe's shape. Values do not matter.
     probe = torch.zeros((*(2,) * (stepped.tensor.dim() - 1), 4), dtype=stepped.tensor.dtype).to(stepped.tensor.device)
     probe.requires_grad_().grad = torch.zeros_like(probe)
     group = inner.param_groups[stepped.param_group]
@@ -155,7 +157,7 @@ def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> StateTemplate:
 
 
 _STORED_AS = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
-"""States that a class of DeepSpeed names otherwise than torch's, under which a checkpoint has them."""
+"""States whose name in DeepSpeed differs from torch's; checkpoints use torch's name."""
 
 
 def stored_names(optimizer: EngineOptimizer, template: StateTemplate) -> dict[str, str]:

@@ -115,7 +115,7 @@ class GivenStages(PipelineModule):
         chunks: ModelChunks = self.__dict__["_builder"].chunks
         return chunks
 
-    def _partition_layers(self, method: str = "uniform") -> None:  # noqa: ARG002  # DeepSpeed gives it by name
+    def _partition_layers(self, method: str = "uniform") -> None:  # noqa: ARG002  # DeepSpeed passes it as a keyword
         self.parts = list(self.__dict__["_builder"].boundaries)
         own = self._chunks.of_stage(self.stage_id)
         self.chunk = own[0]

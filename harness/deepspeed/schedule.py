@@ -45,11 +45,11 @@ class Transfers:
     _within: deque[Tensor] = field(default_factory=deque)
 
     def send(self, tensor: Tensor, chunk: int) -> None:
-        """Start to send a tensor to the stage of a chunk; replaces DeepSpeed's `p2p.send`."""
+        """Start to send a tensor (any shape) to the stage of a chunk; replaces DeepSpeed's `p2p.send`."""
         # keep a reference until the send is complete: the tensor's memory must not be reused before
         self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
         tensor, stage = tensor.detach().contiguous(), self.chunks.stage_of(chunk)
-        if stage == self.engine.stage_id:  # both chunks are here: nothing travels
+        if stage == self.engine.stage_id:  # both chunks are on this stage: no communication
             self._within.append(tensor)
             return
         group = self.groups[stage > self.engine.stage_id]
@@ -58,7 +58,7 @@ class Transfers:
             self._under_way.append((work, tensor))
 
     def receive(self, tensor: Tensor, chunk: int) -> None:
-        """Receive into `tensor` from the stage of a chunk; replaces DeepSpeed's `p2p.recv`."""
+        """Receive into `tensor` (any shape) from the stage of a chunk; replaces DeepSpeed's `p2p.recv`."""
         stage = self.chunks.stage_of(chunk)
         if stage == self.engine.stage_id:
             tensor.copy_(self._within.popleft())
@@ -127,7 +127,7 @@ class ChunkSwitch:
     """Switches a newly built engine from chunk to chunk.
 
     Args:
-        chunks: the chunks of the whole model. With one a stage the engine stays as it is.
+        chunks: the chunks of the whole model. With one chunk per stage the engine is unchanged.
     """
 
     def __init__(self, engine: PipelineEngine, chunks: ModelChunks) -> None:
@@ -236,6 +236,7 @@ class ChunkSwitch:
         for name, value in self._kept[chunk].items():
             setattr(engine, name, value)
         engine._reserve_pipe_buffers(self._buffers)
+        # The engine passes these to `p2p.send` and `p2p.recv`; `Transfers` replaces those, and takes chunks, not stages
         engine.prev_stage = chunk - 1
         engine.next_stage = chunk + 1
         engine.module.chunk = chunk
@@ -382,9 +383,10 @@ def _executors(
     def await_sends(_engine: PipelineEngine) -> None:
         for each in transfers:
             each.finish()
-        switch.leave()
+        switch.leave()  # what follows is of the whole stage: the reductions, the update and the mean loss
 
     own |= {InputGradients: input_gradients, WeightGradients: weight_gradients}
+    # Outermost, because the wrappers inside ask whether the engine is the last stage, and that depends on the chunk.
     own |= {kind: switch.at_chunk(own[kind]) for kind in INSTRUCTIONS.values()}
     return {**own, AwaitSends: await_sends}
 

@@ -199,7 +199,7 @@ def _two_steps(
     micro_batches = 1 if pipeline else min(2, accumulation)
     batches = [(ids, ids)] * micro_batches if engine.reads_data else []
     engine.compared = True  # skip the comparison of the batches with those of other ranks: there are none
-    if not (spared := gc.get_freeze_count()):  # else the caller did it, and to undo it would undo that as well
+    if not (spared := gc.get_freeze_count()):  # otherwise the caller froze the gc, and unfreezing would undo that too
         gc.freeze()  # the collections before backward passes then look at the step's own objects only
     for _ in range(2):
         ledger.begin_step()

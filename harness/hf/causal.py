@@ -183,7 +183,7 @@ class CausalModel:
             (logits, router loss).
         in_fp32: names of the parameters that the family keeps in float32 in a 16-bit model.
         shares_sequence: whether sequence parallelism gives each tensor-parallel rank a share of the tokens.
-        apart: context ranks and tiles: how some tokens are computed without the others.
+        apart: context ranks and tiles: how a subset of the tokens is computed at a time.
         loss_tiles: lets the epilogue compute the loss in tiles; None if it returns logits.
     """
 
@@ -270,7 +270,7 @@ def assemble(
         keep_fp32: whether parameters that the family keeps in float32 stay in float32.
         noise_alpha: scale of NEFTune's noise on the embeddings.
         sequence_parallel: whether tensor-parallel ranks share the tokens between the layers.
-        apart: context ranks and tiles: how some tokens are computed without the others.
+        apart: context ranks and tiles: how a subset of the tokens is computed at a time.
     """
     model = source.skeleton()
     plan = _plan(source, model, tensor, experts)

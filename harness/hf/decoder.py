@@ -181,6 +181,7 @@ class Prologue(ModelLayer):
             self.get_submodule(blueprint.noise.module).register_forward_hook(blueprint.noise)
 
     def forward(self, *inputs: Tensor) -> Value:
+        """Return the first layer's input for ids, or ids and position ids, each [batch, sequence]."""
         modules = {name: self.get_submodule(name) for name in self.names}
         tokens = Tokens.of(inputs)
         own = tokens
@@ -230,9 +231,11 @@ class DecoderLayer(ModelLayer):
             tile_block(layer.get_submodule(block), blueprint.block_tile)
 
     def compiled_parts(self) -> Sequence[nn.Module]:
+        """Return the model's own layer."""
         return [self.get_submodule(self.name)]
 
     def forward(self, *value: Tensor) -> Value:
+        """Return the next layer's input. The hidden state [batch, sequence, width] comes first in both."""
         payload = self.schema.open(self.index, value)
         if self.sequence is None:
             hidden, inputs = self.outer.arguments(self.index, payload)
@@ -315,6 +318,10 @@ class Epilogue(ModelLayer):
         self.capture = blueprint.capture
 
     def forward(self, *value: Tensor) -> Value:
+        """Return the logits [batch, sequence, vocabulary or this rank's part], with tiles the summed loss (a scalar).
+
+        `value` begins with the hidden state [batch, sequence, width]. With a router loss (a scalar) return both.
+        """
         modules = {name: self.get_submodule(name) for name in self.names}
         payload = self.schema.open(len(self.outer.layers), value)
         rows = None

@@ -67,13 +67,13 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 @eager
 def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
-    """Call an autograd function and return its output, with the types that torch lacks; it is never compiled."""
+    """Call an autograd function and return its output (any shape), with the types that torch lacks; never compiled."""
     output: Tensor = function.apply(*inputs)
     return output
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Forward: the whole `x` [...] itself. Backward: the partial gradients are summed over the group (f)."""
+    """Return the whole `x` [...] itself. Backward: sum the partial gradients over the group (f)."""
     return x if group_size(group) == 1 else apply(_CopyToGroup, x, group)
 
 
@@ -83,15 +83,15 @@ def copy_tail_to_group(x: Tensor, tail: int, group: dist.ProcessGroup | None) ->
 
 
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Forward: the partial `x` [...] is summed over the group. Backward: the whole gradient itself (g)."""
+    """Sum the partial `x` [...] over the group. Backward: return the whole gradient itself (g)."""
     return x if group_size(group) == 1 else apply(_ReduceFromGroup, x, group)
 
 
 def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
-    """Forward: the shares `x` [..., n] of the ranks are joined into [..., sum of n]; without `widths` all n are equal.
+    """Join the shares `x` [..., n] of the ranks into [..., sum of n]; without `widths` all n are equal.
 
-    Backward: each rank keeps its share of the gradient, which must be whole: what follows is computed alike
-    on every rank.
+    Backward: keep this rank's share of the gradient, which must be whole: what follows is computed alike on every
+    rank.
     """
     if group_size(group) == 1:
         return x
@@ -99,8 +99,10 @@ def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequen
 
 
 def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
-    """Forward: each rank keeps its share of the whole `x` [..., n], n / size without `widths`. Backward: the gradients
-    of the shares are joined into the whole. Raises ValueError if the shares do not add up to n."""
+    """Keep this rank's share of the whole `x` [..., n], n / size without `widths`.
+
+    Backward: join the gradients of the shares into the whole. Raises ValueError if the shares do not add up to n.
+    """
     size = group_size(group)
     if size == 1:
         return x

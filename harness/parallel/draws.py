@@ -60,7 +60,7 @@ class DrawCatcher(TorchFunctionMode, ABC):
 
     @abstractmethod
     def fill(self, out: Tensor, method: str, /, *args: object, **options: object) -> Tensor:
-        """Fill `out` with random numbers by one of its methods, and return it."""
+        """Fill `out` (any shape) with random numbers by one of its methods, and return it."""
 
     @abstractmethod
     def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
@@ -75,10 +75,12 @@ class DrawnShapes(DrawCatcher):
         self.shapes: list[torch.Size] = []
 
     def fill(self, out: Tensor, _method: str, /, *_args: object, **_options: object) -> Tensor:
+        """Record the shape of `out` (any shape), and return it as it is."""
         self.shapes.append(out.shape)
         return out
 
     def seed_kernel(self, shape: torch.Size, _device: torch.device) -> None:
+        """Record the shape of a dropout mask."""
         self.shapes.append(shape)
 
 
@@ -166,6 +168,7 @@ class KeyedDraws(DrawCatcher):
         self._count = 0
 
     def fill(self, out: Tensor, method: str, /, *args: object, **options: object) -> Tensor:
+        """Fill `out` (any shape) with this rank's part of the numbers that the uncut layer would draw."""
         whole, starts, number, share = self._next_shape(out.shape)
         if not out.numel():
             return out
@@ -188,6 +191,7 @@ class KeyedDraws(DrawCatcher):
         return out
 
     def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
+        """Seed the generator of `device` by the micro-batch, the layer and the number of the draw."""
         whole, _, number, share = self._next_shape(shape)
         if whole != shape:  # the kernel cannot draw for the whole tensor: ranks at least draw different masks
             share = self.key.tensor.rank + self.key.tensor.size * (self.heads[0] if self.heads is not None else 0)

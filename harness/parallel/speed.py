@@ -30,7 +30,8 @@ from harness.config.model.shape import PRESETS
 from harness.parallel.collectives.of_group import leave_memory, share_memory, sum_in_place
 
 TRIES = 9
-LONG_S = 0.5  # after so long a third of the tries is enough: slow work, as fp16 without hardware for it, varies little
+LONG_S = 0.5
+"""Beyond this time a third of the tries suffices: slow work, such as fp16 without hardware support, varies little."""
 REPEATS = 20  # a single call takes less time than an interruption by the system
 NARROW: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

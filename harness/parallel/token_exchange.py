@@ -170,7 +170,7 @@ class RowExchange:
         return apply(_Arrive, self._begun, self)
 
     def start(self, rows: Tensor, *, back: bool = False) -> None:
-        """Begin to send rows; with `back`, send gradients of arrived rows back to the ranks that sent the rows."""
+        """Begin to send rows [rows, width]; with `back`, the gradients of arrived rows, to where the rows came from."""
         sizes = [list(sizes) for sizes in zip(*self._sizes, strict=True)] if back else self._sizes
         self._wait = start_exchange(rows, sizes, self._group)
 

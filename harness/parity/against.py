@@ -125,7 +125,10 @@ def _half_unit(written: str) -> float:
 
 
 def compare_files(run: Path, other: Path) -> tuple[str, bool]:
-    """Compare a run with another program; return a text of a few lines, and whether the losses are equal."""
+    """Compare a run with another program; return a text of a few lines, and whether the losses are equal.
+
+    Raises UserError for a file that cannot be read, and if both have no step in common.
+    """
     own, theirs, precision = read_curve(run), read_curve(other), _precision(run)
     offset, mean_of = _alignment(own, theirs)
     steps = sorted(step for step in theirs.losses if step + offset in own.losses)

@@ -61,7 +61,7 @@ MOST_IN_16_BITS = Distance(loss=1e-2, first_norm=2e-2, norm=0.1, evaluation=1e-2
 
 
 def numbers_of(outcome: JsonObject, place: Path, before: Mapping[str, Tensor]) -> TrainingResult:
-    """Return the results of an execution, which began with the weights `before`."""
+    """Return the results of an execution, which began with the weights `before`: name -> tensor (any shape)."""
     return TrainingResult(
         losses=[row["loss"] for row in outcome["steps"]],
         norms=[row["grad_norm"] if row["grad_norm"] is not None else inf for row in outcome["steps"]],
@@ -125,8 +125,8 @@ def _quotient(a: float, b: float) -> float:
 def is_another_course(found: TrainingResult, again: Callable[[int], TrainingResult], limit: Distance) -> bool:
     """Return whether `found` is within `limit` of one process that starts from weights changed by rounding errors.
 
-    If a router's choice or a ReLU depends on the last bit, rounding leads a training to one of a few courses, which
-    are far from each other. The seeds of `noise_limit` may have missed this course, so more seeds are tried.
+    If a router's choice or a ReLU depends on the last bit, rounding leads a training to one of a few trajectories,
+    which are far from each other. The seeds of `noise_limit` may have missed this one, so more seeds are tried.
     """
     return any(distance(found, again(seed)).within(limit) for seed in MORE_SEEDS)
 

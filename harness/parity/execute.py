@@ -41,7 +41,7 @@ class Refused(UserError):
 
 
 def run_lines_unverified(folder: Path, first: int = 0) -> None:
-    """As `run_lines`, without comparing tiny copies first: of compositions whose plans are known to be right."""
+    """Do what `run_lines` does, but compare no tiny copies first: for compositions whose plan is known to be right."""
     run_lines(folder, first, verify_plan="off")
 
 

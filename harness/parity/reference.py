@@ -251,7 +251,7 @@ def _exported(model: Model) -> dict[str, Tensor]:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a HuggingFace or peft directory."""
+    """Return name -> tensor (any shape) of a HuggingFace or peft directory."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 

@@ -163,7 +163,10 @@ def _save_adapters(model: PeftModel, model_folder: Path) -> None:
 
 
 def samples(training: Training, count: int, vocabulary: int, offset: int = 0) -> list[Sample]:
-    """Return samples in the form `training.data`; ids are the bytes of a text, because noise would teach nothing."""
+    """Return samples in the form `training.data`; ids are the bytes of a text, because noise would teach nothing.
+
+    Raises UserError for a form that does not exist.
+    """
     generator = torch.Generator().manual_seed(training.seed + offset)
     n, found = training.length, []
     for row in range(offset, offset + count):

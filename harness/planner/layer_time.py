@@ -21,7 +21,7 @@ from harness.planner.workload import Strategy, Workload, layer_parameters
 
 # Rows and columns of a tile, and its rate next to the largest one's: a small tile reads its inputs more often.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
-START_UP = 64  # a tile's start and end cost as much as its products with this inner dimension: two of its steps
+START_UP = 64  # starting and ending a tile costs as much as this inner dimension, which is two of its steps
 # Fast kernels need rows that begin at multiples of 16 bytes; other sizes use slow ones (same source, on alignment;
 # CUTLASS reaches about a third without vector loads).
 ALIGNED, UNALIGNED_RATE = 8, 0.3

@@ -81,6 +81,7 @@ def _traits(config: Mapping[str, object]) -> Traits:
 
 @cache
 def families() -> dict[str, JsonObject]:
+    """Return model type -> what is known about that family, from `families.json`."""
     content: dict[str, JsonObject] = json.loads((Path(__file__).parent / "families.json").read_text(encoding="utf-8"))
     return content
 

@@ -22,7 +22,7 @@ EXAMPLE = """example:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Write the report of one or several runs and return the exit code."""
+    """Write the report of one or several runs and return the exit code; UserError if it cannot be written."""
     description = "Show runs in one HTML file, which needs no network: curves, the step of a profiled run, memory."
     parser = VerbParser("report", description, EXAMPLE)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="the --output_dir of a run")

@@ -39,7 +39,7 @@ from harness.topology.env import free_port, inherited
 DEVICES = "CUDA_VISIBLE_DEVICES"
 NEWS_S = 0.2  # interval at which the store is read
 PLAN_S = 120.0  # a leader that plans no start within this time is lost
-LEAVE_S = 10.0  # an agent whose launch serves the store waits so long for the others to read the last verdict
+LEAVE_S = 10.0  # an agent whose launch serves the store waits this long for the others to read the last verdict
 SIGNAL_S = 1.0  # Slurm and Kubernetes signal ranks and agent in any order: time for the agent to get its own
 
 

@@ -141,7 +141,7 @@ def _node_list(spec: str) -> list[tuple[str, list[int]]]:
 
 
 def address_here(host: str, port: int = 1) -> str:
-    """Return the address of this host from which packets to another would leave."""
+    """Return the address of this host from which packets to another would leave; UserError if there is no way."""
     try:
         return address_towards(address_of(host) or host, port)
     except OSError as error:

@@ -44,7 +44,7 @@ def judge(
         most: number of restarts that are allowed.
         leaves_out: whether a device may be left out (`--min_ranks`).
         received: signal that asked the launch to end; 0 if none did.
-        goes_on: why ranks that have saved and stopped start again: hosts have come or left. Empty if they do not.
+        goes_on: reason to start again after ranks saved and stopped (hosts joined or left); "" if none.
     """
     history = replace(history, is_open=False)
     restarts, lines = len(history.faults), []
@@ -72,7 +72,7 @@ def judge(
     if out is not None:
         history = replace(history, failing=(*history.failing, out))
         lines.append(f"device {out[1]} of {out[0]} is left out: it failed twice before the first step")
-    # a start that a full disk ends before its first step has come no further than the one before it
+    # a start that a full disk ends before its first step counts as a fault at the same step
     stuck = same + (cause.is_final and cause.may_pass and len(faults) > same)
     pause = 0.0 if stuck == 1 or out is not None else PAUSE_S
     if pause and cause.may_pass:

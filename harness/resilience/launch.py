@@ -40,7 +40,7 @@ from harness.resilience.team import LOST, Offer
 from harness.topology.env import LOOPBACK, changed_environment, inherited, replace_environment
 from harness.topology.processes import LineReader
 
-SILENT_S = 60.0  # a starter on another host that sends nothing for so long counts as gone
+SILENT_S = 60.0  # a starter on another host that sends nothing for this long counts as gone
 STOPPED = 0.8  # a stopped rank is ended after this share of --hang_seconds, before others take its host for lost
 IS_LINUX = sys.platform == "linux"  # a standby process needs a subreaper, which other systems lack
 
@@ -101,7 +101,10 @@ class Control:
 
 
 def run_agent(options: Options, host: HostDevices, script: Script, control: Control) -> int:
-    """Run the agent of this host until the run is over; return the exit code."""
+    """Run the agent of this host until the run is over; return the exit code.
+
+    Raises UserError if no temporary folder can be made.
+    """
     become_subreaper()
     drop_output_without_reader()
     try:
@@ -121,7 +124,7 @@ def run_agent(options: Options, host: HostDevices, script: Script, control: Cont
     finally:
         ranks.close()
         shutil.rmtree(root, ignore_errors=True)
-        keeper.kill()  # stopped or not: nothing is left for it
+        keeper.kill()  # even if it is stopped: it has nothing left to do
         keeper.wait()
 
 
@@ -171,7 +174,7 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
             text = f"the store of the run at {endpoint[0]}:{endpoint[1]} does not answer: {reason}"
             print_if_heard(f"ds-harness launch: {text}", sys.stderr)
         ranks.end()
-    raise AssertionError("agents do not run out")
+    raise AssertionError("an agent ended without an exit code")
 
 
 def _offer(options: Options, host: HostDevices, endpoint: tuple[str, int]) -> Offer:

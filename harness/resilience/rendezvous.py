@@ -40,16 +40,16 @@ from harness.topology.env import LOOPBACK
 
 T = TypeVar("T")
 HEARTBEAT_S = 2.0
-LOST_S = 20.0  # an agent whose counter has not changed for so long is lost; packet loss can delay it by seconds
+LOST_S = 20.0  # an agent whose counter has not changed for this long is lost; packet loss can delay it by seconds
 PAUSED_S = 10.0  # after a longer gap between two checks this process or the store was stopped: times start anew
 LAST_CALL_S = 30.0  # wait for further hosts before the first start
 AGAIN_S = 5.0  # the same before later ones: hosts that are there come at once
 JOIN_S = 10 * 365 * 86400.0  # torch's limit for the wait for hosts; the agent has limits of its own
 TRY_S = 10.0  # one attempt to reach the store
-TELL_S = 20.0  # after so long the user is told what the launch waits for
+TELL_S = 20.0  # after this long the user is told what the launch waits for
 FIND_S = 600.0  # longest wait for a host that serves the store
 ANSWER_S = 60.0  # timeout of a request to the store
-UNACKNOWLEDGED_S = 30  # a connection to the store is closed if the other side acknowledges nothing for so long
+UNACKNOWLEDGED_S = 30  # a connection to the store is closed if the other side acknowledges nothing for this long
 
 
 def serve(listener: socket.socket) -> dist.TCPStore:

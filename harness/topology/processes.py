@@ -114,7 +114,10 @@ def peak_resident_bytes() -> int:
 
 
 def present_as(words: Sequence[str]) -> None:
-    """Change the command line that the system shows for this process (in ps and /proc), cut to the original's size."""
+    """Change the command line that the system shows for this process (in ps and /proc).
+
+    It is truncated to the length of the original command line.
+    """
     with suppress(OSError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begin, room = int(fields[45]), int(fields[46]) - int(fields[45])

@@ -121,7 +121,7 @@ class ScriptMethods:
 
     @property
     def is_deepspeed_enabled(self) -> bool:
-        """True: DeepSpeed's engines always train."""
+        """Whether DeepSpeed is used: always true."""
         return True
 
     def is_world_process_zero(self) -> bool:
@@ -151,7 +151,10 @@ class ScriptMethods:
         return DataLoader(MicroBatches(self.stream.dataset, rows, self.stream.collator), batch_size=None)
 
     def get_eval_dataloader(self, eval_dataset: AnyDataset | str | None = None) -> Batches:
-        """Return this rank's micro-batches in an evaluation, for inspection; `eval_dataset` as in `evaluate`."""
+        """Return this rank's micro-batches in an evaluation, for inspection; `eval_dataset` as in `evaluate`.
+
+        Raises UserError without evaluation data, and if it is not said which of several data sets.
+        """
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             return self.get_test_dataloader(eval_dataset)
         data = self.eval_dataset

@@ -49,7 +49,10 @@ class LocalShard:
         return self.shape if self.shard is None else self.shard.full_shape
 
     def of_state(self, state: Tensor) -> LocalShard:
-        """Return the same elements of `state`, an optimizer state such as `exp_avg` of the tensor in `stepped`."""
+        """Return the same elements of an optimizer state such as `exp_avg`.
+
+        `state` has the shape of the tensor in `stepped`.
+        """
         assert self.stepped is not None
         return replace(self, values=_elements(state, self.stepped[1]))
 
@@ -114,7 +117,8 @@ def saved_tensors(module: nn.Module, *, each_name: bool = False) -> Iterator[tup
 
 
 def local_shard_of(name: str, tensor: Tensor, groups: Groups) -> LocalShard:
-    """Return this rank's shard of the parameter or buffer itself, in its dtype, even if ZeRO-3 has partitioned it."""
+    """Return this rank's shard of a parameter or buffer (any shape) itself, in its dtype, also of one that ZeRO-3 has
+    partitioned."""
     shard, start, values = shard_of(tensor), 0, tensor.detach()
     shape, owned = tuple(tensor.shape), _is_first_on_data(shard, groups)
     if is_partitioned(tensor):

@@ -165,7 +165,7 @@ class OpenFiles:
             os.close(descriptor)
 
     def write(self, region: FileRegion, start: Sequence[int], values: Tensor) -> None:
-        """Write `values` to the box of the tensor at `region` whose first index is `start`.
+        """Write `values`, of the shape of a box, to the box of the tensor at `region` whose first index is `start`.
 
         Raises UserError if that fails, as on a full disk.
         """

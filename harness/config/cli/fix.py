@@ -4,7 +4,7 @@ A safe remedy does not change the training. It removes a key that DeepSpeed igno
 DeepSpeed converts it, or corrects an error that can mean only one thing. An unsafe remedy guesses what was meant, or
 makes an ignored key take effect.
 
-`fix` applies one remedy, checks the text again, and goes on. So remedies cannot overlap, and none is applied in vain.
+`fix` applies one remedy, checks the text again, and goes on. So remedies cannot overlap, and each one has an effect.
 It leaves a remedy to the user if that causes a new error or does not remove its finding.
 """
 

@@ -110,7 +110,7 @@ def _fix(document: Document, args: argparse.Namespace) -> Document:
 
 
 def explain(argv: Sequence[str]) -> int:
-    """Print a rule's page, or the list of all rules."""
+    """Print a rule's page, or the list of all rules; UserError for a rule that does not exist."""
     parser = _parser("explain", "Print the page of a rule, or list all rules.", "ds-harness explain DS101")
     parser.add_argument("code", nargs="?", help="a rule's code or name")
     args = parser.parse_args(argv)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from harness.config.schema import Key
 from harness.wording import one_of
 
-LARGEST_WHOLE_FLOAT = 2.0**63  # beyond it pydantic takes no float for an int
+LARGEST_WHOLE_FLOAT = 2.0**63  # above this pydantic refuses a float as an int
 _TRUE = {"1", "on", "t", "true", "y", "yes"}
 _FALSE = {"0", "off", "f", "false", "n", "no"}
 NAMES = {
@@ -63,7 +63,7 @@ def as_float(value: object) -> float | None:
     if isinstance(value, str):
         if not value.strip().isascii():
             return None  # unlike pydantic, Python's int also reads digits of other scripts
-        if "_" in value:  # pydantic leaves out single ones between any two characters, and then takes no blanks
+        if "_" in value:  # pydantic ignores single underscores between characters, and then allows no blanks
             if value != value.strip().strip("_") or "__" in value:
                 return None
             value = value.replace("_", "")

@@ -147,7 +147,7 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
 
 
 def holds_tokens(dataset: MapDataset | None) -> bool:
-    """Return whether to use a data set as it is: None, rows with input_ids, pairs, or rows without a known column."""
+    """Return True if a data set needs no tokenising: None, rows with input_ids, pairs, rows without a known column."""
     if dataset is None or not hasattr(dataset, "__getitem__") or not len(dataset):
         return True
     row = dataset[0]

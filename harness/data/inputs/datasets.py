@@ -264,7 +264,10 @@ def later_dataset(
     env: LaunchEnv,
     console: Console,
 ) -> MapDataset:
-    """Tokenise a data set that is given to `evaluate` or `predict`, if it needs that; all ranks call it."""
+    """Tokenise a data set that is given to `evaluate` or `predict`, if it needs that; all ranks call it.
+
+    Raises UserError for text without a tokenizer.
+    """
     if source is None or holds_tokens(data):
         return data
     if tokenizer is None:

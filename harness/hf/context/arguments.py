@@ -47,7 +47,8 @@ class SplitArguments:
     ) -> tuple[LayerInputs, dict[int, Tensor]]:
         """Return the arguments of layer `index` for this rank's stretch of sequences of `length` tokens.
 
-        Also return the whole tensors, as they were before the cut, by the `id` of their cut parts.
+        Tensors with a dimension of `length` tokens, [..., length, ...], become [..., own tokens, ...]. Also return the
+        whole tensors, as they were before the cut, by the `id` of their cut parts.
         """
         dims, places = self.dims[index], iter([leaf for leaf, _ in _leaves(inputs)])
         whole: dict[int, Tensor] = {}

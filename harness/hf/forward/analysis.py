@@ -75,6 +75,7 @@ class ForwardProbe(ForwardRun):
             self.tail.append(lifted.run(Tokens(ids.to(lifted.device)), self))
 
     def module_output(self, module: str, like: Tensor, arguments: Call) -> Tensor:
+        """Return a random tensor of the shape of `like` (any shape); note how many layers have been reached."""
         reached = len(self.calls)
         self.phases[module].add(reached)
         name = self.next_name(module)

@@ -94,7 +94,8 @@ def _first_called(model: PreTrainedModel, lists: Iterable[str]) -> str | None:
 def parameter_owners(model: nn.Module, stack: str) -> dict[str, nn.Module]:
     """Return name -> module of all modules outside the stack that hold parameters themselves.
 
-    A module inside one of them is not listed: it moves with it.
+    A module inside one of them is not listed: it moves with it. Raises UserError if a module around the stack holds
+    parameters itself.
     """
     owners: dict[str, nn.Module] = {}
     wrapped = wrappers_in(model)
@@ -149,6 +150,7 @@ class PlaceholderLayer(AttributeProxy):
         self._output_of = output_of
 
     def forward(self, *args: Argument, **kwargs: Argument) -> LayerOutput:
+        """Return what `output_of` gives for the hidden state [batch, sequence, width] and the other arguments."""
         hidden, inputs = LayerInputs.split(args, kwargs)
         return self._output_of(inputs, hidden)
 
@@ -169,6 +171,7 @@ class PlaceholderModule(AttributeProxy):
         self._output_shapes: dict[tuple[object, ...], Tensor] = {}
 
     def forward(self, *args: Argument, **kwargs: Argument) -> Tensor:
+        """Return what `output_of` gives for these arguments, of the shape of the original module's output."""
         form = tuple(tuple(x.shape) if isinstance(x, Tensor) else repr(x) for x in tree_leaves((args, kwargs)))
         if form not in self._output_shapes:
             self._output_shapes[form] = output_like(self.original, args, kwargs)
@@ -316,7 +319,10 @@ class LiftedForward:
             self._run = None
 
     def run_to_layer(self, tokens: Tokens, run: ForwardRun) -> ReachedLayer:
-        """Run the forward until the handler of `run` raises `ReachedLayer`, and return that."""
+        """Run the forward until the handler of `run` raises `ReachedLayer`, and return that.
+
+        Raises RuntimeError if the forward ends before that.
+        """
         try:
             self.run(tokens, run)
         except ReachedLayer as reached:

@@ -56,7 +56,7 @@ class StagePayload:
     tokens: Tokens | None = None
 
     def with_state(self, name: str, value: Tensor) -> StagePayload:
-        """Return the same with one state added or changed."""
+        """Return the same with one state (any shape) added or changed."""
         return replace(self, states={**self.states, name: value})
 
 

@@ -73,7 +73,8 @@ class RouterCapture:
     def run(self, layer: nn.Module, call: Callable[[], LayerOutput]) -> tuple[LayerOutput, Tensor]:
         """Call `call`, which runs `layer`; return its output, and its routers' logits stacked: [routers, ...].
 
-        With activation checkpointing it runs twice per micro-batch, and returns the same both times.
+        With activation checkpointing it runs twice per micro-batch, and returns the same both times. Raises UserError
+        if no router of the layer returns logits.
         """
         taken: list[Tensor] = []
         with self.taking(layer, taken.append):
@@ -97,7 +98,7 @@ class RouterCapture:
 
     @contextmanager
     def replaying(self, model: nn.Module, taken: Sequence[Tensor]) -> Iterator[None]:
-        """While the context lasts, give `model`'s forward these router logits, [routers, ...] for each layer."""
+        """Give `model`'s forward these router logits, [routers, ...] for each layer, while the context lasts."""
 
         def after_forward(_module: nn.Module, _args: object, output: ForwardOutput) -> ForwardOutput:
             # as transformers' recorder does: the logits of all routers in the order of the layers
@@ -112,7 +113,7 @@ class RouterCapture:
 
     @contextmanager
     def taking(self, layer: nn.Module, take: Callable[[Tensor], None]) -> Iterator[None]:
-        """Call `take` with the logits of each router of `layer` that runs."""
+        """Call `take` with the logits [..., experts] of each router of `layer` that runs."""
 
         def after_forward(_module: nn.Module, _args: object, output: LayerOutput, *, index: int) -> None:
             value = output[index] if isinstance(output, tuple) else output

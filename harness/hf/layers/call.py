@@ -68,7 +68,7 @@ class LayerInputs:
         return self.args[at] if isinstance(at, int) else self.kwargs[at]
 
     def mapped(self, change: Callable[[Tensor], object]) -> LayerInputs:
-        """Return the same with `change` applied to every tensor; mappings and lists are copied."""
+        """Return the same with `change` applied to every tensor (any shape); mappings and lists are copied."""
         args = tuple(_mapped(value, change) for value in self.args)
         return LayerInputs(args, {name: _mapped(value, change) for name, value in self.kwargs.items()}, self.key)
 

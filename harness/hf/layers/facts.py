@@ -82,14 +82,14 @@ class LayerOutputSpec:
         return hidden, *tree_unflatten(leaves, self.spec)
 
     def affect(self, inputs: LayerInputs, known: Mapping[str, Tensor]) -> None:
-        """Change the mappings of `inputs` as the layer would, with the values that are in `known`."""
+        """Change the mappings of `inputs` as the layer would, with the values (any shape) that are in `known`."""
         for effect in self.effects:
             leaves = [known.get(name) for name in _named(effect.name, effect.leaves)]
             if all(leaf is not None for leaf in leaves):
                 inputs.argument(effect.argument)[effect.key] = tree_unflatten(leaves, effect.spec)
 
     def take(self, inputs: LayerInputs, output: LayerOutput) -> dict[str, Tensor]:
-        """Return name -> tensor, without the hidden state, of a layer that returned `output` for `inputs`."""
+        """Return name -> tensor (any shape), without the hidden state, of a layer that made `output` of `inputs`."""
         found: dict[str, object] = {}
         if self.extras is not None:
             found |= _named(f"{self.name}.output", tree_flatten(tuple(output[1:]))[0])

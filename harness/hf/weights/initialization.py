@@ -138,7 +138,7 @@ class Drawn:
     scratch: Scratch
 
     def read(self, into: Tensor, box: Box) -> None:
-        """Draw the pieces that `box` touches, and copy the values in it."""
+        """Draw the pieces that `box` touches, and copy the values in it to `into`, which has the sizes of `box`."""
         for piece in _pieces(self.shape, self._piece_size):
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True)]
             if all(first < last for first, last in common):
@@ -181,7 +181,7 @@ class Scratch:
         self._memory = torch.empty(0)
 
     def room_for(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor of these sizes, without values."""
+        """Return a tensor [*sizes] without values."""
         self.holds = None
         self.values = torch.empty(0)
         count = prod(sizes)
@@ -193,7 +193,8 @@ class Scratch:
 
 
 def changes_of(parameter: Tensor, initialise: Callable[[Tensor], None]) -> tuple[Change, ...] | None:
-    """Return the operations of `initialise` on a tensor like `parameter`; None if values depend on one another."""
+    """Return the operations of `initialise` on a tensor like `parameter` (any shape); None if values depend on one
+    another."""
     tensor = torch.empty_like(parameter, device="meta")
     recording = _Recording(tensor)
     try:
@@ -206,7 +207,7 @@ def changes_of(parameter: Tensor, initialise: Callable[[Tensor], None]) -> tuple
 
 @contextmanager
 def standing_for(names: Sequence[str], root: nn.Module, values: Tensor) -> Iterator[None]:
-    """Replace the parameter of `root` that has these names by `values`, while the context lasts.
+    """Replace the parameter of `root` that has these names by `values`, of its shape, while the context lasts.
 
     Small parameters of the same module get memory on the same device, as both may be used in one computation.
     """

@@ -69,7 +69,8 @@ def materialise(
                 own = real[id(parameter)].__dict__  # a fake tensor has its device and more in here
                 own.update({key: value for key, value in parameter.__dict__.items() if key not in own})
                 if keep:
-                    real[id(parameter)].kept_in_fp32 = True  # type: ignore[attr-defined]  # it takes any
+                    # a parameter takes any attribute
+                    real[id(parameter)].kept_in_fp32 = True  # type: ignore[attr-defined]
             module.register_parameter(name, real[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
             kind = buffers.get(f"{path}.{name}" if path else name, buffer.dtype)
@@ -105,7 +106,10 @@ class Initialiser:
             fill(tensor, values[name], self.part)
 
     def drawn(self, whole: nn.Module, names: Set[str], device: torch.device) -> dict[str, Tensor]:
-        """Return the initial values of `names` in `whole`; those of parameters are lazy tensors, drawn when read."""
+        """Return the initial values of `names` in `whole`, each in the shape of its tensor.
+
+        Those of parameters are lazy tensors, drawn when read.
+        """
         values = self._buffers(whole, {name for name, _ in whole.named_buffers() if name in names}, device)
         places: dict[int, list[str]] = {}
         for name, parameter in whole.named_parameters(remove_duplicate=False):
@@ -238,7 +242,10 @@ def read_by_transformers(directory: Path, refusal: UserError) -> MemoryReader:
 
 
 def fill(tensor: Tensor, full: Tensor, part: Zero3Partition | None) -> None:
-    """Copy the full tensor into a buffer, or the rank's shard of it (under ZeRO-3 only `part`) into a parameter."""
+    """Copy the full tensor (any shape) into a buffer, or the rank's shard of it into a parameter.
+
+    `tensor` has the shape of the buffer or the shard. Under ZeRO-3 only `part` of a parameter is copied.
+    """
     if part is not None and isinstance(tensor, nn.Parameter):
         fill_part(tensor, full, part)
     else:
@@ -246,7 +253,7 @@ def fill(tensor: Tensor, full: Tensor, part: Zero3Partition | None) -> None:
 
 
 def fill_local(tensor: Tensor, full: Tensor) -> None:
-    """Copy the rank's shard of the full tensor, which may be lazy, into `tensor`."""
+    """Copy the rank's shard of the full tensor (any shape), which may be lazy, into `tensor`, of the shard's shape."""
     shard = getattr(tensor, "shard", None)
     if shard is not None:
         shard.read_into(tensor, full)
@@ -255,7 +262,10 @@ def fill_local(tensor: Tensor, full: Tensor) -> None:
 
 
 def fill_part(tensor: Tensor, full: Tensor, part: Zero3Partition) -> None:
-    """Copy the values of the full tensor into `part` of `tensor`; nothing outside `part` is read."""
+    """Copy the values of the full tensor (any shape) into `part` of `tensor`, of the shard's shape.
+
+    Nothing outside `part` is read.
+    """
     shard = getattr(tensor, "shard", None)
     local = full if shard is None else shard.take(full)
     for index in part.boxes(tensor.shape):

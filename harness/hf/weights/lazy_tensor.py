@@ -28,13 +28,16 @@ class TensorSource(Protocol):
     """A source of values."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name under which the values are found."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of all dimensions."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values in the source."""
 
     def read(self, into: Tensor, box: Box) -> None:
         """Copy the values in `box` to `into`, which has the sizes of `box` and any dtype, device and strides."""
@@ -200,7 +203,7 @@ class Computed:
         return replace(self, args=args, kwargs=kwargs)
 
     def read(self, into: Tensor, box: Box) -> None:
-        """Compute all values, and copy those in `box`."""
+        """Compute all values, and copy those in `box` to `into`, which has the sizes of `box`."""
         args, kwargs = _map_lazy(realised, self.args, self.kwargs)
         into.copy_(self.func(*args, **kwargs)[tuple(slice(*span) for span in box)])
 
@@ -223,12 +226,12 @@ class InMemory:
         return self.tensor.dtype
 
     def read(self, into: Tensor, box: Box) -> None:
-        """Copy a part of the tensor."""
+        """Copy the values in `box` to `into`, which has the sizes of `box`."""
         into.copy_(self.tensor[tuple(slice(*span) for span in box)])
 
 
 def realised(lazy: LazyTensor) -> Tensor:
-    """Return a real tensor with all values of `lazy`."""
+    """Return a real tensor with all values of `lazy` (any shape), in its shape."""
     whole = torch.empty(lazy.shape, dtype=lazy.dtype)
     lazy.read_into(whole)
     return whole

@@ -64,7 +64,8 @@ class OpenFile:
         """Fill row i of a contiguous host tensor [rows, ...] with the bytes from `start + i * step` on.
 
         The file is mapped from the first to the last of these bytes: the kernel fetches it in large pieces, whatever
-        the number of rows, and keeps it for the other processes of this host.
+        the number of rows, and keeps it for the other processes of this host. Raises UserError if the file cannot be
+        read, or ends before the last of these bytes.
         """
         rows, size = len(into), into[0].nbytes
         page = start - start % mmap.ALLOCATIONGRANULARITY
@@ -120,7 +121,7 @@ class Stored:
         self.file.fetch(self.start + first * size, self.start + (last + 1) * size)
 
     def read(self, into: Tensor, box: Box) -> None:
-        """Read the values in `box`, and at most a few more bytes of each row."""
+        """Read the values in `box` into `into`, of its sizes, and at most a few more bytes of each row."""
         if into.numel():
             self._read(into, box, 0, 0)
 
@@ -227,7 +228,10 @@ def has_tensors(directory: Path) -> bool:
 
 
 def open_tensors(directory: Path) -> StoredTensors:
-    """Open all weight files of `directory` that HuggingFace would. Raises UserError for one that cannot be read."""
+    """Open all weight files of `directory` that HuggingFace would; tensors have any shape.
+
+    Raises UserError for a file that cannot be read.
+    """
     indexed = True
     if (directory / SINGLE).is_file():
         names = [SINGLE]
@@ -260,7 +264,7 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Open one safetensors file. Raises UserError if it cannot be read."""
+    """Return name -> tensor (any shape) of one safetensors file. Raises UserError if it cannot be read."""
     return _open(path)
 
 

@@ -140,7 +140,7 @@ class HostMemory:
     def start_all_reduce(
         self, x: Tensor, operation: Operation = torch.add, out: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """Begin `all_reduce`; return a function that completes it. Until then `x` may not change."""
+        """Begin `all_reduce` of `x` [...]; return a function that completes it. Until then `x` may not change."""
         x = x.detach().contiguous()
         total = torch.empty_like(x) if out is None else out
         numbers = max(PIECE_BYTES // x.element_size(), 1)
@@ -182,7 +182,7 @@ class HostMemory:
         return self.start_reduce_scatter(x, out)()
 
     def start_reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin `reduce_scatter`; return a function that completes it. Until then `x` may not change."""
+        """Begin `reduce_scatter` of `x` [n, ...]; return a function that completes it. Do not change `x` before."""
         ranks = self._peers.size
         rows = x.detach().reshape(ranks, -1)
         own = x.new_empty((x.shape[0] // ranks, *x.shape[1:])) if out is None else out

@@ -53,7 +53,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def start_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin `summed`; return a function that waits for the sum. Until then `x` may not change."""
+    """Begin `summed`; return a function that waits for the sum. Until then `x` (any shape) may not change."""
     if (memory := _memory(x, group)) is not None:
         return memory.start_all_reduce(x)
     total = _copy(x)
@@ -61,7 +61,7 @@ def start_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
 
 def sum_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace `x`, which must be contiguous, by its sum over the group."""
+    """Replace `x` (any shape), which must be contiguous, by its sum over the group."""
     if (memory := _memory(x, group)) is not None:
         memory.all_reduce(x, out=x)
     else:
@@ -69,7 +69,7 @@ def sum_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the elementwise maximum of `x` over the group, in a new tensor."""
+    """Return the elementwise maximum of `x` (any shape) over the group, in a new tensor."""
     if (memory := _memory(x, group)) is not None:
         return memory.all_reduce(x, torch.maximum)
     found = _copy(x)
@@ -78,7 +78,7 @@ def largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
-    """Return the tensors of all ranks of the group, which must have the same shape, in rank order."""
+    """Return the tensors `x` [n, ...] of all ranks of the group, which must have the same shape, in rank order."""
     if (memory := _memory(x, group)) is not None:
         return memory.all_gather(x).unbind()
     whole = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
@@ -112,7 +112,7 @@ def start_exchange(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.Proces
 
 
 def sums_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Replace `x` by its sum over the group, through shared memory only; return False if that is not possible.
+    """Replace `x` (any shape) by its sum over the group, through shared memory only; return False if it cannot.
 
     This and the next three functions are for `carry_collectives`: all ranks of a group decide alike.
     """
@@ -121,13 +121,19 @@ def sums_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
 
 
 def gathers_in_memory(whole: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Fill `whole`, [ranks, ...] or flat, with the tensors `x` [...] of all ranks; return as `sums_in_memory`."""
+    """Fill `whole`, [ranks, ...] or flat, with the tensors `x` [...] of all ranks.
+
+    Return True or False as `sums_in_memory` does.
+    """
     memory = None if not whole.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.all_gather(x, out=whole) is whole
 
 
 def scatters_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Fill `share` [n / ranks, ...] with this rank's share of the sum of `x` [n, ...]; return as `sums_in_memory`."""
+    """Fill `share` [n / ranks, ...] with this rank's share of the sum of `x` [n, ...].
+
+    Return True or False as `sums_in_memory` does.
+    """
     memory = None if not share.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.reduce_scatter(x, out=share) is share
 

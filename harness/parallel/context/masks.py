@@ -73,7 +73,7 @@ class MaskRows:
 
 @contextmanager
 def documents_apart(positions: Tensor | None) -> Iterator[None]:
-    """While this is entered, make masks in which no token sees another document of its packed row.
+    """Make masks in which no token sees another document of its packed row, while the context lasts.
 
     `positions`: [batch, tokens], from 0 in each document; None: rows are not packed. transformers would read that from
     the values of the position ids, and the host would wait for the device in every forward.
@@ -126,7 +126,7 @@ def _later(function: Callable[..., Argument], can_skip: bool, queries: int, **gi
 
 @contextmanager
 def masks_by_rows(queries: int) -> Iterator[None]:
-    """While this is entered, give models masks that are made for `queries` queries at a time; 0: whole masks."""
+    """Give models masks made for `queries` queries at a time, while the context lasts; 0: whole masks."""
     if queries:
         _wrap_interface()
     before = _queries.set(queries)

@@ -199,6 +199,7 @@ class CompressedReduction:
         """Replace the gradients by their means over the group, in place; all its ranks must call it.
 
         Args:
+            gradients: of any shape, in the order of `sizes`.
             scale: the loss scale, by which the gradients are multiplied.
         """
         for residue in self.residues if scale != self.scale else ():
@@ -222,14 +223,14 @@ class CompressedReduction:
                 gradient.copy_(numbers.view_as(gradient))
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state to be saved: residues and loss scale, by name."""
+        """Return the state to be saved, by name: residues [elements], flat, and the loss scale (a scalar)."""
         found = {"scale": torch.tensor(self.scale)}
         for number, residue in enumerate(self.residues):
             found |= {f"sent.{number}": residue.sent, f"owned.{number}": residue.owned}
         return found
 
     def set_state(self, saved: Mapping[str, Tensor]) -> None:
-        """Continue from a `state` of this rank, in a run with the same gradients and group."""
+        """Continue from a `state` of this rank, tensors of those shapes, in a run with the same gradients and group."""
         self.scale = float(saved["scale"])
         for number, residue in enumerate(self.residues):
             residue.sent.copy_(saved[f"sent.{number}"])

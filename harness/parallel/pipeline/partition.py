@@ -126,7 +126,10 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def by_type(names: Sequence[str], regex: str, stages: int) -> list[int]:
-    """Return boundaries that even out the number of layers whose class name matches `regex`, ignoring case."""
+    """Return boundaries that even out the number of layers whose class name matches `regex`, ignoring case.
+
+    Raises UserError if `regex` is not a regular expression, or matches no layer.
+    """
     try:
         matcher = re.compile(regex, re.IGNORECASE)
     except re.error as error:

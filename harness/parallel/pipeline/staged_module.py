@@ -185,7 +185,10 @@ def _parameters(layer: LayerCall) -> Iterable[nn.Parameter]:
 
 
 def run_block(block: Sequence[tuple[int, LayerCall]], key: DrawKey | None, *given: Tensor) -> Value:
-    """Return the output of a run of layers; their random numbers depend on `key` and the layers' indices alone."""
+    """Return the output of a run of layers for the tensors `given` (any shapes).
+
+    Random numbers depend on `key` and the layers' indices alone.
+    """
     inputs: Value = given if len(given) > 1 else given[0]
     for index, layer in block:
         with nullcontext() if key is None else key.layer(index):
@@ -336,7 +339,7 @@ class StagedModule(GivenStages):
         return value
 
     def get_additional_losses(self) -> dict[str, Tensor | None] | None:
-        """Return the values that the loss reports for the last micro-batch besides itself (`loss_fn.reported`).
+        """Return the scalars that the loss reports for the last micro-batch besides itself (`loss_fn.reported`).
 
         DeepSpeed asks all stages, and sends the means to every stage.
         """

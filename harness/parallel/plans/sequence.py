@@ -83,7 +83,7 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 def _gather_inputs(block: nn.Module, share: SequenceShare, *, first_alone: bool) -> None:
     """Gather the hidden states that `block` is given.
 
-    With `first_alone` only the first: further ones are residuals, which the block adds to its scattered output.
+    With `first_alone`, gather only the first; the others are residuals, which the block adds to its scattered output.
     """
 
     def before_forward(_module: nn.Module, args: Positional, kwargs: Keyword) -> tuple[Positional, Keyword]:

@@ -74,6 +74,7 @@ def is_needed(logits: Tensor) -> bool:
         if not isinstance(node, BackwardCFunction) and type(node).__name__ not in _VIEWS:
             return False  # an ordinary operation: its inputs have other memory
         node = node.next_functions[0][0]
+    # No operation has made this memory: it is a leaf, or was computed without a graph. The caller may still need it.
     return True
 
 

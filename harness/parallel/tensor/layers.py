@@ -83,6 +83,7 @@ class _CutLinear(nn.Linear):
         self.register_parameter("bias", bias)
 
     def extra_repr(self) -> str:
+        """Return this rank's and the full sizes, for `print(model)`."""
         shard = shard_of(self.weight)  # the weight itself may be empty: ZeRO-3 gathers it only where it is used
         cut, full = ("out", self.out_features) if self.dim == 0 else ("in", self.in_features)
         local = full if shard is None else shard.length
@@ -125,6 +126,7 @@ class ColumnParallelLinear(_CutLinear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's y [..., out / size], or with `gather_output` the whole y [..., out], of x [..., in]."""
         weight = self.weight.t() if self.weight_transposed else self.weight
         # f of Megatron: the identity forward, an all-reduce of the gradient backward, shared by query, key and value
         x, products = copy_once(x, self.group)
@@ -161,6 +163,7 @@ class SharedColumnLinear(nn.Linear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs of `pieces`, y [..., widths of all pieces], of x [..., in]."""
         weight = self.weight.t() if self.weight_transposed else self.weight
         own = torch.cat([weight[start:stop] for start, stop in self.pieces])
         bias = None if self.bias is None else torch.cat([self.bias[start:stop] for start, stop in self.pieces])
@@ -202,6 +205,10 @@ class RowParallelLinear(_CutLinear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the whole y [..., out], or with `sequence` y of this rank's share of the tokens.
+
+        `x` is this rank's [..., in / size], or with `input_is_parallel=False` the whole [..., in].
+        """
         if not self.input_is_parallel:
             x = split_to_group(x, self.group, self.widths)
         weight = self.weight.t() if self.weight_transposed else self.weight
@@ -266,6 +273,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.weight = cut_parameter(self.weight, shard)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return whole vectors [..., embedding_dim] of ids [...]; RuntimeError for an id outside the vocabulary."""
         if group_size(self.group) == 1:
             return super().forward(ids)
         inside = (ids >= 0) & (ids < self.num_embeddings)
@@ -277,6 +285,7 @@ class VocabParallelEmbedding(nn.Embedding):
         return reduce_from_group(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
     def extra_repr(self) -> str:
+        """Return this rank's and all rows, and the width, for `print(model)`."""
         return f"{self.rows} of {self.num_embeddings}, {self.embedding_dim}"
 
 

@@ -122,7 +122,7 @@ def _with_shards(located: list[tuple[Tensor, MatrixPart]], tensor: Group | None)
     """Return the parts with the shards of all tensor-parallel ranks.
 
     If shards have unequal sizes, the ranks' flat tensors are divided at different places, and a rank may need a matrix
-    that its tensor-parallel peer does not. Then all ranks gather every matrix, so that none waits in vain.
+    that its tensor-parallel peer does not. Then all ranks gather every matrix, so that no rank waits forever.
     """
     if tensor is None:
         return [part for _, part in located]

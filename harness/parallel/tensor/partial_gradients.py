@@ -64,7 +64,7 @@ class GradientSum:
         return total if self.shard is None else self.shard.take(total)
 
     def of_hook(self, grad: Tensor | None) -> Tensor | None:
-        """Return the summed gradient, as a parameter's hook must; None if it is deferred (`weight_gradients.py`)."""
+        """Return the summed gradient (any shape), as a hook must; None if it is deferred (`weight_gradients.py`)."""
         if grad is None or self.once_a_step:
             return grad
         return self.narrow(sum_over_group(self.widen(grad), self.group))

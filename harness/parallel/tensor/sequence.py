@@ -100,13 +100,13 @@ def widths_of(length: int, group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def split_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward: this rank's share of [batch, sequence, ...]. Backward: the gradients of the shares are joined."""
+    """Return this rank's share of [batch, sequence, ...]. Backward: join the gradients of the shares."""
     return apply(_SplitSequence, whole, group, widths_of(whole.shape[1], group))
 
 
 def join_sequence(share: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Forward: shares [batch, tokens, ...] of sequences of `length` tokens are joined. Backward: each rank keeps its
-    share of the gradient, which must be whole."""
+    """Join the shares [batch, tokens, ...] of sequences of `length` tokens. Backward: keep this rank's share of the
+    gradient, which must be whole."""
     return _gather(share, group, widths_of(length, group), SharedInput())[0]
 
 

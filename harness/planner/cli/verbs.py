@@ -231,7 +231,10 @@ def estimate(argv: Sequence[str]) -> int:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Print the layouts of a number of ranks, best first; write the preset of one on request; return the exit code."""
+    """Print the layouts of a number of ranks, best first; write the preset of one on request; return the exit code.
+
+    Raises UserError for options that do not fit together, a model that the harness cannot train, and if no layout fits.
+    """
     description = "Rank every layout of a number of ranks by its predicted speed."
     if "--calibrate" in argv:
         return _calibrate(argv)

@@ -52,7 +52,7 @@ def offset_to_first(place: str) -> Offset:
     """Return how far this process's clock is ahead of rank 0's; all ranks must call it.
 
     Args:
-        place: the same on all ranks, and another for each call: keys of the store are made from it.
+        place: equal on all ranks, different for each call: keys of the store are made from it.
     """
     rank, found = dist.get_rank(), Offset()
     here = values_on_host(host_id(), rank)
@@ -157,7 +157,7 @@ class SpanLog:
         """Begin a span, and interrupt the one that is open.
 
         Without `micro_batch`, spans of the same name and layer are numbered in their order: DeepSpeed's own schedule
-        tells no numbers, but executes micro-batches in order.
+        passes no micro-batch numbers, but executes micro-batches in order.
         """
         self._end_inner()
         now, thing = self.clock.now(), (name, layer) if layer is None else (kind, layer)

@@ -45,7 +45,7 @@ class Ranks:
 
     Args:
         root: folder of their records; each start has a folder in it, by which its processes are found.
-        stopped_s: a rank that has been stopped for so long counts as ended (0: never).
+        stopped_s: a rank that has been stopped for this long counts as ended (0: never).
         preloads: whether a process that has done the imports forks them.
         spared: other processes that this one has started, which `end` must leave alone.
     """

@@ -22,7 +22,7 @@ class Phase(IntEnum):
     STEP = 1  # in a training step or forward pass: each instruction and each layer counts as progress
     SLOW = 2  # preparing, saving, exporting, callbacks: may take long; reading and writing count as progress
     FAILED = 3  # has raised an error, and reports it itself
-    LOST = 4  # has lost the connection to another rank: that one is to be named
+    LOST = 4  # has lost the connection to another rank: report the other rank, not this one
 
 
 @dataclass(slots=True)

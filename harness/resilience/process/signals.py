@@ -24,7 +24,7 @@ from harness.topology.processes import wait_readable
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 POLL_S = 0.1  # interval of checks of the launcher; it prints a traceback 0.25 s after a SIGINT
 SAME_S = 0.2  # signals within this time of the first count as one
-FORWARDED_S = 2.0  # after a signal to the process group, DeepSpeed's launcher may send its own SIGTERM so late
+FORWARDED_S = 2.0  # after a signal to the process group, DeepSpeed's launcher may send its own SIGTERM this late
 
 
 class Stopped(SystemExit):

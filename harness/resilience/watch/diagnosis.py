@@ -2,12 +2,12 @@
 
 Dead: a process that the others need has ended. It is named at once, unless it exited normally or reported its error.
 Silent: a host has not answered for too long.
-Hang: no rank has made progress for longer than its phase allows. Named is a rank whose process is stopped, or one that
-does not wait for others itself. A stopped process is named even while others make progress. A run of a single rank
-never hangs: nobody waits for it.
+Hang: no rank has made progress for longer than its phase allows. The rank named is one whose process is stopped, or
+that does not itself wait for others. A stopped process is named even while others make progress. A run of a single
+rank never hangs: nobody waits for it.
 
-On a GPU, collectives return at once, and ranks wait later, for their device. If all ranks wait, the one is named that
-has left a collective out (`enqueued.py`), or has made less progress than the others of its stage, if there is one.
+On a GPU, collectives return at once, and ranks wait later, for their device. If all ranks wait, the rank that skipped a
+collective is named (`enqueued.py`), or one that has made less progress than the others of its stage, if there is one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.resilience.process.records import HANG
 from harness.topology.agreement import spell_ranks
 
 ENDING_S = 10.0  # after a rank has reported its own error: time for its launcher to end the others
-FRESH_S = 3.0  # a watching thread that has not run for so long is stuck; it should run five times a second
+FRESH_S = 3.0  # a watching thread that has not run for this long is stuck; it should run five times a second
 SILENT_S = 6.0  # limit for a silent host once a rank has lost a connection
 LONGEST = 250  # characters of a message to other ranks; in UTF-8 it fits the board
 INSIDE = (Phase.STEP, Phase.SLOW)
@@ -105,7 +105,7 @@ class Diagnosis:
 def diagnose(statuses: Sequence[RankStatus], *, is_whole: bool = True) -> Diagnosis | None:
     """Return why the run cannot go on; None while it can.
 
-    `is_whole`: whether `statuses` holds all ranks. If not, all of these may wait for another rank, which works.
+    `is_whole`: whether `statuses` holds all ranks. If not, they may all be waiting for a rank that is not listed.
     """
     if not any(each.phase in (*INSIDE, Phase.LOST) for each in statuses if not each.is_gone):
         return None

@@ -1,8 +1,8 @@
 """Count the communication that each rank has enqueued on its accelerator: collectives of each group, sends, receives.
 
 On an accelerator such a call returns before it is done. A rank therefore waits in a later call than the one that hangs,
-often at the end of the step, and its stack does not help. But a rank that has left a call out has made one less than
-the others. A group's backend counts its collectives; sends and receives are counted here.
+often at the end of the step, and its stack does not help. But a rank that skipped a call has made one less than the
+others. A group's backend counts its collectives; sends and receives are counted here.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def enqueued() -> Enqueued:
 
 
 def left_out(found: Mapping[int, Enqueued], statuses: Sequence[RankStatus]) -> tuple[int, str] | None:
-    """Return the rank that has left a call out, and which call; None if all ranks have made the same.
+    """Return the rank that skipped a call, and which call; None if all ranks have made the same.
 
     If several ranks have made fewer calls than others, choose one that is at least as far in the step as those others.
-    One that is not may only be waiting, for the call that another rank has left out.
+    One that is not may only be waiting, for the call that another rank skipped.
     """
     places = {each.rank: each for each in statuses}
 

@@ -43,7 +43,7 @@ from harness.topology.processes import status_of
 
 POLL_S = 0.2
 STATES_S = 1.0  # interval of reads of process states in /proc; the exit of a process wakes the thread at once
-PAUSED_S = 5.0  # if this thread has not run for so long, the whole host may have slept: times start anew
+PAUSED_S = 5.0  # if this thread has not run for this long, the whole host may have slept: times start anew
 SLOW_S = 600.0  # limit without progress outside of steps, and in the first step, which may compile
 MEDIANS = 5.0  # limit within a step, in medians of the latest steps' times
 IO_BYTES = 2**20  # reading or writing so much counts as progress outside of steps
@@ -202,7 +202,7 @@ class Watcher:
             self.store.set(str(THIS_RANK.rank), pickle.dumps(enqueued()))  # type: ignore[arg-type]
 
     def _name_by_enqueued(self, verdict: Diagnosis, statuses: Sequence[RankStatus]) -> Diagnosis:
-        """Complete the verdict on a hang in which all ranks wait: name the rank that has left a call out."""
+        """Complete the verdict on a hang in which all ranks wait: name the rank that skipped a collective."""
         if self.store is None or verdict.error != HANG or not all(each.waits for each in statuses):
             return verdict
         found = {}

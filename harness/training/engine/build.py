@@ -214,6 +214,7 @@ def deepspeed_config(context: EngineContext) -> JsonObject:
         config["zero_optimization"] = {**config["zero_optimization"], "contiguous_gradients": False}
     if context.resolved.cp_size > 1:  # DeepSpeed requires batch = micro-batch x accumulation x all its data ranks
         config["train_batch_size"] *= context.resolved.cp_size
+    # Under ZeRO, DeepSpeed refuses the harness's own Muon and Adagrad as untested. DS805 checks the user's optimizer.
     config["zero_allow_untested_optimizer"] = True
     # Allow torch's optimizers with offloading: DeepSpeed's CPU optimizers would have to be compiled first.
     config.setdefault("zero_force_ds_cpu_optimizer", False)

@@ -58,6 +58,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], groups: Groups, device: to
     counted = [p for p in parameters if _counts(p, groups.coordinate.tp_rank)]
     dense, experts = ([p.grad for p in counted if p.grad is not None and is_expert(p) is e] for e in (False, True))
     total = square_sum_of_data_ranks(dense, experts, device, groups)
+    # first within each stage, so that its tensor-parallel ranks bring the same value to the sum over the stages
     for group in (groups.tp_group, groups.pp_group):
         if group is not None:
             dist.all_reduce(total, group=group)
@@ -76,6 +77,7 @@ def square_sum_of_data_ranks(
     total = square_sum(experts, device)
     if groups.ep_group is not None:
         dist.all_reduce(total, group=groups.ep_group)
+    # added after the all-reduce, which would count them once for each rank
     return total + square_sum(dense, device)
 
 
@@ -96,6 +98,7 @@ def _clip(engine: DeepSpeedEngine, groups: Groups) -> Tensor:
     norm = gradient_norm(engine.module.parameters(), groups, engine.device)
     limit = engine.gradient_clipping()
     if limit:  # always multiply, perhaps by 1: `if norm > limit` would make the host wait for the device
+        # 1e-6 as in torch's clip_grad_norm_: no division by zero
         scale = torch.clamp(limit / (norm + 1e-6), max=1.0).float()
         for parameter in engine.module.parameters():
             if parameter.grad is not None:
@@ -189,7 +192,7 @@ class UnusedParameters:
             optimizer.register_step_post_hook(self._put_back)
 
     def _look(self, gradients: StepGradients) -> None:
-        """After the last backward pass of the first step, before the reduction: agree on unused parameters."""
+        """Agree on unused parameters: after the last backward pass of the first step, before the reduction."""
         if not self._agreed:
             trained = (p for p in self._engine.module.parameters() if id(p) in self.names)
             self.used |= {self.names[id(p)] for p in trained if gradients.found(p) is not None}
@@ -217,16 +220,18 @@ class UnusedParameters:
 
     @torch.no_grad()
     def _keep(self, optimizer: Optimizer, *_: object) -> None:
-        """Before an optimizer step, copy the unused parameters that it would decay."""
+        """Copy the unused parameters that the next optimizer step would decay."""
         if not self._agreed:
             self._agree()
         for values, gradient, used in self._unused_in(optimizer):
+            # DeepSpeed fills in zeros, so any other value (also NaN) shows that a sample has used the parameter. The
+            # answer stays on the device.
             used |= gradient.count_nonzero() > 0
             self._before.append((values, values.clone(), used))
 
     @torch.no_grad()
     def _put_back(self, *_: object) -> None:
-        """After the optimizer step, restore the unused parameters."""
+        """Restore the unused parameters after the optimizer step."""
         for values, before, used in self._before:
             values.copy_(torch.where(used, values, before))
         self._before.clear()

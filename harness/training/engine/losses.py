@@ -170,6 +170,7 @@ class CausalLoss(Loss):
         return total * weight
 
     def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
+        """Return the summed losses (a scalar) of a tile's valid labels, from logits [batch, tokens, vocabulary]."""
         return self._sum(targets, logits, (start, stop))
 
     def _sum(self, targets: Targets, logits: Tensor, tile: tuple[int, int] | None = None) -> Tensor:
@@ -213,6 +214,7 @@ class RouterLoss(Loss):
         return self.causal(logits, targets) + self.coefficient * router_loss.float() * share
 
     def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
+        """Return the causal loss of a tile (a scalar), from logits [batch, tokens, vocabulary], without router loss."""
         return self.causal.of_tile(targets, logits, start, stop)
 
     def parts(self, outputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -338,7 +340,7 @@ def _tensors(value: Value) -> list[Tensor]:
 
 
 def first_tensor(value: Value) -> Tensor:
-    """Return the tensor, or the first one of several: ids of (ids, position ids)."""
+    """Return the tensor (any shape), or the first one of several: ids of (ids, position ids)."""
     return _tensors(value)[0]
 
 
@@ -350,7 +352,8 @@ class GuardedLoss:
     """A loss that remembers whether it was finite. With `spoils`, a non-finite loss makes all gradients NaN.
 
     A NaN loss does not always make the gradient NaN (an infinite loss can have a finite one). NaN gradients make the
-    norm NaN on all ranks, so all of them skip the step without another collective.
+    norm NaN on all ranks, so all of them skip the step without another collective. An error instead would stop one rank
+    while the others wait for it, and the host would have to wait for each loss.
 
     Attributes:
         observer: if set, called with outputs and targets of each micro-batch.

@@ -81,6 +81,7 @@ class OrthogonalMomentum(Optimizer):
             whole = matrix.whole(update)  # collective; None on ranks that do not need the whole matrix
             if whole is not None and matrix.length:
                 update[matrix.place] = matrix.own(orthogonal(whole, group["ns_method"])).to(update.device)
+        # decoupled decay, as in DeepSpeed's Muon: of the weights before the update, so the update itself is not decayed
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update.view(parameter.shape), alpha=-group["lr"])
 
@@ -169,7 +170,7 @@ def _require_whole(parameter: nn.Parameter, name: str) -> None:
 
 
 def find_matrices(engine: DeepSpeedEngine, groups: Groups) -> None:
-    """If `engine` has this optimizer, locate the matrices in the tensors that ZeRO updates; all ranks call it."""
+    """Locate the matrices in the tensors that ZeRO updates, if `engine` has this optimizer; all ranks call it."""
     optimizer = stepping_optimizer(engine)
     if isinstance(optimizer, OrthogonalMomentum):
         chosen = [index for index, group in enumerate(optimizer.param_groups) if group["of_matrices"]]

@@ -28,7 +28,7 @@ from harness.topology.groups import Groups
 
 
 def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adaptation | None) -> dict[str, Tensor]:
-    """Return the tensors, by name, of a model or layers that the user made in this process.
+    """Return name -> tensor (any shape) of a model or layers that the user made in this process.
 
     {} for a model that the ranks read from files or initialise from the seed.
     """
@@ -46,7 +46,7 @@ def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adapta
 
 
 def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, console: Console) -> None:
-    """If `tensors` differ between ranks, overwrite them with rank 0's values; all ranks call it.
+    """Overwrite `tensors` (any shapes) with rank 0's values if ranks differ; all ranks call it.
 
     Raises UserError, on all ranks, if names, shapes or dtypes differ.
     """

@@ -86,7 +86,7 @@ def note_checkpoint(state: TrainerState, checkpoint: Path, metric: float | None)
 
 
 def forget_unsaved(args: TrainingArguments, state: TrainerState) -> None:
-    """With `--load_best_model_at_end`, fall back to the best evaluation that has a checkpoint.
+    """Fall back to the best evaluation that has a checkpoint, with `--load_best_model_at_end`.
 
     A later evaluation that beats this one is then saved, even if the lost one was better.
     """
@@ -97,7 +97,7 @@ def forget_unsaved(args: TrainingArguments, state: TrainerState) -> None:
 
 
 def load_best(run: Run) -> None:
-    """With `--load_best_model_at_end`, load the weights of the best evaluation's checkpoint; all ranks call it.
+    """Load the weights of the best evaluation's checkpoint, with `--load_best_model_at_end`; all ranks call it.
 
     If that checkpoint is missing or damaged, the model keeps its last weights, with a warning.
     """

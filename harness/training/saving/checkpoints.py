@@ -121,7 +121,7 @@ class Checkpoints:
         return bool(self._attempt(self._advance))
 
     def wait_a_moment(self) -> None:
-        """After the step that follows a save, wait up to a second for the checkpoint; all ranks call it.
+        """Wait up to a second for the checkpoint after the step that follows a save; all ranks call it.
 
         So a killed run with short steps repeats at most the steps between two saves.
         """
@@ -152,7 +152,7 @@ class Checkpoints:
         return pending.path
 
     def settle(self) -> None:
-        """Like `finish`, but give up after PATIENCE_S if some ranks do not call it."""
+        """Wait as `finish` does, but give up after PATIENCE_S if some ranks do not call it."""
         if self._pending is not None and all_arrive(f"save {self._pending.number}", PATIENCE_S):
             self.finish()
 

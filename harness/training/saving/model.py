@@ -91,7 +91,10 @@ def _on_first_rank(run: Run, write: Callable[[], object]) -> None:
 
 @torch.no_grad()
 def gather_model(run: Run) -> PreTrainedModel | None:
-    """Return the whole model on the CPU of rank 0, None on others; all ranks call it (`Trainer.trained_model`)."""
+    """Return the whole model on the CPU of rank 0, None on others; all ranks call it (`Trainer.trained_model`).
+
+    Raises UserError for a list of layers, and for a model with adapters.
+    """
     causal, engine, groups = run.trainable.causal, run.engine, run.groups
     if causal is None:
         raise UserError(

@@ -184,7 +184,7 @@ class Rollback:
             run.stream.skipped = run.state.skipped_samples
 
     def begin(self, save: Callable[[], object]) -> None:
-        """With `--nonfinite rollback`, save the initial state if there is no checkpoint yet; all ranks call it."""
+        """Save the initial state if there is no checkpoint yet, with `--nonfinite rollback`; all ranks call it."""
         if self.run.args.nonfinite == "rollback" and self._newest() is None:
             save()
 

@@ -135,14 +135,16 @@ def _in_turns(forwards: list[Pass], backwards: list[Pass], ahead: int) -> Iterat
 
 def zero_bubble_v(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under ZB-V."""
-    # the phases, in the paper's order: warm-up, one forward and one backward in turns, the rest of the backward passes
     stages, count = chunks.stages, max(2 * chunks.stages - 1, micro_batches)
     made = _Passes(chunks.of_stage(stage))
+    # Warm-up. After this many passes the first micro-batch is back at this stage, for its second chunk.
     made.add("0F", 2 * (stages - stage) - 1)
     made.add("1F 0F", stage)
     made.add("1F 1B W", stages - stage)
+    # Steady phase: each forward pass is followed by a backward pass, until the first chunk has all its micro-batches.
     steady = count - made.forwards(0)
     made.add("0F 0B W 1F 1B W", steady)
+    # End: the forward passes that the second chunk lacks, then backward passes only.
     made.add("0B W 1F 1B W", made.forwards(0) - made.forwards(1))
     made.add("0B 1B", stage)
     made.add("0B W", stages - stage)
@@ -155,12 +157,16 @@ def dualpipe_v(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[
     stages, count = chunks.stages, max(2 * chunks.stages, micro_batches)
     after = stages - stage - 1
     made = _Passes(chunks.of_stage(stage))
+    # warm-up: forward passes, then the first backward passes of the second chunk
     made.add("0F", 2 * after)
     made.add("0F 1F", stage + 1)
     made.add("1B W 1F", after)
+    # steady phase: both chunks run a forward and a backward pass in turns
     made.add("0F 1BW 1F 0BW", count - 2 * stages + stage + 1)
+    # end: the forward passes that the second chunk lacks, then backward passes only
     made.add("1BW 1F 0BW", after)
-    # the second half of these defers weight gradients, so that the stage before gets its input gradients sooner
+    # Of 2 * (stage + 1) backward passes the second half defers weight gradients, so that the stage before gets its
+    # input gradients sooner. With an odd number of pairs, the middle is inside a pair.
     half, odd = divmod(stage + 1, 2)
     made.add("1BW 0BW", half)
     made.add("1BW 0B" if odd else "1B 0B", 1)
