@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from harness.arguments.config_file import ConfigFlag, read_config_file
 from harness.arguments.other_programs import advice, is_idle, refusal
-from harness.arguments.themes.flags import ALIASES, Flags, Help, groups, hints_of, require_one_name, shown_default
+from harness.arguments.themes.flags import ALIASES, Flags, Help, flags_of, groups, require_one_name, shown_default
 from harness.config.values.json_object import JsonObject
 from harness.config.values.typed import takes
 from harness.errors import UserError, UserErrors, refuse_all
@@ -42,15 +42,13 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Flags]) -> None:
 
 
 def _add_group(parser: argparse._ArgumentGroup, kind: type[Flags]) -> None:
-    hints = hints_of(kind)
-    for item in fields(kind):
+    for name, (item, hint) in flags_of(kind).items():
         text, default = Help.of(item), shown_default(item)
         suffix = f" (default: {default})" if default else ""
-        hint, name = hints[item.name], item.name
         add = partial(
             parser.add_argument, f"--{name}", default=argparse.SUPPRESS, help=text + suffix, metavar=name.upper()
         )
-        if takes(hint, tuple):
+        if takes(hint, list):
             add(nargs="+", action="store" if text.paths else _Names)
         elif takes(hint, bool):
             add(action=Boolean)
@@ -106,7 +104,7 @@ def expanded(kinds: Sequence[type[Flags]], words: Sequence[str]) -> list[str]:
 
 
 class _Names(argparse.Action):
-    """Collects names separated by spaces or commas into a tuple; a word with other characters (a regex) stays whole."""
+    """Collects names separated by spaces or commas into a list; a word with other characters (a regex) stays whole."""
 
     def __call__(
         self,
@@ -116,7 +114,7 @@ class _Names(argparse.Action):
         _option_string: str | None = None,
     ) -> None:
         words = [_SEVERAL.split(value) if _NAMES.fullmatch(value) else [value] for value in values or ()]
-        setattr(namespace, self.dest, tuple(name for several in words for name in several if name))
+        setattr(namespace, self.dest, [name for several in words for name in several if name])
 
 
 def known_flags(kinds: Sequence[type[Flags]]) -> dict[str, Field[object]]:
@@ -165,10 +163,8 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
             require_one_name(names, plain, f"--{spelled}")
             kept += [f"--{plain}{equals}{value}", *flag[1:]]
         elif plain != negated and negated in known and takes(known[negated].type, bool):
-            if given != "true":
-                raise UserError(f"{name} {given}: takes no value: give --{negated} true or false")
             require_one_name(names, negated, f"--{spelled.removeprefix('no_')}")
-            kept.append(f"--{negated}=false")
+            kept += [f"--no_{negated}{equals}{value}", *flag[1:]]  # the parser reads it, and refuses a value
         elif not _may_stand(plain, negated, given):
             problems.append(refusal(plain, name, known))
     refuse_all(problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import Field, dataclass
 from functools import cache
 from math import inf
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from harness.arguments.other_programs import advice, is_section
-from harness.arguments.themes.flags import ALIASES, require_one_name
+from harness.arguments.themes.flags import ALIASES, default_of, require_one_name
 from harness.config.values.json_file import regular_bytes
 from harness.config.values.typed import takes
 from harness.errors import UserError, UserErrors
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import yaml
 
 MOST_BYTES, MOST_NODES = 2**20, 2**18  # a run.json has some 10,000 bytes; PyYAML parses a megabyte in seconds
-ARGUMENTS = "arguments"  # key of run.json
+ARGUMENTS, GIVEN = "arguments", "given"  # keys of run.json: all flags, and the names of those that were given
 
 # JSON writes a character above U+FFFF as two escapes (a surrogate pair), which YAML does not join
 _PAIR = re.compile(r"(?<!\\)((?:\\\\)*)(\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})")
@@ -40,7 +40,7 @@ class ConfigFlag:
 def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[ConfigFlag]:
     """Return the flags in a file. UserError if it cannot be read.
 
-    A run.json lists all arguments; those equal to their default are left out, so that they do not count as given.
+    A run.json lists all arguments; defaults that were not given are left out, so that they do not count as given.
     """
     import yaml
 
@@ -72,9 +72,10 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
         raise UserError(f"--config {file}: {what}: write the values out")
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"--config {file}: give flags and their values, as `max_steps: 100`")
-    arguments = next((value for key, value in root.value if key.value == ARGUMENTS), None)
-    if isinstance(arguments, yaml.MappingNode):
-        return list(_flags(file, arguments, known, of_run=True))
+    parts = {key.value: value for key, value in root.value if key.value in (ARGUMENTS, GIVEN)}
+    if isinstance(arguments := parts.get(ARGUMENTS), yaml.MappingNode):
+        given = parts[GIVEN].value if isinstance(parts.get(GIVEN), yaml.SequenceNode) else []
+        return list(_flags(file, arguments, known, of_run={str(name.value) for name in given}))
     return list(_flags(file, root, known))
 
 
@@ -102,7 +103,12 @@ def _refuse_toml(path: Path, known: Mapping[str, Field[object]]) -> NoReturn:
 
 
 def _flags(
-    file: str, node: yaml.MappingNode, known: Mapping[str, Field[object]], *, of_run: bool = False, section: str = ""
+    file: str,
+    node: yaml.MappingNode,
+    known: Mapping[str, Field[object]],
+    *,
+    of_run: Collection[str] | None = None,
+    section: str = "",
 ) -> Iterator[ConfigFlag]:
     import yaml
 
@@ -124,12 +130,16 @@ def _flags(
         item = known.get(own)
         try:
             plain = _plain(value)
-            words = _words(name, plain, several=item is None or takes(item.type, tuple))
+            words = _words(name, plain, several=item is None or takes(item.type, list))
         except (yaml.MarkedYAMLError, TypeError, ValueError) as error:
             problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
             raise UserError(f"{where}{name}: has a value that JSON does not have ({problem})") from error
-        if plain is None or (of_run and item is not None and _same(plain, item.default)):
+        if plain is None:
             continue
+        if of_run is not None and own not in of_run and item is not None and _same(plain, default_of(item)):
+            continue
+        if item is None and own.startswith("no_") and str(plain).lower() == "true":
+            words = words[0].partition("=")[:1]  # on a command line, `--no_NAME` takes no value
         require_one_name(names, ALIASES.get(own, own), own, where)
         yield ConfigFlag(where, words)
 
@@ -174,4 +184,4 @@ def _same(value: object, default: object) -> bool:
             return float(str(value)) == default
         except ValueError:
             return False
-    return bool(value == (list(default) if isinstance(default, tuple) else default))
+    return bool(value == default)

@@ -5,12 +5,12 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 from harness.arguments.command_line import own_arguments
 from harness.arguments.themes.checkpoints import CheckpointArguments
-from harness.arguments.themes.flags import ALIASES, noting_given
+from harness.arguments.themes.flags import ALIASES, default_of
 from harness.arguments.themes.reporting import ReportingArguments
 from harness.arguments.themes.run import RunArguments
 from harness.arguments.themes.training import BatchArguments, LayoutArguments, ModelArguments, OptimizerArguments
@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # arguments are read without torch
     from transformers.training_args import ParallelMode
 
 
-@noting_given
 @dataclass(kw_only=True)
 class TrainingArguments(
     RunArguments,
@@ -49,9 +48,11 @@ class TrainingArguments(
 
     def auto_values(self, *, world_size: int, max_steps: int, hidden_size: int | None = None) -> AutoValues:
         """Return the values that replace "auto" in the config."""
-        shared = {item.name for item in fields(AutoValues)} & {item.name for item in fields(self)}
+        shared = {item.name for item in fields(AutoValues)} & {item.name for item in fields(TrainingArguments)}
         values = {name: getattr(self, name) for name in shared}
         values.update(max_steps=max_steps, warmup_steps=self.warmup(max_steps))
+        if "gradient_checkpointing" not in self.given:  # the JSON's interval stands
+            values["gradient_checkpointing"] = None
         return AutoValues(**values, world_size=world_size, hidden_size=hidden_size, given=self.given & shared)
 
     # Attributes of HuggingFace's TrainingArguments that scripts read, besides the flags.
@@ -174,7 +175,7 @@ class TrainingArguments(
 
                 for item in fields(Theirs):
                     if item.name == name:
-                        return item.default if item.default_factory is MISSING else item.default_factory()
+                        return default_of(item)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 

@@ -1,16 +1,17 @@
 """Define a flag: a field of a dataclass, with its help and its allowed values."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import MISSING, Field, InitVar, dataclass, field, fields
-from functools import cache, wraps
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from functools import cache
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 from harness.config.values.typed import typed
 from harness.errors import UserError, refuse_all
 
 T = TypeVar("T")
-F = TypeVar("F", bound="Flags")
 
 ALIASES = {
     "deepspeed": "deepspeed_config",
@@ -67,6 +68,8 @@ def flag(
     about.choices = tuple(choices)
     about.paths = paths
     about.hf_only = hf_only
+    if isinstance(default, list):
+        return field(default_factory=lambda: copy(default), metadata={"help": about})
     return field(default=default, metadata={"help": about})
 
 
@@ -76,39 +79,88 @@ def require_one_name(names: dict[str, str], own: str, name: str, where: str = ""
         raise UserError(f"{where}{other} and {name} are the same flag: give one of them")
 
 
+def default_of(item: Field[object]) -> object:
+    """Return the default of a dataclass field, a new one if it is a list; MISSING without one."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
 def shown_default(item: Field[object]) -> str:
     """Return a flag's default as text for the user; "" without one."""
-    default = None if item.default is MISSING else item.default
-    if isinstance(default, tuple):
+    default = default_of(item)
+    if isinstance(default, list):
         return " ".join(map(str, default))
-    return "" if default is None else str(default)
+    return "" if default is None or default is MISSING else str(default)
+
+
+class _Fields:
+    """The signature of a class of flags, for `inspect` and `help`: its fields with types and defaults."""
+
+    def __get__(self, _made: object, kind: type["Flags"]) -> Signature:
+        shown = []
+        for item in (item for item in fields(kind) if item.init):
+            default = default_of(item)
+            of_theme, _ = flags_of(kind).get(item.name, (item, None))  # a class that changes a default keeps the rest
+            by_name = Parameter.KEYWORD_ONLY if of_theme.kw_only else Parameter.POSITIONAL_OR_KEYWORD
+            default = Parameter.empty if default is MISSING else default
+            shown.append(Parameter(item.name, by_name, default=default, annotation=item.type))
+        return Signature(sorted(shown, key=lambda each: each.kind))
 
 
 @dataclass(kw_only=True)
 class Flags:
     """The flags of a theme, or of several: a class derived from several `Flags` has the flags of all.
 
+    All have one constructor, which notes which flags are passed. A flag passed with its default value counts as given:
+    it may contradict the JSON. If a caller passes all fields, as transformers' HfArgumentParser does, only those with
+    other values count.
+
     Attributes:
         TITLE: the theme's heading in `--help` and in the docs.
-        _given: what `given` returns; `dataclasses.replace` reads it and passes it to the copy.
     """
 
     TITLE: ClassVar[str] = ""
-    _given: InitVar[frozenset[str] | None] = None
+    __signature__ = _Fields()
+    if not TYPE_CHECKING:  # not for users: `dataclasses.replace` reads them and passes them to the copy
+        _given: InitVar[frozenset[str] | None] = None
+        _without_effect: InitVar[Mapping[str, object] | None] = None
 
-    def __post_init__(self, given: frozenset[str] | None) -> None:
+    def __init_subclass__(cls) -> None:
+        """Keep the constructor: `@dataclass` writes one only into a class that has none of its own."""
+        super().__init_subclass__()
+        if "__init__" not in vars(cls):
+            setattr(cls, "__init__", Flags.__init__)  # noqa: B010  # mypy refuses an assignment to __init__
+
+    def __init__(
+        self,
+        *args: object,
+        _given: frozenset[str] | None = None,
+        _without_effect: Mapping[str, object] | None = None,
+        **flags: object,
+    ) -> None:
+        values = self.__signature__.bind(*args, **self.own_names(flags)).arguments
+        defaults = {item.name: default_of(item) for item in fields(self)}
+        everything = {item.name for item in fields(self) if item.init} <= {*values, *flags}
+        noted = (_given or frozenset()) if everything else values.keys()
+        given = {
+            name for name, value in values.items() if value is not None and (name in noted or value != defaults[name])
+        }
+        idle = {name: value for name, value in flags.items() if ALIASES.get(name, name) not in defaults}
+        vars(self).update(
+            {name: value for name, value in {**defaults, **values}.items() if value is not MISSING},
+            _given=frozenset(given),
+            _without_effect={**(_without_effect or {}), **idle},
+        )
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
         """Convert every value to its type and check it; None means the default. Raises all problems at once."""
-        if given is None:  # a derived class without `noting_given`
-            given = frozenset(item.name for item in fields(self) if getattr(self, item.name) != item.default)
-        vars(self)["_given"] = given
+        given = self.given
         problems: list[str] = []
-        for group in groups(type(self)):
-            hints = hints_of(group)
-            for item in fields(group):
-                try:
-                    vars(self)[item.name] = _allowed(item, hints[item.name], getattr(self, item.name))
-                except UserError as error:
-                    problems.append(str(error))
+        for name in flags_of(type(self)):
+            try:
+                vars(self)[name] = self._taken(name, getattr(self, name))
+            except UserError as error:
+                problems.append(str(error))
         for group in groups(type(self)):
             try:
                 group.check(self)
@@ -121,13 +173,20 @@ class Flags:
         vars(self)["_given"] = given  # flags that a check has set do not count
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a flag. After construction the value is checked like the others, and the flag counts as given."""
-        item = next((item for item in fields(self) if item.name == name), None) if "_given" in vars(self) else None
-        if item is not None:
+        """Set a flag: the value is checked as in the constructor, and the flag counts as given."""
+        if any(item.name == name for item in fields(self)):
             given = frozenset() if value is None else {name}
-            value = _allowed(item, hints_of(type(self))[name], value)
+            value = self._taken(name, value)
             vars(self)["_given"] = self.given - {name} | given
         super().__setattr__(name, value)
+
+    def _taken(self, name: str, value: object) -> object:
+        """Return the value that a field takes: a flag's in its type, None as the default. UserError as `_allowed`."""
+        if name not in flags_of(type(self)):  # a field of a program's own class
+            return value
+        if value is None:
+            return next(default_of(item) for item in fields(self) if item.name == name)
+        return _allowed(*flags_of(type(self))[name], value)
 
     def check(self) -> None:
         """Raise UserError for values that contradict each other; overridden by each theme."""
@@ -150,53 +209,24 @@ class Flags:
         return given
 
 
-def noting_given(kind: type[F]) -> type[F]:
-    """Decorate a dataclass of flags: its constructor records in `given` which flags the caller passes.
-
-    A flag passed with its default value counts as given: it may contradict the JSON. If a caller passes all flags, as
-    transformers' HfArgumentParser does, those with default values do not count; `dataclasses.replace` passes `_given`,
-    to which the flags with other values are added. The signature is kept.
-    """
-    construct: Callable[..., None] = kind.__init__
-
-    @wraps(construct)
-    def __init__(self: F, *args: object, _given: frozenset[str] | None = None, **flags: object) -> None:
-        positional = [item.name for item in fields(kind) if not item.kw_only][: len(args)]
-        own = kind.own_names(flags)
-        passed = {**dict(zip(positional, args, strict=False)), **own}
-        defaults = {item.name: item.default for item in fields(kind)}
-        everything = defaults.keys() <= {*passed, *flags}
-        vars(self)["_without_effect"] = {
-            name: value for name, value in flags.items() if ALIASES.get(name, name) not in defaults
-        }
-        noted = {
-            name
-            for name, value in passed.items()
-            if value is not None and not (everything and value == defaults.get(name))
-        }
-        construct(self, *args, _given=noted | (_given or frozenset()), **own)
-
-    setattr(kind, "__init__", __init__)  # noqa: B010  # mypy refuses an assignment to __init__
-    return kind
-
-
-def hints_of(kind: type[Flags]) -> Mapping[str, object]:
-    """Return the types of a class's fields by name."""
-    return _hints(kind)  # type: ignore[arg-type]  # mypy takes the class for its instances, which have no hash
-
-
-_hints = cache(get_type_hints)
-
-
 def groups(kind: type[Flags]) -> tuple[type[Flags], ...]:
     """Return the themes of a class of flags in order: the class itself, or all that it is derived from."""
     return tuple(each for each in kind.__mro__ if Flags in each.__bases__)
 
 
+def flags_of(kind: type[Flags]) -> Mapping[str, tuple[Field[object], object]]:
+    """Return the flags of all themes of a class, each with its type."""
+    return _flags_of(kind)  # type: ignore[arg-type]  # mypy takes the class for its instances, which have no hash
+
+
+@cache
+def _flags_of(kind: type[Flags]) -> Mapping[str, tuple[Field[object], object]]:
+    hints = {group: get_type_hints(group) for group in groups(kind)}
+    return {item.name: (item, hints[group][item.name]) for group in hints for item in fields(group)}
+
+
 def _allowed(item: Field[object], hint: object, value: object) -> object:
-    """Return a flag's value converted to its type; None means the default. UserError for a value not allowed."""
-    if value is None:
-        return item.default
+    """Return a flag's value converted to its type. UserError for a value not allowed."""
     least, choices = Help.of(item).least, Help.of(item).choices
     try:
         value = typed(hint, value)

@@ -5,22 +5,21 @@ import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
-from harness.arguments.themes.flags import Flags, flag, noting_given
+from harness.arguments.themes.flags import Flags, flag
 from harness.errors import UserError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-def _target_modules(names: tuple[str, ...] | None) -> str | list[str] | None:
+def _target_modules(names: list[str] | None) -> str | list[str] | None:
     """Return names in peft's form: a list, or a plain string for `all-linear` and for a regular expression."""
     if names is None:
         return None
     alone = len(names) == 1 and (names[0] == "all-linear" or not re.fullmatch(r"[\w.]+", names[0]))
-    return names[0] if alone else list(names)
+    return names[0] if alone else names
 
 
-@noting_given
 @dataclass(kw_only=True)
 class LoraArguments(Flags):
     """LoRA adapters (arXiv 2106.09685) by peft; named as in TRL's ModelConfig."""
@@ -31,11 +30,11 @@ class LoraArguments(Flags):
     lora_r: int = flag(16, "rank of the adapters", least=1)
     lora_alpha: int = flag(32, "scale the adapters by lora_alpha / lora_r")
     lora_dropout: float = flag(0.0, "dropout on the input of an adapter")
-    lora_target_modules: tuple[str, ...] | None = flag(
+    lora_target_modules: list[str] | None = flag(
         None,
         "names of linear layers, a regular expression of full names, or all-linear; default: peft's for the family",
     )
-    lora_modules_to_save: tuple[str, ...] | None = flag(None, "names of modules to train fully")
+    lora_modules_to_save: list[str] | None = flag(None, "names of modules to train fully")
     use_rslora: bool = flag(False, "scale by lora_alpha / sqrt(lora_r) (arXiv 2312.03732)")
 
     def check(self) -> None:
@@ -59,7 +58,7 @@ class LoraArguments(Flags):
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
             target_modules=_target_modules(self.lora_target_modules),
-            modules_to_save=None if self.lora_modules_to_save is None else list(self.lora_modules_to_save),
+            modules_to_save=self.lora_modules_to_save,
             use_rslora=self.use_rslora,
             ensure_weight_tying=self.lora_modules_to_save is not None,
         )

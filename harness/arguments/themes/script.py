@@ -5,7 +5,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
-from harness.arguments.themes.flags import Flags, flag, noting_given
+from harness.arguments.themes.flags import Flags, flag
 from harness.errors import UserError
 from harness.hf.locate import DEFAULT_MODEL
 
@@ -13,7 +13,6 @@ PYTHON_STDLIB = "python-stdlib"
 HELD_OUT_PERCENT = 5  # of train_file, if nothing else is said
 
 
-@noting_given
 @dataclass(kw_only=True)
 class ScriptArguments(Flags):
     """The model and the data, as in run_clm.py."""
@@ -28,13 +27,13 @@ class ScriptArguments(Flags):
     tokenizer_name: str | None = flag(
         None, "bytes, a directory, or an id of the hub (default: the model directory's tokenizer, else bytes)"
     )
-    train_file: tuple[str, ...] = flag(
-        (PYTHON_STDLIB,),
+    train_file: list[str] = flag(
+        [PYTHON_STDLIB],
         ".txt; .jsonl, .json, .csv, .parquet (text; messages; prompt and completion; ShareGPT; Alpaca); directories or "
         "globs of them; Megatron's .bin, nanotron's .ds; several with weights as a.jsonl:0.7 b/:0.3",
         paths=True,
     )
-    validation_file: tuple[str, ...] | None = flag(
+    validation_file: list[str] | None = flag(
         None, "evaluation data, likewise (default: with eval_steps, a part of train_file is held out)", paths=True
     )
     validation_split_percentage: float | None = flag(
@@ -42,7 +41,7 @@ class ScriptArguments(Flags):
         "percentage of train_file to hold out for evaluation; below 1: a fraction "
         f"(default: {HELD_OUT_PERCENT} with eval_steps)",
     )
-    do_train: bool | None = flag(None, "train (default: yes, unless only --do_eval is given)")
+    do_train: bool = flag(False, "train, although --do_eval is given; without both a run trains")
     do_eval: bool = flag(
         False, "evaluate on validation_file, or on a held-out part of train_file; given alone, do not train"
     )
@@ -54,7 +53,7 @@ class ScriptArguments(Flags):
     @property
     def trains(self) -> bool:
         """Whether the run trains (otherwise it only evaluates)."""
-        return not self.do_eval if self.do_train is None else self.do_train
+        return self.do_train if "do_train" in self.given else not self.do_eval
 
     def holds_out(self, *, evaluates: bool) -> bool:
         """Return whether a part of train_file is held out if there is no validation_file.

@@ -128,9 +128,9 @@ class ModelArguments(Flags):
         "use the kernels of liger-kernel (to be installed) for norms, feed-forward blocks and rotary embeddings",
         hf_only=True,
     )
-    gradient_checkpointing: bool | None = flag(
-        None,
-        "recompute the activations of decoder layers in the backward pass; overrides "
+    gradient_checkpointing: bool = flag(
+        False,
+        "recompute the activations of decoder layers in the backward pass; if given, overrides "
         "pipeline.activation_checkpoint_interval",
     )
     neftune_noise_alpha: float | None = flag(

@@ -18,7 +18,7 @@ TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
 def takes(hint: object, kind: type) -> bool:
-    """Return whether a type hint accepts a class: `float | None` accepts float, `tuple[str, ...]` accepts tuple."""
+    """Return whether a type hint accepts a class: `float | None` accepts float, `list[str]` accepts list."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return any((get_origin(member) or member) is kind for member in members)
 
@@ -37,13 +37,13 @@ def typed(hint: object, value: object) -> object:
     return os.fspath(value)
 
 
-def _words(value: object) -> tuple[object, ...]:
+def _words(value: object) -> list[object]:
     if isinstance(value, str | os.PathLike):
-        return (os.fspath(value),)
+        return [os.fspath(value)]
     if not isinstance(value, list | tuple | set):
         raise ValueError("not a list")
     words = sorted(value, key=str) if isinstance(value, set) else value  # in the same order on every rank
-    return tuple(os.fspath(word) if isinstance(word, os.PathLike) else word for word in words)
+    return [os.fspath(word) if isinstance(word, os.PathLike) else word for word in words]
 
 
 def _mapping(value: object) -> object:
@@ -93,7 +93,7 @@ def _whole(value: object) -> int:
 
 
 _CONVERSIONS: tuple[tuple[type, Callable[[object], object]], ...] = (
-    (tuple, _words),
+    (list, _words),
     (Mapping, _mapping),
     (bool, _boolean),
     (float, _number),

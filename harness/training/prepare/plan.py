@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig, read_run_config
-from harness.arguments.themes.flags import Help
+from harness.arguments.themes.flags import Help, default_of
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
     require_same_adapters,
@@ -177,8 +177,8 @@ def _require_for_layers(inputs: RunInputs) -> None:
     """Raise UserError for arguments that have no effect on a list of layers, only on HuggingFace models."""
     problems = [
         f"--{item.name} needs a HuggingFace model, not a list of layers"
-        for item in fields(inputs.args)
-        if Help.of(item).hf_only and getattr(inputs.args, item.name) != item.default
+        for item in fields(TrainingArguments)
+        if Help.of(item).hf_only and getattr(inputs.args, item.name) != default_of(item)
     ]
     if inputs.compute_loss_func is not None:
         problems.append("compute_loss_func is for a HuggingFace model: give a list of layers loss_fn(outputs, labels)")

@@ -84,7 +84,7 @@ def _require_data(script: ScriptArguments, args: TrainingArguments) -> None:
 
 def limit_trial(script: ScriptArguments, args: TrainingArguments) -> str | None:
     """Limit a run that names neither data nor steps to TRIAL_STEPS; return a line for the user, None for other runs."""
-    if script.train_file != (PYTHON_STDLIB,) or args.max_steps > 0 or "num_train_epochs" in args.given:
+    if script.train_file != [PYTHON_STDLIB] or args.max_steps > 0 or "num_train_epochs" in args.given:
         return None
     args.max_steps = TRIAL_STEPS
     return f"no --train_file, --max_steps or --num_train_epochs: a trial of {TRIAL_STEPS} steps on the standard library"

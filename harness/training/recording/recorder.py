@@ -202,6 +202,7 @@ def describe(run: Run) -> JsonObject:
         "filled": [asdict(filled) for filled in run.resolved.filled],
         "layout": {**run.layout.sizes(), "world_size": run.layout.world_size},
         "arguments": {**run.flags, **asdict(run.args)},
+        "given": sorted(run.args.given),
         "model": causal.source.config.to_dict() if causal is not None else {"layers": run.trainable.names},
         "parameters": run.trainable.size(),
         "trained_parameters": run.trainable.size(trained=True),

@@ -50,7 +50,7 @@ def test_a_default_that_was_given_contradicts_the_json_all_the_same() -> None:
 
 def test_the_launchers_own_flag_is_taken_and_booleans_need_no_value() -> None:
     script, args = command_line("--local_rank=1", "--bf16", "--train_file", "x.txt", "--warmup_steps", "0.1")
-    assert args.bf16 and script.train_file == ("x.txt",)
+    assert args.bf16 and script.train_file == ["x.txt"]
     assert args.warmup(200) == 20
 
 
@@ -178,6 +178,14 @@ def test_gradient_checkpointing_acts_in_every_preset_and_an_interval_of_the_file
     assert resolved_with(preset, gradient_checkpointing=False).activation_checkpoint_interval == 0
     config = {**AUTO_BATCH, "pipeline": {"activation_checkpoint_interval": 3}}
     assert resolved_with(config, gradient_checkpointing=True).activation_checkpoint_interval == 3
+
+
+def test_only_a_gradient_checkpointing_that_is_given_switches_the_interval_of_the_file_off() -> None:
+    config = {**AUTO_BATCH, "pipeline": {"activation_checkpoint_interval": 3}}
+    assert resolved_with(config).activation_checkpoint_interval == 3
+    _, args = command_line("--gradient_checkpointing", "false")
+    args.deepspeed_config = config
+    assert read_run_config(args, world_size=4).resolved.activation_checkpoint_interval == 0
 
 
 def test_optim_names_the_optimizer_where_the_file_leaves_it_open() -> None:

@@ -135,8 +135,8 @@ def test_words_of_a_list_stay_words(tmp_path: Path) -> None:
         "use_peft: yes\nlora_target_modules: [on, 1e5, 010]\ntrain_file: [no, a b, 'c,d']\n"
     )
     script, _, lora = read(tmp_path / "a.yaml")
-    assert lora.lora_target_modules == ("on", "1e5", "010")
-    assert script.train_file == ("no", "a b", "c,d")
+    assert lora.lora_target_modules == ["on", "1e5", "010"]
+    assert script.train_file == ["no", "a b", "c,d"]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_words_of_a_list_stay_words(tmp_path: Path) -> None:
             "a.yaml", "train_file: []", "a.yaml:1: argument --train_file: expected at least one", id="no-file"
         ),
         pytest.param("a.yaml", "<<: {seed: 1}", "a.yaml:1: unknown flag --<<", id="merge"),
-        pytest.param("a.yaml", "no_bf16: false", "--no_bf16 false: takes no value: give --bf16 true or", id="not-not"),
+        pytest.param("a.yaml", "no_bf16: false", "--no_bf16=false takes no value: give --bf16 true or", id="not-not"),
         pytest.param("a.yaml", "arguments: 3", "a.yaml:1: unknown flag --arguments", id="a-run-without-arguments"),
         pytest.param("a.yaml", "'': 3", "a.yaml:1: unknown flag --", id="no-name"),
         pytest.param("a.yaml", "seed: caf\xe9".encode("latin-1"), "--config a.yaml: cannot be read", id="latin-1"),
@@ -217,7 +217,7 @@ def test_a_file_may_say_nothing(text: str, tmp_path: Path) -> None:
         pytest.param({"train_file": ["python-stdlib"], "run_name": None}, {}, id="defaults-of-lists-and-null"),
         pytest.param({"seed": 43, "bf16": True}, {"seed": 43, "bf16": True}, id="others"),
         pytest.param({"learning_rate": 5.0000001e-05}, {"learning_rate": 5.0000001e-05}, id="a-close-one"),
-        pytest.param({"train_file": ["python-stdlib", "a"]}, {"train_file": ("python-stdlib", "a")}, id="one-more"),
+        pytest.param({"train_file": ["python-stdlib", "a"]}, {"train_file": ["python-stdlib", "a"]}, id="one-more"),
         pytest.param({"output_dir": "/tmp/日本 🙂"}, {"output_dir": "/tmp/日本 🙂"}, id="unicode"),
         pytest.param({"deepspeed_config": {"lr": 1e-05}}, {"deepspeed_config": {"lr": 1e-05}}, id="numbers-inside"),
     ],
@@ -228,6 +228,12 @@ def test_of_a_run_what_is_no_default_is_given(recorded: dict[str, Any], flags: d
     assert args.given | script.given == flags.keys()
     for name, value in flags.items():
         assert getattr(script if name == "train_file" else args, name) == value
+
+
+def test_of_a_run_a_default_that_was_given_is_given_again(tmp_path: Path) -> None:
+    recorded = {"gradient_checkpointing": False, "seed": 42}
+    (tmp_path / "run.json").write_text(json.dumps({"arguments": recorded, "given": ["gradient_checkpointing"]}))
+    assert read(tmp_path / "run.json")[1].given == {"gradient_checkpointing"}
 
 
 def test_an_escape_that_is_escaped_is_none(tmp_path: Path) -> None:

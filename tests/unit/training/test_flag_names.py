@@ -132,7 +132,7 @@ def test_a_config_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> 
     _, args, lora = command_line("--max_steps", "9", "--config", str(file))
     assert (args.max_steps, args.learning_rate, args.bf16, args.seed) == (9, 1e-5, False, 42)
     assert args.deepspeed_config == {"zero_optimization": {"stage": 2}}
-    assert args.report_to == "csv,tensorboard" and lora.lora_target_modules == ("q_proj", "v_proj")
+    assert args.report_to == "csv,tensorboard" and lora.lora_target_modules == ["q_proj", "v_proj"]
     plain = expanded(KINDS, ["--config", str(file), "--max_steps", "9"])
     assert not any(word.startswith("--config") for word in plain)
     assert command_line(*plain)[1] == args

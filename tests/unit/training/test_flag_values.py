@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import HfArgumentParser
 
 from harness import TrainingArguments, UserError
 from harness.arguments import LoraArguments
@@ -61,11 +62,11 @@ TAKEN = [
     pytest.param(str, Kind.COSINE, "cosine", id="text-of-an-enum"),
     pytest.param(str, ["csv", "wandb"], "csv,wandb", id="text-of-a-list"),
     pytest.param(str, (), "", id="text-of-nothing"),
-    pytest.param(tuple[str, ...], "a b", ("a b",), id="words-of-a-text"),
-    pytest.param(tuple[str, ...], Path("a"), ("a",), id="words-of-a-path"),
-    pytest.param(tuple[str, ...] | None, ["a", "b"], ("a", "b"), id="words-of-a-list"),
-    pytest.param(tuple[str, ...], [Path("a"), "b"], ("a", "b"), id="words-of-paths"),
-    pytest.param(tuple[str, ...], {"b", "a", "c"}, ("a", "b", "c"), id="words-of-a-set-in-one-order"),
+    pytest.param(list[str], "a b", ["a b"], id="words-of-a-text"),
+    pytest.param(list[str], Path("a"), ["a"], id="words-of-a-path"),
+    pytest.param(list[str] | None, ["a", "b"], ["a", "b"], id="words-of-a-list"),
+    pytest.param(list[str], [Path("a"), "b"], ["a", "b"], id="words-of-paths"),
+    pytest.param(list[str], {"b", "a", "c"}, ["a", "b", "c"], id="words-of-a-set-in-one-order"),
     pytest.param(str | Mapping[str, object] | None, {"a": 1}, {"a": 1}, id="mapping"),
     pytest.param(str | Mapping[str, object] | None, ' {"a": 1}', {"a": 1}, id="mapping-as-json"),
     pytest.param(str | Mapping[str, object] | None, Path("a.json"), "a.json", id="mapping-as-a-file"),
@@ -103,8 +104,8 @@ def test_a_value_is_taken_in_the_type_of_its_flag(hint: object, value: object, f
         pytest.param(bool, "", "not true or false", id="no-word"),
         pytest.param(str, 3, "not a text", id="text-of-a-number"),
         pytest.param(str, {"a": 1}, "not a text", id="text-of-a-mapping"),
-        pytest.param(tuple[str, ...], 3, "not a list", id="words-of-a-number"),
-        pytest.param(tuple[str, ...], {"a": 1}, "not a list", id="words-of-a-mapping"),
+        pytest.param(list[str], 3, "not a list", id="words-of-a-number"),
+        pytest.param(list[str], {"a": 1}, "not a list", id="words-of-a-mapping"),
         pytest.param(str | Mapping[str, object], "{a: 1}", "not JSON: Expecting property name", id="mapping-no-json"),
         pytest.param(str | Mapping[str, object], 3, "neither a path nor a dictionary", id="mapping-of-a-number"),
         pytest.param(str | Mapping[str, object], ["a"], "neither a path nor a dictionary", id="mapping-of-a-list"),
@@ -130,7 +131,7 @@ class Colours(Flags):
     shade: float = flag(0.5, "how dark", least=0)
     name: str | None = flag(None, "which", choices=("red", "blue"))
     seen: bool = flag(False, "whether it is seen")
-    layers: tuple[str, ...] = flag(("a", "b"), "where")
+    layers: list[str] = flag(["a", "b"], "where")
 
     def check(self) -> None:
         """Refuse what cannot be seen."""
@@ -153,7 +154,7 @@ class Both(Colours, Sizes):
 def test_a_class_of_several_themes_has_the_flags_and_the_checks_of_each() -> None:
     assert groups(Both) == (Colours, Sizes) and groups(Colours) == (Colours,)
     both = Both(shade="0.25", width="4", layers=["c"])  # type: ignore[arg-type]
-    assert (both.shade, both.width, both.layers, both.name) == (0.25, 4, ("c",), None)
+    assert (both.shade, both.width, both.layers, both.name) == (0.25, 4, ["c"], None)
     assert both.given == {"shade", "width", "layers"}
     with pytest.raises(UserError, match="--seen needs --shade"):
         Both(seen=True, shade=0)
@@ -268,11 +269,29 @@ def test_values_that_do_not_fit_each_other_are_said_with_those_that_are_wrong_al
         TrainingArguments(eval_steps="x", load_best_model_at_end=True, save_steps=1)
 
 
-def test_a_class_that_a_program_derives_is_checked_as_its_base() -> None:
-    @dataclass
-    class Mine(TrainingArguments):
-        model_max_length: int = 512  # no flag: a field as any dataclass has
+@dataclass
+class Mine(TrainingArguments):
+    """A class that a program derives."""
 
+    model_max_length: int = 512  # no flag: a field as any dataclass has
+    learning_rate: float = 1e-4
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Ready(TrainingArguments):
+    """A class with what HuggingFace's scripts do in `__post_init__`."""
+
+    steps_per_day: int = 0
+
+    def __post_init__(self) -> None:
+        """Set flags before and after they are checked."""
+        self.eval_steps = 5
+        super().__post_init__()
+        self.max_steps = self.steps_per_day * 7 or self.max_steps
+
+
+def test_a_class_that_a_program_derives_is_checked_as_its_base() -> None:
     mine = Mine("x", model_max_length=7, learning_rate="1e-3")  # type: ignore[arg-type]
     assert (mine.model_max_length, mine.learning_rate, Path(mine.output_dir).name) == (7, 1e-3, "x")
     assert mine.given == {"model_max_length", "learning_rate", "output_dir"}
@@ -280,6 +299,32 @@ def test_a_class_that_a_program_derives_is_checked_as_its_base() -> None:
     for wrong, words in (({"adam_beta1": 2}, "adam_beta1 2: must be below 1"), ({"max_steps": 0}, "max_steps 0")):
         with pytest.raises(UserError, match=words):
             Mine("x", **wrong)
+    with pytest.raises(UserError, match="takes no micro_batch_size: use --per_device_train_batch_size"):
+        Mine(micro_batch_size=4)  # type: ignore[call-arg]
+    mine.model_max_length = 8
+    mine.notes.append("one")
+    assert mine.model_max_length == 8 and Mine().notes == []
+    assert Mine().given == set() and Mine(learning_rate=None).learning_rate == 1e-4  # type: ignore[arg-type]
+
+
+def test_a_class_that_a_program_derives_knows_what_is_given_and_other_names() -> None:
+    mine = Mine(deepspeed={"train_batch_size": 8, "gradient_clipping": 0.5}, max_grad_norm=1.0, ddp_timeout=1800)  # type: ignore[call-arg]
+    assert mine.given == {"deepspeed_config", "max_grad_norm"} and mine.ddp_timeout == 1800
+    for again in (mine, copy.deepcopy(mine), pickle.loads(pickle.dumps(mine)), replace(replace(mine, seed=3))):
+        assert again.without_effect == {"ddp_timeout": 1800}
+        with pytest.raises(UserError, match=r"--max_grad_norm is 1.0 and gradient_clipping is 0.5"):
+            read_run_config(again, world_size=1)
+
+
+def test_a_class_that_a_program_derives_may_set_flags_in_its_post_init() -> None:
+    made = Ready("x", steps_per_day=3, load_best_model_at_end=True)
+    assert (made.eval_steps, made.max_steps) == (5, 21)
+    assert made.given == {"output_dir", "steps_per_day", "load_best_model_at_end", "eval_steps", "max_steps"}
+    assert replace(made, seed=3).given == made.given | {"seed"}
+    (parsed,) = HfArgumentParser(Ready).parse_args_into_dataclasses(["--steps_per_day", "2"])
+    assert (parsed.max_steps, parsed.given) == (14, {"steps_per_day", "eval_steps", "max_steps"})
+    with pytest.raises(UserError, match="--seed -1: must be at least 0"):
+        Ready(seed=-1)
 
 
 def test_a_copy_keeps_that_a_default_was_given() -> None:

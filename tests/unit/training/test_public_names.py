@@ -7,7 +7,7 @@ import logging
 import pydoc
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from io import StringIO
 from pathlib import Path
 
@@ -16,10 +16,12 @@ from transformers import HfArgumentParser
 
 import harness
 from harness import TrainingArguments
-from harness.arguments import LoraArguments
+from harness.arguments import LoraArguments, parse
 from harness.arguments.configure import read_run_config
+from harness.arguments.themes.flags import Help, default_of, flags_of
 from harness.arguments.themes.script import ScriptArguments
 from harness.config import AutoValues
+from harness.config.values.typed import takes
 from harness.console import Console, quiet, warn
 
 
@@ -59,8 +61,9 @@ def test_the_trainer_leaves_transformers_as_it_is() -> None:
 @pytest.mark.parametrize("kind", [TrainingArguments, LoraArguments, ScriptArguments])
 def test_the_signature_shows_every_flag_with_its_type_and_default(kind: type) -> None:
     shown = inspect.signature(kind).parameters
-    flags = {item.name: item.default for item in fields(kind)}
-    assert {name: item.default for name, item in shown.items()} == {**flags, "_given": None}
+    assert {name: item.default for name, item in shown.items()} == {
+        item.name: default_of(item) for item in fields(kind)
+    }
     assert all(not isinstance(item.annotation, str) for item in shown.values())
     assert "learning_rate: float = 5e-05" in pydoc.render_doc(TrainingArguments, renderer=pydoc.plaintext)
 
@@ -78,11 +81,47 @@ def test_huggingfaces_parser_makes_arguments_of_which_the_changed_ones_count_as_
     assert read_run_config(copied, world_size=1).resolved.config["gradient_clipping"] == 0.5
 
 
+KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
+VALUES = {"optim": "sgd", "report_to": "csv,wandb", "deepspeed_config": '{"a": 1}', "resume_from_checkpoint": "auto"}
+COMPANIONS = {
+    "load_best_model_at_end": ("--eval_steps", "5"),
+    "early_stopping_patience": ("--eval_steps", "5"),
+    "save_strategy": ("--eval_steps", "5"),
+    "model_revision": ("--model_name_or_path", "a/b"),
+    **{item.name: ("--use_peft",) for item in fields(LoraArguments) if item.name != "use_peft"},
+}
+
+
+def a_value(name: str, item: Field[object], hint: object) -> tuple[str, ...]:
+    """Words for a flag: a value other than its default."""
+    if name in VALUES:
+        return (VALUES[name],)
+    if Help.of(item).choices:
+        return (Help.of(item).choices[-1],)
+    found = {bool: ("true",), int: ("3",), float: ("0.5",), list: ("q_proj", "v_proj"), str: ("a b",)}
+    return next(words for each, words in found.items() if takes(hint, each))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        pytest.param(name, words, id="-".join((name, *words)))
+        for kind in KINDS
+        for name, (item, hint) in flags_of(kind).items()
+        for words in (a_value(name, item, hint), *([()] if hint is bool else []))
+    ],
+)
+def test_huggingfaces_parser_reads_every_flag_as_ours(name: str, words: tuple[str, ...]) -> None:
+    given = [f"--{name}", *words, *COMPANIONS.get(name, ())]
+    ours = parse(KINDS, given, prog="t", description="", epilog="")
+    theirs = HfArgumentParser(KINDS).parse_args_into_dataclasses(given, look_for_args_file=False)
+    assert ours == theirs
+    assert [made.given for made in ours] == [made.given for made in theirs]
+    assert name in {name for made in theirs for name in made.given}
+
+
 def test_a_default_that_a_config_may_take_stands_once() -> None:
-    values, made = AutoValues(), TrainingArguments()
-    for item in fields(TrainingArguments):
-        if item.name in AutoValues.__dataclass_fields__ and item.name != "max_steps":
-            assert getattr(values, item.name) == getattr(made, item.name)
+    assert TrainingArguments().auto_values(world_size=1, max_steps=1) == AutoValues()
 
 
 def test_a_program_can_collect_what_the_console_prints(tmp_path: Path) -> None:
