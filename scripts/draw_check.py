@@ -41,7 +41,7 @@ def draw(document: Document, findings: list[Diagnostic]) -> Drawing:
 
 
 def _finding(picture: Drawing, y: float, finding: Diagnostic) -> float:
-    """Underline the part of the line at `y` that a finding is about, and return where its last words stand."""
+    """Underline the part of the line at `y` that a finding is about, and return the position of its last words."""
     colour, x = COLOURS[TINTS[finding.severity]], CODE + WIDE * (finding.column - 1)
     picture.line([(x, y + 5), (x + WIDE * finding.length, y + 5)], colour, width=2)
     y += LINE

@@ -63,14 +63,22 @@ def ways() -> Drawing:
     return picture
 
 
-def grid(stages: int = 2, data: int = 2, tensor: int = 2) -> Drawing:
-    """Draw the ranks of a layout with all three: tensor-parallel neighbours have consecutive ranks."""
-    picture = Drawing(720, 250, f"{stages} stages x {data} data-parallel x {tensor} tensor-parallel ranks")
+def grid(stages: int = 2, data: int = 2, tensor: int = 2, of_stage: str = "") -> Drawing:
+    """Draw the ranks of a layout with all three: tensor-parallel neighbours have consecutive ranks.
+
+    `of_stage` is what has a whole stage, such as a host.
+    """
     wide, high = 330, 82
+    end = 46 + data * (high + 10)
+    title = f"{stages} stages x {data} data-parallel x {tensor} tensor-parallel ranks"
+    picture = Drawing(720, end + 20, title)
     for stage in range(stages):
         x = 20 + stage * (wide + 20)
-        picture.words(x, 24, f"stage {stage}", size=14, bold=True)
-        picture.words(x + 66, 24, "first layers" if stage == 0 else "last layers", size=11, fill=GREY)
+        words = f"{of_stage} {stage}: stage {stage}" if of_stage else f"stage {stage}"
+        picture.words(x, 24, words, size=14, bold=True)
+        picture.words(
+            x + 16 + 7.2 * len(words), 24, "first layers" if stage == 0 else "last layers", size=11, fill=GREY
+        )
         for replica in range(data):
             y = 36 + replica * (high + 10)
             picture.box(x, y, wide, high, PALE[replica], stroke=COLOURS[replica])
@@ -83,9 +91,14 @@ def grid(stages: int = 2, data: int = 2, tensor: int = 2) -> Drawing:
                 picture.words(
                     left + each / 2, y + 61, f"half {part} of each layer", size=10, fill=GREY, anchor="middle"
                 )
-    picture.words(20, 238, "within a box: several sums a layer, inside a host", size=11, fill=GREY)
+    picture.words(20, end + 8, "within a box: several sums a layer, inside a host", size=11, fill=GREY)
     picture.words(
-        700, 238, "from stage to stage: one activation a micro-batch, between hosts", size=11, fill=GREY, anchor="end"
+        700,
+        end + 8,
+        "from stage to stage: one activation a micro-batch, between hosts",
+        size=11,
+        fill=GREY,
+        anchor="end",
     )
     return picture
 
@@ -164,7 +177,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("docs/images"))
     folder = parser.parse_args().folder
-    pictures = {"ways": ways(), "grid": grid(), **{name: schedule(step) for name, step in STEPS.items()}}
+    pictures = {
+        "ways": ways(),
+        "grid": grid(),
+        "hosts": grid(data=4, of_stage="host"),
+        **{name: schedule(step) for name, step in STEPS.items()},
+    }
     for name, picture in pictures.items():
         (folder / f"{name}.svg").write_text(picture.text(), encoding="utf-8")
 

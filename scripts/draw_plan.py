@@ -60,10 +60,9 @@ def distinct(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def name(row: dict[str, Any]) -> str:
     """Return a layout in the words of the docs."""
     layout = row["layout"]
-    checkpointing = ", checkpointing" if row["activation_checkpointing"] else ""
-    return (
-        f"pp{layout['pipeline']} x tp{layout['tensor']} x dp{layout['data']}, ZeRO-{row['zero_stage']}{checkpointing}"
-    )
+    sizes = f"pp{layout['pipeline']} x tp{layout['tensor']} x dp{layout['data']}, ZeRO-{row['zero_stage']}"
+    checkpointing = ", ckpt" if row["activation_checkpointing"] else ""
+    return sizes + checkpointing + (", offload" if row["offload"] != "none" else "")
 
 
 def bar(drawing: Drawing, x: float, y: float, parts: list[float], scale: float) -> float:

@@ -31,7 +31,7 @@ from harness.hf.fused import fuse
 from harness.planner import model_config
 
 LARGEST_ERROR, LARGEST_CHANGE = 0.03, 0.01
-SMALL = 16  # numbers of layers to treat otherwise, and the like
+SMALL = 16  # small numbers, such as indices of layers to treat differently
 FEW = 8  # layers of the models whose keys are changed
 FINE = re.compile("drop|eps|std|range|theta|coef|clip|prob|temp|scal|limit|momentum|beta|rate|alpha|loss|cap|init")
 # keys that name no size, or on which no count of parameters depends

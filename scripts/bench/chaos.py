@@ -60,10 +60,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many seconds")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no new run after this many seconds")
     parser.add_argument("--parallel", type=int, default=1, help="runs at once")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
-    parser.add_argument("--most", type=int, default=8, help="faults of a run at most: short runs are made in less time")
+    parser.add_argument("--most", type=int, default=8, help="most faults per run: short runs are made in less time")
     kinds = [*SIGNALS, "damage", *(MACHINE if IS_ROOT else ())]
     parser.add_argument("--kinds", nargs="+", default=[*SIGNALS, *kinds], choices=kinds)
     parser.add_argument("--output", type=Path, default=RESULTS / "chaos.json")

@@ -90,7 +90,7 @@ def measured(work: Callable[[], Tensor], repeats: int) -> tuple[float, float]:
 
 
 def compare(rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return of each collective, size and way the least of the rounds. Runs on each rank."""
+    """Return the fastest round for each collective, size and method. Runs on each rank."""
     torch.set_num_threads(1)
     group = dist.group.WORLD
     assert group is not None, "the ranks have met"

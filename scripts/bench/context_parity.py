@@ -105,7 +105,7 @@ def whole_gradients(model: PreTrainedModel, packed: bool) -> dict[str, Tensor]:
 
 
 def taken(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of a model, and let go of them."""
+    """Return the gradients of a model, and free them."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found

@@ -1,4 +1,4 @@
-"""How much of the tokens' journeys computation hides, over links of several speeds.
+"""How much of the token exchange is hidden by computation, over links of several speeds.
 
     OMP_NUM_THREADS=1 python scripts/bench/expert_overlap.py [--rounds 3]
 
@@ -6,7 +6,7 @@ A layer of eight experts and a shared one runs on two ranks, which are threads o
 once. So a link is simulated: by a rank's clock, what is sent arrives no earlier than it would over a link of that
 speed. The clock counts the processor seconds of the rank and the time in which it would have waited for the link, so
 that other work on the machine does not count. Forward and backward of the layer run in turns: everything after the
-tokens; the shared expert while they travel; and that with the tokens in two or four pieces. Writes
+tokens; the shared expert while they are exchanged; and that with the tokens in two or four pieces. Writes
 results/expert_overlap.json: seconds, and the share of them in which a rank waited.
 """
 

@@ -85,7 +85,7 @@ def run(shape: str, bits: int, steps: int, hosts: Sequence[str] = ()) -> dict[st
 
 @contextmanager
 def slow_cable(mbit: int) -> Iterator[list[str]]:
-    """Make two hosts on a cable of so many Mbit/s; their names."""
+    """Create two hosts on a link of this many Mbit/s; return their names."""
     names = [f"dsh{os.getpid() % 100000}{side}" for side in "ab"]
     path = f"{os.environ['PATH']}:/usr/sbin"
 

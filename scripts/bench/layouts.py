@@ -198,8 +198,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sample", type=int, default=3, help="layouts of each model and number of ranks")
     parser.add_argument("--all", action="store_true", help="every layout")
-    parser.add_argument("--within", type=float, help="every layout that is predicted to take at most so many times as "
-                        "long as the recommended one; memory is not measured")  # fmt: skip
+    parser.add_argument("--within", type=float, help="every layout predicted to be within this factor of the "
+                        "recommended one's time; memory is not measured")  # fmt: skip
     parser.add_argument("--output", default="layouts.json", help="in results/")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of a run; the first is left out")

@@ -101,12 +101,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="mutants with one of these in their name")
     parser.add_argument("--results", type=Path, help="a file of results, one a line; those in it are not run again")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no new one after this many seconds")
     parser.add_argument("--write", type=Path, help="a JSON file of all results")
     args = parser.parse_args()
     mutants = [each for each in read_mutants() if not args.only or any(word in each.name for word in args.only)]
     for mutant in [each for each in mutants if not has_place(each)]:
-        print(f"no place any more: {mutant.name} ({mutant.file})")
+        print(f"text to change not found: {mutant.name} ({mutant.file})")
         mutants.remove(mutant)
     known = args.results.read_text().splitlines() if args.results and args.results.exists() else []
     found = {row["name"]: row for row in map(json.loads, known)}

@@ -37,7 +37,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20, help="compositions")
     parser.add_argument("--seed", default="0", help="any word")
-    parser.add_argument("--seconds", type=float, default=0, help="instead of a count: begin no more after so long")
+    parser.add_argument(
+        "--seconds", type=float, default=0, help="instead of a count: start no new one after this many seconds"
+    )
     parser.add_argument("--results", type=Path, help="a file of verdicts that is appended to")
     parser.add_argument("--line", help="try one composition")
     parser.add_argument("--lines", type=Path, help="try the compositions of a file")

@@ -63,7 +63,7 @@ class Case:
 
 
 def case_of(row: dict[str, str]) -> Case:
-    """Return the measurement of a row. Unusable where it says too little, or has what no plan has."""
+    """Return the measurement of a row. Unusable if data is missing or it uses a feature that no plan has."""
     if not row["layers"] or not row["hidden"]:
         raise Unusable("the shape of the model is not published")
     if "LoRA" in row["notes"]:

@@ -55,10 +55,10 @@ from harness.topology.layout import Layout
 
 PER_HOST = 8
 REASONS = {
-    "start: process groups of a rank, s": "torch has every rank take part in the making of every group",
+    "start: process groups of a rank, s": "torch requires every rank to create every group",
     "start: agents meet, bytes a host": "the engine keeps all agents in one value, which each reads and writes",
     "start: agents meet, s in all (one after another)": "the same, once for each agent",
-    "start: ranks find those of their host, bytes of rank 0": "rank 0 deals out what the ranks say",
+    "start: ranks find those of their host, bytes of rank 0": "rank 0 distributes what the ranks report",
     "step: a rank finds the samples of the global batch, s": "the global batch grows with the ranks here",
 }
 """Why something grows faster than the logarithm of the ranks, or in all faster than the ranks."""
@@ -238,7 +238,7 @@ def said(action: Callable[[], object]) -> int:
 
 
 def simulated(ranks: int) -> dict[str, float]:
-    """Return what is measured for so many ranks: seconds and bytes."""
+    """Return what is measured for this number of ranks: seconds and bytes."""
     agents = ranks // PER_HOST
     joined, joining_s = meeting(agents)
     plan_bytes, plan_s, report_bytes, judge_s = starting(agents)
@@ -278,7 +278,7 @@ def growth(values: list[float], ranks: list[int]) -> float | None:
 
 
 def real(ranks: int) -> dict[str, float]:
-    """Return what a run of so many tiny ranks of this machine needs for its start and one save."""
+    """Return what a run of this number of tiny ranks on this machine needs for its start and one save."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text("The quick brown fox jumps over the lazy dog; 0123456789. " * 2000)

@@ -95,7 +95,7 @@ def store_seconds(count: int, rows: list[list[RankStatus]]) -> float:
 
 
 def measure(count: int, ranks: int) -> dict[str, float]:
-    """Return what a second costs so many hosts."""
+    """Return the cost of one second for this number of hosts."""
     store = CountingStore()
     made = [OtherHosts(store, number, count, "run") for number in range(count)]
     rows = [

@@ -1,4 +1,4 @@
-"""Each key of DeepSpeed's that the check accepts without a word is read after the parser, in one of several runs."""
+"""Each key of DeepSpeed's that the check silently accepts is read after the parser, in one of several runs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def by_schedule(name: str, schedule: str, **sections: Any) -> Job:
-    """A run by a schedule with several parts a stage, with more micro-batches than it keeps at once."""
+    """A run by a schedule with several model chunks a stage, with more micro-batches than it keeps at once."""
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
     return Job("tiny-llama", name, config={"pipeline": {"stages": 2, "schedule": schedule}, **sizes, **sections})
 

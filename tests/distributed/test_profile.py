@@ -42,7 +42,7 @@ def by_schedule(model: str, name: str) -> Job:
 
 
 def several_parts(model: str, folder: str) -> list[tuple[list[str], list[str]]]:
-    """Train by each schedule with several parts a stage, plain and profiled."""
+    """Train by each schedule with several model chunks a stage, plain and profiled."""
     return [
         (
             train(by_schedule(model, name), f"{folder}/{name}-plain", 0),

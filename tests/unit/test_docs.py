@@ -109,7 +109,7 @@ def test_the_changelog_links_to_no_file() -> None:
 
 @pytest.mark.parametrize("path", WRITTEN, ids=name_of)
 def test_no_paragraph_is_too_long_to_be_read_once(path: Path) -> None:
-    text = re.sub(r"```.*?```|<!--.*?-->|^ *\|.*$", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+    text = re.sub(r"```.*?```|<!--.*?-->|^ *\|[^\n]*$", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
     paragraphs = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", text)
     assert [words[:60] for words in paragraphs if len(words.split()) > LONGEST_PARAGRAPH] == []
 
@@ -142,6 +142,13 @@ def test_a_recipe_has_a_command_its_output_and_a_picture(path: Path) -> None:
 def test_the_table_of_presets_is_the_folder(path: Path) -> None:
     listed = re.findall(r"^\| `(\w+)` \|.*D\)|^\| `(\w+)` \|.*\| any \|", path.read_text(), re.M)
     assert {first or second for first, second in listed} == {file.stem for file in (ROOT / "ds_configs").glob("*.json")}
+
+
+def test_every_preset_is_a_leaf_of_the_tree_that_chooses_one() -> None:
+    page = (DOCS / "which-layout.md").read_text(encoding="utf-8")
+    presets = {file.stem for file in (ROOT / "ds_configs").glob("*.json")}
+    assert set(re.findall(r"(?:yes|no) ─> (\w+)", page)) == presets
+    assert set(re.findall(r"^\| `(\w+)`", page, re.M)) == presets
 
 
 def test_readme_is_short_and_begins_with_the_users_own_model_and_file() -> None:

@@ -1,4 +1,4 @@
-"""What docstrings and comments name exists: files, folders, modules and flags."""
+"""What pages, docstrings, comments and messages name exists: files, folders, modules and flags."""
 
 from __future__ import annotations
 
@@ -13,9 +13,19 @@ from pathlib import Path
 import deepspeed
 import pytest
 
-from tests.unit.test_docs import FLAGS_OF_OTHERS, ROOT, WRITTEN, known_flags, name_of
+from tests.unit.test_docs import DOCS, FLAGS_OF_OTHERS, MADE_UP, ROOT, WRITTEN, known_flags, name_of
 
-OF_OTHERS = {"run_clm.py", "integrations/deepspeed.py"}  # files of transformers
+OF_OTHERS = {"run_clm.py", "integrations/deepspeed.py", "my_script.py", "models/mine"}  # of transformers, of users
+OF_OTHERS |= {"output_dir/README.md"}  # of runs
+OWN = r"(?:harness|scripts|tests|models|ds_configs|examples|docs|\.ci|\.github)/"
+NAMES = (
+    r"(?<![\w/.*{<-])((?:\.?[\w-]+/)*\.?[\w-]+\.py)\b",  # of Python, by any end of its path
+    r"(?<![\w/.*{<-])((?:[\w-]+/)*[\w-]+\.md)\b",
+    rf"(?<![\w/.*{{<-])({OWN}[\w./-]*+)(?![*{{<\0])",  # whatever is below a folder at the top
+)
+ADVICE = r"write a plan in \S+"  # names a file that is not there yet
+PAGES = [*WRITTEN, *DOCS.glob("rules/*.md"), ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
+PAGES += [path for path in sorted((ROOT / ".github").rglob("*")) if path.is_file()]
 FLAGS_IN_CODE = FLAGS_OF_OTHERS | {"mpi", "deepspeed"}  # of srun, of scripts for the HF Trainer
 SOURCES = [path for top in ("harness", "scripts", "examples", "tests") for path in sorted((ROOT / top).rglob("*.py"))]
 
@@ -48,23 +58,43 @@ def is_module(dotted: str) -> bool:
     return any(f"{path}.py" in files() or f"{path}/__init__.py" in files() for path in tried[:3])
 
 
+KINDS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
 @cache
 def said(path: Path) -> str:
     """The docstrings and comments of a module."""
     source = path.read_text(encoding="utf-8")
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, KINDS)]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
 
 
+def printed(path: Path) -> str:
+    """The sentences among a module's texts, such as errors and help; a NUL stands for what an f-string fills in."""
+    texts = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            texts.append("".join(p.value if isinstance(p, ast.Constant) else "\0" for p in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+    return "\n".join(text for text in texts if " " in text.strip())
+
+
 def missing(text: str) -> list[str]:
     """What a text names of the project that is not there. NAMES in capitals stand for what a user writes."""
-    named = set(re.findall(r"(?<![\w/.*{<-])((?:[\w-]+/)*[\w-]+\.py)\b", text)) - OF_OTHERS
-    below = r"`((?:harness|scripts|tests|models|ds_configs|examples|docs)/[\w./-]+)`"
-    named |= set(re.findall(below, text))
+    text = re.sub(ADVICE, "", text)
+    named = {name.rstrip(".-") for pattern in NAMES for name in re.findall(pattern, text)} - OF_OTHERS - MADE_UP
+    named = {name for name in named if name.endswith(".md") or not re.search("[A-Z]{3}", name)}
     modules = {name for name in re.findall(r"\b(harness(?:\.\w+)+)\b", text) if not is_module(name)}
-    return sorted({name for name in named if not re.search("[A-Z]{3}", name) and name not in tails()} | modules)
+    return sorted((named - tails()) | modules)
+
+
+def test_a_name_is_found_with_and_without_backticks_and_with_a_leading_dot() -> None:
+    text = "`.ci/gone`, ds_configs/gone.json and docs/gone.md. See harness/gone.py, GONE.md"
+    gone = {".ci/gone", "ds_configs/gone.json", "docs/gone.md", "harness/gone.py", "GONE.md"}
+    assert set(missing(text)) == gone
+    assert missing("`.ci/run`, ds_configs/zero2.json, docs/data.md, README.md, docs/rules/, tests/e2e/test_*.py") == []
 
 
 @pytest.mark.parametrize("top", ["harness", "scripts", "examples", "tests"])
@@ -85,7 +115,12 @@ def test_flags_that_docstrings_and_comments_name_exist() -> None:
     assert stale == set()
 
 
-@pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+@pytest.mark.parametrize("top", ["harness", "scripts"])
+def test_the_files_that_messages_name_exist(top: str) -> None:
+    paths = [path for path in SOURCES if path.is_relative_to(ROOT / top)]
+    assert {f"{name_of(path)}: {name}" for path in paths for name in missing(printed(path))} == set()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_the_files_that_a_page_names_exist(path: Path) -> None:
-    shown = "\n".join(re.findall(r"`([\w./-]+\.py)`", path.read_text(encoding="utf-8")))
-    assert missing(shown) == []
+    assert missing(path.read_text(encoding="utf-8")) == []

@@ -69,7 +69,7 @@ def ddp(task: Task) -> None:
 def apart(task: Task) -> None:
     """Have each rank train on its data, and update and clip its share of the parameters, without any exchange: a bound.
 
-    The replicas drift apart, so its losses mean nothing. The ranks meet before each step alone.
+    The replicas drift apart, so its losses mean nothing. Ranks synchronise only before each step.
     """
     dist.init_process_group("gloo")
     model, batches = task.model(), task.micro_batches(task.size)

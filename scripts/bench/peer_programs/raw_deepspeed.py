@@ -27,17 +27,17 @@ def config(work: Work, replicas: int, **sections: Any) -> dict[str, Any]:
 
 
 def zero1(task: Task) -> None:
-    """Share the optimizer's states out."""
+    """Run ZeRO-1."""
     _train(task, task.size, {"zero_optimization": {"stage": 1}})
 
 
 def zero3(task: Task) -> None:
-    """Share parameters, gradients and states out."""
+    """Run ZeRO-3."""
     _train(task, task.size, {"zero_optimization": {"stage": 3}})
 
 
 def autoep(task: Task) -> None:
-    """Share the experts out, and the states of the optimizer, which DeepSpeed must make itself."""
+    """Run AutoEP with ZeRO-1. DeepSpeed must make the optimizer itself."""
     optimizer = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.0, "torch_adam": True}}
     experts = {"enabled": True, "autoep_size": task.size, "preset_model": task.work.family}
     _read_names()

@@ -27,7 +27,7 @@ def written(*flags: str, folder: Path, script: tuple[str, ...] = SCRIPT) -> list
 
 
 def lost(document: Any, read: Any, where: str = "") -> list[str]:
-    """Name the fields of a document that its published model does not know: models drop those without a word."""
+    """Name the fields of a document that its published model does not know: models drop those silently."""
     if isinstance(document, dict):
         known = read if isinstance(read, dict) else {}
         return [
