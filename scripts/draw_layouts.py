@@ -145,8 +145,8 @@ def schedule(step: Step, stages: int = 4, batches: int = 8) -> Drawing:
     title = f"{stages} stages, {batches} micro-batches: one step by {step.title}"
     picture = Drawing(720, 56 + stages * 30 + 52, title)
     whole = end_of(timeline(ORDERS[DEEPSPEED_1F1B], ModelChunks(stages), batches))
-    left, unit = 70, (700 - 70) / whole / chunks.each
-    several = f", {chunks.each} model chunks each; white bar: the later" if chunks.each > 1 else ""
+    left, unit = 70, (700 - 70) / whole / chunks.per_stage
+    several = f", {chunks.per_stage} model chunks each; white bar: the later" if chunks.per_stage > 1 else ""
     picture.words(20, 24, f"One step by {step.title}", size=14, bold=True)
     picture.words(
         215, 24, f"{stages} stages{several}, {batches} micro-batches; grey: the stage waits", size=11, fill=GREY

@@ -25,10 +25,10 @@ def timeline(order: Order, chunks: ModelChunks, micro_batches: int, durations: M
 
     Raises ValueError for an order that deadlocks.
     """
-    passes = [list(order(chunks, micro_batches, stage)) for stage in range(chunks.stages)]
+    passes = [list(order(chunks, micro_batches, stage)) for stage in range(chunks.num_stages)]
     begins: Begins = {}
     ends: dict[tuple[bool, int, int], float] = {}  # of the forward and backward pass of each chunk and micro-batch
-    free, position = [0.0] * chunks.stages, [0] * chunks.stages
+    free, position = [0.0] * chunks.num_stages, [0] * chunks.num_stages
     while any(at < len(own) for at, own in zip(position, passes, strict=True)):
         before = sum(position)
         for stage, own in enumerate(passes):
@@ -44,7 +44,7 @@ def timeline(order: Order, chunks: ModelChunks, micro_batches: int, durations: M
                 position[stage] += 1
         if sum(position) == before:  # no stage could go on
             batches = counted(micro_batches, "micro-batch", "micro-batches")
-            raise ValueError(f"{chunks.stages} stages with {batches} deadlock under this order")
+            raise ValueError(f"{chunks.num_stages} stages with {batches} deadlock under this order")
     return begins
 
 

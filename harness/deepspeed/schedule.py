@@ -90,7 +90,7 @@ def open_transfers(engine: PipelineEngine, chunks: ModelChunks) -> tuple[Transfe
     """Return the transfers of activations and those of gradients; all ranks must call it, as it creates groups."""
     activations: dict[bool, dist.ProcessGroup | None] = {True: None}  # None: the default group of all ranks
     gradients: dict[bool, dist.ProcessGroup | None] = {False: engine.grid.get_pipe_parallel_group()}
-    if chunks.each > 1:  # the next chunk may be on an earlier stage
+    if chunks.per_stage > 1:  # the next chunk may be on an earlier stage
         activations[False], gradients[True] = _new_group(engine), _new_group(engine)
     return Transfers(engine, chunks, activations), Transfers(engine, chunks, gradients)
 
@@ -138,7 +138,7 @@ class ChunkSwitch:
         self._buffers = 0
         self._losses: dict[int, Tensor] = {}
         self._loaded: dict[int, deque[object]] = {chunk: deque() for chunk in self._own if chunk in (0, self._last)}
-        if chunks.each > 1:
+        if chunks.per_stage > 1:
             state = {name: getattr(engine, name) for name in OF_A_CHUNK}
             self._kept = {chunk: copy.deepcopy(state) for chunk in self._own}
             self._take_over(chunks.loss_stage)

@@ -187,10 +187,10 @@ def _two_steps(
         cut_step(deepspeed, 1)
         chunks = plan.resolved.chunks
         own = chunks.of_stage(context.groups.coordinate.stage)
-        if chunks.each > 1:
+        if chunks.per_stage > 1:
             follow_schedule(deepspeed, plan.resolved.schedule, chunks)
         expect_from_peers(deepspeed, {chunk: before(chunk, ids) for chunk in own if chunk})
-        if chunks.each > 1:
+        if chunks.per_stage > 1:
             watch_instructions(deepspeed, count.begin_at, count.end)
         else:
             announce_instructions(deepspeed, count.begin)
@@ -250,7 +250,7 @@ def _in_flight(engine: Engine, plan: DryRun, kept: Mapping[int, int]) -> float:
         return 1
     stage, accumulation = engine.groups.coordinate.stage, plan.resolved.accumulation
     passes = list(ORDERS[plan.resolved.schedule](plan.resolved.chunks, accumulation, stage))
-    if plan.resolved.chunks.each > 1:
+    if plan.resolved.chunks.per_stage > 1:
         return round(most_kept(passes, kept) / sum(kept.values()), 3)
     return most_in_flight(passes)
 

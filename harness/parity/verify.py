@@ -191,7 +191,7 @@ def _execution(run: RunConfig) -> Execution:
         zero=resolved.zero_stage,
         offload="all" if parameters else "optimizer" if optimizer else "none",
         schedule=resolved.schedule if pp > 1 else "1f1b",
-        chunks=resolved.chunks.each if resolved.schedule == "interleaved" and pp > 1 else 0,
+        chunks=resolved.chunks.per_stage if resolved.schedule == "interleaved" and pp > 1 else 0,
         partition=resolved.partition if pp > 1 else "balanced",
         recompute=resolved.activation_checkpoint_interval,
         sequence=resolved.sequence_parallel,

@@ -246,7 +246,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         partition=resolved.partition,
         split_table=True,
         schedule=SCHEDULES.get(resolved.schedule, "1f1b"),
-        chunks=1 if resolved.chunks.folded else resolved.chunks.each,
+        chunks=1 if resolved.chunks.folded else resolved.chunks.per_stage,
     )
     return workload, strategy
 

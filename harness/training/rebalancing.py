@@ -142,7 +142,7 @@ class Rebalancer:
         costs = corrected(self.run.trainable.costs, self.run.boundaries, of_chunks)
         boundaries = balanced(costs, chunks.count)
         now, after = (stage_costs(costs, cut, chunks) for cut in (self.run.boundaries, boundaries))
-        how = accumulation, self.run.resolved.schedule, chunks.each
+        how = accumulation, self.run.resolved.schedule, chunks.per_stage
         gain = 1 - pipeline_seconds(after, *how) / pipeline_seconds(now, *how)
         if gain > MIN_GAIN and all(sum(self.run.trainable.trained[a:b]) for a, b in pairwise(boundaries)):
             self._before = self.run.boundaries, step_seconds

@@ -101,7 +101,7 @@ def complete(train: int | None, micro: int | None, accumulation: int | None, dp_
 
 
 def bubble(
-    stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
+    num_stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
 ) -> float:
     """Return the idle share of a pipeline step for p equal stages of v chunks and m micro-batches.
 
@@ -111,9 +111,9 @@ def bubble(
     long (arXiv 2401.10241, section 3.1, for m >= p; with fewer micro-batches there are too few weight gradients to fill
     the rest). Folded chunks leave a sixth, for m >= 2 p (section 6).
     """
-    chunks = model_chunks(stages, schedule, chunks_per_stage)
+    chunks = model_chunks(num_stages, schedule, chunks_per_stage)
     waits = _waits(chunks, micro_batches, schedule)
-    return waits / (3 * micro_batches * chunks.each + waits)
+    return waits / (3 * micro_batches * chunks.per_stage + waits)
 
 
 def bucket_elements(hidden: int) -> int:
@@ -125,15 +125,17 @@ def bucket_elements(hidden: int) -> int:
     return min(max(hidden**2, LEAST_BUCKET), MOST_BUCKET)
 
 
-def left_waits(stages: int, micro_batches: int, schedule: str, chunks_per_stage: int | None = None) -> float:
+def left_waits(num_stages: int, micro_batches: int, schedule: str, chunks_per_stage: int | None = None) -> float:
     """Return a schedule's idle time as a fraction of 1F1B's; 1 for a single stage, which never waits."""
-    chunks = model_chunks(stages, schedule, chunks_per_stage)
-    return _waits(chunks, micro_batches, schedule) / (3 * chunks.each * (stages - 1)) if stages > 1 else 1.0
+    chunks = model_chunks(num_stages, schedule, chunks_per_stage)
+    return (
+        _waits(chunks, micro_batches, schedule) / (3 * chunks.per_stage * (num_stages - 1)) if num_stages > 1 else 1.0
+    )
 
 
 def _waits(chunks: ModelChunks, micro_batches: int, schedule: str) -> int:
     """Return the time that a stage waits in a step, in units of the forward pass of one chunk."""
-    p, v, missing = chunks.stages, chunks.each, max(0, chunks.stages - micro_batches)
+    p, v, missing = chunks.num_stages, chunks.per_stage, max(0, chunks.num_stages - micro_batches)
     if p == 1:
         return 0
     if schedule == ZERO_BUBBLE:
@@ -143,19 +145,21 @@ def _waits(chunks: ModelChunks, micro_batches: int, schedule: str) -> int:
     return 3 * (p - 1) + 3 * (v - 1) * missing
 
 
-def idle(stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None) -> str:
+def idle(
+    num_stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
+) -> str:
     """Return a sentence such as `2 stages with 1 micro-batch are idle for 50% of a step`."""
     batches = counted(micro_batches, "micro-batch", "micro-batches")
-    share = bubble(stages, micro_batches, schedule, chunks_per_stage)
-    return f"{stages} stages with {batches} are idle for {share:.0%} of a step"
+    share = bubble(num_stages, micro_batches, schedule, chunks_per_stage)
+    return f"{num_stages} stages with {batches} are idle for {share:.0%} of a step"
 
 
-def micro_batches_wanted(stages: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None) -> int:
+def micro_batches_wanted(num_stages: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None) -> int:
     """Return the least number of micro-batches a step with which pipeline stages idle for at most `MOST_IDLE` of it."""
-    least, enough = 0, 4 * (stages - 1)
+    least, enough = 0, 4 * (num_stages - 1)
     while enough - least > 1:
         middle = (least + enough) // 2
-        if bubble(stages, middle, schedule, chunks_per_stage) <= MOST_IDLE:
+        if bubble(num_stages, middle, schedule, chunks_per_stage) <= MOST_IDLE:
             enough = middle
         else:
             least = middle

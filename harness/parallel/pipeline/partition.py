@@ -79,13 +79,15 @@ class LayerCost:
 
 def stage_boundaries(
     method: str,
-    stages: int,
+    num_chunks: int,
     *,
     costs: Sequence[float],
     parameters: Sequence[int],
     names: Sequence[str],
 ) -> list[int]:
     """Return the boundaries that `pipeline.partition` asks for, one entry of each sequence per pipeline layer.
+
+    `num_chunks` is the number of stages, or of all model chunks if a stage has several.
 
     `balanced` and `measured` read `costs` (computed or profiled, by the caller), `parameters` reads the
     counts of trainable parameters, `type:REGEX` the layers' class names. The last three methods cut as
@@ -94,25 +96,25 @@ def stage_boundaries(
     """
     kind, _, pattern = method.partition(":")
     if kind.lower() == "type" and pattern:
-        return by_type(names, pattern, stages)
+        return by_type(names, pattern, num_chunks)
     match method.lower():
         case "balanced" | "measured":
-            return balanced(costs, stages)
+            return balanced(costs, num_chunks)
         case "uniform":
-            return uniform(len(names), stages)
+            return uniform(len(names), num_chunks)
         case "parameters":
-            return narrowest(parameters, stages)
+            return narrowest(parameters, num_chunks)
     raise UserError(f"pipeline.partition: {method!r} is not a method; use one of {', '.join(PARTITION_FORMS)}")
 
 
-def uniform(n_layers: int, stages: int) -> list[int]:
+def uniform(n_layers: int, num_chunks: int) -> list[int]:
     """Return boundaries of stages with equal numbers of layers, or one more on the first stages."""
-    _require_enough_layers(n_layers, stages)
-    size, longer = divmod(n_layers, stages)
-    return [stage * size + min(stage, longer) for stage in range(stages + 1)]
+    _require_enough_layers(n_layers, num_chunks)
+    size, longer = divmod(n_layers, num_chunks)
+    return [stage * size + min(stage, longer) for stage in range(num_chunks + 1)]
 
 
-def balanced(costs: Sequence[float], stages: int) -> list[int]:
+def balanced(costs: Sequence[float], num_chunks: int) -> list[int]:
     """Return the boundaries that minimise the cost of the most expensive stage.
 
     Among the partitions that reach the minimum, it is the one with the least sum of squares, so that the other stages
@@ -120,12 +122,12 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
     micro-batches. The result is exact: costs are compared as integers. Raises ValueError for a cost that is negative or
     not finite.
     """
-    _require_enough_layers(len(costs), stages)
+    _require_enough_layers(len(costs), num_chunks)
     ends = list(accumulate(_as_integers([0.0, *costs])))
-    return _evenest(ends, stages, _least_highest(ends, stages))
+    return _evenest(ends, num_chunks, _least_highest(ends, num_chunks))
 
 
-def by_type(names: Sequence[str], regex: str, stages: int) -> list[int]:
+def by_type(names: Sequence[str], regex: str, num_chunks: int) -> list[int]:
     """Return boundaries that even out the number of layers whose class name matches `regex`, ignoring case.
 
     Raises UserError if `regex` is not a regular expression, or matches no layer.
@@ -138,15 +140,15 @@ def by_type(names: Sequence[str], regex: str, stages: int) -> list[int]:
     if not any(matches):
         known = ", ".join(dict.fromkeys(names))
         raise UserError(f"pipeline.partition: 'type:{regex}' matches no layer; the layers are {known}")
-    return narrowest(matches, stages)
+    return narrowest(matches, num_chunks)
 
 
-def narrowest(weights: Sequence[int], stages: int) -> list[int]:
+def narrowest(weights: Sequence[int], num_chunks: int) -> list[int]:
     """Return boundaries that keep the heaviest and the lightest stage close, as DeepSpeed's `partition_balanced`.
 
     Each prefix keeps only its own best cut, so the result is good, but not always the optimum, which `balanced` finds.
     """
-    _require_enough_layers(len(weights), stages)
+    _require_enough_layers(len(weights), num_chunks)
     n_layers = len(weights)
     ends = [0, *accumulate(weights)]
     extremes: list[tuple[float, float] | None] = [
@@ -154,7 +156,7 @@ def narrowest(weights: Sequence[int], stages: int) -> list[int]:
         *[None] * n_layers,
     ]  # (heaviest, lightest) per prefix
     cuts = []
-    for _ in range(stages):
+    for _ in range(num_chunks):
         previous, extremes, cut = extremes, [None] * (n_layers + 1), [0] * (n_layers + 1)
         for stop in range(1, n_layers + 1):
             least = inf
@@ -174,7 +176,7 @@ def narrowest(weights: Sequence[int], stages: int) -> list[int]:
     return boundaries[::-1]
 
 
-def _least_highest(ends: Sequence[int], stages: int) -> int:
+def _least_highest(ends: Sequence[int], num_chunks: int) -> int:
     """Return the least possible cost of the most expensive stage; `ends` are the running sums of the costs, from 0.
 
     Dynamic programming over (first layer, stages left). A longer first stage costs more and leaves less to the others,
@@ -182,7 +184,7 @@ def _least_highest(ends: Sequence[int], stages: int) -> int:
     """
     n_layers = len(ends) - 1
     best = [ends[-1] - start for start in ends[:-1]]  # one stage for all that is left
-    for left in range(2, stages + 1):
+    for left in range(2, num_chunks + 1):
         rest = best
         best = [0] * n_layers
         for start in range(n_layers - left + 1):
@@ -196,7 +198,7 @@ def _least_highest(ends: Sequence[int], stages: int) -> int:
     return best[0]
 
 
-def _evenest(ends: Sequence[int], stages: int, highest: int) -> list[int]:
+def _evenest(ends: Sequence[int], num_chunks: int, highest: int) -> list[int]:
     """Return the boundaries with the least sum of squared costs and no stage above `highest`; ties cut earlier.
 
     Dynamic programming as above. Stages above `highest` are not tried, which leaves few lengths for each.
@@ -206,7 +208,7 @@ def _evenest(ends: Sequence[int], stages: int, highest: int) -> list[int]:
     alone = [ends[-1] - start for start in ends[:-1]]
     best = [cost * cost if cost <= highest else forbidden for cost in alone]
     choices: list[list[int]] = []
-    for left in range(2, stages + 1):
+    for left in range(2, num_chunks + 1):
         rest = best
         best, choice = [forbidden] * n_layers, list(range(1, n_layers + 1))
         for start in range(n_layers - left + 1):
@@ -236,9 +238,9 @@ def _as_integers(costs: Sequence[float]) -> list[int]:
     return [numerator * (scale // denominator) for numerator, denominator in exact]
 
 
-def _require_enough_layers(n_layers: int, stages: int) -> None:
-    if not 1 <= stages <= n_layers:
+def _require_enough_layers(n_layers: int, num_chunks: int) -> None:
+    if not 1 <= num_chunks <= n_layers:
         raise UserError(
-            f"pipeline.stages: {counted(stages, 'stage')} for a model of {counted(n_layers, 'layer')}: "
+            f"pipeline.stages: {counted(num_chunks, 'stage')} for a model of {counted(n_layers, 'layer')}: "
             + ("use 1" if n_layers == 1 else f"use 1 to {n_layers}")
         )

@@ -111,7 +111,7 @@ class StepProfile:
     @property
     def pp_size(self) -> int:
         """The number of pipeline stages."""
-        return self.chunks.stages
+        return self.chunks.num_stages
 
     @property
     def chunks(self) -> ModelChunks:

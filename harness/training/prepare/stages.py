@@ -77,16 +77,16 @@ def choose_boundaries(trainable: TrainableModel, context: EngineContext, sample:
             engines cannot run.
     """
     chunks = context.resolved.chunks
-    if chunks.each > 1 and chunks.count > len(trainable.layers):
+    if chunks.per_stage > 1 and chunks.count > len(trainable.layers):
         raise UserError(
-            f"pipeline.schedule {context.resolved.schedule}: {chunks.stages} stages of {chunks.each} model chunks, "
-            f"but the model has only {counted(len(trainable.layers), 'layer')}: use fewer stages or chunks, or another "
-            "schedule"
+            f"pipeline.schedule {context.resolved.schedule}: {chunks.num_stages} stages of {chunks.per_stage} model "
+            f"chunks, but the model has only {counted(len(trainable.layers), 'layer')}: use fewer stages or chunks, or "
+            "another schedule"
         )
     boundaries = _boundaries(trainable, context, sample)
     for chunk, (start, stop) in enumerate(pairwise(boundaries)):
         if not sum(trainable.trained[start:stop]):
-            where = f"stage {chunk}" if chunks.each == 1 else f"model chunk {chunk}"
+            where = f"stage {chunk}" if chunks.per_stage == 1 else f"model chunk {chunk}"
             if chunks.count == 1:
                 raise UserError("the model has nothing to train: each of its parameters is frozen, or it has none")
             raise UserError(f"{where} has nothing to train: use another pipeline.partition or fewer stages")
@@ -96,7 +96,7 @@ def choose_boundaries(trainable: TrainableModel, context: EngineContext, sample:
 def stage_costs(layers: Sequence[float], boundaries: Sequence[int], chunks: ModelChunks) -> list[float]:
     """Return the total cost of the layers of each stage."""
     cost = [sum(layers[start:stop]) for start, stop in pairwise(boundaries)]
-    return [sum(cost[chunk] for chunk in chunks.of_stage(stage)) for stage in range(chunks.stages)]
+    return [sum(cost[chunk] for chunk in chunks.of_stage(stage)) for stage in range(chunks.num_stages)]
 
 
 def _boundaries(trainable: TrainableModel, context: EngineContext, sample: MicroBatch | None) -> list[int]:
@@ -196,20 +196,20 @@ def _size(parameter: nn.Parameter) -> int:
 
 
 def batch_warning(
-    stages: int, micro: int, accumulation: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
+    num_stages: int, micro: int, accumulation: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
 ) -> str | None:
     """Return a warning, with a remedy, if the pipeline idles for more than a fifth of a step; else None."""
     order = schedule, chunks_per_stage
-    wanted = micro_batches_wanted(stages, *order)
+    wanted = micro_batches_wanted(num_stages, *order)
     if accumulation >= wanted:
         return None
     flag = "--gradient_accumulation_steps"
-    remedy = f"{flag} {wanted} leaves {bubble(stages, wanted, *order):.0%}"
+    remedy = f"{flag} {wanted} leaves {bubble(num_stages, wanted, *order):.0%}"
     share = micro * accumulation
     finer = next((size for size in range(micro - 1, 0, -1) if share % size == 0 and share // size >= wanted), None)
     if finer is not None:
         remedy += f"; with the same batch --per_device_train_batch_size {finer} {flag} {share // finer}"
-    return f"{idle(stages, accumulation, *order)}: {remedy}"
+    return f"{idle(num_stages, accumulation, *order)}: {remedy}"
 
 
 def report_stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lines: Sequence[StageLine]) -> None:
@@ -223,7 +223,7 @@ def report_stages(console: Console, layout: Layout, resolved: Resolved, steps: i
     )
     for line in lines:
         console.say(f"  {line}")
-    order = resolved.schedule, resolved.chunks.each
+    order = resolved.schedule, resolved.chunks.per_stage
     warning = batch_warning(layout.pp_size, resolved.micro_batch, resolved.accumulation, *order)
     if warning is not None:
         console.warn(warning)

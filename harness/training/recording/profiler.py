@@ -198,6 +198,6 @@ def step_profile(run: Run, step: int, ranks: list[RankProfile]) -> StepProfile:
         layer_names=run.trainable.names,
         micro_batches=run.resolved.accumulation,
         schedule=run.resolved.schedule,
-        chunks_per_stage=run.resolved.chunks.each,
+        chunks_per_stage=run.resolved.chunks.per_stage,
         ranks=[rank.since(first) for rank in ranks],
     )

@@ -229,7 +229,7 @@ def test_every_part_has_one_stage(stages: int, each: int, folded: bool) -> None:
 def test_a_schedule_has_its_parts(schedule: str, asked: int | None) -> None:
     found = model_chunks(4, schedule, asked)
     several = asked or 2
-    assert found.each == (2 if schedule in FOLDED_SCHEDULES else several if schedule == INTERLEAVED else 1)
+    assert found.per_stage == (2 if schedule in FOLDED_SCHEDULES else several if schedule == INTERLEAVED else 1)
     assert found.folded == (schedule in FOLDED_SCHEDULES)
     assert model_chunks(1, schedule, asked) == ModelChunks(1)
 

@@ -155,5 +155,5 @@ def test_an_evaluation_ends_when_its_sends_have_arrived(name: str, chunks: Model
     assert isinstance(schedule, OwnSchedule)
     *passes, last = schedule.steps()
     forwards = [each for step in passes for each in step if isinstance(each, of_deepspeed.ForwardPass)]
-    assert len(forwards) == 2 * chunks.each
+    assert len(forwards) == 2 * chunks.per_stage
     assert [type(each) for each in last] == [AwaitSends]

@@ -50,7 +50,7 @@ def chunkings(name: str, stages: int) -> list[ModelChunks]:
 
 def programs(name: str, chunks: ModelChunks, micro_batches: int) -> list[deque[Instruction]]:
     """What each stage executes."""
-    orders = [ORDERS[name](chunks, micro_batches, stage) for stage in range(chunks.stages)]
+    orders = [ORDERS[name](chunks, micro_batches, stage) for stage in range(chunks.num_stages)]
     return [deque(instructions(order, chunks.count)) for order in orders]
 
 
@@ -147,7 +147,7 @@ def test_several_parts_hold_as_many_activations_as_in_the_papers(stages: int, mi
         """Of any stage, in micro-batches of a whole stage."""
         chunks, ends = model_chunks(stages, name), {Kind.BACKWARD, Kind.WEIGHT_GRADIENTS}
         orders = [list(ORDERS[name](chunks, micro_batches, stage)) for stage in range(stages)]
-        return max(most_held(passes, ends=ends) for passes in orders) / chunks.each
+        return max(most_held(passes, ends=ends) for passes in orders) / chunks.per_stage
 
     assert most(DEEPSPEED_1F1B) == most(ZERO_BUBBLE_V) == stages  # Qi et al. 2024, section 6
     assert most(DUALPIPE_V) == stages + 1 / 2
@@ -197,7 +197,7 @@ def test_the_idle_share_is_that_of_the_formula(name: str) -> None:
             continue
         for chunks in chunkings(name, stages):
             found = idle_share(timeline(ORDERS[name], chunks, micro_batches))
-            assert found == pytest.approx(bubble(stages, micro_batches, name, chunks.each))
+            assert found == pytest.approx(bubble(stages, micro_batches, name, chunks.per_stage))
 
 
 @pytest.mark.parametrize(("forward", "inputs", "weights"), [(1, 1, 1), (1, 1.2, 0.8), (1, 2, 1), (1, 1, 0.5)])

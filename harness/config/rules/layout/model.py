@@ -30,10 +30,10 @@ def fewer_layers_than_stages(view: RunView) -> Iterator[Finding]:
             message=f"the model's config.json has {layers} decoder layers",
             hint="give a model with at least one",
         )
-    elif view.target == "harness" and layers is not None and view.chunks.each > 1 and view.chunks.count > layers:
+    elif view.target == "harness" and layers is not None and view.chunks.per_stage > 1 and view.chunks.count > layers:
         yield Finding(
             pointer="/pipeline/schedule",
-            message=f"{view.pp_size} pipeline stages of {view.chunks.each} model chunks, but the model has only "
+            message=f"{view.pp_size} pipeline stages of {view.chunks.per_stage} model chunks, but the model has only "
             f"{counted(layers, 'decoder layer')}",
             hint=f"use at most {counted(layers, 'model chunk')} in all, or a schedule with one a stage",
             deepspeed="does nothing with the schedule, and runs 1F1B",

@@ -84,7 +84,7 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     ):
         steps = 1 if view.get("/train_batch_size") is None else None
     schedule = schedule_name(view.get("/pipeline/schedule")) if view.target == "harness" else None
-    order = schedule or SCHEDULES[0], view.chunks.each
+    order = schedule or SCHEDULES[0], view.chunks.per_stage
     wanted = micro_batches_wanted(view.pp_size, *order)
     if view.pp_size == 1 or steps is None or steps >= wanted:
         return

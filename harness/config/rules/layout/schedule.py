@@ -86,11 +86,15 @@ def chunks_of_another_schedule(view: RunView) -> Iterator[Finding]:
     several = schedule == INTERLEAVED
     if asked is None or schedule is None or view.target != "harness" or view.pp_size == 1:
         return
-    if asked < 2 if several else asked != view.chunks.each:
+    if asked < 2 if several else asked != view.chunks.per_stage:
         yield Finding(
             pointer=pointer,
             message=f"the schedule {schedule} has "
-            + ("2 model chunks a stage or more" if several else f"{counted(view.chunks.each, 'model chunk')} a stage"),
+            + (
+                "2 model chunks a stage or more"
+                if several
+                else f"{counted(view.chunks.per_stage, 'model chunk')} a stage"
+            ),
             hint="write 2 or more, or remove the key"
             if several
             else f"remove the key, or use the schedule {INTERLEAVED}, which takes it",

@@ -70,7 +70,7 @@ def gpipe(_chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass
 
 def one_forward_one_backward(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under 1F1B."""
-    ahead = min(chunks.stages - stage, micro_batches)
+    ahead = min(chunks.num_stages - stage, micro_batches)
     for index in range(ahead):
         yield Pass(Kind.FORWARD, index, stage)
     for index in range(micro_batches):
@@ -81,7 +81,7 @@ def one_forward_one_backward(chunks: ModelChunks, micro_batches: int, stage: int
 
 def zero_bubble_h1(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under ZB-H1; it defers at most `stage` weight gradients."""
-    ahead = min(chunks.stages - stage, micro_batches)
+    ahead = min(chunks.num_stages - stage, micro_batches)
     for index in range(ahead):
         yield Pass(Kind.FORWARD, index, stage)
     for index in range(micro_batches):
@@ -96,14 +96,14 @@ def zero_bubble_h1(chunks: ModelChunks, micro_batches: int, stage: int) -> Itera
 
 def interleaved(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under interleaved 1F1B."""
-    forwards = list(_grouped(Kind.FORWARD, chunks.of_stage(stage), _groups(chunks.stages, micro_batches)))
-    backwards = _grouped(Kind.BACKWARD, chunks.of_stage(stage)[::-1], _groups(chunks.stages, micro_batches))
+    forwards = list(_grouped(Kind.FORWARD, chunks.of_stage(stage), _groups(chunks.num_stages, micro_batches)))
+    backwards = _grouped(Kind.BACKWARD, chunks.of_stage(stage)[::-1], _groups(chunks.num_stages, micro_batches))
     yield from _in_turns(forwards, list(backwards), _ahead(chunks, micro_batches, stage))
 
 
-def _groups(stages: int, micro_batches: int) -> list[range]:
+def _groups(num_stages: int, micro_batches: int) -> list[range]:
     """Return the groups in which micro-batches go through a chunk, larger ones first."""
-    count = max(1, micro_batches // stages)
+    count = max(1, micro_batches // num_stages)
     size, larger = divmod(micro_batches, count)
     starts = [index * size + min(index, larger) for index in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
@@ -122,8 +122,8 @@ def _ahead(chunks: ModelChunks, micro_batches: int, stage: int) -> int:
     Each later stage has 2 fewer: one hop less for activations to the end, one less for gradients back. All chunks but
     the last run their first group before the first backward pass.
     """
-    largest = len(_groups(chunks.stages, micro_batches)[0])
-    return 2 * (chunks.stages - 1 - stage) + (chunks.each - 1) * largest + 1
+    largest = len(_groups(chunks.num_stages, micro_batches)[0])
+    return 2 * (chunks.num_stages - 1 - stage) + (chunks.per_stage - 1) * largest + 1
 
 
 def _in_turns(forwards: list[Pass], backwards: list[Pass], ahead: int) -> Iterator[Pass]:
@@ -135,34 +135,34 @@ def _in_turns(forwards: list[Pass], backwards: list[Pass], ahead: int) -> Iterat
 
 def zero_bubble_v(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under ZB-V."""
-    stages, count = chunks.stages, max(2 * chunks.stages - 1, micro_batches)
+    num_stages, count = chunks.num_stages, max(2 * chunks.num_stages - 1, micro_batches)
     made = _Passes(chunks.of_stage(stage))
     # Warm-up. After this many passes the first micro-batch is back at this stage, for its second chunk.
-    made.add("0F", 2 * (stages - stage) - 1)
+    made.add("0F", 2 * (num_stages - stage) - 1)
     made.add("1F 0F", stage)
-    made.add("1F 1B W", stages - stage)
+    made.add("1F 1B W", num_stages - stage)
     # Steady phase: each forward pass is followed by a backward pass, until the first chunk has all its micro-batches.
     steady = count - made.forwards(0)
     made.add("0F 0B W 1F 1B W", steady)
     # End: the forward passes that the second chunk lacks, then backward passes only.
     made.add("0B W 1F 1B W", made.forwards(0) - made.forwards(1))
     made.add("0B 1B", stage)
-    made.add("0B W", stages - stage)
+    made.add("0B W", num_stages - stage)
     made.add("W", made.deferred)
     return made.of(micro_batches)
 
 
 def dualpipe_v(chunks: ModelChunks, micro_batches: int, stage: int) -> Iterator[Pass]:
     """Yield the passes of a stage under DualPipeV."""
-    stages, count = chunks.stages, max(2 * chunks.stages, micro_batches)
-    after = stages - stage - 1
+    num_stages, count = chunks.num_stages, max(2 * chunks.num_stages, micro_batches)
+    after = num_stages - stage - 1
     made = _Passes(chunks.of_stage(stage))
     # warm-up: forward passes, then the first backward passes of the second chunk
     made.add("0F", 2 * after)
     made.add("0F 1F", stage + 1)
     made.add("1B W 1F", after)
     # steady phase: both chunks run a forward and a backward pass in turns
-    made.add("0F 1BW 1F 0BW", count - 2 * stages + stage + 1)
+    made.add("0F 1BW 1F 0BW", count - 2 * num_stages + stage + 1)
     # end: the forward passes that the second chunk lacks, then backward passes only
     made.add("1BW 1F 0BW", after)
     # Of 2 * (stage + 1) backward passes the second half defers weight gradients, so that the stage before gets its
