@@ -1,7 +1,7 @@
 """The command `ds-harness`: find the verb and call it.
 
 A verb's package is imported only when the verb is called, so that every other verb starts quickly. Exit codes: 0 done,
-1 the user must correct something (one line on standard error), 2 unusable arguments.
+1 the user must correct something (one line on standard error), 2 unknown flags and values that no argument takes.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
+from math import isfinite
 from typing import NoReturn, TypeVar, get_type_hints
 
-from harness.config.values.arguments import OPTIMIZERS, AutoValues
+from harness.config.values.arguments import BETAS, LEAST, OPTIMIZERS, SCHEDULES, AutoValues
 from harness.config.values.typed import FALSE, TRUE, takes, typed
 
 LARGEST = 10**7  # of any size
@@ -148,9 +149,23 @@ class VerbParser(FlagParser):
             if takes(hint, bool):
                 self.add_argument(f"--{name}", action=Boolean, default=None, help=text)
                 continue
-            kind = positive if name.endswith("_size") else partial(argument_in_type, hint)
-            choices = tuple(OPTIMIZERS) if name == "optim" else None
-            self.add_argument(f"--{name}", type=kind, help=text, choices=choices)
+            kind = positive if name.endswith("_size") else partial(_as_in_a_run, name, hint)
+            self.add_argument(f"--{name}", type=kind, help=text, choices=_CHOICES.get(name))
+
+
+_CHOICES = {"optim": tuple(OPTIMIZERS), "lr_scheduler_type": SCHEDULES}
+
+
+def _as_in_a_run(name: str, hint: object, text: str) -> object:
+    """Return the value of an argument of a run in its type; a value that a run would refuse is refused here too."""
+    value = argument_in_type(hint, text)
+    if isinstance(value, float) and not isfinite(value):
+        raise argparse.ArgumentTypeError("must be a finite number")
+    if isinstance(value, int | float) and value < LEAST.get(name, value):
+        raise argparse.ArgumentTypeError(f"must be at least {LEAST[name]}")
+    if name in BETAS and isinstance(value, int | float) and value >= 1:
+        raise argparse.ArgumentTypeError("must be below 1")
+    return value
 
 
 def run_arguments(args: argparse.Namespace, **known: int) -> AutoValues:

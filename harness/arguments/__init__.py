@@ -7,8 +7,8 @@ them. Neither torch nor transformers is imported, so a wrong argument is refused
 from harness.arguments.command_line import Parser, add_flags, expanded, parse
 from harness.arguments.themes.flags import Flags, flag
 from harness.arguments.themes.lora import LoraArguments, require_peft
-from harness.arguments.themes.training import SCHEDULES
 from harness.arguments.training_arguments import TrainingArguments
+from harness.config.values.arguments import SCHEDULES
 
 __all__ = [
     "SCHEDULES",

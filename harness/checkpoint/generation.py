@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,8 @@ def generate(argv: Sequence[str]) -> int:
         help="put the prompt into the chat template as a user's message (default: if the tokenizer brings a template)",
     )
     args = parser.parse_args(argv)
-    if args.max_new_tokens < 1 or args.temperature < 0:
-        raise UserError("--max_new_tokens must be at least 1 and --temperature at least 0")
+    if args.max_new_tokens < 1 or not 0 <= args.temperature < inf:
+        parser.error("--max_new_tokens must be at least 1 and --temperature at least 0")
     tokenizer, model = load(args.model)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     chat = brings_template(tokenizer) if args.chat is None else args.chat
@@ -60,7 +61,7 @@ def load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    directory = Path(name) if (Path(name) / ADAPTERS).is_file() else model_directory(name)
+    directory = Path(name) if (Path(name) / ADAPTERS).is_file() else model_directory(name, "MODEL_DIR")
     require_listed_weights(directory)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

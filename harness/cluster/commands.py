@@ -68,10 +68,10 @@ def cluster(argv: Sequence[str]) -> int:
         if (given := getattr(args, flag)) and not NAME.fullmatch(given):
             parser.error(f"--{flag} {given}: must be lower-case letters, digits and dashes, at most 40, a letter first")
     if any(word.partition("=")[0] == RESUME for word in script):
-        raise UserError(f"the job goes on from its newest checkpoint: leave out {RESUME}")
+        parser.error(f"the job goes on from its newest checkpoint: leave out {RESUME}")
     folder = value_of(script, "--output_dir")
     if args.kind == "kubernetes" and args.volume and not (folder or "").startswith(args.mount.rstrip("/") + "/"):
-        raise UserError(f"--output_dir {folder}: must lie in the volume, for instance {args.mount.rstrip('/')}/run")
+        parser.error(f"--output_dir {folder}: must lie in the volume, for instance {args.mount.rstrip('/')}/run")
     save = args.save_seconds if args.save_seconds is not None else measured_save(folder) or SAVE_S
     job = Job(
         name=args.name,

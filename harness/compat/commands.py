@@ -49,7 +49,7 @@ def models(argv: Sequence[str]) -> int:
     stored = read_matrix()
     if not args.run:
         if args.compare or args.write or args.results:
-            raise UserError("--compare, --write and --results need --run")
+            parser.error("--compare, --write and --results need --run")
         print(render(_some(stored, args.families), args.format))
         return 0
     rows = _run(args.families, args.results, args.limit_s, args.only or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from harness.config.model.hub import MODEL, fetch
@@ -21,25 +22,25 @@ def presets() -> list[str]:
     return sorted(path.parent.name for path in PRESETS.glob("*/config.json"))
 
 
-def model_directory(name: str) -> Path:
+def model_directory(name: str, flag: str = MODEL.flag) -> Path:
     """Return the directory of a preset, a path, or a hub id, whose files are downloaded if necessary.
 
-    Raises UserError if it has no readable config.json.
+    Raises UserError, which names the `flag` that gave it, if it has no readable config.json.
     """
     directory = PRESETS / name if name in presets() else Path(name)
     if directory.is_file():
-        raise UserError(f"--model_name_or_path {name}: is a file: give its directory, {directory.parent}")
+        raise UserError(f"{flag} {name}: is a file: give its directory, {directory.parent}")
     if not directory.exists():
-        directory = fetch(name, MODEL) or directory
+        directory = fetch(name, replace(MODEL, flag=flag)) or directory
     config = directory / "config.json"
     if not config.is_file() and (directory / ADAPTERS).is_file():
         raise UserError(
-            f"--model_name_or_path {name}: contains adapters but no model: give the base model, or load "
+            f"{flag} {name}: contains adapters but no model: give the base model, or load "
             "both with peft's AutoPeftModelForCausalLM.from_pretrained and pass the result to the Trainer"
         )
     if not config.is_file():
         raise UserError(
-            f"--model_name_or_path {name}: no config.json in a directory of that name: "
+            f"{flag} {name}: no config.json in a directory of that name: "
             f"give a HuggingFace model directory, an id of the hub as organisation/name, or a preset: "
             f"{', '.join(presets())}"
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.arguments.themes.flags import Flags, flag
-from harness.config.values.arguments import BLOCK_SIZE, OPTIMIZERS, AutoValues
+from harness.config.values.arguments import BETAS, BLOCK_SIZE, OPTIMIZERS, SCHEDULES, AutoValues, warmup_of
 from harness.errors import UserError
 
 ROUTER_BATCH = 8
@@ -51,18 +51,6 @@ class BatchArguments(Flags):
             raise UserError("--max_steps 0: must be at least 1, or -1 to train for --num_train_epochs")
 
 
-# transformers' schedules that need nothing but the number of steps and of warm-up steps
-SCHEDULES = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-)
-
-
 @dataclass(kw_only=True)
 class OptimizerArguments(Flags):
     """Optimizer and learning rate, if the DeepSpeed JSON says "auto" or nothing."""
@@ -86,8 +74,8 @@ class OptimizerArguments(Flags):
 
     def warmup(self, max_steps: int) -> int:
         """Return the number of warm-up steps in a run of `max_steps`."""
-        fraction = self.warmup_steps if self.warmup_ratio is None else self.warmup_ratio
-        return int(fraction) if self.warmup_ratio is None and fraction >= 1 else math.ceil(fraction * max_steps)
+        ratio = self.warmup_ratio
+        return warmup_of(self.warmup_steps, max_steps) if ratio is None else math.ceil(ratio * max_steps)
 
     def check(self) -> None:
         """Refuse two lengths of the warm-up, a beta of 1, and optimizers that only the DeepSpeed JSON can name."""
@@ -95,7 +83,7 @@ class OptimizerArguments(Flags):
             raise UserError("--warmup_ratio and --warmup_steps are both given: give one of them")
         if self.warmup_ratio is not None and self.warmup_ratio > 1:
             raise UserError(f"--warmup_ratio {self.warmup_ratio}: must be at most 1")
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in BETAS:
             if getattr(self, name) >= 1:
                 raise UserError(f"--{name} {getattr(self, name)}: must be below 1")
         if self.optim not in OPTIMIZERS:

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil
 
 BLOCK_SIZE = 1024  # tokens of a sample, or the model's positions if it has fewer: run_clm.py's default for --block_size
 
+# transformers' schedules that need nothing but the number of steps and of warm-up steps
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+)
 # DeepSpeed's schedules, by the names of HuggingFace's
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
@@ -19,6 +30,17 @@ OPTIMIZERS = {
     "sgd": ("SGD", ("lr", "weight_decay")),
 }
 
+BETAS = ("adam_beta1", "adam_beta2")  # below 1
+LEAST = {  # the smallest value of an argument that a run takes; that of each size is 1
+    **dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", *BETAS, "adam_epsilon", "max_grad_norm"), 0),
+    **dict.fromkeys(("max_steps", "gradient_accumulation_steps"), 1),
+}
+
+
+def warmup_of(steps: float, max_steps: int) -> int:
+    """Return the number of warm-up steps in a run of `max_steps`; `steps` below 1: the fraction of all."""
+    return int(steps) if steps >= 1 else ceil(steps * max_steps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AutoValues:
@@ -26,7 +48,7 @@ class AutoValues:
 
     learning_rate: float = 5e-5
     lr_scheduler_type: str = "linear"
-    warmup_steps: int = 0
+    warmup_steps: float = 0
     max_steps: int = 1
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
@@ -56,7 +78,7 @@ class AutoValues:
     def by_pointer(self) -> tuple[tuple[str, str, object], ...]:
         """The values that replace "auto" in the file: pointer, name of the argument, value."""
         betas = next((name for name in ("adam_beta1", "adam_beta2") if name in self.given), "adam_beta1")
-        warmup = max(1, self.warmup_steps)  # DeepSpeed's schedules want at least 1
+        warmup = max(1, warmup_of(self.warmup_steps, self.max_steps))  # DeepSpeed's schedules want at least 1
         return (
             ("/gradient_clipping", "max_grad_norm", self.max_grad_norm),
             ("/optimizer/params/lr", "learning_rate", self.learning_rate),

@@ -263,9 +263,9 @@ def plan(argv: Sequence[str]) -> int:
     require_trainable_family(args.model)
     for name in ("write", "page"):
         if args.like != "deepspeed" and getattr(args, name) is not None:
-            raise UserError(f"--{name} is for --like deepspeed: {args.like} reads no DeepSpeed JSON")
+            parser.error(f"--{name} is for --like deepspeed: {args.like} reads no DeepSpeed JSON")
     if args.like == "deepspeed" and PRODUCT_BYTES.get(args.precision, 2.0) < 2:
-        raise UserError(f"--precision {args.precision}: this harness trains in fp32, bf16 and fp16; see --like")
+        parser.error(f"--precision {args.precision}: this harness trains in fp32, bf16 and fp16; see --like")
     task = _task(args)
     found = search(task)
     if args.page is not None:

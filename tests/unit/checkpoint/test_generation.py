@@ -61,6 +61,9 @@ def test_only_files_that_a_checkpoint_lists_are_read(
 
 
 def test_what_is_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", str(tmp_path), "--prompt", "hi", "--max_new_tokens", "0"])
+    assert "--max_new_tokens must be at least 1" in capsys.readouterr().err
     assert main(["generate", str(tmp_path), "--prompt", "hi"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("ds-harness generate:") and error.count("\n") == 1
+    assert error.startswith("ds-harness generate: MODEL_DIR") and error.count("\n") == 1

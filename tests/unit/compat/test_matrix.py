@@ -99,16 +99,21 @@ def test_what_is_stored_is_what_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "code", "said"),
     [
-        (["--compare"], "--compare, --write and --results need --run"),
-        (["--write"], "--compare, --write and --results need --run"),
-        (["--results", "rows"], "--compare, --write and --results need --run"),
-        (["llama", "of_tomorrow"], "of_tomorrow: not in the matrix of transformers"),
+        (["--compare"], 2, "--compare, --write and --results need --run"),
+        (["--write"], 2, "--compare, --write and --results need --run"),
+        (["--results", "rows"], 2, "--compare, --write and --results need --run"),
+        (["llama", "of_tomorrow"], 1, "of_tomorrow: not in the matrix of transformers"),
     ],
 )
-def test_what_cannot_be_shown_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", *words]) == 1
+def test_what_cannot_be_shown_is_one_line(
+    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert main(["models", *words]) == code
+    except SystemExit as end:
+        assert end.code == code
     captured = capsys.readouterr()
     assert said in captured.err and len(captured.err.splitlines()) == 1 and not captured.out
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.arguments import TrainingArguments
+from harness.arguments.themes.flags import Help
 from harness.cli import main
 from harness.config import AutoValues
-from harness.config.values.arguments import OPTIMIZERS
+from harness.config.values.arguments import LEAST, OPTIMIZERS
 from harness.config.values.pointers import lookup
 
 
@@ -54,6 +56,7 @@ def resolved(config: str, words: list[str], capsys: pytest.CaptureFixture[str]) 
         ("--weight_decay 0.1", "/optimizer/params/weight_decay", 0.1),
         ("--warmup_steps 7", "/scheduler/params/warmup_num_steps", 7),
         ("--warmup_steps 0", "/scheduler/params/warmup_num_steps", 1),
+        ("--warmup_steps 0.1 --max_steps 90", "/scheduler/params/warmup_num_steps", 9),
         ("--max_steps 90", "/scheduler/params/total_num_steps", 90),
         ("--max_grad_norm 0", "/gradient_clipping", 0.0),
         ("--bf16 true", "/bf16/enabled", True),
@@ -101,6 +104,11 @@ def test_the_optimizer_of_an_argument_is_written_where_the_file_names_none(
         ("--pipeline_parallel_size -1", "argument --pipeline_parallel_size: must be a whole number of at least 1"),
         ("--max_steps many", "argument --max_steps: 'many' is not a number"),
         ("--learning_rate high", "argument --learning_rate: 'high' is not a number"),
+        ("--learning_rate=-1", "argument --learning_rate: must be at least 0"),
+        ("--learning_rate nan", "argument --learning_rate: must be a finite number"),
+        ("--lr_scheduler_type bogus", "argument --lr_scheduler_type: invalid choice: 'bogus'"),
+        ("--adam_beta1 2", "argument --adam_beta1: must be below 1"),
+        ("--gradient_accumulation_steps 0", "argument --gradient_accumulation_steps: must be at least 1"),
     ],
 )
 def test_a_value_that_is_none_is_an_unusable_argument(
@@ -110,6 +118,15 @@ def test_a_value_that_is_none_is_an_unusable_argument(
         main(["resolve", config, *words.split()])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and said in error and len(error.splitlines()) == 1
+
+
+def test_the_least_value_is_that_of_a_run() -> None:
+    in_a_run = {item.name: Help.of(item).least for item in fields(TrainingArguments)}
+    assert {name: in_a_run[name] for name in LEAST if name != "max_steps"} == {
+        name: least for name, least in LEAST.items() if name != "max_steps"
+    }
+    sizes = {item.name for item in fields(AutoValues)} & in_a_run.keys()
+    assert all(in_a_run[name] == 1 for name in sizes if name.endswith("_size"))
 
 
 def test_every_argument_of_auto_has_a_flag(config: str, capsys: pytest.CaptureFixture[str]) -> None:
