@@ -14,11 +14,13 @@ HEAD = """# All verbs of `ds-harness`
 `ds-harness VERB --help` prints the same. Dashes equal underscores, and a boolean is written `--NAME`, `--NAME true`,
 `--NAME false` or `--no_NAME`. Written by `python scripts/write_verbs.py`.
 
-A verb exits with 0 when its work is done, with 1 and one line on standard error when you have something to correct, such
-as a file that is missing or a config that does not run, and with 2 for unknown flags and for values that an argument
-does not take. Two exit with 1 for these as well: `launch`, and `dry-run` for the flags of the training script, as the
-script itself does. `launch` exits with the code of its ranks, with 1 if a signal has killed one, and with 128 + N after
-a signal N to itself.
+A verb exits with 0 when its work is done, with 1 and one line on standard error when you have something to correct,
+such as a file that is missing or a config that does not run, and with 2 for unknown flags and for values that an
+argument does not take. Two exit with 1 for these as well: `launch`, and `dry-run` for the flags of the training script,
+as the script itself does.
+
+`launch` exits with the code of its ranks, with 1 if a signal has killed one, and with 128 + N after a signal N to
+itself.
 """
 PAGES = {
     "check": "check.md",
