@@ -133,7 +133,7 @@ def _divided_one_by_one(stepped: DividedOneByOne) -> Iterator[ElementRun]:
 
 
 def run_of_each(optimizer: EngineOptimizer) -> Iterator[tuple[Tensor, ElementRun]]:
-    """Yield each run with the tensor that it lies in; `optimizer` is the engine's."""
+    """Yield each run with the tensor that it lies in, flat or of the parameter's shape; `optimizer` is the engine's."""
     for stepped in stepped_on(optimizer):
         for run in runs(stepped):
             yield stepped.tensor, run

@@ -92,8 +92,10 @@ def torch_optimizer(optimizer: EngineOptimizer) -> Optimizer:
 
 
 def held_by_optimizer(optimizer: EngineOptimizer, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that an engine's optimizer holds after its first step, besides `parameters`: its states, and
-    the tensors that it updates in their place, such as float32 copies."""
+    """Return the tensors (any shape) that an engine's optimizer holds after its first step, besides `parameters`.
+
+    These are its states, and the tensors that it updates in place of parameters, such as float32 copies.
+    """
     inner, of_model = torch_optimizer(optimizer), {id(parameter) for parameter in parameters}
     stepped = [tensor for tensor in inner.state if id(tensor) not in of_model]
     states = (value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor))
@@ -122,7 +124,7 @@ def template(optimizer: EngineOptimizer, stepped: SteppedOn) -> StateTemplate:
     """
     inner = torch_optimizer(optimizer)
     # As many dimensions as the tensor, because optimizers may treat matrices otherwise. No size is 1, and the last one
-    # differs, so neither a counter nor a state per row or column has the probe's shape. Values do not matter.
+    # differs, so neither a counter nor a state per row or column has the probe's shape. Values and rate do not matter.
     probe = torch.zeros((*(2,) * (stepped.tensor.dim() - 1), 4), dtype=stepped.tensor.dtype).to(stepped.tensor.device)
     probe.requires_grad_().grad = torch.zeros_like(probe)
     group = inner.param_groups[stepped.param_group]

@@ -30,7 +30,7 @@ def restore_linear() -> None:
 
 
 def held_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: flat if ZeRO-3 has partitioned it, else the tensor itself."""
+    """Return this rank's part of a tensor (any shape): flat [n] if ZeRO-3 has partitioned it, else all of it."""
     held: Tensor = getattr(tensor, "ds_tensor", tensor)
     return held
 
@@ -78,8 +78,10 @@ class Partition:
 
 
 def held_values(tensor: Tensor) -> Tensor:
-    """Return this rank's values of a tensor: flat if ZeRO-3 has partitioned it, and without the padding of the last
-    ranks, in which DeepSpeed leaves whatever was in the memory."""
+    """Return this rank's values of a tensor (any shape): flat [n] if ZeRO-3 has partitioned it.
+
+    They are without the padding of the last ranks, in which DeepSpeed leaves whatever was in the memory.
+    """
     held = held_tensor(tensor).detach()
     if not is_partitioned(tensor):
         return held

@@ -342,7 +342,7 @@ def _examine(
 def _computing_apart(
     blueprint: Blueprint, tensor: TensorParallel | None, apart: TokensApart, *, whole_logits: bool
 ) -> Blueprint:
-    """Return the blueprint of a model that computes some tokens without the others.
+    """Return the blueprint of a model that computes a subset of the tokens at a time.
 
     `tensor`: the tensor-parallel ranks, if sequence parallelism shares the tokens between the layers over them.
     """

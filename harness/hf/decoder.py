@@ -93,7 +93,7 @@ class Blueprint:
         noise: added to the token embeddings in training.
         sequence: how ranks share the hidden state between the layers; None: each has all of it.
         context: this rank among the context ranks, if there are any; its logits are those of its stretch.
-        plan: which modules can compute some tokens without the others; None without context ranks and tiles in layers.
+        plan: which modules can compute a subset of the tokens; None without context ranks and tiles in layers.
         split: cuts the arguments of layers for a stretch; None where no layer can.
         loss_tiles: lets the epilogue compute the loss in tiles of tokens.
         block_tile: tokens that feed-forward blocks and norms compute at a time; 0: all.
@@ -339,7 +339,7 @@ class Epilogue(ModelLayer):
         return self._own(logits), router_loss
 
     def _logits(self, payload: StagePayload, modules: dict[str, nn.Module], hidden: Tensor) -> Tensor:
-        """Return the logits of some tokens' hidden states."""
+        """Return the logits of a subset of the tokens, from their hidden states."""
         logits: Tensor = self.outer.leave(replace(payload, hidden=hidden, tokens=None), modules, self.training).logits
         return logits
 

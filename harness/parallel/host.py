@@ -39,13 +39,13 @@ def numbers(values: Sequence[Tensor | float]) -> list[float]:
 
 
 def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised host tensor, pinned if the device is an accelerator, so that copies need no wait."""
+    """Return an uninitialised host tensor [*shape], pinned if the device is an accelerator: copies need no wait."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 @torch.no_grad()
 def brought_to_host(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[tuple[Key, Tensor]]:
-    """Yield each tensor's key and its copy on the host, in order; the host waits once per `BATCH_BYTES`.
+    """Yield each tensor's key and its copy (any shape) on the host, in order; the host waits once per `BATCH_BYTES`.
 
     A tensor that is on the host already, or is larger than `BATCH_BYTES`, is yielded itself. No more than `BATCH_BYTES`
     wait to be yielded, and one tensor, so `tensors` may make each when it is asked for.

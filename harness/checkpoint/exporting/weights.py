@@ -45,7 +45,7 @@ MANY = 100_000  # values; with fewer, it is not worth a call to return freed mem
 
 
 def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
-    """Return a context in which ZeRO-3's partitioned parameters among `tensors` are gathered; all ranks enter it."""
+    """Return a context in which ZeRO-3's partitioned ones of `tensors` (any shape) are gathered; all ranks enter it."""
     stack = ExitStack()
     spread = [tensor for tensor in tensors if is_partitioned(tensor)]
     if spread:

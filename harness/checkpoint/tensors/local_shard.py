@@ -107,7 +107,7 @@ def local_shards(
 
 
 def saved_tensors(module: nn.Module, *, each_name: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of parameters and persistent buffers, in the same order on all ranks.
+    """Yield (name, tensor) of parameters and persistent buffers (any shape), in the same order on all ranks.
 
     A tied parameter comes under its first name, or with `each_name` under every name.
     """

@@ -1,4 +1,4 @@
-"""Which parts of a model can compute some tokens without the others.
+"""Which parts of a model can compute a subset of the tokens at a time.
 
 `harness/hf/verify/stretches.py` finds that out by trial on a tiny copy.
 """
@@ -45,7 +45,7 @@ class ContextPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensApart:
-    """How this rank computes some tokens without the others.
+    """How this rank computes a subset of the tokens at a time.
 
     Attributes:
         plan: which parts of the model can.
@@ -63,7 +63,7 @@ class TokensApart:
 
     @property
     def is_any(self) -> bool:
-        """Whether any part computes some tokens without the others."""
+        """Whether any part computes a subset of the tokens at a time."""
         return self.context is not None or bool(self.loss_tile or self.block_tile or self.attention_tile)
 
 

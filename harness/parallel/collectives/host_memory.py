@@ -231,7 +231,7 @@ class HostMemory:
         return self._start(pieces, torch.tensor(starts).unbind(), place, result, rooms)
 
     def mean_of_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's part of the mean of each tensor over the ranks, flat, as `EqualShares` divides them.
+        """Return this rank's part of the mean of each tensor (any shape), flat [n], as `EqualShares` divides them.
 
         A rank reads its own part in place; only the others' parts are copied into shared memory.
         """

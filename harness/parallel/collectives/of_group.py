@@ -139,10 +139,9 @@ def scatters_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup | None
 
 
 def means_in_memory(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor] | None:
-    """Return this rank's part of the mean of each tensor over the group, through shared memory only, or None if that is
-    not possible.
+    """Return this rank's part of the mean of each tensor over the group, through shared memory only; None if it cannot.
 
-    The tensors must be contiguous and of one dtype. A part is flat, with an equal share of the elements, rounded up.
+    The tensors (any shape) must be contiguous and of one dtype. A part is flat, [elements / ranks, rounded up].
     """
     memory = _memory(tensors[0], group or dist.group.WORLD)
     return None if memory is None else memory.mean_of_parts(tensors)

@@ -85,7 +85,7 @@ class TokenRows:
         return stop - start
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of a tensor that has a row for each token of all ranks; else the tensor itself."""
+        """Return this rank's rows of a tensor that has a row for each token of all ranks; any other tensor itself."""
         if _has_rows(whole, self.batch, self.length):
             return self.context.own(whole)
         if _is_flat(whole, self.batch, self.length):
@@ -93,8 +93,10 @@ class TokenRows:
         return whole
 
     def join(self, share: Tensor) -> Tensor:
-        """Return the rows of all ranks for a floating tensor that has a row for each token of this rank; else the
-        tensor itself."""
+        """Return the rows of all ranks for a floating tensor that has a row for each token of this rank.
+
+        Any other tensor is returned itself.
+        """
         if not share.is_floating_point():
             return share
         if _has_rows(share, self.batch, self.tokens):

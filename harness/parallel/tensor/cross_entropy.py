@@ -52,7 +52,7 @@ def vocab_parallel_cross_entropy(
 
 
 def is_needed(logits: Tensor) -> bool:
-    """Return whether the caller, or the backward of the operation that made the logits, needs them after the loss.
+    """Return whether the caller, or the backward of the operation that made the logits [..., n], needs them later.
 
     Walk the graph upwards as long as nodes share the memory of the logits, and look whether any has saved it. In the
     forward, also return True if a checkpointed part made the logits, or contains the loss; in the second case the

@@ -57,7 +57,7 @@ class MatrixPart:
         return slice(self.offset, self.offset + self.length)
 
     def whole(self, flat: Tensor) -> Tensor | None:
-        """Return the whole matrix, gathered from the ranks' `flat` tensors; None if it is not needed here.
+        """Return the whole matrix [..., rows, columns], from all ranks' `flat` tensors [n]; None if not needed.
 
         All ranks that hold a part must call this in the same order.
         """
@@ -72,7 +72,7 @@ class MatrixPart:
         return self._joined(local) if self.shards else local.view(self.shape)
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's elements of a whole matrix, flat."""
+        """Return this rank's elements, flat [n], of a whole matrix [..., rows, columns]."""
         local = whole
         if self.shards:
             local = whole.new_empty(self.shape)

@@ -111,7 +111,7 @@ def defer_sums(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def sum_once(parameters: Iterable[nn.Parameter], gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
-    """Sum the deferred gradients in place, those of one dtype in one all-reduce."""
+    """Sum the deferred gradients (any shape) in place, those of one dtype in one all-reduce."""
     partial: list[tuple[Tensor, GradientSum]] = []
     for param in parameters:
         if sums_gradient(param) and (grad := gradient_of(param)) is not None:

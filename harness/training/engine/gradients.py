@@ -68,7 +68,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], groups: Groups, device: to
 def square_sum_of_data_ranks(
     dense: Iterable[Tensor], experts: Iterable[Tensor], device: torch.device, groups: Groups
 ) -> Tensor:
-    """Return the sum of squares over all data-parallel ranks, as `square_sum`; all ranks call it.
+    """Return the sum of squares over all data-parallel ranks, a float64 scalar as of `square_sum`; all ranks call it.
 
     Args:
         dense: tensors that are equal on all data-parallel ranks; counted once.

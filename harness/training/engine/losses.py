@@ -375,7 +375,7 @@ class GuardedLoss:
 
     @property
     def reported(self) -> dict[str, Tensor | None]:
-        """The loss's other numbers for the last micro-batch; the names are the same on all stages."""
+        """The loss's other scalars for the last micro-batch; the names are the same on all stages."""
         sources = losses_by_source(self.loss)
         return {**self._parts, **({} if sources is None else sources.reported())}
 

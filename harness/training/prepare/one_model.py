@@ -137,7 +137,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's bytes."""
+    """Return the CRC-32 of the bytes of a tensor (any shape)."""
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
