@@ -18,14 +18,14 @@ VERBS = {
     "schema": ("harness.config.cli.verbs", "print the JSON Schema of DeepSpeed's config"),
     "resolve": ("harness.config.cli.verbs", 'replace every "auto" and show where each value comes from'),
     "models": ("harness.compat.commands", "show which model families work in which layout"),
-    "verify": ("harness.parity.commands", "certify that a config trains a model to the numbers of one process"),
+    "verify": ("harness.parity.commands", "check that a config gives the same numbers as training in one process"),
     "plan": ("harness.planner.cli.verbs", "rank every layout of a number of ranks by its predicted speed"),
     "estimate": ("harness.planner.cli.verbs", "predict memory and speed of one config"),
     "checkpoint": ("harness.checkpoint.commands", "show, verify or export a checkpoint"),
     "generate": ("harness.checkpoint.generation", "let a trained model continue a prompt"),
     "report": ("harness.report.commands", "show runs in one HTML file"),
     "dry-run": ("harness.dry_run.command", "build one rank of a run without the others: memory, messages, errors"),
-    "cluster": ("harness.cluster.commands", "write the file by which Kubernetes or Slurm runs it on many hosts"),
+    "cluster": ("harness.cluster.commands", "write a job file for Kubernetes or Slurm"),
     "launch": ("harness.resilience.launch", "start a run on its devices and hosts, and keep it going"),
 }
 

@@ -67,7 +67,9 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
     # A few lines of nested aliases ("billion laughs") expand to more values than memory holds.
     if (size := _expanded(root, {})) > MOST_NODES:
         what = (
-            "one of its aliases holds itself" if size == inf else f"its aliases come to {MOST_NODES:,} values and more"
+            "one of its aliases contains itself"
+            if size == inf
+            else f"its aliases expand to more than {MOST_NODES:,} values"
         )
         raise UserError(f"--config {file}: {what}: write the values out")
     if not isinstance(root, yaml.MappingNode):
@@ -82,7 +84,7 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
 def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
     """Return the number of values of a node with its aliases expanded; inf if an alias contains itself."""
     if id(node) not in known:
-        known[id(node)] = inf  # stays so for a node that is met again while its parts are counted
+        known[id(node)] = inf  # stays infinite for a node that contains itself
         inner = [] if isinstance(node.value, str) else node.value
         parts = [part for each in inner for part in (each if isinstance(each, tuple) else (each,))]
         known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)

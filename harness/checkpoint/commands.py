@@ -15,7 +15,7 @@ from harness.errors import UserError
 from harness.verb_parser import VerbParser
 from harness.wording import counted
 
-DESCRIPTION = """Shows, verifies or exports a checkpoint of a run. `verify` exits with 1 if a file has changed since it
+DESCRIPTION = """Show, verify or export a checkpoint of a run. `verify` exits with 1 if a file has changed since it
 was saved, or was added later."""
 EXAMPLE = """example:
   ds-harness checkpoint show runs/mine/checkpoint-500

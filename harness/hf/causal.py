@@ -374,11 +374,13 @@ def _loss_tiles(outer: OuterForward, apart: TokensApart, *, whole_logits: bool) 
     if not apart.loss_tile:
         return None
     if whole_logits:
-        raise UserError("tiling.loss: a loss of your own, or with smoothed labels, is given all logits: remove it")
+        raise UserError(
+            "tiling.loss does not work with your own loss or label smoothing, which need all logits: remove tiling.loss"
+        )
     if not apart.plan.epilogue:
         raise UserError(
-            f"tiling.loss: after its last layer {outer.described} combines several tokens, so a tile alone has another "
-            "result: remove it"
+            f"tiling.loss: after its last layer {outer.described} combines several tokens, so computing the loss in "
+            "tiles would change it: remove tiling.loss"
         )
     return LossTiles(apart.loss_tile)
 

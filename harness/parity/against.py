@@ -133,7 +133,7 @@ def compare_files(run: Path, other: Path) -> tuple[str, bool]:
     offset, mean_of = _alignment(own, theirs)
     steps = sorted(step for step in theirs.losses if step + offset in own.losses)
     if not steps:
-        raise UserError(f"{other}: no step of it is in {run}: {_span(theirs)} and {_span(own)}")
+        raise UserError(f"{other}: has no step in common with {run}: {_span(theirs)} and {_span(own)}")
     lines = [f"{len(steps)} steps compared ({_span(own)} and {_span(theirs)}), {precision}"]
     if offset:
         lines.append(f"the other program counts from {min(theirs.losses)}: its step {steps[0]} is {steps[0] + offset}")
@@ -147,10 +147,11 @@ def compare_files(run: Path, other: Path) -> tuple[str, bool]:
         allowed = _rounding(at, precision) * abs(wanted) + theirs.digits[step] + own.digits[at]
         if not off <= allowed:  # not so for NaN
             values = f"{wanted:.7g} and {theirs.losses[step]:.7g}"
-            lines.append(f"they part at step {at}: {values} differ by {off:.1e}; rounding explains {allowed:.1e}")
+            apart = f"{values} differ by {off:.1e}; rounding allows {allowed:.1e}"
+            lines.append(f"the losses diverge at step {at}: {apart}")
             return "\n".join(lines), False
         worst = max(worst, off / max(abs(wanted), 1e-30))
-    return "\n".join([*lines, f"equal but for rounding: the largest relative difference is {worst:.1e}"]), True
+    return "\n".join([*lines, f"equal up to rounding: the largest relative difference is {worst:.1e}"]), True
 
 
 def _rounding(step: int, precision: str) -> float:

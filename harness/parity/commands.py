@@ -18,11 +18,11 @@ from harness.verb_parser import VerbParser, positive
 if TYPE_CHECKING:
     from harness.parity.trial import TrialResult
 
-DESCRIPTION = """Trains a tiny copy of a model in the layout of a DeepSpeed JSON, on this machine's processor, and again
-by plain torch and transformers in one process; compares losses, gradient norms, evaluations and weights, also after a
-save and a resume. Writes a certificate, which runs of this config and model copy into run.json.
+DESCRIPTION = """Train a tiny copy of a model in the layout of a DeepSpeed JSON, on this machine's processor, and again
+by plain torch and transformers in one process; compare losses, gradient norms, evaluations and weights, also after a
+save and a resume. Write a certificate, which runs of this config and model copy into run.json.
 
-With --against: compares the losses of a run with those of another program, and names the first step at which they
+With --against: compare the losses of a run with those of another program, and name the first step at which they
 differ by more than rounding."""
 ARGUMENTS = (
     *("bf16", "fp16", "pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size"),
@@ -44,7 +44,8 @@ def verify(argv: Sequence[str]) -> int:
     parser.add_argument("--deepspeed_config", help="DeepSpeed JSON: a file or a preset's name")
     parser.add_run_arguments(ARGUMENTS)
     parser.add_argument("--world_size", type=positive, help="ranks of the run (default: as few as the config runs on)")
-    parser.add_argument("--output", type=Path, help="file of the certificate (default: it is only kept for runs)")
+    cache = "only the cache in which runs look for it"
+    parser.add_argument("--output", type=Path, help=f"file of the certificate (default: {cache})")
     parser.add_argument("--against", type=Path, help="metrics of another program: .jsonl, .json, .csv or a log")
     args = parser.parse_args(argv)
     if args.against is not None:

@@ -120,7 +120,7 @@ def _of_directory(name: str) -> PretrainedConfig:
 def _tiny(family: str) -> PretrainedConfig:
     config = tiny_config(family, tensor=2)
     if text_decoder(config).model_type != family:
-        raise UserError(f"{family} has several parts, of which the text decoder is trained: a family of its own")
+        raise UserError(f"{family} is multimodal; its text decoder is listed as its own family")
     return config
 
 

@@ -28,7 +28,8 @@ def report(argv: Sequence[str]) -> int:
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="the --output_dir of a run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first RUN_DIR")
     parser.add_argument("--png", type=Path, metavar="FOLDER", help="write the charts as PNG files, too")
-    parser.add_argument("--hardware", help=f"predict the time of a step on it: {', '.join(names())}, or a file")
+    devices = f"{', '.join(names())}, or the path of a device file"
+    parser.add_argument("--hardware", help=f"predict the time of a step on it: {devices}")
     args = parser.parse_args(argv)
     runs = read_runs(args.run_dirs)
     for problem in filter(None, (run.problem for run in runs)):

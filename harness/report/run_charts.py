@@ -166,7 +166,7 @@ def _lengths(data: JsonObject) -> Iterator[BarChart]:
             )
         ],
         is_upright=True,
-        note="Tokens of each conversation, as far as it fits into a sample.",
+        note="Tokens of each conversation after truncation to a sample.",
     )
 
 
@@ -244,7 +244,7 @@ def timeline(profile: StepProfile) -> BarChart:
         axis="milliseconds",
         rows=[_row(rank) for rank, _ in ranks],
         bars=list(_kinds(profile, pieces)),
-        note=f"With each kind its share of a rank's time. Scroll to zoom, drag to move.{missing}",
+        note=f"The legend shows each kind's share of a rank's time. Scroll to zoom, drag to move.{missing}",
     )
 
 

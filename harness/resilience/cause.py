@@ -113,7 +113,7 @@ def _silent(end: Exit, position: Position) -> Cause:
     if end.code > 128 and end.code - 128 in set(signal.Signals):
         what = f"was ended by {_name(end.code - 128)}"
     else:
-        what = f"ended with exit code {end.code} and no reason, before all work was done,"
+        what = f"ended with exit code {end.code} without a recorded error, before the run was complete,"
     return Cause(
         text=f"{_who(position)} {what} {_when(position)}",
         step=position.step,

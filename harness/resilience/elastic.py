@@ -279,7 +279,7 @@ class Agent(LocalElasticAgent):
         here, waited = self.handler.participants(), time.monotonic() - self._joins_since
         if self.handler.node in here and waited > HOSTS_S:
             least = self.options.nodes[0]
-            self.leader.say(f"{len(here)} of at least {least} hosts have come within {waited / 60:.0f} minutes")
+            self.leader.say(f"only {len(here)} of at least {least} hosts joined within {waited / 60:.0f} minutes")
             self._leave(1)
         gone = set(history.gone)
         number = sorted({*here, self.handler.node}).index(self.handler.node)

@@ -84,7 +84,7 @@ class LaunchEnv:
                 f"{' and '.join(missing)} not set, but other launcher variables are: start through "
                 "`deepspeed` or `torchrun`, or unset RANK and WORLD_SIZE to run one process"
                 if names is PLAIN
-                else f"{names.rank} is set, but not all that belongs to it: set {' and '.join(missing)} for all ranks"
+                else f"{names.rank} is set, but other variables are missing: set {' and '.join(missing)} for all ranks"
             )
         assert local_size is not None  # world_size is not None here
         for what, index, size in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, local_size)):
@@ -113,7 +113,9 @@ class LaunchEnv:
             )
         size = int(host.nodes)
         if not host.rank < size:
-            raise UserError(f"{host.launcher} says that this is host {host.rank} of {size}: they count from 0")
+            raise UserError(
+                f"{host.launcher} says that this is host {host.rank} of {size}: host numbers must start at 0"
+            )
         return cls(
             rank=host.rank, world_size=size, master_addr=address, master_port=int(port), launched=True, parent="hosts"
         )

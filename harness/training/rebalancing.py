@@ -146,7 +146,8 @@ class Rebalancer:
         gain = 1 - pipeline_seconds(after, *how) / pipeline_seconds(now, *how)
         if gain > MIN_GAIN and all(sum(self.run.trainable.trained[a:b]) for a, b in pairwise(boundaries)):
             self._before = self.run.boundaries, step_seconds
-            self._move(boundaries, f"a step takes {step_seconds:.3g} s, and should take {gain:.0%} less")
+            time = f"{step_seconds:.3g} s"
+            self._move(boundaries, f"a step takes {time}; moving layers should make it {gain:.0%} shorter")
 
     def _has_gained(self, now: float) -> bool:
         """Report the gain of the last move and return whether there was one; if not, move back and stop."""
@@ -157,7 +158,8 @@ class Rebalancer:
             self.run.console.say(f"rebalanced: a step takes {now:.3g} s, {gain:.0%} less than before")
             return True
         self._goes_on = False
-        self._move(boundaries, f"a step takes {now:.3g} s, it took {before:.3g} s: the layers go back and stay")
+        times = f"{now:.3g} s instead of {before:.3g} s"
+        self._move(boundaries, f"a step takes {times}: the layers move back and rebalancing stops")
         return False
 
     def _move(self, boundaries: list[int], reason: str) -> None:

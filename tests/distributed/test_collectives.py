@@ -190,7 +190,7 @@ def fail() -> list[str]:
 def test_a_rank_that_is_elsewhere_late_or_gone_is_named() -> None:
     assert run_ranks(2, fail)[0] == [
         "RuntimeError: ranks are in different collectives: 8 bytes here, 12 on rank 1",
-        "TimeoutError: timed out: rank 1 of the group did not come to a collective",
+        "TimeoutError: timed out: rank 1 of the group did not join the collective",
         "ConnectionError: connection closed by peer: rank 1 of the group has ended",
     ]
 

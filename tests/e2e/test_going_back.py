@@ -20,7 +20,7 @@ def test_the_run_goes_on_as_if_the_batch_had_never_been(tmp_path: Path, capsys: 
     assert rows(back) == rows(never)
     assert [row[0] for row in rows(back)] == list(range(1, 8)) and rows(back)[4][4] == 24
     assert said.count("back to") == 1 and "step 5: the loss is nan" in said
-    assert "checkpoint-3, step 3; samples 16 to 19 of the order are left out" in said
+    assert "checkpoint-3, step 3; samples 16 to 19 of the training order are skipped" in said
     assert (back / "model.safetensors").exists() is False  # only the script exports
 
 

@@ -161,7 +161,7 @@ def test_only_the_marker_is_success(runs: Runs) -> None:
     folder, process = runs["early"]
     text = said(process, 0)
     assert is_gone(pid(folder / "keeper"))
-    assert "ended with exit code 0 and no reason, before all work was done, in step 2" in text
+    assert "ended with exit code 0 without a recorded error, before the run was complete, in step 2" in text
     assert "restart 1 of 1" in text
 
 

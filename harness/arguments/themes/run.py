@@ -21,7 +21,7 @@ class RunArguments(Flags):
     _: KW_ONLY  # programs written for HuggingFace pass output_dir by position
     deepspeed_config: Mapping[str, object] | str | None = flag(None, "DeepSpeed JSON: a file or a preset's name")
     resume_from_checkpoint: str | None = flag(
-        None, "auto: the newest whole checkpoint in output_dir; or a checkpoint's path"
+        None, "auto: the newest complete checkpoint in output_dir; or a checkpoint's path"
     )
     overwrite_output_dir: bool = flag(
         False, "start a new run in an output_dir that holds a run, whose checkpoints are renamed"
@@ -35,7 +35,8 @@ class RunArguments(Flags):
     )
     hang_seconds: float = flag(
         30.0,
-        "end a run of several ranks if none makes progress in a step for this time, or for that of 5 steps; 0: never",
+        "end a run of several ranks if none makes progress in a step for this many seconds, or for the time of 5 "
+        "steps if that is longer; 0: never",
         least=0,
     )
     allow_ignored_keys: bool = flag(False, "run even if a key of the JSON looks like a misspelling of a known one")

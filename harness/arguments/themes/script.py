@@ -34,7 +34,9 @@ class ScriptArguments(Flags):
         paths=True,
     )
     validation_file: list[str] | None = flag(
-        None, "evaluation data, likewise (default: with eval_steps, a part of train_file is held out)", paths=True
+        None,
+        "evaluation data, in the same formats (default: with eval_steps, a part of train_file is held out)",
+        paths=True,
     )
     validation_split_percentage: float | None = flag(
         None,

@@ -62,7 +62,7 @@ class OptimizerArguments(Flags):
     warmup_steps: float = flag(
         AutoValues.warmup_steps, "steps of linear warm-up; below 1: the fraction of all steps", least=0
     )
-    warmup_ratio: float | None = flag(None, "the fraction of all steps, as warmup_steps below 1", least=0)
+    warmup_ratio: float | None = flag(None, "warm-up as a fraction of all steps; same as warmup_steps below 1", least=0)
     optim: str = flag(AutoValues.optim, f"{', '.join(OPTIMIZERS)}; others as optimizer.type in the DeepSpeed JSON")
     weight_decay: float = flag(
         AutoValues.weight_decay, "AdamW's weight decay; not applied to biases and norms", least=0
@@ -165,7 +165,7 @@ class LayoutArguments(Flags):
     )
     context_parallel_size: int | None = flag(
         None,
-        "data-parallel ranks that share each sequence, a stretch of the tokens each; overrides context_parallel.size",
+        "data-parallel ranks among which each sequence is split; overrides context_parallel.size",
         least=1,
         hf_only=True,
     )

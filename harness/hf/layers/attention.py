@@ -76,10 +76,12 @@ def require_available(config: PretrainedConfig, device: torch.device, dtype: tor
     name = str(attention_of(config))
     if name == FLEX:
         if device.type not in FLEX_DEVICES:
-            raise UserError(f"attention implementation {name}: trains on a GPU alone; tiling.attention serves a CPU")
+            raise UserError(f"attention implementation {name}: trains only on a GPU; on a CPU use tiling.attention")
         rates = vars(config.get_text_config(decoder=True)).items()
         if any("drop" in key and "att" in key and isinstance(rate, float) and rate > 0 for key, rate in rates):
-            raise UserError(f"attention implementation {name}: has no dropout: set the model's to 0")
+            raise UserError(
+                f"attention implementation {name}: does not support dropout: set the model's attention dropout to 0"
+            )
     if not is_flash(config):
         return
     available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}

@@ -80,7 +80,7 @@ class Peers:
             try:
                 answer = connection.recv(_NOTE.size)
             except BlockingIOError:
-                raise TimeoutError(f"timed out: rank {rank} of the group did not come to a collective") from None
+                raise TimeoutError(f"timed out: rank {rank} of the group did not join the collective") from None
             except OSError:
                 raise self._lost(rank) from None
             if not answer:

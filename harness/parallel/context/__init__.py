@@ -1,1 +1,1 @@
-"""Context parallelism: ranks that read the same samples keep a stretch of the tokens each."""
+"""Context parallelism: each sequence is split among data-parallel ranks."""

@@ -132,7 +132,7 @@ def read_device(name: str) -> tuple[JsonObject, str]:
         content = read_json(path)
     except (OSError, ValueError):
         known = ", ".join(names())
-        raise UserError(f"--hardware {name}: unknown: use one of {known}, or the path of a file like those") from None
+        raise UserError(f"--hardware {name}: unknown: use one of {known}, or the path of a device file") from None
     return content, str(path)
 
 

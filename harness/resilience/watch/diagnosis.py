@@ -74,7 +74,7 @@ class RankStatus:
         if self.is_gone:
             how = self.ending or "gone"
         elif self.silent > FRESH_S:
-            how = f"not heard of for {self.silent:.0f} s"
+            how = f"not heard from for {self.silent:.0f} s"
         elif self.state in ("T", "t"):
             how = f"stopped (process state {self.state})"
         else:
@@ -123,8 +123,10 @@ def _dead(statuses: Sequence[RankStatus]) -> Diagnosis | None:
     ends = [each for each in statuses if each.is_gone or each.phase is Phase.FAILED]
     for each in ends if waited > ENDING_S else []:
         if each.still > ENDING_S:
-            how = "failed: its log says why" if each.phase is Phase.FAILED else each.ending or "has ended"
-            return _verdict("Dead", each, f"{each.name} {how}, step {each.step}; other ranks still wait for it")
+            how, where = each.ending or "has ended", f"in step {each.step}"
+            if each.phase is Phase.FAILED:
+                how, where = "failed", f"{where} (see its log)"
+            return _verdict("Dead", each, f"{each.name} {how} {where}; other ranks still wait for it")
     return None
 
 
@@ -138,7 +140,7 @@ def _silent(statuses: Sequence[RankStatus]) -> Diagnosis | None:
     first = silent[0]
     ranks = spell_ranks([each.rank for each in silent if each.host == first.host])
     text = f"host {first.host} has not answered for {first.silent:.0f} s: {ranks} in step {first.step}"
-    return _verdict("Silent", first, f"{text}; is it down, or the network between the hosts?")
+    return _verdict("Silent", first, f"{text}; the host or the network to it may be down")
 
 
 def _hang(statuses: Sequence[RankStatus], is_whole: bool) -> Diagnosis | None:

@@ -51,9 +51,9 @@ def require_masks(found: Prediction, *, packed: bool) -> None:
     needed = max(mask_bytes(workload, strategy, stage, packed=packed) for stage in strategy_stages(workload, strategy))
     if found.limit_bytes is not None and needed > found.limit_bytes:
         raise UserError(
-            f"not enough memory: a mask of {workload.sequence:,} x {workload.sequence:,} tokens takes "
-            f"{needed / GIB:,.1f} GiB, and there is {found.limit_bytes / GIB:,.1f}: set tiling.attention to 1024, or "
-            "start with --skip_memory_check"
+            f"not enough memory: a mask of {workload.sequence:,} x {workload.sequence:,} tokens needs "
+            f"{needed / GIB:,.1f} GiB, and {found.limit_bytes / GIB:,.1f} GiB are available: set tiling.attention to "
+            "1024, or start with --skip_memory_check"
         )
 
 
@@ -69,22 +69,22 @@ def require_memory(found: Prediction, plan: RunPlan, ranks: Sequence[int], devic
     ):
         return None
     here = [plan.layout.coordinate(rank).stage for rank in ranks]
-    needs = [("a rank takes", stage.states, found.limit_bytes) for stage in found.stages if device.type != "cpu"]
+    needs = [("of a rank", stage.states, found.limit_bytes) for stage in found.stages if device.type != "cpu"]
     shared = sum(
         found.stages[stage].host + (found.stages[stage].states if device.type == "cpu" else 0) for stage in here
     )
-    needs.append((f"the {counted(len(ranks), 'rank')} of this host take", shared, host_limit_bytes()))
+    needs.append((f"of the {counted(len(ranks), 'rank')} of this host", shared, host_limit_bytes()))
     for whose, needed, limit in needs:
         if needed > limit and found.workload.shape.guessed:
             return (
-                f"this model may need more memory than there is: {whose} for parameters, gradients and optimizer "
-                f"states perhaps {needed / GIB:,.1f} GiB, and there is {limit / GIB:,.1f}"
+                f"this model may need more memory than there is: parameters, gradients and optimizer states {whose} "
+                f"need perhaps {needed / GIB:,.1f} GiB, and {limit / GIB:,.1f} GiB are available"
             )
         if needed > limit:
             raise UserError(
-                f"not enough memory: what {whose} for parameters, gradients and optimizer states is "
-                f"{needed / GIB:,.1f} GiB, and there is {limit / GIB:,.1f}: use more ranks, a higher ZeRO stage or "
-                "offload (`ds-harness plan` finds a layout that fits), or start with --skip_memory_check"
+                f"not enough memory: parameters, gradients and optimizer states {whose} need {needed / GIB:,.1f} GiB, "
+                f"and {limit / GIB:,.1f} GiB are available: use more ranks, a higher ZeRO stage or offload "
+                "(`ds-harness plan` finds a layout that fits), or start with --skip_memory_check"
             )
     return None
 

@@ -222,7 +222,7 @@ def _require_evaluation(args: TrainingArguments, given: UserData) -> None:
     if args.early_stopping_patience or args.load_best_model_at_end or args.save_strategy == "best":
         require_metric_of_one(args, given.eval_dataset)
     if args.save_only_model and args.nonfinite == "rollback":
-        raise UserError("--nonfinite rollback needs whole checkpoints: remove --save_only_model")
+        raise UserError("--nonfinite rollback needs complete checkpoints: remove --save_only_model")
 
 
 def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:

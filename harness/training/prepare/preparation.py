@@ -118,7 +118,7 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
     sample = _first_samples(data_check, plan)
     if plan.source is not None and sample is not None and not own_loss and meaning_of(sample) == OTHERS:
         console.say(
-            "labels: neither the tokens nor the next tokens; the loss shifts them: position i learns label i + 1"
+            "labels are neither the tokens nor the next tokens; the loss shifts them: position i predicts label i + 1"
         )
     for text in shown(plan.data.train, plan.data.tokenizer):  # so that the user sees a wrong loss mask
         console.say(f"a sample, the tokens in the loss between {BEGIN} and {END}: {text}")
@@ -222,8 +222,8 @@ def _warn_of_locks(plan: RunPlan, here: HostValues[int], rank: int) -> None:
     looks = min(here.values) == rank and here.number > 0
     if here.hosts > 1 and any_rank(looks and is_lent_twice(plan.output_dir)):
         plan.console.warn(
-            f"{plan.output_dir}: its file system gives each host its own lock: on another host, a second run there "
-            "is not refused, and this one finds it at a save"
+            f"{plan.output_dir}: file locks are not shared between hosts: a second run on another host is not refused; "
+            "this run notices it at its next save"
         )
 
 

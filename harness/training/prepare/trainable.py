@@ -305,13 +305,14 @@ def _require_kept(names: Set[str], context: EngineContext) -> None:
     resolved = context.resolved
     if not names or can_keep_fp32(resolved):
         return
-    what = f"{counted(len(names), 'parameter')} that transformers keeps in float32 ({min(names)}, ...)"
+    number, example = counted(len(names), "parameter"), f"({min(names)}, ...)"
     if resolved.precision == "bf16" and keeps_wanted(resolved):
         raise UserError(
-            f"the model has {what}, which DeepSpeed cannot keep so with {obstacle(resolved)}: remove that, or set "
-            "data_types.keep_in_fp32_modules to [] to compute them in bf16"
+            f"DeepSpeed cannot keep {number} {example} in float32, as transformers does, together with "
+            f"{obstacle(resolved)}: remove that, or set data_types.keep_in_fp32_modules to [] to compute them in bf16"
         )
     if context.groups.rank == 0:
+        what = f"{number} that transformers keeps in float32 {example}"
         warn(f"{what} will be computed in {resolved.precision}")
 
 

@@ -135,7 +135,7 @@ def _told(source: ModelSource, context: EngineContext, difference: Difference, *
         if context.resolved.sequence_parallel and difference.off == float("inf"):
             return (
                 f"model type {name!r} cannot have its sequence split over {size} tensor-parallel ranks: its layers "
-                "join a share of the tokens with all of them (seen on a tiny copy): remove "
+                "combine one rank's tokens with those of all ranks (seen on a tiny copy): remove "
                 "tensor_parallel.sequence_parallel"
             )
         if context.resolved.sequence_parallel:

@@ -220,8 +220,8 @@ class Rollback:
         load(run, checkpoint)
         recorder.rewind(state.global_step)
         run.console.warn(
-            f"{reason}: back to {checkpoint}, step {state.global_step}; samples {first} to {stop - 1} of the order "
-            "are left out from now on"
+            f"{reason}: back to {checkpoint}, step {state.global_step}; samples {first} to {stop - 1} of the training "
+            "order are skipped"
         )
 
     def _checkpoint(self, reason: str) -> Path:

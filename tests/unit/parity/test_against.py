@@ -49,14 +49,14 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_a_program_with_the_same_losses_is_equal_but_for_its_digits(run: Path, name: str) -> None:
     said, same = compare_files(run, written(run, name, FORMS[name](list(enumerate(LOSSES, 1)))))
-    assert same and "40 steps compared" in said and "equal but for rounding" in said
+    assert same and "40 steps compared" in said and "equal up to rounding" in said
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_step_is_named_from_which_on_they_differ(run: Path, name: str) -> None:
     theirs = [(s, x if s < 23 else x + 0.002) for s, x in enumerate(LOSSES, 1)]
     said, same = compare_files(run, written(run, name, FORMS[name](theirs)))
-    assert not same and "they part at step 23:" in said
+    assert not same and "the losses diverge at step 23:" in said
 
 
 def test_steps_from_zero_and_means_over_several_steps_are_seen(run: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_loss_that_is_no_number_parts(run: Path) -> None:
     theirs = [(s, x if s != 30 else float("nan")) for s, x in enumerate(LOSSES, 1)]
     for name in ("lines.jsonl", "table.csv", "titan.log"):
         said, same = compare_files(run, written(run, name, FORMS[name](theirs)))
-        assert not same and "they part at step 30:" in said
+        assert not same and "the losses diverge at step 30:" in said
 
 
 def test_what_bf16_rounds_away_counts_in_bf16_alone(run: Path) -> None:

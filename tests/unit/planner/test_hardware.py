@@ -94,7 +94,7 @@ def test_a_file_that_is_no_device_is_told(other: object) -> None:
 
 @pytest.mark.parametrize("name", ["h-100", "", ".", "no/such.json", "\0", "H100.json"])
 def test_a_device_that_is_not_there_is_told_with_those_that_are(name: str) -> None:
-    with pytest.raises(UserError, match=r"unknown: use one of .*a100-40gb, .*, h100, .*or the path of a file"):
+    with pytest.raises(UserError, match=r"unknown: use one of .*a100-40gb, .*, h100, .*or the path of a device file"):
         read_device(name)
 
 

@@ -366,7 +366,7 @@ def test_the_wait_for_hosts_ends_at_last(
     monkeypatch.setattr(elastic, "HOSTS_S", 0.3)
     run = SimulatedRun(tmp_path, "--nnodes 2 --nproc_per_node 1", script=KNOWN_ZERO)
     run.add(trains)
-    assert run.codes() == [1] and "1 of at least 2 hosts have come within 0 minutes" in capsys.readouterr().err
+    assert run.codes() == [1] and "only 1 of at least 2 hosts joined within 0 minutes" in capsys.readouterr().err
 
 
 def test_a_program_that_accepts_and_says_nothing_is_waited_for_with_a_word(

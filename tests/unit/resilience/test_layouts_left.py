@@ -65,9 +65,9 @@ def test_a_kill_goes_before_what_was_recorded_about_it(killed_at: float, failed_
         (-64, "was killed by SIGRTMAX"),
         (-63, "was killed by signal 63"),
         (143, "was ended by SIGTERM"),
-        (200, "ended with exit code 200 and no reason, before all work was done,"),
-        (0, "ended with exit code 0 and no reason, before all work was done,"),
-        (127, "ended with exit code 127 and no reason, before all work was done,"),
+        (200, "ended with exit code 200 without a recorded error, before the run was complete,"),
+        (0, "ended with exit code 0 without a recorded error, before the run was complete,"),
+        (127, "ended with exit code 127 without a recorded error, before the run was complete,"),
     ],
 )
 def test_an_end_is_named(code: int, words: str) -> None:

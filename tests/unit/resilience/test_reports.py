@@ -113,6 +113,6 @@ def test_success_is_what_rank_0_says_or_exit_codes_of_programs_that_do_not_say_i
     assert cause(done) is None
     (folders[0] / EXPECTED).write_text("{}")
     said_nothing = [report(folders[0], (0, 0, 1.0), (1, 0, 1.0)), done[1]]
-    assert "ended with exit code 0 and no reason, before all work was done" in cause(said_nothing).text
+    assert "ended with exit code 0 without a recorded error, before the run was complete" in cause(said_nothing).text
     (folders[0] / SUCCESS).write_text("{}")
     assert cause([report(folders[0], (0, 0, 1.0)), report(folders[1], (3, -9, 1.0))]) is None

@@ -155,7 +155,7 @@ def test_words_of_a_list_stay_words(tmp_path: Path) -> None:
             id="two-names",
         ),
         pytest.param(
-            "a.yaml", "\ndeepspeed_config: &a {b: *a}\n", "a.yaml: one of its aliases holds itself", id="circle"
+            "a.yaml", "\ndeepspeed_config: &a {b: *a}\n", "a.yaml: one of its aliases contains itself", id="circle"
         ),
         pytest.param("a.yaml", "deepspeed_config: {b: !foo c}\n", "tag '!foo'", id="unknown-tag"),
         pytest.param(
@@ -248,7 +248,10 @@ def test_a_file_that_would_never_end_is_refused_at_once(tmp_path: Path) -> None:
     )
     (tmp_path / "laughs.yaml").write_text(f"{laughs}\nmax_steps: 1\n")
     (tmp_path / "itself.yaml").write_text("run_name: &a [*a]\n")
-    told = {"laughs.yaml": "aliases come to 262,144 values and more", "itself.yaml": "one of its aliases holds itself"}
+    told = {
+        "laughs.yaml": "aliases expand to more than 262,144 values",
+        "itself.yaml": "one of its aliases contains itself",
+    }
     for name, words in told.items():
         with pytest.raises(UserError, match=f"{words}: write the values out"):
             parse([TrainingArguments], ["--config", str(tmp_path / name)], prog="t", description="", epilog="")

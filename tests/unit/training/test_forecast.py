@@ -77,7 +77,7 @@ def test_what_the_ranks_of_a_host_hold_together_must_fit(
     monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: held + 1)
     require_memory(found, plan, range(2), CPU)
     monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: held - 1)
-    with pytest.raises(UserError, match=r"what the 2 ranks of this host take for .* --skip_memory_check"):
+    with pytest.raises(UserError, match=r"states of the 2 ranks of this host need .* --skip_memory_check"):
         require_memory(found, plan, range(2), CPU)
 
 
@@ -86,7 +86,7 @@ def test_a_device_must_hold_the_states_of_its_rank(tmp_path: Any) -> None:
     found, device = expected(plan), torch.device("cuda")
     most = max(stage.states for stage in found.stages)
     require_memory(replace(found, limit_bytes=most + 1), plan, range(2), device)
-    with pytest.raises(UserError, match="what a rank takes for parameters"):
+    with pytest.raises(UserError, match="optimizer states of a rank need"):
         require_memory(replace(found, limit_bytes=most - 1), plan, range(2), device)
 
 

@@ -63,7 +63,7 @@ def test_labels_that_are_shifted_already_are_not_shifted_again(
     assert "labels:" not in capsys.readouterr().out
     others = [{"input_ids": ids, "labels": ids[::-1]} for ids in IDS]
     make("tiny-llama", others, loss_fn=None)
-    assert "labels: neither the tokens nor the next tokens" in capsys.readouterr().out
+    assert "labels are neither the tokens nor the next tokens" in capsys.readouterr().out
     make("tiny-llama", NEXT, loss_fn=lambda logits, labels: nn.functional.cross_entropy(logits.mT, labels))
 
 

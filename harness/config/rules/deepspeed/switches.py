@@ -85,7 +85,7 @@ NEEDS = (
         "/comms_logger",
         ("prof_ops",),
         lambda view: not view.on("/comms_logger/enabled") or view.as_read("/comms_logger/prof_all") is False,
-        "prof_all is on, as it is where it is not given",
+        "prof_all is on, which is its default",
         "set prof_all to false",
     ),
     Needs(

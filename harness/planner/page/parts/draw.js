@@ -107,11 +107,11 @@ function drawRows(found, choose) {
   at("rows").replaceChildren(head, element("tbody", lines));
 }
 
-// Says why layouts fall out; `showAll` is called where more rows are asked for.
+// Says why layouts were excluded; `showAll` is called where more rows are asked for.
 function drawSummary(found, count, showAll) {
-  const reasons = found.reasons.map(([reason, number]) => `${whole(number)}: ${reason}`);
+  const reasons = found.reasons.map(([reason, number]) => `${whole(number)} (${reason})`);
   const words = [`${whole(found.tried)} layouts tried, ${whole(found.fit)} fit.`];
-  if (reasons.length) words.push(`The others fall out, ${reasons.join("; ")}.`);
+  if (reasons.length) words.push(`The others were excluded: ${reasons.join("; ")}.`);
   const memory = found.more_memory;
   if (memory) words.push(`${memory.gib.toFixed(1)} GiB more on each GPU would bring ${percent(memory.gain)} more tokens/s.`);
   at("summary").replaceChildren(words.join(" "));
