@@ -35,7 +35,7 @@ def generate(argv: Sequence[str]) -> int:
         "--chat",
         action=Boolean,
         default=None,
-        help="put the prompt into the chat template as a user's message (default: if the tokenizer brings a template)",
+        help="put the prompt into the chat template as a user's message (default: true if the tokenizer has one)",
     )
     args = parser.parse_args(argv)
     if args.max_new_tokens < 1 or not 0 <= args.temperature < inf:

@@ -18,8 +18,8 @@ from harness.cluster.slurm import batch
 from harness.errors import UserError
 from harness.verb_parser import VerbParser, positive
 
-DESCRIPTION = """Writes the file by which a cluster runs a training script on its hosts, under `ds-harness launch`: a
-job of Kubernetes (`kubectl apply -f`) or a batch file of Slurm (`sbatch`). It starts no job."""
+DESCRIPTION = """Write a Kubernetes job (for `kubectl apply -f`) or Slurm batch file (for `sbatch`) that runs a training
+script under `ds-harness launch` on every host. It starts no job."""
 EXAMPLE = """example:
   ds-harness cluster kubernetes --nodes 4 --gpus 8 --image registry/train:1 --volume checkpoints --output job.yaml \\
       -- scripts/train.py --deepspeed_config pipeline_3d --max_steps 1000 --output_dir /data/run
@@ -40,7 +40,7 @@ def cluster(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("kind", choices=("kubernetes", "slurm"))
     add("--nodes", type=positive, default=1, help="hosts")
-    add("--min_nodes", type=positive, help="fewest hosts to go on with (default: --nodes, all of them)")
+    add("--min_nodes", type=positive, help="fewest hosts with which the run continues (default: --nodes, all of them)")
     add("--gpus", type=positive, metavar="N", help="GPUs on each host, one for each rank")
     add("--ranks", type=positive, metavar="N", help="ranks on each host without GPUs (default: --gpus)")
     add("--max_restarts", type=int, default=20, metavar="N", help="restarts until the launch gives up")

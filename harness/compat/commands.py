@@ -16,7 +16,7 @@ from harness.hf.locate import plan_file
 from harness.hf.matrix import CELLS, STORED, YES, Matrix, installed_transformers, read_matrix, write_matrix
 from harness.verb_parser import Boolean, VerbParser
 
-DESCRIPTION = """Prints what works for each family of HuggingFace decoders: pipeline stages, tensor parallelism, ZeRO-3,
+DESCRIPTION = """Print what works for each family of HuggingFace decoders: pipeline stages, tensor parallelism, ZeRO-3,
 reading a checkpoint, writing one. Every cell was run on a tiny random model: three training steps against the same
 model in one process, and checkpoints compared to the bit."""
 EXAMPLE = """example:
@@ -42,7 +42,9 @@ def models(argv: Sequence[str]) -> int:
     parser.add_argument("--compare", action=Boolean, help="with --run: show what differs from the stored matrix")
     parser.add_argument("--write", action=Boolean, help=f"with --run: store the rows and write {PAGE}")
     parser.add_argument("--results", type=Path, help="with --run: a file of rows; rows in it are not run again")
-    parser.add_argument("--only", choices=("tensor", "experts"), help="with --run: this cell; others stay as stored")
+    parser.add_argument(
+        "--only", choices=("tensor", "experts"), help="with --run: run only this cell, keep the others as stored"
+    )
     parser.add_argument("--limit_s", type=float, default=120.0, help="time limit per family in seconds")
     parser.add_argument("--format", choices=FORMATS, default="text", help="output format")
     args = parser.parse_args(argv)
@@ -122,7 +124,7 @@ def differences(stored: Matrix, rows: Rows, *, everything: bool) -> list[str]:
                 word = "came" if row.get(cell) == YES else "gone"
                 lines.append(f"{word}: {family} {cell}: {before.get(cell)} -> {row.get(cell)}")
     if everything:
-        lines += [f"gone: {family} is no longer a family" for family in stored.families if family not in rows]
+        lines += [f"removed: transformers no longer has {family}" for family in stored.families if family not in rows]
     return lines
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from harness.dry_run.rank import DryRun
 
 DESCRIPTION = """Build one rank of a run on this machine, without the others, without a GPU and without memory for its
-tensors, and let it make a step: the run's own checks, layers, process groups and DeepSpeed engine. Prints its layers,
+tensors, and let it make a step: the run's own checks, layers, process groups and DeepSpeed engine. Print its layers,
 the memory it needs and the messages it sends in a step. Nothing is read from the data, nothing is written."""
 EXAMPLE = """Every other flag is one of scripts/train.py (see its --help).
 

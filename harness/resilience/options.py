@@ -50,7 +50,8 @@ class Options:
         int,
         None,
         "K",
-        "wait for hosts rather than go on with fewer ranks (default: 1 with --max_restarts or --nnodes N:M, else all)",
+        "fewest ranks to continue with; with fewer, wait for hosts (default: 1 with --max_restarts or --nnodes N:M, "
+        "else all)",
     )
     num_accelerators: int | None = _flag(
         int,
@@ -60,11 +61,11 @@ class Options:
         "--num_gpus",
         "--nproc_per_node",
     )
-    nnodes: str | None = _flag(str, None, "N[:M]", "hosts that run this command, or the least and the most of them")
-    rdzv_endpoint: str = _flag(str, "", "HOST:PORT", "where they meet: one of them")
-    rdzv_id: str = _flag(str, "run", "ID", "tells runs with one endpoint apart")
-    node_rank: int | None = _flag(int, None, "N", "order of this host (default: by address)")
-    local_addr: str = _flag(str, "", "A", "address of this host (default: found)")
+    nnodes: str | None = _flag(str, None, "N[:M]", "number of hosts, or MIN:MAX")
+    rdzv_endpoint: str = _flag(str, "", "HOST:PORT", "address of one of the hosts, where all launches rendezvous")
+    rdzv_id: str = _flag(str, "run", "ID", "id of the run, if several runs share an endpoint")
+    node_rank: int | None = _flag(int, None, "N", "index of this host (default: sorted by address)")
+    local_addr: str = _flag(str, "", "A", "address of this host (default: detected)")
     num_nodes: int | None = _flag(int, None, "N", "use the first N hosts")
     hostfile: str | None = _flag(str, None, "FILE", f"lines `host slots=N` (default: {HOSTFILE} if there is one)", "-H")
     include: str = _flag(str, "", "SPEC", "hosts and devices to use, as host-a@host-b:0,2", "-i")

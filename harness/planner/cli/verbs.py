@@ -76,8 +76,8 @@ def _mask_lines(best: Estimate) -> Iterator[str]:
         if mask and best.peak_bytes - within + mask > best.hardware.limit_bytes:
             remedy = "the layouts above have" if best.strategy.attention_tile else "set"
             yield (
-                f"{who} takes a mask of tokens x tokens, {mask / GIB:,.1f} GiB on each rank, which does not fit: "
-                f"{remedy} tiling.attention, which makes it for some queries at a time"
+                f"{who} needs a tokens x tokens mask ({mask / GIB:,.1f} GiB a rank), which does not fit: "
+                f"{remedy} tiling.attention, which builds it for a few queries at a time"
             )
             return
 
@@ -183,7 +183,7 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
     parser = VerbParser(verb, description, example)
     parser.add_argument("--model", required=True, help="a preset, a directory with config.json, or a model type")
     parser.add_argument("--world_size", type=positive, required=True, help="number of ranks")
-    parser.add_argument("--hardware", required=True, help=f"{', '.join(names())}, or the path of a file like theirs")
+    parser.add_argument("--hardware", required=True, help=f"{', '.join(names())}, or the path of a device file")
     parser.add_argument(
         *("--block_size", "--sequence_length"),
         type=positive,
@@ -191,7 +191,9 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
         help="tokens of a sample",
     )
     parser.add_argument("--global_batch_size", type=positive, help="samples of a step over all ranks")
-    parser.add_argument("--tf32", action=Boolean, help="with fp32: products in TF32, as the run's own --tf32")
+    parser.add_argument(
+        "--tf32", action=Boolean, help="with fp32: compute matrix products in TF32, like the run's --tf32"
+    )
     parser.add_argument("--json", action=Boolean, help="print the rows as JSON")
     return parser
 
@@ -240,7 +242,9 @@ def plan(argv: Sequence[str]) -> int:
         return _calibrate(argv)
     parser = _parser("plan", description, PLAN_EXAMPLE)
     parser.add_argument(
-        "--calibrate", metavar="FILE", help="alone: measure this machine's CPU and write its device file"
+        "--calibrate",
+        metavar="FILE",
+        help="measure this machine's CPU, write its device file and exit; takes no other option",
     )
     parser.add_argument(
         "--precision",
@@ -251,7 +255,7 @@ def plan(argv: Sequence[str]) -> int:
         "--like",
         choices=tuple(HABITS),
         default="deepspeed",
-        help="the program whose habits are predicted; deepspeed: as this harness runs it",
+        help="predict how this program would train; deepspeed: as this harness runs it",
     )
     parser.add_argument("--top", type=positive, default=10, help="rows of the table")
     parser.add_argument("--row", type=positive, default=1, help="with --write: the row to write; 1 is the best")

@@ -58,7 +58,10 @@ def test_a_row_is_one_line(row: dict[str, str], line: str) -> None:
             id="a new family",
         ),
         pytest.param(
-            {"aa": RIGHT, "cc": MIXED}, True, ["gone: bee is no longer a family"], id="a family of before, if all ran"
+            {"aa": RIGHT, "cc": MIXED},
+            True,
+            ["removed: transformers no longer has bee"],
+            id="a family of before, if all ran",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_millions_of_tokens_find_their_layout(device: str, ranks: int, length: i
     assert best.strategy.global_batch == 1
     said = "\n".join(plan_lines(found, 1, None, None))
     gib = f"{length**2 / 2**30:,.1f} GiB"
-    assert f"--packing takes a mask of tokens x tokens, {gib} on each rank, which does not fit: set tiling" in said
+    assert f"--packing needs a tokens x tokens mask ({gib} a rank), which does not fit: set tiling" in said
 
 
 @pytest.mark.parametrize(("length", "fits"), [(131_072, True), (262_144, False)])

@@ -39,7 +39,7 @@ def test_what_came_and_went_is_told():
     assert differences(MATRIX, rows, everything=True) == [
         "came: half tensor: refused: no plan | at all -> yes",
         "came: new is new: pipeline, tensor, experts, zero3, import; export wrong: other logits",
-        "gone: good is no longer a family",
+        "removed: transformers no longer has good",
     ]
     assert differences(MATRIX, {"good": {**GOOD, "zero3": "refused: x"}}, everything=False) == [
         "gone: good zero3: yes -> refused: x"
