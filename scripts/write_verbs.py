@@ -2,12 +2,16 @@
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
+from types import FunctionType
+from typing import get_type_hints
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from harness.cli import VERBS, main
+from harness.config.values.typed import takes
 
 HEAD = """# All verbs of `ds-harness`
 
@@ -59,6 +63,16 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
     raise SystemExit(f"{verb} --help prints no help of argparse")
 
 
+def kind_of(read: object) -> str:
+    """Return in a word what an argument takes, from the function that reads it: as argparse has it in `type`."""
+    if isinstance(read, partial):  # of argument_in_type: its first argument is the type
+        read = read.args[0]
+    elif isinstance(read, FunctionType):
+        read = get_type_hints(read).get("return", str)
+    kinds = {int: "whole number", float: "number", Path: "path"}
+    return next((word for kind, word in kinds.items() if takes(read, kind)), "text")
+
+
 def row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     """Return the table row of an argument: its names, the values that it takes, its meaning."""
     names = ", ".join(f"`{name}`" for name in action.option_strings)
@@ -66,11 +80,10 @@ def row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     metavar = " ".join([action.metavar or ""] if not isinstance(action.metavar, tuple) else action.metavar)
     if not action.option_strings:
         names, metavar = f"`{metavar or action.dest}`", ""
-    kinds = " \\| ".join(f"`{kind}`" for kind in (metavar or "VALUE").split("|"))
+    kinds = " \\| ".join(f"`{kind}`" for kind in metavar.split("|")) if metavar else kind_of(action.type)
     values = choices or (kinds if action.option_strings and action.nargs != 0 else "")
     text = parser._get_formatter()._expand_help(action) if action.help else ""  # noqa: SLF001 - %(default)s filled in
-    if text == ", ".join(map(str, action.choices or ())):
-        text = ""  # the values are listed already
+    text = text.removesuffix(": " + ", ".join(map(str, action.choices or ())))  # the values are listed already
     return f"| {names} | {values} | {text.replace('|', chr(92) + '|')} |"
 
 

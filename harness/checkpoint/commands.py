@@ -30,7 +30,7 @@ def checkpoint(argv: Sequence[str]) -> int:
     Raises UserError if it is not complete, is damaged, or cannot be exported.
     """
     parser = VerbParser("checkpoint", DESCRIPTION, EXAMPLE)
-    parser.add_argument("action", choices=("show", "verify", "export"))
+    parser.add_argument("action", choices=("show", "verify", "export"), help="what to do with the checkpoint")
     parser.add_argument("directory", type=Path, metavar="DIR", help="output_dir/checkpoint-STEP")
     parser.add_argument("--output_dir", type=Path, help="export: where the model is written")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="export: of the weights")

@@ -38,7 +38,7 @@ def cluster(argv: Sequence[str]) -> int:
     own, script = _parted(argv)
     parser = VerbParser("cluster", DESCRIPTION, EXAMPLE)
     add = parser.add_argument
-    add("kind", choices=("kubernetes", "slurm"))
+    add("kind", choices=("kubernetes", "slurm"), help="what will run the file")
     add("--nodes", type=positive, default=1, help="hosts")
     add("--min_nodes", type=positive, help="fewest hosts with which the run continues (default: --nodes, all of them)")
     add("--gpus", type=positive, metavar="N", help="GPUs on each host, one for each rank")

@@ -133,7 +133,8 @@ def schema(argv: Sequence[str]) -> int:
 
     sections = sorted(name.removesuffix(".json") for name in files() if name != ROOT)
     parser = _parser("schema", "Print the JSON Schema of DeepSpeed's config.", "ds-harness schema > deepspeed.json")
-    parser.add_argument("section", nargs="?", choices=sections, metavar="SECTION", help=", ".join(sections))
+    text = "print this section alone: " + ", ".join(sections)
+    parser.add_argument("section", nargs="?", choices=sections, metavar="SECTION", help=text)
     args = parser.parse_args(argv)
     found = bundle() if args.section is None else files()[f"{args.section}.json"]
     print(json.dumps(found, indent=2, ensure_ascii=False))
