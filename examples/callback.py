@@ -21,13 +21,7 @@ class StopWhenGoodEnough(TrainerCallback):
         self.smoothed: float | None = None
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        record: StepRecord,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, record: StepRecord, **_: Any
     ) -> None:
         """Ask all ranks to save and stop; any rank may ask, and all act after the same step."""
         before = record.loss if self.smoothed is None else self.smoothed
@@ -36,7 +30,7 @@ class StopWhenGoodEnough(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, checkpoint: Path, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, checkpoint: Path, **_: Any
     ) -> None:
         """Say where the checkpoint is."""
         if state.is_world_process_zero:
@@ -49,13 +43,12 @@ def main() -> None:
     parser.add_argument("--enough", type=float, default=3.0)
     parser.add_argument("--output_dir", default="runs/callback")
     args = parser.parse_args()
-
     starts = random.Random(0).choices(range(200), k=256)
     samples = Dataset.from_list([{"input_ids": list(range(start, start + 32))} for start in starts])
     trainer = Trainer(
         model="tiny-llama",
         args=TrainingArguments(
-            deepspeed_config="zero2", output_dir=args.output_dir, max_steps=60, learning_rate=1e-3, save_steps=0
+            args.output_dir, deepspeed_config="zero2", max_steps=60, learning_rate=1e-3, save_steps=0
         ),
         train_dataset=samples,
         callbacks=[StopWhenGoodEnough(args.enough)],

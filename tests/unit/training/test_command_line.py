@@ -229,7 +229,9 @@ def test_a_flag_is_idle_where_it_asks_for_what_is_done(name: str, value: object,
         pytest.param("seq_length", "use --block_size (Megatron-LM calls it seq_length)", id="megatron"),
         pytest.param("neat_packing", "use --packing (LLaMA-Factory calls it neat_packing)", id="llama-factory"),
         pytest.param("lora_target", "use --lora_target_modules (all: all-linear) (LLaMA", id="its-adapters"),
-        pytest.param("freeze_vision_tower", "leave it out: only the text decoder of a multimodal model is trained", id="its-prefix"),
+        pytest.param(
+            "freeze_vision_tower", "leave it out: only the text decoder of a multimodal model", id="its-prefix"
+        ),
         pytest.param(
             "tokenizer_type",
             "leave it out: the tokenizer is loaded as its files say (axolotl calls it tokenizer_type); or use "
