@@ -47,9 +47,7 @@ def main() -> None:
     samples = Dataset.from_list([{"input_ids": list(range(start, start + 32))} for start in starts])
     trainer = Trainer(
         model="tiny-llama",
-        args=TrainingArguments(
-            args.output_dir, deepspeed_config="zero2", max_steps=60, learning_rate=1e-3, save_steps=0
-        ),
+        args=TrainingArguments(args.output_dir, deepspeed_config="zero2", max_steps=60, learning_rate=1e-3),
         train_dataset=samples,
         callbacks=[StopWhenGoodEnough(args.enough)],
     )
