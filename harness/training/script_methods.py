@@ -79,7 +79,7 @@ class ScriptMethods:
 
     @property
     def eval_dataset(self) -> EvaluationData:
-        """The evaluation data as tokens: one data set, several by name, or None. Later evaluations use another one."""
+        """The evaluation data as tokens: one data set, several by name, or None. Later evaluations use what is set."""
         return self.run.data.evaluation
 
     @eval_dataset.setter

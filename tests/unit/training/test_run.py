@@ -23,6 +23,7 @@ from harness.data.inputs.datasets import UserData
 from harness.data.tokenizer import ByteTokenizer
 from harness.device.process_group import open_groups
 from harness.topology.env import LaunchEnv
+from harness.training.callbacks import TrainerState
 from harness.training.prepare.plan import RunInputs, plan_run
 from harness.training.prepare.preparation import release
 
@@ -64,6 +65,18 @@ def test_the_rules_run_once_in_a_whole_run(make: Callable[..., Trainer], monkeyp
     trainer.train()
     trainer.close()
     assert len(passes) == 1
+
+
+def test_an_evaluation_set_later_is_used_during_training_too(make: Callable[..., Trainer]) -> None:
+    trainer = make(max_steps=2, logging_steps=1)
+    trainer.eval_dataset = POINTS
+    trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 1
+    trainer.train()
+    losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    with pytest.raises(AttributeError):
+        trainer.state = TrainerState()  # type: ignore[misc]
+    trainer.close()
 
 
 def test_to_let_go_of_a_run_again_leaves_the_next_one_alone(make: Callable[..., Trainer]) -> None:
