@@ -21,7 +21,7 @@ from harness.arguments.themes.flags import ALIASES, Flags, Help, flags_of, group
 from harness.config.values.json_object import JsonObject
 from harness.config.values.typed import takes
 from harness.errors import UserError, UserErrors, refuse_all
-from harness.verb_parser import Boolean, FlagParser, argument_in_type
+from harness.verb_parser import Boolean, FlagParser, argument_in_type, with_default
 
 _NOT_FLAGS = {"local_rank", "help", "h", "config"}  # local_rank: DeepSpeed's launcher adds it
 Known = Mapping[str, Field[object]]
@@ -43,11 +43,9 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Flags]) -> None:
 
 def _add_group(parser: argparse._ArgumentGroup, kind: type[Flags]) -> None:
     for name, (item, hint) in flags_of(kind).items():
-        text, default = Help.of(item), shown_default(item)
-        suffix = f" (default: {default})" if default else ""
-        add = partial(
-            parser.add_argument, f"--{name}", default=argparse.SUPPRESS, help=text + suffix, metavar=name.upper()
-        )
+        text = Help.of(item)
+        shown = with_default(text, shown_default(item))
+        add = partial(parser.add_argument, f"--{name}", default=argparse.SUPPRESS, help=shown, metavar=name.upper())
         if takes(hint, list):
             add(nargs="+", action="store" if text.paths else _Names)
         elif takes(hint, bool):

@@ -41,7 +41,7 @@ def by_schedule(model: str, name: str) -> Job:
     return Job(model, "pp2z1", {"pipeline": pipeline, **sizes})
 
 
-def several_parts(model: str, folder: str) -> list[tuple[list[str], list[str]]]:
+def several_chunks(model: str, folder: str) -> list[tuple[list[str], list[str]]]:
     """Train by each schedule with several model chunks a stage, plain and profiled."""
     return [
         (
@@ -81,9 +81,9 @@ def test_profiled_steps_have_the_same_numbers_and_hold_together(tmp_path: Path) 
         assert {event["pid"] for event in events} == {0, 1}
 
 
-def test_profiled_steps_of_stages_with_several_parts_tell_them_apart(tmp_path: Path) -> None:
+def test_profiled_steps_of_stages_with_several_chunks_tell_them_apart(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "m", "llama", True, num_hidden_layers=4)
-    for plain, profiled in run_ranks(2, several_parts, model, str(tmp_path))[0]:
+    for plain, profiled in run_ranks(2, several_chunks, model, str(tmp_path))[0]:
         assert plain == profiled and len(plain) == STEPS
     for name, of_stages in zip(SEVERAL_CHUNKS, ([[0, 2], [1, 3]], [[0, 3], [1, 2]]), strict=True):
         steps, folder = list(read_steps(tmp_path / name)), tmp_path / name / "profile"

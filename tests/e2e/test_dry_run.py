@@ -63,7 +63,9 @@ def test_every_stage_of_a_thousand_ranks_is_counted(capfd: pytest.CaptureFixture
     assert sent["data", "all_reduce"]["ranks"] == 256
 
 
-def test_a_stage_with_several_parts_is_counted_part_by_part(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_stage_with_several_chunks_is_counted_chunk_by_chunk(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path, pipeline = tmp_path / "config.json", {"stages": 2, "schedule": "zero-bubble-v"}
     batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     path.write_text(json.dumps({**batch, "pipeline": pipeline, "zero_optimization": {"stage": 1}}))
@@ -74,7 +76,7 @@ def test_a_stage_with_several_parts_is_counted_part_by_part(capfd: pytest.Captur
     for report in (first, last):
         sizes = {m["operation"]: (m["count"], m["bytes"]) for m in report["messages"] if m["group"] == "pipeline"}
         state = 2 * 16 * 128 * 4  # bytes of a hidden state
-        # there and back for three micro-batches, and their gradients; the middle parts are on one stage
+        # there and back for three micro-batches, and their gradients; the middle chunks are on one stage
         assert sizes["send"] == sizes["recv"] == (6, 6 * state)
         assert 1 < report["memory_bytes"]["in_flight"] <= 2
     code, out, _ = dry_run(capfd, "--rank", "0", "--block_size", "16", *words)

@@ -214,7 +214,7 @@ STAGES = st.integers(1, 6)
 
 
 @given(STAGES, st.integers(1, 4), st.booleans())
-def test_every_part_has_one_stage(stages: int, each: int, folded: bool) -> None:
+def test_every_chunk_has_one_stage(stages: int, each: int, folded: bool) -> None:
     chunks = ModelChunks(stages, each, folded)
     held = [chunk for stage in range(stages) for chunk in chunks.of_stage(stage)]
     assert sorted(held) == list(range(chunks.count))

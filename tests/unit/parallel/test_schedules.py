@@ -142,7 +142,7 @@ def test_the_first_stage_has_the_first_and_the_last_part_of_a_folded_model(name:
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 8), (3, 9), (4, 16), (8, 32)])
-def test_several_parts_hold_as_many_activations_as_in_the_papers(stages: int, micro_batches: int) -> None:
+def test_several_chunks_hold_as_many_activations_as_in_the_papers(stages: int, micro_batches: int) -> None:
     def most(name: str) -> float:
         """Of any stage, in micro-batches of a whole stage."""
         chunks, ends = model_chunks(stages, name), {Kind.BACKWARD, Kind.WEIGHT_GRADIENTS}
@@ -221,7 +221,7 @@ def test_the_micro_batches_wanted_leave_a_fifth_idle_or_less(name: str) -> None:
     assert micro_batches_wanted(4, ZERO_BUBBLE) == 4 < micro_batches_wanted(4, DEEPSPEED_1F1B) == 12
 
 
-def test_what_is_kept_at_most_goes_by_the_sizes_of_parts() -> None:
+def test_what_is_kept_at_most_goes_by_the_sizes_of_chunks() -> None:
     forward, inputs, weights = Kind.FORWARD, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS
     order = [(forward, 0, 0), (forward, 0, 3), (inputs, 0, 3), (forward, 1, 0), (inputs, 0, 0), (weights, 0, 3)]
     passes = [Pass(*each) for each in order]

@@ -122,8 +122,8 @@ def test_a_plan_has_the_schedules_and_the_whole_experts_that_a_run_can_have(caps
     assert {row["offload"] for row in rows} == {"none"}  # the device's memory is the host's
     assert {row["schedule"] for row in rows if row["layout"]["pipeline"] == 1} == {"1f1b"}
     assert {row["schedule"] for row in rows if row["layout"]["pipeline"] == 4} == {"1f1b", "zero-bubble"}
-    of_parts = {(row["schedule"], row["chunks_per_stage"]) for row in rows if row["layout"]["pipeline"] == 2}
-    assert of_parts == {("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("zero-bubble-v", 2)}  # of four layers
+    orders = {(row["schedule"], row["chunks_per_stage"]) for row in rows if row["layout"]["pipeline"] == 2}
+    assert orders == {("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("zero-bubble-v", 2)}  # of four layers
     both = [row["expert_parallel_size"] > 1 and row["schedule"] == "zero-bubble" for row in rows]
     file = tmp_path / "plan.json"
     assert main([*argv, "--row", str(both.index(True) + 1), "--write", str(file)]) == 0

@@ -112,7 +112,9 @@ def test_as_many_micro_batches_are_in_flight_as_the_schedule_has(stages: int, mi
 
 
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 19))
-def test_stages_of_several_parts_hold_what_their_schedule_has_begun(stages: int, each: int, micro_batches: int) -> None:
+def test_stages_of_several_chunks_hold_what_their_schedule_has_begun(
+    stages: int, each: int, micro_batches: int
+) -> None:
     round_, folded = ModelChunks(stages, each), ModelChunks(stages, 2, folded=True)
     one = Strategy(pp_size=stages, accumulation=micro_batches, chunks=each)
     v_shaped = replace(one, chunks=1, schedule="zero-bubble-v")

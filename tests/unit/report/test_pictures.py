@@ -13,7 +13,7 @@ from harness.report.plotly_figures import FEW_STEPS, MOST_SHOWN_MARKS, figure
 from harness.report.profile.record import RankProfile, StepProfile
 from harness.report.run_charts import MOST_RANKS, layer_chart, memory_chart, step_charts, timeline
 from harness.report.run_files import RunFiles
-from tests.unit.report.profile.made import MEMORY, profile, several_parts
+from tests.unit.report.profile.made import MEMORY, profile, several_chunks
 
 MIB = 2**20
 
@@ -39,7 +39,7 @@ def test_a_timeline_has_each_rank_and_the_share_of_each_kind() -> None:
 
 
 def test_the_chunks_of_a_stage_have_shades_of_one_colour_and_say_which_they_are() -> None:
-    chart = timeline(several_parts())
+    chart = timeline(several_chunks())
     passes = {bars.name.rsplit(" ", 1)[0]: bars for bars in chart.bars if "chunks" in bars.name}
     assert list(passes) == [f"{kind}, chunks {parts}" for kind in ("forward", "backward") for parts in ("0-1", "2-3")]
     assert len({bars.color for bars in passes.values()}) == 4
@@ -49,7 +49,7 @@ def test_the_chunks_of_a_stage_have_shades_of_one_colour_and_say_which_they_are(
     # 8 s of 23.9 that two ranks have
     assert [bars.name.rsplit(" ", 1)[1] for bars in passes.values()] == ["8%", "8%", "17%", "17%"]
     owners = ["stage 0, chunk 0", "stage 1, chunk 1", "stage 1, chunk 2", "stage 0, chunk 3"]
-    assert [text for _, text in layer_chart([several_parts()]).dividers] == owners
+    assert [text for _, text in layer_chart([several_chunks()]).dividers] == owners
 
 
 def many(count: int) -> StepProfile:

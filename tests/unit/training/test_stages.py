@@ -71,7 +71,7 @@ def test_what_stages_cost_is_what_all_layers_cost(costs: list[float], stages: in
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.booleans())
-def test_every_part_stands_on_one_stage_and_every_stage_has_as_many(stages: int, each: int, folded: bool) -> None:
+def test_every_chunk_stands_on_one_stage_and_every_stage_has_as_many(stages: int, each: int, folded: bool) -> None:
     chunks = ModelChunks(stages, each, folded)
     of_stages = [chunks.of_stage(stage) for stage in range(stages)]
     assert sorted(chunk for own in of_stages for chunk in own) == list(range(chunks.count))

@@ -41,7 +41,7 @@ SECOND = instructions(
 MEMORY = {"parameters": 4, "gradients": 3, "optimizer": 8, "activations": 2, "other": 10, "peak": 27}
 
 
-def several_parts() -> StepProfile:
+def several_chunks() -> StepProfile:
     """Two stages of two parts, folded, and one micro-batch: 0 and 3 on the first stage, 1 and 2 on the second."""
 
     def spans(*given: tuple[str, str, int, float, float]) -> list[Span]:

@@ -13,7 +13,7 @@ from harness.config.values.layout_keys import SCHEDULES
 from harness.report.profile.record import FOLDER, Span, read_steps, write_step
 from harness.report.profile.summary import largest_of_stage, summary
 from harness.report.profile.timeline import bubble, pipeline_seconds, trace, with_gaps, with_waits
-from tests.unit.report.profile.made import MEMORY, profile, several_parts
+from tests.unit.report.profile.made import MEMORY, profile, several_chunks
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_there_is_no_bubble_where_nothing_waits_or_nothing_computes(stages: int,
     assert bubble(replace(made, stage_boundaries=[0, 2] if stages == 1 else [0, 1, 2], ranks=ranks)) is None
 
 
-def test_parts_of_a_stage_wait_for_other_stages_alone() -> None:
-    (_, first), (_, second) = with_waits(several_parts())
+def test_chunks_of_a_stage_wait_for_other_stages_alone() -> None:
+    (_, first), (_, second) = with_waits(several_chunks())
     assert [(s.kind, s.name, s.chunk, s.start, s.end) for s in (*first, *second) if s.kind in ("wait", "receive")] == [
         ("wait", "RecvActivation", 3, 1.1, 3.3),
         ("receive", "RecvActivation", 3, 3.3, 3.5),
@@ -76,13 +76,13 @@ def test_parts_of_a_stage_wait_for_other_stages_alone() -> None:
         ("receive", "RecvGrad", 2, 6.5, 6.7),
         ("receive", "RecvGrad", 1, 8.75, 8.8),
     ]
-    events = trace([several_parts()])["traceEvents"]
+    events = trace([several_chunks()])["traceEvents"]
     assert len([event for event in events if event["ph"] == "s"]) == 6
     assert "waits for SendGrad, chunk 2" in {event["name"] for event in events}
 
 
-def test_the_summary_of_stages_with_several_parts_says_what_each_part_takes() -> None:
-    found = summary([several_parts()])
+def test_the_summary_of_stages_with_several_chunks_says_what_each_chunk_takes() -> None:
+    found = summary([several_chunks()])
     parts = [[(chunk["chunk"], chunk["layers"]) for chunk in stage["chunks"]] for stage in found["stages"]]
     assert parts == [[(0, [0, 0]), (3, [4, 4])], [(1, [1, 1]), (2, [2, 3])]]
     assert [layer["stage"] for layer in found["layers"]] == [0, 1, 1, 1, 0]
