@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from math import ceil, log2
+from math import ceil, inf, log2
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,18 +30,23 @@ from harness.config.model.shape import PRESETS
 from harness.parallel.collectives.of_group import leave_memory, share_memory, sum_in_place
 
 TRIES = 9
-LONG_S = 0.5
-"""Beyond this time a third of the tries suffices: slow work, such as fp16 without hardware support, varies little."""
+LONG_S = 0.5  # slow work, such as fp16 without hardware support, varies little: fewer tries suffice
 REPEATS = 20  # a single call takes less time than an interruption by the system
 NARROW: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def usual_seconds(work: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
-    """Return the median seconds of several tries, after one to warm up; by default the CPU time of this thread."""
+def usual_seconds(
+    work: Callable[[], object], clock: Callable[[], float] = time.thread_time, enough_s: float = LONG_S
+) -> float:
+    """Return the median seconds of several tries, after one to warm up; by default the CPU time of this thread.
+
+    Args:
+        enough_s: once a third of the tries has taken so many seconds, the others are left out.
+    """
     work()
     found: list[float] = []
-    while len(found) < TRIES and (len(found) < TRIES // 3 or sum(found) < LONG_S):
+    while len(found) < TRIES and (len(found) < TRIES // 3 or sum(found) < enough_s):
         begin = clock()
         work()
         found.append(clock() - begin)
@@ -111,12 +116,13 @@ def link(sizes: tuple[int, int] = (2**10, 2**22)) -> tuple[float, float]:
             if reduce:
                 sum_in_place(few, world)
 
-    clock = time.perf_counter  # not CPU time: a rank also waits for the others
-    both = usual_seconds(lambda: layers(reduce=True), clock)
+    # not CPU time: a rank also waits for the others; all tries: each rank has to join in every sum, also a slow one
+    seconds = partial(usual_seconds, clock=time.perf_counter, enough_s=inf)
+    both = seconds(lambda: layers(reduce=True))
     dist.barrier()
-    alone = usual_seconds(lambda: layers(reduce=False), clock)
+    alone = seconds(lambda: layers(reduce=False))
     dist.barrier()
-    return max(both - alone, 0.0) / REPEATS, usual_seconds(lambda: sum_in_place(many, world), clock)
+    return max(both - alone, 0.0) / REPEATS, seconds(lambda: sum_in_place(many, world))
 
 
 def rates() -> dict[str, float]:
