@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -13,10 +14,16 @@ import torch.distributed as dist
 from harness.arguments.themes.training import ROUTER_BATCH
 from harness.config.values.json_object import JsonObject
 from harness.data.batches.collate import AnyDataset, Collator, MapDataset, collate
-from harness.data.batches.evaluation import evaluation_batches, evaluation_steps
+from harness.data.batches.evaluation import (
+    EvaluationData,
+    by_prefix,
+    evaluation_batches,
+    evaluation_digest,
+    evaluation_steps,
+)
 from harness.data.batches.padding import at_longest
 from harness.data.batches.same_data import require_same_data
-from harness.data.batches.stream import data_digest, dataset_length
+from harness.data.batches.stream import dataset_length
 from harness.data.inputs.datasets import later_dataset
 from harness.data.inputs.given import as_dataset, require_dataset
 from harness.data.mixing import parts_of
@@ -24,9 +31,9 @@ from harness.data.streaming.rows import read_all
 from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.activity import Phase, beat, inside
-from harness.topology.agreement import any_rank, host_group, require_alike
+from harness.topology.agreement import any_rank, host_group, require_alike, value_of_first
 from harness.training.engine.engine import Engine
-from harness.training.engine.losses import Labels, Loss, Outputs, RouterLoss
+from harness.training.engine.losses import Labels, Outputs, RouterLoss
 from harness.training.engine.outputs import KeptOutputs
 from harness.training.prepare.run import Run
 
@@ -36,35 +43,64 @@ if TYPE_CHECKING:
 CHUNK = 16  # micro-batches that are read, then evaluated; signals are checked between two chunks
 
 
-def default_batch(loss: Loss, micro_batch: int) -> int:
-    """Return the default size of an evaluation micro-batch; `micro_batch` is the size in training.
+def batch_size(run: Run) -> int:
+    """Return the number of samples in an evaluation's micro-batch.
 
-    A router loss depends on which samples share a micro-batch, so its size must not depend on the layout.
+    A router loss depends on which samples share a micro-batch, so the default must not depend on the layout.
     """
-    return ROUTER_BATCH if isinstance(loss, RouterLoss) else micro_batch
+    usual = ROUTER_BATCH if isinstance(run.trainable.loss, RouterLoss) else run.resolved.micro_batch
+    return run.args.per_device_eval_batch_size or usual
 
 
-def evaluation_metrics(run: Run, dataset: AnyDataset, prefix: str = "eval", *, is_new: bool) -> JsonObject:
+def evaluation_data(run: Run, given: AnyDataset | Mapping[str, AnyDataset] | None = None) -> EvaluationData:
+    """Return the data to evaluate: what is `given`, or the run's own; all ranks call it.
+
+    Data that the run did not begin with, given here or set as `trainer.eval_dataset`, is tokenised and checked first.
+
+    Raises:
+        UserError: new data cannot be used, or differs between ranks.
+    """
+    if given is None and not any_rank(run.evaluation_is_new):
+        return run.data.evaluation
+    data: EvaluationData
+    if isinstance(new := run.data.evaluation if given is None else given, Mapping):
+        data = {name: tokens_of_new(run, each, "eval_dataset") for name, each in new.items()}
+    else:
+        data = None if new is None else tokens_of_new(run, new, "eval_dataset")
+    _check(run, data)
+    if given is None:
+        run.data, run.evaluation_is_new = replace(run.data, evaluation=data), False
+    return data
+
+
+def _check(run: Run, data: EvaluationData) -> None:
+    require_alike({"evaluation data": evaluation_digest(data)})
+    for each in by_prefix(data).values():
+        run.data_check.first_batch(each, batch_size(run))
+
+
+def evaluation_metrics(run: Run, dataset: AnyDataset, prefix: str = "eval") -> JsonObject:
     """Return eval_loss, perplexity, eval_samples, eval_seconds and the user's own metrics; all ranks call it.
 
     Args:
+        dataset: a data set of `evaluation_data`.
         prefix: replaces `eval` in the names.
-        is_new: whether the data set must still be checked, as it was given after the run began.
-
-    Raises:
-        UserError: a new data set cannot be used, or differs between ranks.
     """
     kept = None if run.compute_metrics is None else KeptOutputs(run.engine, run.preprocess_logits_for_metrics)
-    data = tokens_of_new(run, dataset, "eval_dataset") if is_new else read_all(dataset, "eval_dataset")
-    return _evaluated(run, data, prefix, kept, is_new=is_new)
+    return _evaluated(run, read_all(dataset, "eval_dataset"), prefix, kept)
 
 
 def predict(run: Run, dataset: AnyDataset, prefix: str) -> PredictionOutput:
-    """Return predictions, labels and metrics of all samples, on all ranks; all ranks call it. UserError as above."""
+    """Return predictions, labels and metrics of all samples, on all ranks; all ranks call it.
+
+    Raises UserError if the data cannot be used, or differs between ranks.
+    """
     from transformers.trainer_utils import PredictionOutput
 
     kept = KeptOutputs(run.engine, run.preprocess_logits_for_metrics, everywhere=True)
-    metrics = _evaluated(run, tokens_of_new(run, dataset, "test_dataset"), prefix, kept, is_new=True)
+    data = tokens_of_new(run, dataset, "test_dataset")
+    _check(run, data)
+    metrics = _evaluated(run, data, prefix, kept)
     predictions, labels = kept.joined()
     return PredictionOutput(predictions=predictions, label_ids=labels, metrics=metrics)
 
@@ -104,11 +140,8 @@ def tokens_of_new(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
     return later_dataset(data, name, run.data.tokenizer, source, run.args, run.env, run.console)
 
 
-def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | None, *, is_new: bool) -> JsonObject:
-    micro_batch = run.args.per_device_eval_batch_size or default_batch(run.trainable.loss, run.resolved.micro_batch)
-    if is_new:
-        require_alike({"evaluation data": data_digest(dataset)})
-        run.data_check.first_batch(dataset, micro_batch)
+def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | None) -> JsonObject:
+    micro_batch = batch_size(run)
     start_time = time.perf_counter()
     with kept or nullcontext():
         loss, of_parts = _losses(run, dataset, micro_batch, kept)
@@ -117,7 +150,7 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
         found = computed_metrics(run.compute_metrics, *kept.joined(), prefix)
     count, seconds = dataset_length(dataset), time.perf_counter() - start_time
     perplexity = "perplexity" if prefix == "eval" else f"{prefix}_perplexity"
-    return {
+    found_here = {
         f"{prefix}_loss": loss,
         **{f"{prefix}_{name}_loss": value for name, value in of_parts.items()},
         **({perplexity: math.exp(min(loss, 700.0))} if run.trainable.reads_tokens else {}),
@@ -128,6 +161,7 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
         f"{prefix}_samples_per_second": count / seconds,
         f"{prefix}_steps_per_second": evaluation_steps(count, micro_batch, run.groups.layout.dp_size) / seconds,
     }
+    return value_of_first(found_here)  # sums of other groups may differ in the last bit, which decides what is best
 
 
 def _losses(

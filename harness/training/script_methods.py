@@ -21,7 +21,7 @@ from harness.data.batches.stream import BatchStream, read_micro_batch
 from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
 from harness.training.callbacks import TrainerState
-from harness.training.evaluate import default_batch, tokens_of_new
+from harness.training.evaluate import batch_size, tokens_of_new
 from harness.training.prepare.run import Run
 from harness.training.recording.files import write_object
 
@@ -79,12 +79,14 @@ class ScriptMethods:
 
     @property
     def eval_dataset(self) -> EvaluationData:
-        """The evaluation data as tokens: one data set, several by name, or None. Later evaluations use what is set."""
+        """The evaluation data as tokens: one data set, several by name, or None. The next evaluation
+        checks what is set."""
         return self.run.data.evaluation
 
     @eval_dataset.setter
     def eval_dataset(self, data: EvaluationData) -> None:
         self.run.data = replace(self.run.data, evaluation=data)
+        self.run.evaluation_is_new = True
 
     @property
     def processing_class(self) -> Tokenizer | None:
@@ -170,7 +172,7 @@ class ScriptMethods:
 
     def _in_order(self, data: MapDataset) -> Batches:
         run, dp_rank = self.run, self.run.groups.coordinate.dp_rank
-        size = run.args.per_device_eval_batch_size or default_batch(run.trainable.loss, run.resolved.micro_batch)
+        size = batch_size(run)
         rows = [list(range(start, min(start + size, len(data)))) for start in range(0, len(data), size)]
         mine = rows[dp_rank :: run.groups.layout.dp_size]
         return DataLoader(MicroBatches(data, mine, run.data_check.collator), batch_size=None)

@@ -32,7 +32,7 @@ from harness.device.memory import peak_memory_gib
 from harness.errors import UserError
 from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
-from harness.topology.agreement import all_or_none, largest
+from harness.topology.agreement import all_or_none, largest, value_of_first
 from harness.topology.env import LaunchEnv
 from harness.training.callbacks import (
     AnyCallback,
@@ -51,7 +51,7 @@ from harness.training.callbacks.progress import ProgressCallback
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction
 from harness.training.engine.outputs import Preprocess
-from harness.training.evaluate import evaluation_metrics, predict
+from harness.training.evaluate import evaluation_data, evaluation_metrics, predict
 from harness.training.huggingface import missing, require_ours, upload
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.preparation import prepare_run, release
@@ -203,8 +203,9 @@ class Trainer(ScriptMethods):
             self._call("on_train_begin")
             self._call("on_epoch_begin")
             self.rollback.begin(self.save_checkpoint)
+            self._agree_on_control()  # a signal ends the run after its first step
             while state.global_step < state.max_steps and not (stop or self.control.should_training_stop):
-                with self.rollback.guarding(recorder, self.checkpoints.finish):  # rolls back a non-finite step
+                with self.rollback.guarding(recorder, self._settle):  # rolls back a non-finite step
                     record = self.training_step()
                     recorder.step(record)
                     stop = self._after_step(record, recorder)
@@ -280,11 +281,14 @@ class Trainer(ScriptMethods):
         stop = self._agree_on_control()
         if control.should_log and not due.log:
             self._call("on_log", logs=recorder.log(record))
+            stop = self._agree_on_control()
         control.should_log = False
         # Evaluate before saving: a best evaluation asks for a checkpoint of this step.
         if not stop and (control.should_evaluate or due.evaluate):
             control.should_evaluate = False
-            note_evaluation(self.args, self.state, control, recorder.evaluation(self.evaluate))
+            # By rank 0's metrics: a script's own score may differ between ranks; they would load different models.
+            metrics = value_of_first(recorder.evaluation(self.evaluate))
+            note_evaluation(self.args, self.state, control, metrics)
             stop = self._agree_on_control()
         if stop or control.should_save or due.save:
             control.should_save = False
@@ -293,10 +297,16 @@ class Trainer(ScriptMethods):
             stop = self._agree_on_control()
         return stop
 
+    def _settle(self) -> None:
+        """Complete a save that is being written; all ranks call it."""
+        self.checkpoints.finish()
+        self._agree_on_control()
+
     def _agree_on_control(self) -> int:
         """Set `control` on all ranks to the requests of any rank's callbacks: a rank that acts alone would hang.
 
-        All ranks call it. If all are ready, a pending checkpoint advances to its next phase.
+        All ranks call it, after callbacks and before they read `control`. If all are ready, a pending checkpoint
+        advances to its next phase.
 
         Returns:
             The number of the signal that ends the run; 0 if none does.
@@ -352,19 +362,16 @@ class Trainer(ScriptMethods):
             signals.Interrupted: on all ranks: a signal asks for the end of training.
             UserError: there is no data, or it cannot be used.
         """
-        data: AnyDataset | Mapping[str, AnyDataset] | None = self.eval_dataset
+        data = evaluation_data(self.run, None if isinstance(eval_dataset, str) else eval_dataset)
         if isinstance(eval_dataset, str):
             if not (isinstance(data, Mapping) and eval_dataset in data):
                 raise UserError(f"evaluate({eval_dataset!r}): eval_dataset has no data set of that name")
             data = data[eval_dataset]
-        elif eval_dataset is not None:
-            data = eval_dataset
         if isinstance(data, Mapping | None) and not data:
             raise UserError("evaluate() needs an eval_dataset")
-        is_new = eval_dataset is not None and not isinstance(eval_dataset, str)
         found: JsonObject = {}
         for prefix, each in by_prefix(data, metric_key_prefix).items():
-            metrics = evaluation_metrics(self.run, each, prefix, is_new=is_new)
+            metrics = evaluation_metrics(self.run, each, prefix)
             self.nonfinite.judge_evaluation(metrics[f"{prefix}_loss"])
             self._call("on_evaluate", metrics=metrics)
             found |= metrics

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from harness import Trainer, UserError
@@ -18,6 +19,14 @@ pytestmark = pytest.mark.ranks
 
 SCORES = [1.0, 3.0, 2.0, 2.5, 9.0]
 """Of the evaluations after steps 1, 2, ...: the second is the best of those that a patience of 2 allows."""
+
+
+class Judged(Trainer):
+    """Adds a score of its own to an evaluation, as scripts do; it is not the same on every rank."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        metrics = super().evaluate(*args, **kwargs)
+        return {**metrics, "eval_score": metrics["eval_score"] * (-1) ** dist.get_rank()}
 
 
 def trained(job: Job, folder: str, **changes: Any) -> dict[str, Any]:
@@ -36,7 +45,7 @@ def trained(job: Job, folder: str, **changes: Any) -> dict[str, Any]:
         return {"score": SCORES[trainer.state.global_step - 1]}
 
     settings = arguments_of(job, folder, **{**wanted, **changes})
-    trainer = Trainer(job.model, settings, rows(), rows()[:2], compute_metrics=score)
+    trainer = Judged(job.model, settings, rows(), rows()[:2], compute_metrics=score)
     trainer.train()
     state = trainer.state
     trainer.save_model()

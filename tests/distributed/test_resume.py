@@ -10,6 +10,7 @@ import resource
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
+from harness.checkpoint import integrity
 from harness.checkpoint.directories import read_manifest
 from harness.console import Console
+from harness.training.saving.resume import resume_named
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, rows, tiny_model
 
@@ -88,8 +91,8 @@ def test_what_the_resumed_run_was_given_is_what_its_steps_use(tmp_path: Path) ->
 
 
 def spoil_and_resume(model: str, folder: str) -> tuple[list[int], list[dict[str, Any]], list[str]]:
-    """Steps at which a run went on, whose newest checkpoint was spoilt without a change of size; what it was told, and
-    what every rank says of a file that rank 1 alone cannot read."""
+    """Steps at which a run went on, whose newest checkpoint was spoilt without a change of size, or was not seen yet by
+    one rank; what it was told, and what every rank says of a file that rank 1 alone cannot read."""
     place = Path(folder) / "spoilt"
     job = Job(model, "pp2z1")
 
@@ -130,14 +133,19 @@ def spoil_and_resume(model: str, folder: str) -> tuple[list[int], list[dict[str,
         unread = "accepted"
     except UserError as error:
         unread = str(error)
+    losses = [*whole, *curve(place)]
+    listed = integrity.numbered
+    with patch.object(integrity, "numbered", lambda folder: listed(folder)[: -1 if dist.get_rank() else None]):
+        resume_named(again.run, True)  # rank 1 does not see the newest yet
+    steps = [step, len(whole), again.state.global_step]
     again.close()
-    return [step, len(whole)], [*whole, *curve(place)], [said, unread]
+    return steps, losses, [said, unread]
 
 
 def test_a_spoilt_checkpoint_is_left_out_by_all_ranks(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "m", "llama", True)
-    for (step, count), rows_seen, (said, unread) in run_ranks(2, spoil_and_resume, model, str(tmp_path)):
-        assert step == 2
+    for (step, count, late), rows_seen, (said, unread) in run_ranks(2, spoil_and_resume, model, str(tmp_path)):
+        assert (step, late) == (2, 4)
         assert "differs from what was saved" in said and "checkpoint-4" in said
         assert "cut/exp_avg_sq.safetensors: its tensors cannot be read" in unread
         whole, again = ([row["loss"] for row in part] for part in (rows_seen[:count], rows_seen[count:]))

@@ -124,7 +124,7 @@ def test_a_users_own_layers_train_evaluate_and_resume_alike_in_every_layout(tmp_
 
 
 class StopAtTwo(TrainerCallback):
-    """Asks on one rank alone, which must be enough and must not hang."""
+    """Asks on one rank alone, in whatever method, which must be enough and must not hang."""
 
     def __init__(self, asks: bool) -> None:
         self.asks = asks
@@ -132,11 +132,15 @@ class StopAtTwo(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.moments.append("begin")
+        control.should_training_stop = self.asks and state.global_step == 2
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.moments.append(f"step {kwargs['record'].step}")
         control.should_training_stop = self.asks and state.global_step == 2
-        control.should_evaluate = self.asks and state.global_step == 1
+        control.should_log = state.global_step == 1
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_evaluate = self.asks and state.global_step == 1 and "loss" in kwargs["logs"]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.moments.append("evaluate")
@@ -150,9 +154,16 @@ class StopAtTwo(TrainerCallback):
 
 def stop_and_export(job: Job, folder: str) -> tuple[list[str], float]:
     callback = StopAtTwo(asks=dist.get_rank() == 1)
-    settings = arguments(Path(folder), job.deepspeed_config())
-    trainer = Trainer(job.model, settings, rows(), rows()[:5], callbacks=[callback])
+    settings = arguments(Path(folder), job.deepspeed_config(), logging_steps=100)
+    trainer = Trainer(job.model, settings, rows(), rows()[:6], callbacks=[callback])
     trainer.train()
+    trainer.train()
+    trainer.eval_dataset = rows()[: 2 if dist.get_rank() else 1]
+    with pytest.raises(UserError, match="rank 0 has another evaluation data than the other 3 ranks"):
+        trainer.evaluate()
+    trainer.eval_dataset = rows()[:5]
+    if dist.get_rank():  # nobody has to set what is set already
+        trainer.run.evaluation_is_new = False
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     trainer.close()
@@ -164,7 +175,8 @@ def test_one_ranks_wish_is_done_by_all_and_the_export_holds_what_was_trained(tmp
         folder = tmp_path / layout
         model = tiny_model(tmp_path / family, family, True, vocab_size=301)
         results = run_ranks(4, stop_and_export, Job(model, layout), str(folder))
-        assert all(moments == ["begin", "step 1", "evaluate", "step 2", "end", "evaluate"] for moments, _ in results)
+        moments = ["begin", "step 1", "evaluate", "step 2", "end", "begin", "end", "evaluate"]
+        assert [each for each, _ in results] == [moments] * 4
         trained = AutoModelForCausalLM.from_pretrained(folder)
         assert trained.get_input_embeddings().weight.shape[0] == 301
         ids = torch.tensor([row["input_ids"] for row in rows()[:5]])

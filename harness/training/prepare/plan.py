@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig, read_run_config
 from harness.arguments.themes.flags import Help, default_of
@@ -20,7 +22,14 @@ from harness.checkpoint.directories import (
     set_aside_foreign,
     set_aside_newer,
 )
-from harness.checkpoint.integrity import damaged, find_resume, foreign, require_listed_weights, unlisted
+from harness.checkpoint.integrity import (
+    damaged,
+    find_resume,
+    foreign,
+    require_listed_weights,
+    unlisted,
+    wait_until_seen,
+)
 from harness.config import Document, Resolved
 from harness.config.model.shape import layer_drop, require_every_layer
 from harness.console import Console
@@ -32,7 +41,9 @@ from harness.device.process_group import require_supported
 from harness.errors import UserError, refuse_all
 from harness.hf.lora import Adaptation, fingerprint
 from harness.hf.skeleton import ModelSource
+from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
+from harness.topology.agreement import all_or_none, value_of_first
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.training.callbacks.early_stopping import require_metric_of_one
@@ -160,6 +171,20 @@ def checkpoint_to_resume(plan: RunPlan) -> Path | None:
         require_same_optimizer(checkpoint, plan.resolved)
         require_same_adapters(checkpoint, plan.adapter_fingerprint)
     return checkpoint
+
+
+def chosen_by_rank_0(find: Callable[[], Path | None]) -> Path | None:
+    """Return the checkpoint that rank 0 finds, once this host sees it whole; all ranks call it.
+
+    A host may see the newest checkpoint late (NFS): it must not take an older one than the others.
+
+    Raises:
+        UserError: on all ranks: rank 0 finds none that can be resumed, or a host does not see the one that it finds.
+    """
+    chosen = value_of_first(all_or_none(lambda: find() if dist.get_rank() == 0 else None))
+    if chosen is not None:
+        all_or_none(lambda: wait_until_seen(chosen, THIS_RANK.host))
+    return chosen
 
 
 def resolve_for(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from harness.arguments.configure import RunConfig
 from harness.atomic import room, sync_folder
 from harness.checkpoint import directories
-from harness.checkpoint.integrity import run_id, wait_until_seen
+from harness.checkpoint.integrity import run_id
 from harness.checkpoint.run_lock import is_lent_twice, lock_directory, unlock_directory
 from harness.checkpoint.trial import try_saving
 from harness.config.schema import version_warning
@@ -82,7 +82,14 @@ from harness.training.engine.optimizer import compiled_optimizer
 from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning_of, sample_length
 from harness.training.prepare.forecast import forecast, require_masks, require_memory
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
-from harness.training.prepare.plan import RunInputs, RunPlan, checkpoint_to_resume, intact_checkpoint, plan_run
+from harness.training.prepare.plan import (
+    RunInputs,
+    RunPlan,
+    checkpoint_to_resume,
+    chosen_by_rank_0,
+    intact_checkpoint,
+    plan_run,
+)
 from harness.training.prepare.run import Run
 from harness.training.prepare.sample_prompts import sample_prompts
 from harness.training.prepare.stages import choose_boundaries, report_stages, stage_costs, stage_lines
@@ -228,12 +235,9 @@ def _warn_of_locks(plan: RunPlan, here: HostValues[int], rank: int) -> None:
 
 
 def _checkpoint_of_rank_0(plan: RunPlan) -> Path | None:
-    """Return the checkpoint that rank 0 has chosen, once this host sees it; all ranks call it."""
-    asks = plan.args.resume_from_checkpoint == "auto" and plan.env.rank == 0
-    chosen = value_of_first(all_or_none(lambda: checkpoint_to_resume(plan) if asks else plan.checkpoint))
-    if chosen is not None:
-        all_or_none(lambda: wait_until_seen(chosen, THIS_RANK.host))
-    return chosen
+    """Return the checkpoint to resume; all ranks call it."""
+    asks = plan.args.resume_from_checkpoint == "auto"
+    return chosen_by_rank_0(lambda: checkpoint_to_resume(plan) if asks else plan.checkpoint)
 
 
 def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:

@@ -56,6 +56,7 @@ class Run(RunPlan, EngineContext):
         run_id: identifies the run; a resumed run keeps the id of its checkpoint.
         state: counters, best evaluation and log history, as callbacks get it.
         stream: the training samples of this rank; None without training data.
+        evaluation_is_new: whether `data.evaluation` was set after the run began, and is not checked yet.
     """
 
     data_check: DatasetCheck
@@ -71,6 +72,7 @@ class Run(RunPlan, EngineContext):
     prediction: Prediction | None = None
     state: TrainerState = field(init=False)
     stream: BatchStream | None = field(init=False, default=None)
+    evaluation_is_new: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.state = self._initial_state()

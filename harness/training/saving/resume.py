@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
-
 from harness.arguments import TrainingArguments
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
@@ -32,7 +30,7 @@ from harness.errors import UserError
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, value_of_first
 from harness.training.prepare.one_model import require_one_model
-from harness.training.prepare.plan import intact_checkpoint
+from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint
 from harness.training.prepare.run import Run
 from harness.training.recording.recorder import Recorder
 from harness.training.saving.best_model import restore_best
@@ -76,7 +74,7 @@ def resume_named(run: Run, name: str | Path | bool) -> None:
     """
     args = copy.copy(run.args)
     args.resume_from_checkpoint = "auto" if name is True or name == "auto" else str(Path(str(name)).absolute())
-    run.checkpoint = all_or_none(
+    run.checkpoint = chosen_by_rank_0(
         lambda: find_resume(run.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
     )
     run.checkpoint = intact_checkpoint(run, args)
@@ -235,5 +233,4 @@ class Rollback:
         return found
 
     def _newest(self) -> Path | None:
-        """Return the newest checkpoint that rank 0 sees: hosts may see a shared folder differently (NFS)."""
-        return value_of_first(newest_whole(self.run.output_dir) if dist.get_rank() == 0 else None)
+        return chosen_by_rank_0(lambda: newest_whole(self.run.output_dir))
