@@ -29,7 +29,13 @@ class RunConfig:
     resolved: Resolved
 
     def for_data(
-        self, args: TrainingArguments, samples: int | None, hidden_size: int | None = None
+        self,
+        args: TrainingArguments,
+        samples: int | None,
+        hidden_size: int | None = None,
+        *,
+        step: int = 0,
+        trained_samples: int = 0,
     ) -> tuple[Resolved, int]:
         """Complete the settings that depend on data and model; return the config and the number of steps.
 
@@ -37,6 +43,7 @@ class RunConfig:
             args: those that the config was read with.
             samples: length of the training data; None without any (the steps are then max_steps, or 1).
             hidden_size: the model's hidden size, for ZeRO's "auto" bucket sizes.
+            step, trained_samples: the steps that a resumed run has done, and the samples of these steps.
 
         Raises:
             UserError: `args` have other values for the config than those that it was read with.
@@ -44,7 +51,7 @@ class RunConfig:
         values = _auto_values(args, self.values.world_size)
         if _before_data(values) != _before_data(self.values):
             raise UserError("the config was read with other arguments: give read_run_config the arguments of the run")
-        steps = max_steps(args, samples, self.resolved.train_batch)
+        steps = max_steps(args, samples, self.resolved.train_batch, step, trained_samples)
         warmup_steps = args.warmup(steps)
         values = replace(values, max_steps=steps, warmup_steps=warmup_steps, hidden_size=hidden_size)
         return complete(self.resolved, values), steps
@@ -86,11 +93,17 @@ def read_config(config: str | Mapping[str, object] | None) -> Document:
     return from_values(everything if config is None else config)
 
 
-def max_steps(args: TrainingArguments, samples: int | None, global_batch: int) -> int:
-    """Return the number of steps: --max_steps, or the steps of --num_train_epochs. UserError if that is below 1."""
+def max_steps(
+    args: TrainingArguments, samples: int | None, global_batch: int, step: int = 0, trained_samples: int = 0
+) -> int:
+    """Return the number of steps: --max_steps, or those of --num_train_epochs. UserError if that is below 1.
+
+    A resumed run may have another batch: the `step` steps that are done have used `trained_samples`.
+    """
     if args.max_steps > 0 or samples is None:
         return max(1, args.max_steps)
-    steps = math.ceil(args.num_train_epochs * samples / global_batch)
+    more = trained_samples - step * global_batch  # samples beyond those of as many steps with this batch
+    steps = max(step, math.ceil((args.num_train_epochs * samples - more) / global_batch))
     if steps < 1:
         raise UserError(
             f"--num_train_epochs {args.num_train_epochs}: gives no step: give a positive number or --max_steps"

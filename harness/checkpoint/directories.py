@@ -137,6 +137,7 @@ class TrainingProgress:
         model_only: whether optimizer states were left out, so that no run can resume it.
         loss_scaling: the state of the fp16 loss scaler; empty for other precisions.
         stream: the position in streamed training data; empty for other data.
+        evaluation_due: whether a signal ended the run before the evaluation of this step was complete.
     """
 
     step: int
@@ -161,6 +162,13 @@ class TrainingProgress:
     best: JsonObject = field(default_factory=dict)
     model_only: bool = False
     stream: JsonObject = field(default_factory=dict)
+    evaluation_due: bool = False
+
+    @property
+    def trained_samples(self) -> int:
+        """The samples of the steps that are done: those consumed, less those left out on the way."""
+        left_out = [stop - first for first, stop in self.skipped_samples if stop <= self.consumed_samples]
+        return self.consumed_samples - sum(left_out)
 
 
 def partial_name(step: int) -> str:

@@ -204,6 +204,8 @@ class Trainer(ScriptMethods):
             self._call("on_epoch_begin")
             self.rollback.begin(self.save_checkpoint)
             self._agree_on_control()  # a signal ends the run after its first step
+            if run.evaluation_due and self.eval_dataset is not None:
+                stop = self._evaluate_and_save(recorder, evaluate=True)
             while state.global_step < state.max_steps and not (stop or self.control.should_training_stop):
                 with self.rollback.guarding(recorder, self._settle):  # rolls back a non-finite step
                     record = self.training_step()
@@ -269,8 +271,8 @@ class Trainer(ScriptMethods):
         Returns:
             The number of the signal that ends the run; 0 if none does.
         """
-        control, checkpoints = self.control, self.checkpoints
-        checkpoints.wait_a_moment()
+        control = self.control
+        self.checkpoints.wait_a_moment()
         before = self.stream.before if self.stream else 0
         due = self.run.events_after(record.step, before, record.consumed_samples, self.state.max_steps)
         self._call("on_step_end", record=record)
@@ -283,17 +285,24 @@ class Trainer(ScriptMethods):
             self._call("on_log", logs=recorder.log(record))
             stop = self._agree_on_control()
         control.should_log = False
+        return self._evaluate_and_save(recorder, stop, evaluate=due.evaluate, save=due.save)
+
+    def _evaluate_and_save(self, recorder: Recorder, stop: int = 0, *, evaluate: bool, save: bool = False) -> int:
+        """Evaluate and save if that is due, or asked for; the argument and the result are signals that end the run."""
+        control = self.control
         # Evaluate before saving: a best evaluation asks for a checkpoint of this step.
-        if not stop and (control.should_evaluate or due.evaluate):
+        self.run.evaluation_due = evaluate or control.should_evaluate
+        if self.run.evaluation_due and not stop:
             control.should_evaluate = False
             # By rank 0's metrics: a script's own score may differ between ranks; they would load different models.
             metrics = value_of_first(recorder.evaluation(self.evaluate))
+            self.run.evaluation_due = metrics is None  # a signal came: the resumed run evaluates
             note_evaluation(self.args, self.state, control, metrics)
             stop = self._agree_on_control()
-        if stop or control.should_save or due.save:
+        if stop or control.should_save or save:
             control.should_save = False
             ends = self.state.global_step >= self.state.max_steps
-            checkpoints.begin(last=bool(stop) or control.should_training_stop or ends)
+            self.checkpoints.begin(last=bool(stop) or control.should_training_stop or ends)
             stop = self._agree_on_control()
         return stop
 

@@ -12,6 +12,7 @@ from typing import Unpack
 from harness.arguments import TrainingArguments
 from harness.errors import UserError
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
+from harness.wording import counted
 
 
 class EarlyStoppingCallback(TrainerCallback):
@@ -27,12 +28,22 @@ class EarlyStoppingCallback(TrainerCallback):
     def on_train_begin(
         self,
         args: TrainingArguments,
-        state: TrainerState,  # noqa: ARG002  the signature of every callback
-        control: TrainerControl,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,
         **kwargs: Unpack[MomentValues],
     ) -> None:
-        """Raise UserError for several evaluation data sets if `metric_for_best_model` names no metric of one."""
-        require_metric_of_one(args, kwargs["trainer"].run.data.evaluation)
+        """Train no further if the run that is resumed has stopped early.
+
+        Raises UserError for several evaluation data sets if `metric_for_best_model` names no metric of one.
+        """
+        run = kwargs["trainer"].run
+        require_metric_of_one(args, run.data.evaluation)
+        if state.evaluations_without_best >= self.patience:
+            control.should_training_stop = True
+            run.console.say(
+                f"early stopping at step {state.global_step}: no improvement in "
+                f"{counted(state.evaluations_without_best, 'evaluation')}; a larger patience continues the run"
+            )
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]

@@ -17,6 +17,7 @@ from harness.arguments.configure import RunConfig, read_run_config
 from harness.arguments.themes.flags import Help, default_of
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
+    TrainingProgress,
     require_same_adapters,
     require_same_optimizer,
     set_aside_foreign,
@@ -30,7 +31,7 @@ from harness.checkpoint.integrity import (
     unlisted,
     wait_until_seen,
 )
-from harness.config import Document, Resolved
+from harness.config import Resolved
 from harness.config.model.shape import layer_drop, require_every_layer
 from harness.console import Console
 from harness.data.batches.collate import Collator, collate
@@ -96,7 +97,7 @@ class RunPlan(RunInputs):
         adapter_fingerprint: of the adapters, "" without any.
         data: the tokenised data sets, and their tokenizer.
         data_digest: of the training data, "" without any.
-        document: the DeepSpeed JSON as written.
+        config: the DeepSpeed JSON, read and checked once.
         checkpoint: the checkpoint to resume; None for a run that begins at step 0.
     """
 
@@ -105,7 +106,7 @@ class RunPlan(RunInputs):
     adapter_fingerprint: str
     data: Datasets
     data_digest: str
-    document: Document
+    config: RunConfig
     resolved: Resolved
     layout: Layout
     max_steps: int
@@ -147,7 +148,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
         adapter_fingerprint=fingerprint(adaptation, args.seed if source and source.weights is None else None),
         data=data,
         data_digest="" if data.train is None else data_digest(data.train),
-        document=config.document,
+        config=config,
         resolved=resolved,
         layout=layout,
         max_steps=max_steps,
@@ -188,12 +189,22 @@ def chosen_by_rank_0(find: Callable[[], Path | None]) -> Path | None:
 
 
 def resolve_for(
-    source: ModelSource | None, args: TrainingArguments, config: RunConfig, samples: int | None
+    source: ModelSource | None,
+    args: TrainingArguments,
+    config: RunConfig,
+    samples: int | None,
+    progress: TrainingProgress | None = None,
 ) -> tuple[Resolved, int, Layout]:
-    """Return the config resolved for this model and number of samples, the number of steps, and the layout."""
+    """Return the config resolved for this model and number of samples, the number of steps, and the layout.
+
+    Args:
+        progress: of the checkpoint that is resumed.
+    """
     text_config = None if source is None else source.config.get_text_config(decoder=True)
     require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
-    resolved, max_steps = config.for_data(args, samples, getattr(text_config, "hidden_size", None))
+    hidden_size = getattr(text_config, "hidden_size", None)
+    done = {} if progress is None else {"step": progress.step, "trained_samples": progress.trained_samples}
+    resolved, max_steps = config.for_data(args, samples, hidden_size, **done)
     sizes = {name: getattr(resolved, name) for name in ("pp_size", "tp_size", "ep_size", "cp_size")}
     return resolved, max_steps, Layout.from_world(config.values.world_size, **sizes)
 
@@ -265,10 +276,12 @@ def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:
     if chosen is not None and chosen != plan.checkpoint:
         require_same_optimizer(chosen, plan.resolved)
         require_same_adapters(chosen, plan.adapter_fingerprint)
-    if auto and plan.env.rank == 0:
+    trains = plan.data.train is not None  # an evaluation leaves all checkpoints where they are
+    if auto and trains and plan.env.rank == 0:
         for path, moved in set_aside_foreign(foreign(output_dir)):
             console.warn(f"{path} was saved by another run: it is now {moved}")
-    if chosen is not None and not auto and chosen.resolve().parent == output_dir.resolve() and plan.env.rank == 0:
+    is_own = chosen is not None and chosen.resolve().parent == output_dir.resolve()
+    if chosen is not None and is_own and trains and not auto and plan.env.rank == 0:
         for path in set_aside_newer(output_dir, output_dir / chosen.name):
             console.warn(f"resuming from {chosen}: a newer checkpoint is now {path}")
     if chosen is not None and plan.env.rank == 0 and (others := unlisted(chosen)):

@@ -29,7 +29,7 @@ from harness.console import Console
 from harness.data.batches.collate import MicroBatch, TokenCollator
 from harness.data.batches.evaluation import by_prefix, evaluation_digest
 from harness.data.batches.order import SeveralSources
-from harness.data.batches.stream import BatchStream
+from harness.data.batches.stream import BatchStream, dataset_length
 from harness.data.inputs.datasets import UserData
 from harness.data.preview import BEGIN, END, shown
 from harness.deepspeed.collectives import carry_collectives
@@ -89,6 +89,7 @@ from harness.training.prepare.plan import (
     chosen_by_rank_0,
     intact_checkpoint,
     plan_run,
+    resolve_for,
 )
 from harness.training.prepare.run import Run
 from harness.training.prepare.sample_prompts import sample_prompts
@@ -113,6 +114,7 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
         try_saving(plan.output_dir, several_hosts=here.hosts > 1)
         _warn_of_locks(plan, here, context.groups.rank)
     plan.checkpoint = intact_checkpoint(plan, args)
+    context = _with_steps_left(plan, context)
     if hosts.ids and (advice := advise(plan.layout, hosts_of_launch(hosts), hosts.numbers)):
         console.warn(advice)  # tensor-parallel groups that cross hosts
     take_first_ranks(tensors_in_memory(plan.model, plan.source, plan.adaptation), context.device, console)
@@ -222,6 +224,20 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     resolved = settle_compression(plan.resolved, groups, device, console)
     context = EngineContext(args=args, resolved=resolved, groups=groups, device=device, max_steps=plan.max_steps)
     return context, foreign_groups
+
+
+def _with_steps_left(plan: RunPlan, context: EngineContext) -> EngineContext:
+    """Return the context with the number of steps of a resumed run.
+
+    With --num_train_epochs it depends on the samples that are left, because the run that saved may have had another
+    global batch.
+    """
+    if plan.checkpoint is None or plan.data.train is None:
+        return context
+    samples, progress = dataset_length(plan.data.train), directories.read_progress(plan.checkpoint)
+    resolved, plan.max_steps, _ = resolve_for(plan.source, plan.args, plan.config, samples, progress)
+    plan.resolved = replace(resolved, gradient_bits=context.resolved.gradient_bits)
+    return replace(context, resolved=plan.resolved, max_steps=plan.max_steps)
 
 
 def _warn_of_locks(plan: RunPlan, here: HostValues[int], rank: int) -> None:

@@ -57,6 +57,7 @@ class Run(RunPlan, EngineContext):
         state: counters, best evaluation and log history, as callbacks get it.
         stream: the training samples of this rank; None without training data.
         evaluation_is_new: whether `data.evaluation` was set after the run began, and is not checked yet.
+        evaluation_due: whether the last step must still be evaluated, as a signal came before.
     """
 
     data_check: DatasetCheck
@@ -73,6 +74,7 @@ class Run(RunPlan, EngineContext):
     state: TrainerState = field(init=False)
     stream: BatchStream | None = field(init=False, default=None)
     evaluation_is_new: bool = field(init=False, default=False)
+    evaluation_due: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.state = self._initial_state()

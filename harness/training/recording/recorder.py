@@ -189,7 +189,7 @@ def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
 def certificate_of(run: Run) -> JsonObject | None:
     """Return the certificate of `ds-harness verify` for this config, model and code; None without one."""
     layout = certificate.layout_of(run.resolved)
-    subject = certificate.subject(run.document.data, layout, run.trainable.shaping_config)
+    subject = certificate.subject(run.config.document.data, layout, run.trainable.shaping_config)
     return certificate.find(subject, versions())
 
 

@@ -257,6 +257,7 @@ def progress_of(run: Run) -> TrainingProgress:
         run_id=run.run_id,
         best=best_as_saved(run.args, state),
         stream=stream_position(run, state.consumed_samples),
+        evaluation_due=run.evaluation_due,
     )
 
 

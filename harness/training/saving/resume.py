@@ -16,6 +16,7 @@ from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
     TrainingProgress,
     read_manifest,
+    read_progress,
     require_same_adapters,
     require_same_base,
     require_same_model,
@@ -25,12 +26,13 @@ from harness.checkpoint.integrity import damage, find_resume, newest_whole, run_
 from harness.checkpoint.training_state import load_residue
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
+from harness.data.batches.stream import dataset_length
 from harness.data.streaming.source import Streamed
 from harness.errors import UserError
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, value_of_first
 from harness.training.prepare.one_model import require_one_model
-from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint
+from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint, resolve_for
 from harness.training.prepare.run import Run
 from harness.training.recording.recorder import Recorder
 from harness.training.saving.best_model import restore_best
@@ -48,8 +50,11 @@ def load(run: Run, checkpoint: Path) -> TrainingProgress:
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
     state.global_step = progress.step
     state.consumed_samples = progress.consumed_samples
+    run.evaluation_due = progress.evaluation_due
     of_first_rank = lambda path: value_of_first(damage(path))  # noqa: E731  folders may look different from each host
-    if lost := restore_best(run.args, state, progress.best, checkpoint.absolute().parent, of_first_rank):
+    is_own = checkpoint.resolve().parent == run.output_dir.resolve()  # whatever the spelling of its path
+    folder = run.output_dir if is_own else checkpoint.absolute().parent
+    if lost := restore_best(run.args, state, progress.best, folder, of_first_rank):
         run.console.warn(lost)
     if stream is not None:
         stream.consumed = progress.consumed_samples
@@ -87,6 +92,14 @@ def resume_named(run: Run, name: str | Path | bool) -> None:
     checkpoint = run.checkpoint
     all_or_none(lambda: require_same_base(checkpoint, run.base_checksums))
     require_same_model(run.checkpoint, run.trainable.summary, run.trainable.shaping_config)
+    if run.data.train is not None:
+        samples, progress = dataset_length(run.data.train), read_progress(run.checkpoint)
+        _, steps, _ = resolve_for(run.source, run.args, run.config, samples, progress)
+        if steps != run.max_steps:  # the schedule of the learning rate is made for them already
+            raise UserError(
+                f"train(resume_from_checkpoint={name!r}): {run.checkpoint} was saved with another global batch, so "
+                f"--num_train_epochs takes {steps} steps: give resume_from_checkpoint to TrainingArguments instead"
+            )
     resume(run, run.checkpoint)
     run.run_id = value_of_first(run_id(run.checkpoint))
 
