@@ -18,6 +18,7 @@ import itertools
 import shutil
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -269,11 +270,12 @@ class BackgroundSave:
         except UserError as error:
             text = str(error)
             if self._first:
-                # Count free inodes before this checkpoint's files are deleted, and free bytes afterwards.
-                full = room(self._folder.parent) if lacks_inodes(self._folder) else ""
-                shutil.rmtree(self._folder, ignore_errors=True)
-                if NO_MEMORY not in text:
-                    text += f" ({full or _room(self._plans, self._folder)})"
+                with suppress(OSError):  # of a lost mount nobody can say how much room it has
+                    # Count free inodes before this checkpoint's files are deleted, and free bytes afterwards.
+                    full = room(self._folder.parent) if lacks_inodes(self._folder) else ""
+                    shutil.rmtree(self._folder, ignore_errors=True)
+                    if NO_MEMORY not in text:
+                        text += f" ({full or _room(self._plans, self._folder)})"
             raise NotSaved(value_of_first(text)) from error
 
 

@@ -32,7 +32,7 @@ def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
     try:
         all_or_none(lambda: _create(path, header, region) if rank == 0 else None)
         all_or_none(lambda: _write(region, rank, several_hosts=several_hosts))
-        lost = value_of_first(_lost(region, ranks) if rank == 0 else [])
+        lost = value_of_first(all_or_none(lambda: _lost(region, ranks) if rank == 0 else []))
         if lost:
             raise UserError(
                 f"what {spell_ranks(lost)} wrote is not in the file: the file system loses what several ranks write to "

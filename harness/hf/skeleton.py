@@ -166,6 +166,11 @@ class ModelSource:
                 f"if it is one, call AutoModelForCausalLM.register({of_config}, {kind}, exist_ok=True) first"
             )
         require_plain(model)
+        try:
+            if model.generation_config is not None:
+                model.generation_config.validate()
+        except ValueError as error:
+            raise UserError(f"generation_config of the {kind} in memory could not be read back: {error}") from error
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         return cls(name=kind, config=model.config, weights=tensors, generation=model.generation_config, model=model)
 

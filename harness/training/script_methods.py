@@ -217,7 +217,7 @@ class ScriptMethods:
         A README.md that ds-harness did not write is kept.
         """
         path = Path(self.args.output_dir) / "README.md"
-        if not self.is_world_process_zero() or (path.is_file() and CARD not in path.read_text(encoding="utf-8")):
+        if not self.is_world_process_zero() or (path.is_file() and CARD not in path.read_text("utf-8", "replace")):
             return
         data = ModelCardData(
             language=language,

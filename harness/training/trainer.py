@@ -472,7 +472,7 @@ class Trainer(ScriptMethods):
         says. Raises UserError if the upload fails.
         """
         folder = self.save_model()
-        self.create_model_card(**card)
+        all_or_none(lambda: self.create_model_card(**card))
         send = partial(upload, folder, commit_message, repo_id=repo_id, private=private, token=token, revision=revision)
         return all_or_none(lambda: send() if self.is_world_process_zero() else "")
 

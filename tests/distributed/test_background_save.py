@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from harness import Trainer, TrainerCallback
+from harness.checkpoint import trial
 from harness.checkpoint.tensors import tensor_writer
+from harness.checkpoint.tensors.whole_tensors import PlannedFiles
 from harness.device.process_group import all_arrive
 from harness.errors import UserError
 from tests.distributed.ranks import run_ranks
@@ -75,25 +79,45 @@ def resume_and_compare(job: Job, folder: str) -> tuple[list[str], Any, Any]:
     return found, train(job, place, resume="auto"), train(job, Path(folder, "unbroken"))
 
 
-def export_where_a_rank_cannot_write(job: Job, folder: str) -> str:
-    trainer = Trainer(job.model, arguments_of(job, folder), rows())
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with patch.object(tensor_writer.os, "pwrite", side_effect=full if dist.get_rank() == 1 else None, wraps=os.pwrite):
-        try:
-            trainer.save_model()
-            return "saved"
-        except UserError as error:
-            return str(error)
-        finally:
-            trainer.close()
+def told(action: Callable[[], object]) -> str:
+    """What a UserError says."""
+    with pytest.raises(UserError) as found:
+        action()
+    return str(found.value)
 
 
-def test_an_export_that_one_rank_cannot_write_ends_on_all_of_them(tmp_path: Path) -> None:
-    job = Job(tiny_model(tmp_path / "m", "gpt2", True), "pp2z1")
-    first, second = run_ranks(2, export_where_a_rank_cannot_write, job, str(tmp_path / "out"))
-    assert first == second and "unfinished-" in first
-    assert first.endswith("model.safetensors: cannot be written: No space left on device")
-    assert not (tmp_path / "out" / "model.safetensors").exists()
+def where_one_rank_fails(job: Job, folder: str) -> list[str]:
+    """What is said when one rank cannot read a trial back, write or begin an export, write a card, or see the mount."""
+    rank = dist.get_rank()
+    begin = partial(Trainer, job.model, arguments_of(job, folder), rows())
+    with patch.object(trial, "_lost", side_effect=OSError(errno.EIO, "Input/output error"), return_value=[]):
+        said = [told(begin)]
+    trainer = begin()
+    full, gone = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.ENOTCONN, "not connected")
+    with patch.object(tensor_writer.os, "pwrite", side_effect=full if rank == 1 else None, wraps=os.pwrite):
+        said.append(told(trainer.save_model))
+    said.append(told(lambda: trainer.save_model(f"{folder}/file/export" if rank == 1 else f"{folder}/export")))
+    Path(folder, "README.md").mkdir(exist_ok=True)
+    said.append(told(trainer.push_to_hub))
+    with patch.object(PlannedFiles, "create", side_effect=gone), patch.object(os, "statvfs", side_effect=gone):
+        said.append(told(trainer.save_checkpoint))
+    trainer.close()
+    return said
+
+
+def test_where_one_rank_fails_all_ranks_say_why(tmp_path: Path) -> None:
+    job, out = Job(tiny_model(tmp_path / "m", "gpt2", True), "pp2z1"), tmp_path / "out"
+    out.mkdir()
+    (out / "file").touch()
+    first, second = run_ranks(2, where_one_rank_fails, job, str(out))
+    assert first == second
+    not_tried, not_written, not_made, no_card, not_saved = first
+    assert not_tried.endswith("checkpoints cannot be written there: [Errno 5] Input/output error")
+    assert "unfinished-" in not_written
+    assert not_written.endswith("model.safetensors: cannot be written: No space left on device")
+    assert not_made == f"the model cannot be written to {out}/file/export: Not a directory"
+    assert no_card == f"{out}/README.md: Is a directory"
+    assert not_saved == "[Errno 107] not connected"
 
 
 def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from harness.atomic import UNFINISHED, replaced_files, sync_file, sync_folder
 from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
@@ -133,8 +134,16 @@ def export_config(source: ModelSource, dtype: torch.dtype, directory: Path) -> N
     config = copy.deepcopy(source.config)
     config.dtype = dtype
     with replaced_files(directory) as folder:
-        config.save_pretrained(folder)
-        (source.generation or GenerationConfig.from_model_config(config)).save_pretrained(folder)
+        _save(config, folder / CONFIG_NAME)
+        _save(source.generation or GenerationConfig.from_model_config(config), folder / GENERATION_CONFIG_NAME)
+
+
+def _save(config: PretrainedConfig | GenerationConfig, path: Path) -> None:
+    """Save a config even if transformers refuses to: what it refuses it can read, and weights must not be lost."""
+    try:
+        config.save_pretrained(path.parent)
+    except ValueError:  # an option of generation that has no effect, as a temperature without do_sample
+        config.to_json_file(path)
 
 
 # -- what is written where -----------------------------------------------------------------------------------

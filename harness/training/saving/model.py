@@ -53,10 +53,7 @@ def write_model(run: Run, directory: Path) -> None:
 
     Raises UserError, on all ranks, if a file cannot be written.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"the model cannot be written to {directory}: {reason(error, directory)}") from error
+    all_or_none(lambda: _make(directory))
     if run.adaptation is None:
         _write_weights(run, directory)
     else:
@@ -65,13 +62,20 @@ def write_model(run: Run, directory: Path) -> None:
         base = causal.source.weights
         if not isinstance(base, Path):
             base = directory / BASE
-            base.mkdir(exist_ok=True)
+            all_or_none(lambda: _make(directory / BASE))
             _write_weights(run, base)
         name, config, at = run.trainable.saved_name, run.adaptation.config, str(base.resolve())
         export_adapters(run.module, run.groups, directory, rename=lambda key: saved_name(name(key)))
         _on_first_rank(run, lambda: export_adapter_config(sorted_config(config), at, directory))
     tokenizer = run.data.tokenizer
     _on_first_rank(run, lambda: tokenizer.save_pretrained(directory) if tokenizer is not None else None)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the model cannot be written to {folder}: {reason(error, folder)}") from error
 
 
 def _write_weights(run: Run, directory: Path) -> None:

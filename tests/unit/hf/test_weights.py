@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from harness.checkpoint.exporting.weights import export_config
 from harness.errors import UserError
 from harness.hf.locate import model_directory, presets
 from harness.hf.skeleton import ModelSource, build_skeleton, read_source
@@ -179,6 +180,19 @@ def test_a_config_that_describes_no_model_is_told_in_one_line(
     with pytest.raises(UserError, match=wanted) as told:
         build_skeleton(read_source(str(saved)).config)
     assert "\n" not in str(told.value)
+
+
+def test_what_transformers_would_not_save_is_saved_if_it_can_be_read(saved: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    model.config.max_length, model.generation_config.temperature = 9, 0.7
+    for refused in (model.config, model.generation_config):
+        with pytest.raises(ValueError, match=r"do_sample|max_length"):
+            refused.save_pretrained(saved)
+    export_config(ModelSource.of_model(model), torch.float32, saved)
+    assert AutoModelForCausalLM.from_pretrained(saved).generation_config.temperature == 0.7
+    model.generation_config.max_new_tokens = 0
+    with pytest.raises(UserError, match=r"generation_config of the LlamaForCausalLM in memory .*max_new_tokens"):
+        ModelSource.of_model(model)
 
 
 def test_a_broken_generation_config_is_told(saved: Path) -> None:
