@@ -148,9 +148,7 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
 
     # 5. The layers of this rank, and DeepSpeed's engine around them.
     if optimizer := all_or_none(lambda: compiled_optimizer(plan.resolved.config, context.device)):
-        console.say(
-            f"optimizer {optimizer} is DeepSpeed's own: the first use on a machine compiles it, which can take minutes"
-        )
+        console.say(f"optimizer {optimizer} is DeepSpeed's own: its first use here compiles it, which can take minutes")
     engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
     stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context)
     report_stages(console, plan.layout, plan.resolved, plan.max_steps, stages)
