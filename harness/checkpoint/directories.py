@@ -326,8 +326,7 @@ def set_aside_foreign(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
 
 def _renamed(checkpoint: Path, word: str) -> Path:
     target = checkpoint.with_name(f"{word}-{checkpoint.name}")
-    remove([target])  # from an earlier renaming
-    return checkpoint.rename(target)
+    return checkpoint.rename(free_name(target) if os.path.lexists(target) else target)
 
 
 def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = None) -> list[Path]:
@@ -365,5 +364,10 @@ def set_aside(path: Path) -> Path | None:
     """Rename an earlier run's file or folder to a free name such as `metrics.1.jsonl`; return it, None if empty."""
     if not path.is_dir() and not (path.is_file() and path.stat().st_size):
         return None
+    return path.rename(free_name(path))
+
+
+def free_name(path: Path) -> Path:
+    """Return the path with the first number that is free, such as `metrics.1.jsonl`."""
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-    return path.rename(next(name for name in names if not name.exists()))
+    return next(name for name in names if not os.path.lexists(name))

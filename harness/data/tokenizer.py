@@ -224,4 +224,6 @@ def identity(tokenizer: Tokenizer) -> str:
         with TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             parts = [file.read_text(encoding="latin-1") for file in sorted(Path(folder).iterdir())]
+    if getattr(tokenizer, "split_special_tokens", False):  # the backend's rules do not say it
+        parts.append("split_special_tokens")
     return "\0".join((type(tokenizer).__name__, str(tokenizer.eos_token_id), *parts))

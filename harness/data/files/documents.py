@@ -106,8 +106,10 @@ def _content(files: Sequence[Path], prepared: Path) -> str:
 def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = lambda _: None) -> Dataset:
     """Convert a user's map-style data set of dicts into documents.
 
-    The documents of a `datasets.Dataset` on disk are written to HF_DATASETS_CACHE; those of other data sets stay in
-    memory. Raises UserError, naming `name[i]`, for a row that cannot be used.
+    The documents of a `datasets.Dataset` on disk are written to HF_DATASETS_CACHE. Those of other data sets, and of one
+    with a transform (`with_transform`), stay in memory: what a transform gives is known only by reading all of it.
+
+    Raises UserError, naming `name[i]`, for a row that cannot be used.
     """
     from datasets import Dataset, Features, Value
 
@@ -121,7 +123,7 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
                 raise UserError(f"{name}[{number}] is {type(row).__name__}, unlike earlier rows: give dicts alone")
             yield from in_pieces(document(plain_row(row), kind, f"{name}[{number}]"))
 
-    if not (isinstance(dataset, Dataset) and dataset.cache_files):
+    if not (isinstance(dataset, Dataset) and dataset.cache_files and dataset.format["type"] != "custom"):
         made = list(documents((i, dataset[i]) for i in range(len(dataset))))
         table = Dataset.from_list(made, features=features)
         set_fingerprint(table, fingerprint(*(value for row in made for value in row.values())))

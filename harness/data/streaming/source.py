@@ -224,7 +224,10 @@ class StreamedSource:
         # If tokenizer or sample length have changed, drop the left-over ids: they may be ids of another vocabulary.
         is_alike = kept.get("made") == self._made
         rest, starts = (np.array(kept[name] if is_alike else (), dtype=np.int64) for name in ("rest", "starts"))
-        self._start(StreamPosition(**numbers, rest=rest, starts=starts, mark=kept.get("mark", {})))
+        mark = kept.get("mark", {})
+        if mark.get("row", 0) >= numbers["row"]:  # it was for the section's end; then the same file began once more
+            mark = {}
+        self._start(StreamPosition(**numbers, rest=rest, starts=starts, mark=mark))
 
     def position(self, sample: int) -> JsonObject:
         """Return a position as JSON from which the stream reaches this sample: its own, or one a few samples before."""

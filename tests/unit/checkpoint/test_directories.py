@@ -201,12 +201,13 @@ def test_a_run_can_go_on_from_one_that_has_another_name(name: str, tmp_path: Pat
     assert [step for step, _ in numbered(tmp_path)] == [2] and damage(other) is None
 
 
-def test_those_of_another_run_make_room_in_the_place_of_earlier_ones(tmp_path: Path) -> None:
-    (tmp_path / "foreign-checkpoint-2").symlink_to(save(tmp_path / "large disk", 2))
+def test_those_of_another_run_get_a_name_that_no_earlier_one_has(tmp_path: Path) -> None:
+    (tmp_path / "foreign-checkpoint-2").symlink_to(tmp_path / "a disk that is not mounted")
     assert set_aside_foreign([]) == []
-    ((old, new),) = set_aside_foreign([save(tmp_path, 2)])
-    assert (old.exists(), new.is_symlink(), damage(new)) == (False, False, None)
-    assert damage(tmp_path / "large disk" / "checkpoint-2") is None
+    for name in ("foreign-checkpoint-2.1", "foreign-checkpoint-2.2"):
+        ((old, new),) = set_aside_foreign([save(tmp_path, 2)])
+        assert (old.exists(), new.name, damage(new)) == (False, name, None)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 # -- which runs can go on ------------------------------------------------------------------------------------

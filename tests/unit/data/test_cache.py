@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from harness.data.on_disk import cache
 from harness.data.on_disk.cache import cache_error, fingerprint, once_per_host, prepared_folder
-from harness.data.tokenizer import ByteTokenizer, identity, load_tokenizer
+from harness.data.tokenizer import ByteTokenizer, encode, identity, load_tokenizer
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 
@@ -118,6 +118,9 @@ def test_a_tokenizer_is_known_by_what_it_does_and_not_by_its_last_call(trained_t
     second.add_tokens(["<new>"])  # type: ignore[union-attr]
     assert identity(second) != before
     assert identity(ByteTokenizer()) == identity(ByteTokenizer()) != before
+    first.split_special_tokens = True  # type: ignore[union-attr]
+    assert encode(first, ["</s>"])[0].tolist() != encode(load_tokenizer(str(trained_tokenizer)), ["</s>"])[0].tolist()
+    assert identity(first) != before
 
 
 def test_where_data_is_kept_and_what_is_said_where_it_cannot_be(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,8 @@ def test_a_data_set_on_disk_is_copied_in_parts_too(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("cache/prepared/*/*/rows.arrow"))) > 3
     assert documents["text"][:] == [row["text"] for row in reversed(rows)]
     assert as_documents(saved, "train_dataset")._fingerprint == documents._fingerprint
+    shouted = saved.with_transform(lambda batch: {"text": [text.upper() for text in batch["text"]]})
+    assert as_documents(shouted, "train_dataset")["text"][:] == [row["text"].upper() for row in reversed(rows)]
     bad = Dataset.from_list([*rows, {"text": None}])
     bad.save_to_disk(tmp_path / "bad")
     with pytest.raises(UserError, match=r"train_dataset\[100\]: `text` is missing"):

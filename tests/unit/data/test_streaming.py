@@ -287,6 +287,18 @@ def test_a_stream_goes_on_in_a_file_without_reading_what_is_before(name, tmp_pat
             source[2500]
 
 
+def test_a_stream_that_resumed_late_in_its_only_file_begins_it_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "SHARD_BYTES", 1000)
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": f"row {i} " + "x" * BLOCK}) + "\n" for i in range(40)))
+    whole, resumed, again = (streamed(file, "text", ByteTokenizer(), BLOCK) for _ in range(3))
+    end = next(k for k in range(1, 99) if whole.position(k)["row"] == 0)  # the next sample has the first row once more
+    resumed.seek(json.loads(json.dumps(whole.position(end - 9))))
+    assert resumed.position(end - 9)["mark"]["row"] > 0
+    again.seek(json.loads(json.dumps(resumed.position(end))))
+    assert [plain(again[k]) for k in range(end, end + 9)] == [plain(whole[k]) for k in range(end, end + 9)]
+
+
 def broken(file):
     """Put a row that is none behind the last one."""
     if file.suffix == ".parquet":
