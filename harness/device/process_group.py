@@ -26,7 +26,7 @@ from harness.deepspeed.process_wide import (
 from harness.errors import UserError
 from harness.topology.agreement import host_group, spell_ranks, values_of_all
 from harness.topology.env import LaunchEnv, run_timeout
-from harness.topology.rendezvous import open_store
+from harness.topology.rendezvous import open_store, require_one_kind
 
 # DeepSpeed calls such functions, under ZeRO-3 several times a step
 DEPRECATED = r"`torch\.distributed\.\w+` is deprecated"
@@ -52,9 +52,11 @@ def start(env: LaunchEnv) -> torch.device:
     timeout = run_timeout()
     if not dist.is_initialized():
         env.export(os.environ)
+        store = open_store(env, timeout)
+        require_one_kind(store, env, device.type)
         dist.init_process_group(
             accelerator.communication_backend_name(),
-            store=open_store(env, timeout),
+            store=store,
             rank=env.rank,
             world_size=env.world_size,
             timeout=timeout,
@@ -88,14 +90,17 @@ def shared_store() -> dist.Store:
 
 
 def all_arrive(barrier: str, seconds: float) -> bool:
-    """Return whether all ranks call this with the same `barrier` within `seconds`: a barrier with a time limit."""
-    store, ranks = shared_store(), range(dist.get_world_size())
+    """Return whether all ranks call this with the same `barrier` within `seconds`: a barrier with a time limit.
+
+    The first rank that sees all others, or gives up, decides for all.
+    """
+    store, ranks, verdict = shared_store(), range(dist.get_world_size()), "all"
     store.set(f"{barrier} {dist.get_rank()}", "")
     try:
         store.wait([f"{barrier} {rank}" for rank in ranks], timedelta(seconds=seconds))
     except dist.DistStoreError:
-        return False
-    return True
+        verdict = "not all"
+    return bool(store.compare_set(f"{barrier} verdict", "", verdict) == b"all")
 
 
 def open_groups() -> frozenset[dist.ProcessGroup]:

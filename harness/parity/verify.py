@@ -26,7 +26,7 @@ from harness.hf.verify.tiny_copy import shrink
 from harness.parity.composition import Composition, Execution, Training
 from harness.parity.trial import REFUSED, RIGHT, UNTRIED, TrialResult, try_all
 from harness.report import certificate
-from harness.training.prepare.trainable import UNSHAPING
+from harness.training.prepare.trainable import shaping
 from harness.training.recording.files import versions
 
 MOST_RANKS = 8
@@ -90,7 +90,7 @@ def certify(
     `report` is called with each verdict. Raises UserError for a file that cannot be read.
     """
     source, document = read_source(model), read_config(arguments.deepspeed_config)
-    shape = {name: value for name, value in source.config.to_dict().items() if name not in UNSHAPING}
+    shape = shaping(source.config)
     found: JsonObject = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "model": model,

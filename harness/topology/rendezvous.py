@@ -17,15 +17,17 @@ from harness.topology.interfaces import listen_at
 from harness.topology.slurm import address_of
 
 
-def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store | None:
-    """Return the store that all ranks of the run share; None if the launcher's own is used.
+def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store:
+    """Return the store that all ranks of the run share.
 
     Raises UserError if the master's address is unknown or its port is taken.
     """
     if env.world_size == 1:
         return dist.HashStore()
     if env.has_store:
-        return None
+        store: dist.Store = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))[0]
+        store.set_timeout(timeout)
+        return dist.PrefixStore("default_pg", store)  # as torch does: the launcher has keys of its own
     is_master = env.rank == 0
     env = replace(env, master_addr=_reachable(env.master_addr))
     listener = _listen(env) if is_master else None
@@ -37,6 +39,21 @@ def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store | None:
         timeout=timeout,
         master_listen_fd=None if listener is None else listener.detach(),
     )
+
+
+def require_one_kind(store: dist.Store, env: LaunchEnv, kind: str) -> None:
+    """Raise UserError, on all ranks, if their devices are of two kinds: torch would wait until its timeout."""
+    own = f"{kind} on rank {env.rank} (host {socket.gethostname()})"
+    first = store.compare_set("device", "", own).decode()
+    if not first.startswith(f"{kind} "):
+        store.compare_set("other device", "", own)
+    if store.add("devices", 1) == env.world_size:
+        store.set("device of the last", store.compare_set("other device", "", first).decode())
+    if (other := store.get("device of the last").decode()) != first:
+        raise UserError(
+            f"the ranks' devices are of different kinds, {' and '.join(sorted([first, other]))}: "
+            "check the driver and CUDA_VISIBLE_DEVICES of the host without a GPU, or leave that host out"
+        )
 
 
 def _reachable(host: str) -> str:

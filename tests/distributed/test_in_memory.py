@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness import Trainer, TrainingArguments, UserError
+from harness import Trainer
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Curve, Job, arguments_of, by_torch, rows, steps_of, tiny_model, worst
 
@@ -105,41 +104,3 @@ def test_a_model_in_memory_is_one_model_and_stays_what_it_is(tmp_path: Path) -> 
             assert torch.allclose(tensors[name], tensor, atol=2e-5), (job, name)
     frozen = in_memory(jobs[3], 0).model.layers[1].mlp.up_proj.weight
     assert torch.equal(first[3][1]["model.layers.1.mlp.up_proj.weight"], frozen)
-
-
-class Unlike(nn.Linear):
-    """A layer of random numbers of its own."""
-
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        super().__init__(4, 4)
-
-
-def own_layers(folder: str) -> tuple[list[float], str]:
-    """Losses of layers that each rank made for itself; what is said of a factory that differs between ranks."""
-    rank = dist.get_rank()
-    config = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
-    data = [(torch.full((4,), float(i)), torch.ones(4)) for i in range(8)]
-
-    def begin(layers: list[Any], config: dict[str, Any]) -> Trainer:
-        settings = TrainingArguments(deepspeed_config=config, output_dir=folder, max_steps=2, save_steps=0)
-        return Trainer(layers, settings, data, loss_fn=nn.functional.mse_loss)
-
-    losses = []
-    for layout in ({"pipeline": {"stages": 2}}, {"tensor_parallel": {"autotp_size": 2}}, {}):
-        trainer = begin([Unlike(rank), torch.tanh, Unlike(rank + 2)], {**config, **layout})
-        losses.append(trainer.training_step().loss)
-        trainer.close()
-    try:
-        begin([LayerSpec(Unlike, rank), nn.Linear(4, 4)], {**config, "tensor_parallel": {"autotp_size": 2}})
-    except UserError as error:
-        return losses, str(error)
-    return losses, ""
-
-
-def test_layers_made_without_a_seed_are_one_model_and_a_factory_that_differs_is_told(tmp_path: Path) -> None:
-    first, second = run_ranks(2, own_layers, str(tmp_path))
-    assert first == second
-    losses, message = first
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
-    assert "rank 1 has different values of 0.weight than rank 0" in message or "0.bias" in message

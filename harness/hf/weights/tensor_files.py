@@ -14,6 +14,7 @@ import mmap
 import os
 import pickle
 import weakref
+import zlib
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -201,6 +202,8 @@ DTYPES = {
 # how files begin: a pointer of Git LFS, and what torch saves now and saved before 1.6
 POINTER, ZIP, PICKLE = b"version ", b"PK\x03\x04", b"\x80\x02"
 
+SAMPLES, SAMPLE_BYTES = 64, 4 << 10  # of each file, to compare it between hosts
+
 LONGEST_HEADER = 100_000_000  # bytes; the format's own limit, so that no file makes a reader parse gigabytes
 
 
@@ -227,28 +230,41 @@ def has_tensors(directory: Path) -> bool:
     return any(directory.glob("*.safetensors")) or any((directory / name).is_file() for name in named)
 
 
+def weight_files(directory: Path) -> list[str]:
+    """Return the names of the weight files of `directory` that HuggingFace would open."""
+    if (directory / SINGLE).is_file():
+        return [SINGLE]
+    if (directory / INDEX).is_file():
+        return _indexed_files(directory / INDEX)
+    if found := sorted(path.name for path in directory.glob("*.safetensors")):
+        return found
+    return [OLD_SINGLE] if (directory / OLD_SINGLE).is_file() else _indexed_files(directory / OLD_INDEX)
+
+
+def sampled(directory: Path) -> dict[str, tuple[int, int]]:
+    """Return file name -> bytes, and CRC-32 of some blocks all over the file: to read a whole model takes minutes."""
+    found = {}
+    for name in weight_files(directory):
+        file, crc = OpenFile(directory / name), 0
+        last = max(file.size - SAMPLE_BYTES, 0)
+        for number in range(SAMPLES):
+            crc = zlib.crc32(file.bytes(last * number // (SAMPLES - 1), min(SAMPLE_BYTES, file.size)), crc)
+        found[name] = file.size, crc
+    return found
+
+
 def open_tensors(directory: Path) -> StoredTensors:
     """Open all weight files of `directory` that HuggingFace would; tensors have any shape.
 
     Raises UserError for a file that cannot be read.
     """
-    indexed = True
-    if (directory / SINGLE).is_file():
-        names = [SINGLE]
-    elif (directory / INDEX).is_file():
-        names = _indexed_files(directory / INDEX)
-    elif any(directory.glob("*.safetensors")):
-        names, indexed = sorted(path.name for path in directory.glob("*.safetensors")), False
-    elif (directory / OLD_SINGLE).is_file():
-        names = [OLD_SINGLE]
-    else:
-        names = _indexed_files(directory / OLD_INDEX)
+    names = weight_files(directory)
     opened = {name: _open(directory / name) for name in names}
     return StoredTensors(
         tensors={name: tensor for tensors in opened.values() for name, tensor in tensors.items()},
         files={file: list(tensors) for file, tensors in opened.items()},
         sizes={file: sum(t.nbytes for t in tensors.values()) for file, tensors in opened.items()},
-        indexed=indexed and names[0].endswith(".safetensors"),
+        indexed=any((directory / name).is_file() for name in (SINGLE, INDEX)) and names[0].endswith(".safetensors"),
     )
 
 

@@ -48,18 +48,14 @@ class Offset:
     error: float = 0.0
 
 
-def offset_to_first(place: str) -> Offset:
-    """Return how far this process's clock is ahead of rank 0's; all ranks must call it.
-
-    Args:
-        place: equal on all ranks, different for each call: keys of the store are made from it.
-    """
+def offset_to_first() -> Offset:
+    """Return how far this process's clock is ahead of rank 0's; all ranks must call it."""
     rank, found = dist.get_rank(), Offset()
     here = values_on_host(host_id(), rank)
     leader = min(here.values)
     leaders = dict.fromkeys(values_on_first(leader))
     if here.hosts > 1:
-        store = dist.PrefixStore(f"clocks {place}", shared_store())
+        store = dist.PrefixStore("clocks", shared_store())
         if rank == 0:
             answer(store, list(leaders)[1:], time.perf_counter)
         elif rank == leader:
@@ -72,6 +68,7 @@ def answer(store: dist.Store, ranks: Sequence[int], now: Callable[[], float]) ->
     for rank in ranks:
         for trip in range(ROUND_TRIPS):
             store.wait([f"{rank}/{trip}"])
+            store.delete_key(f"{rank}/{trip}")  # so that a later call waits for its own
             store.set(f"{rank}/{trip}/time", repr(now()))
 
 
@@ -83,6 +80,7 @@ def ask(store: dist.Store, rank: int, now: Callable[[], float]) -> Offset:
         store.set(f"{rank}/{trip}", "")
         theirs = float(store.get(f"{rank}/{trip}/time"))
         received = now()
+        store.delete_key(f"{rank}/{trip}/time")
         trips.append((received - sent, (sent + received) / 2 - theirs))
     seconds, ahead = min(trips)
     return Offset(ahead, seconds / 2)

@@ -23,7 +23,7 @@ from harness.errors import UserError
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
 from harness.parallel.tensor.shard import shard_of
-from harness.topology.agreement import disagreement, values_of_all
+from harness.topology.agreement import any_rank, disagreement, values_of_all
 from harness.topology.groups import Groups
 
 
@@ -51,7 +51,7 @@ def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, consol
     Raises UserError, on all ranks, if names, shapes or dtypes differ.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if world == 1 or not tensors:
+    if world == 1 or not any_rank(bool(tensors)):
         return
     form = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
     own = (_digest(form), _digest([(name, checksum(tensor)) for name, tensor in tensors.items()]))

@@ -271,24 +271,31 @@ def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:
         UserError: on all ranks: without `auto`, the checkpoint is damaged.
     """
     auto, output_dir, console = args.resume_from_checkpoint == "auto", plan.output_dir, plan.console
-    incomplete = damaged(output_dir, plan.checkpoint) if auto and plan.env.rank == 0 else []
+    is_first = plan.env.rank == 0
+    incomplete = all_or_none(lambda: damaged(output_dir, plan.checkpoint) if auto and is_first else [])
     chosen, changed = training_state.first_unchanged(plan.checkpoint, output_dir, auto=auto)
     if chosen is not None and chosen != plan.checkpoint:
         require_same_optimizer(chosen, plan.resolved)
         require_same_adapters(chosen, plan.adapter_fingerprint)
-    trains = plan.data.train is not None  # an evaluation leaves all checkpoints where they are
-    if auto and trains and plan.env.rank == 0:
-        for path, moved in set_aside_foreign(foreign(output_dir)):
-            console.warn(f"{path} was saved by another run: it is now {moved}")
-    is_own = chosen is not None and chosen.resolve().parent == output_dir.resolve()
-    if chosen is not None and is_own and trains and not auto and plan.env.rank == 0:
-        for path in set_aside_newer(output_dir, output_dir / chosen.name):
-            console.warn(f"resuming from {chosen}: a newer checkpoint is now {path}")
-    if chosen is not None and plan.env.rank == 0 and (others := unlisted(chosen)):
-        console.warn(f"{chosen} contains {', '.join(others)}, which it was not saved with: ignored")
+    tidied = all_or_none(lambda: _tidied(plan, chosen, auto=auto) if is_first else [])
     left_out = [*incomplete, *changed]
-    for line in left_out:
-        console.warn(f"{line}: ignored")
+    for line in [*tidied, *(f"{line}: ignored" for line in left_out)]:
+        console.warn(line)
     if auto and chosen is None:
         console.say(f"no {'whole ' if left_out else ''}checkpoint in {args.output_dir}: starting from scratch")
     return chosen
+
+
+def _tidied(plan: RunPlan, chosen: Path | None, *, auto: bool) -> list[str]:
+    """Rename the checkpoints that this run will not continue; return the warnings about them and about `chosen`."""
+    lines, output_dir = [], plan.output_dir
+    trains = plan.data.train is not None  # an evaluation leaves all checkpoints where they are
+    if trains and auto:
+        renamed = set_aside_foreign(foreign(output_dir))
+        lines = [f"{path} was saved by another run: it is now {moved}" for path, moved in renamed]
+    elif trains and chosen is not None and chosen.resolve().parent == output_dir.resolve():
+        newer = set_aside_newer(output_dir, output_dir / chosen.name)
+        lines = [f"resuming from {chosen}: a newer checkpoint is now {path}" for path in newer]
+    if chosen is not None and (others := unlisted(chosen)):
+        lines.append(f"{chosen} contains {', '.join(others)}, which it was not saved with: ignored")
+    return lines

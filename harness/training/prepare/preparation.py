@@ -1,7 +1,7 @@
 """Prepare a run for its first step, from the Trainer's arguments.
 
-First each rank alone refuses all that it can (`plan.py`). Then all ranks meet and compare config, code and data. Only
-then the model is built.
+First each rank alone refuses all that it can (`plan.py`). Then all ranks meet and compare config, code, model
+and data. Only then the model is built.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import cast
 
+import deepspeed
 import torch
 import torch.distributed as dist
+import transformers
 
 from harness.arguments.configure import RunConfig
 from harness.atomic import room, sync_folder
@@ -47,6 +49,7 @@ from harness.errors import UserError
 from harness.hf.locate import presets
 from harness.hf.lora import base_checksums
 from harness.hf.skeleton import ModelSource, position_limit
+from harness.hf.weights.tensor_files import sampled
 from harness.parallel.collectives.of_group import (
     gathers_in_memory,
     leave_memory,
@@ -94,7 +97,13 @@ from harness.training.prepare.plan import (
 from harness.training.prepare.run import Run
 from harness.training.prepare.sample_prompts import sample_prompts
 from harness.training.prepare.stages import choose_boundaries, report_stages, stage_costs, stage_lines
-from harness.training.prepare.trainable import TrainableModel, require_compilable, trainable_decoder, trainable_layers
+from harness.training.prepare.trainable import (
+    TrainableModel,
+    require_compilable,
+    shaping,
+    trainable_decoder,
+    trainable_layers,
+)
 from harness.training.prepare.verification import verify_plan
 
 
@@ -165,6 +174,7 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
         stage_lines=stages,
         foreign_groups=foreign_groups,
         hosts=hosts,
+        one_host=here.hosts == 1,
         run_id=value_of_first(run_id(plan.checkpoint)),
         prompts=prompts,
         prediction=prediction,
@@ -191,10 +201,17 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         all_or_none(lambda: require_precision(plan.resolved.precision))  # hosts may have different devices
         all_or_none(lambda: require_device(plan.resolved.config, device))
         require_shared(plan.output_dir, env.rank, env.world_size)
+        weights = plan.source.weights if plan.source is not None else None
         check_agreement(
             plan.resolved.config,
             plan.layout,
             others={
+                "set of versions (torch, transformers, DeepSpeed)": [
+                    package.__version__.partition("+")[0] for package in (torch, transformers, deepspeed)
+                ],
+                "model config": {} if plan.source is None else shaping(plan.source.config),
+                "origin of the weights (files, memory or seed)": type(weights).__name__,
+                "set of weight files": all_or_none(lambda: sampled(weights) if isinstance(weights, Path) else {}),
                 "set of arguments": {item.name: str(getattr(args, item.name)) for item in fields(args)},
                 "training data": plan.data_digest,
                 "evaluation data": evaluation_digest(plan.data.evaluation),

@@ -50,7 +50,8 @@ class Run(RunPlan, EngineContext):
         boundaries: index of the first pipeline layer of each stage, then the number of layers.
         stage_lines: one line a stage, as reported to the user.
         foreign_groups: process groups that were open before the run.
-        hosts: the hosts of the ranks.
+        hosts: the hosts of the ranks, on rank 0.
+        one_host: whether all ranks are on one host.
         prompts: texts that the model continues at each evaluation; None without any.
         prediction: the planner's prediction of memory and speed; None if it cannot read the model.
         run_id: identifies the run; a resumed run keeps the id of its checkpoint.
@@ -68,6 +69,7 @@ class Run(RunPlan, EngineContext):
     stage_lines: list[StageLine]
     foreign_groups: frozenset[dist.ProcessGroup]
     hosts: Hosts
+    one_host: bool
     run_id: str
     prompts: SamplePrompts | None = None
     prediction: Prediction | None = None
@@ -95,7 +97,7 @@ class Run(RunPlan, EngineContext):
             rename=(lambda key: saved_name(name(key))) if adapters else name,
             adapters=adapters,
             compression=self.engine.compression,
-            one_host=len(self.hosts.names) == 1,
+            one_host=self.one_host,
         )
 
     def _initial_state(self) -> TrainerState:

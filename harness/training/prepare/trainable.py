@@ -128,12 +128,16 @@ class TrainableModel:
         """The values of a decoder's config that change the computation, to recognise another model of equal size."""
         if self.causal is None:
             return {}
-        config = self.causal.source.config.to_dict()
-        return {name: value for name, value in config.items() if name not in UNSHAPING}
+        return shaping(self.causal.source.config)
 
     def saved_name(self, name: str) -> str:
         """Return a parameter's name in an exported model: for a decoder, without the index of its pipeline layer."""
         return name.partition(".")[2] if self.causal is not None else name
+
+
+def shaping(config: PretrainedConfig) -> JsonObject:
+    """Return the values of a config that change the computation in training."""
+    return {name: value for name, value in config.to_dict().items() if name not in UNSHAPING}
 
 
 def model_source(model: Model) -> ModelSource | None:

@@ -23,7 +23,7 @@ from harness.hf.verify.comparison import NOT_CAUSAL, Difference, find_difference
 from harness.hf.verify.tiny_copy import shrink
 from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.token_exchange import Neighbours
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import any_rank, values_of_all
 from harness.training.engine.context import EngineContext
 from harness.training.prepare.trainable import tokens_apart
 
@@ -40,7 +40,7 @@ def verify_plan(causal: CausalModel, context: EngineContext, console: Console) -
     known = not (causal.unequal or causal.shares_sequence or causal.apart.is_any) and is_tested(
         source.config, tensor > 1, experts=context.groups.ep_group is not None
     )
-    if requested == "off" or (requested == "auto" and known):
+    if requested == "off" or (requested == "auto" and not any_rank(not known)):  # hosts may have different matrices
         return
     start_time = time.perf_counter()
     found: tuple[float, str | None, str | None] = (0.0, None, None)  # difference, refusal, why it was not tested

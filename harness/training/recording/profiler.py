@@ -71,7 +71,7 @@ class ProfileCallback(TrainerCallback):
         is_timed = self._first <= step < self._first + self.steps
         if takes_memory or is_timed:
             if step == self._first:
-                self._offset = offset_to_first(f"step {step}")
+                self._offset = offset_to_first()
             self._measuring = _Measurement(run, is_timed, takes_memory)
 
     def on_step_end(

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.errors import UserError
-from harness.topology.env import LaunchEnv, free_port
+from harness.topology.env import LOOPBACK, LaunchEnv, free_port
 from harness.topology.rendezvous import open_store
 
 TIMEOUT = timedelta(seconds=20)
@@ -51,5 +51,10 @@ def test_a_host_without_an_address_is_named() -> None:
         open_store(env, TIMEOUT)
 
 
-def test_torchruns_own_store_is_used() -> None:
-    assert open_store(LaunchEnv(world_size=2, has_store=True), TIMEOUT) is None
+def test_torchruns_own_store_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = dist.TCPStore(LOOPBACK, 0, is_master=True)
+    place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(own.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    open_store(LaunchEnv(world_size=2, has_store=True), TIMEOUT).set("said", "by a rank")
+    assert own.get("default_pg/said") == b"by a rank"
