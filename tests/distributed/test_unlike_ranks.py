@@ -37,9 +37,9 @@ class Unlike(nn.Linear):
         super().__init__(4, 4)
 
 
-def own_layers(folder: str) -> tuple[list[float], str, bool]:
-    """Losses of layers that each rank made for itself; what is said of a factory that differs between ranks; and
-    whether all ranks are known to be on one host."""
+def own_layers(folder: str) -> tuple[list[float], list[str], bool]:
+    """Losses of layers that each rank made for itself; what is said of a factory that differs between ranks, and of a
+    layer that one rank made and the other did not; and whether all ranks are known to be on one host."""
     rank = dist.get_rank()
     config = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
     data = [(torch.full((4,), float(i)), torch.ones(4)) for i in range(8)]
@@ -54,11 +54,10 @@ def own_layers(folder: str) -> tuple[list[float], str, bool]:
         losses.append(trainer.training_step().loss)
         one_host &= trainer.run.engine_state.one_host
         trainer.close()
-    try:
-        begin([LayerSpec(Unlike, rank), nn.Linear(4, 4)], {**config, "tensor_parallel": {"autotp_size": 2}})
-    except UserError as error:
-        return losses, str(error), one_host
-    return losses, "", one_host
+    tensor = {**config, "tensor_parallel": {"autotp_size": 2}}
+    refused = [told(lambda: begin([LayerSpec(Unlike, rank), nn.Linear(4, 4)], tensor))]
+    refused.append(told(lambda: begin([LayerSpec(Unlike, 0) if rank else Unlike(0)], tensor)))
+    return losses, refused, one_host
 
 
 def refusals(models: list[str], folder: str) -> dict[str, str]:
@@ -110,11 +109,19 @@ def told(call: Callable[[], object]) -> str:
 
 
 def offsets() -> list[float]:
-    """How far apart the clocks of two hosts are, asked twice, some time apart."""
-    with patch.object(measuring, "host_id", lambda: f"host {dist.get_rank()}"):
-        first = measuring.offset_to_first()
-        time.sleep(0.5)
-        return [first.seconds, measuring.offset_to_first().seconds]
+    """How far apart the clocks of two hosts are, asked twice; the first host is slow to answer."""
+    answer = measuring.answer
+
+    def slowly(*asked: Any) -> None:
+        time.sleep(0.2)
+        answer(*asked)
+        time.sleep(0.2)
+
+    with (
+        patch.object(measuring, "host_id", lambda: f"host {dist.get_rank()}"),
+        patch.object(measuring, "answer", slowly),
+    ):
+        return [measuring.offset_to_first().seconds for _ in range(2)]
 
 
 def tour(models: list[str], folder: str) -> tuple[Any, dict[str, str], list[float]]:
@@ -136,9 +143,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, dict[str, 
 def test_layers_made_without_a_seed_are_one_model_and_a_factory_that_differs_is_told(seen: Any) -> None:
     (first, _, _), (second, _, _) = seen
     assert first == second
-    losses, message, one_host = first
+    losses, (message, made_by_one), one_host = first
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     assert "rank 1 has different values of 0.weight than rank 0" in message or "0.bias" in message
+    assert "rank 1 has another model in memory (names, shapes, what is trained) than rank 0" in made_by_one
     assert one_host
 
 

@@ -173,7 +173,6 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
         engine=engine,
         stage_lines=stages,
         foreign_groups=foreign_groups,
-        hosts=hosts,
         one_host=here.hosts == 1,
         run_id=value_of_first(run_id(plan.checkpoint)),
         prompts=prompts,
@@ -189,7 +188,7 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
 
 
 def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
-    """Meet the other ranks and check that all hold the same config, code and data.
+    """Meet the other ranks and check that all hold the same config, code, model and data.
 
     Returns:
         The inputs for building the engine, and the process groups that were open before the run.

@@ -16,7 +16,6 @@ from harness.checkpoint.training_state import EngineState
 from harness.data.batches.stream import BatchStream, dataset_length
 from harness.hf.lora import saved_name
 from harness.planner.estimate import Prediction
-from harness.topology.placement import Hosts
 from harness.training.callbacks import TrainerState
 from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine
@@ -50,7 +49,6 @@ class Run(RunPlan, EngineContext):
         boundaries: index of the first pipeline layer of each stage, then the number of layers.
         stage_lines: one line a stage, as reported to the user.
         foreign_groups: process groups that were open before the run.
-        hosts: the hosts of the ranks, on rank 0.
         one_host: whether all ranks are on one host.
         prompts: texts that the model continues at each evaluation; None without any.
         prediction: the planner's prediction of memory and speed; None if it cannot read the model.
@@ -68,7 +66,6 @@ class Run(RunPlan, EngineContext):
     engine: Engine
     stage_lines: list[StageLine]
     foreign_groups: frozenset[dist.ProcessGroup]
-    hosts: Hosts
     one_host: bool
     run_id: str
     prompts: SamplePrompts | None = None
