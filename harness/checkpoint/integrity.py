@@ -166,7 +166,7 @@ def wait_until_seen(checkpoint: Path, host: str, seconds: float = SEEN_S) -> Non
     while (found := damage(checkpoint)) is not None:
         if time.monotonic() > until:
             raise UserError(
-                f"{checkpoint}: rank 0 resumes from it, but host {host} does not see it whole after {seconds:.0f} s "
+                f"{checkpoint}: rank 0 sees it, but host {host} does not see it whole after {seconds:.0f} s "
                 f"({found}): give an --output_dir on a file system that all hosts share"
             )
         for folder in (checkpoint.parent, checkpoint):

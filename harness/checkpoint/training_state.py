@@ -12,6 +12,7 @@ layout loads it and continues bit for bit; a run in another layout begins withou
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.checkpoint.directories import TrainingProgress, read_manifest, read_progress
-from harness.checkpoint.integrity import changed_file, newest_whole
+from harness.checkpoint.integrity import changed_file, damage, newest_whole, wait_until_seen
 from harness.checkpoint.tensors.local_shard import LocalShard, local_shards
 from harness.checkpoint.tensors.tensor_writer import require_storable
 from harness.checkpoint.tensors.whole_tensors import (
@@ -268,6 +269,21 @@ def _read_residue(path: Path, description: str) -> dict[str, Tensor] | None:
     return found
 
 
+def damage_on_any(checkpoint: Path) -> str | None:
+    """Verify a checkpoint of rank 0's choice by sizes and checksums; return what is wrong, None if nothing is.
+
+    All ranks call it. A host that does not see it yet, though rank 0 does, waits for it.
+    """
+    if (found := value_of_first(damage(checkpoint))) is not None:
+        return found
+    try:
+        wait_until_seen(checkpoint, socket.gethostname())
+        found = changed_file(checkpoint, dist.get_rank(), dist.get_world_size())
+    except UserError as error:
+        found = str(error)
+    return next(filter(None, values_of_all(found)), None)
+
+
 def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) -> tuple[Path | None, list[str]]:
     """Verify the checksums of `checkpoint`; with `auto`, go on to older ones of `output_dir` until one is unchanged.
 
@@ -281,8 +297,7 @@ def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) ->
     """
     left_out: list[str] = []
     while checkpoint is not None:
-        found = changed_file(checkpoint, dist.get_rank(), dist.get_world_size())
-        reason = next(filter(None, values_of_all(found)), None)
+        reason = damage_on_any(checkpoint)
         if reason is None:
             break
         left_out.append(f"{checkpoint} is damaged ({reason})")

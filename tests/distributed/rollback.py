@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
+from tests.distributed.training import second_host
 
 STEPS, BATCH, WIDTH = 7, 4, 4
 MARK = 120
@@ -91,7 +92,8 @@ def in_layouts(layouts: list[tuple[int, int]], folder: str) -> list[list[Any]]:
     found = []
     for stages, zero in layouts:
         back, never = (f"{folder}/{stages}-{zero}-{name}" for name in ("back", "never"))
-        message = train(back, stages=stages, zero=zero)
+        with second_host():
+            message = train(back, stages=stages, zero=zero)
         without_the_batch(never, stages=stages, zero=zero)
         found.append([message, rows(back), rows(never)])
     return found

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from harness import Trainer, UserError
 from harness.checkpoint.directories import read_progress
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import Job, arguments_of, rows, tiny_model
+from tests.distributed.training import Job, arguments_of, rows, second_host, tiny_model
 
 pytestmark = pytest.mark.ranks
 
@@ -57,7 +57,8 @@ def trained(job: Job, folder: str, **changes: Any) -> dict[str, Any]:
 
 
 def stopped_and_resumed(job: Job, folder: str) -> list[dict[str, Any]]:
-    whole = trained(job, f"{folder}/whole")
+    with second_host():
+        whole = trained(job, f"{folder}/whole")
     short = trained(job, f"{folder}/short", max_steps=3, save_total_limit=None)
     resumed = trained(job, f"{folder}/short", resume_from_checkpoint="auto", save_total_limit=None)
     return [whole, short, resumed]

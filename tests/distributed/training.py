@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -11,9 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from harness import Trainer, TrainingArguments
+from harness import Trainer, TrainingArguments, UserError
+from harness.checkpoint import integrity
+from harness.checkpoint.directories import Manifest, read_manifest
 from harness.parallel.plans.experts import run_where_aligned
 from harness.training.prepare import preparation
 from tests.models import model_of
@@ -79,6 +83,19 @@ def arguments_of(job: Job, output_dir: str, **more: Any) -> TrainingArguments:
 def without_shared_memory() -> AbstractContextManager[object]:
     """Have runs that are prepared meanwhile send everything by torch.distributed, where it is counted."""
     return patch.object(preparation, "share_memory", lambda _groups: None)
+
+
+def second_host() -> AbstractContextManager[object]:
+    """Let rank 1 see no checkpoint before it has looked twice, as a host with NFS may."""
+    looks: Counter[Path] = Counter()
+
+    def read_late(checkpoint: Path) -> Manifest:
+        looks[checkpoint] += 1
+        if dist.get_rank() == 1 and looks[checkpoint] <= 2:
+            raise UserError("not seen yet")
+        return read_manifest(checkpoint)
+
+    return patch.object(integrity, "read_manifest", read_late)
 
 
 def steps_of(trainer: Trainer, steps: int = STEPS) -> Curve:

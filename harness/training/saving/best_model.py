@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch.distributed as dist
-
 from harness.arguments import TrainingArguments
 from harness.checkpoint.directories import NAME, finished_name
-from harness.checkpoint.integrity import changed_file, damage
+from harness.checkpoint.integrity import damage
+from harness.checkpoint.training_state import damage_on_any
 from harness.config.values.json_object import JsonObject
-from harness.topology.agreement import value_of_first, values_of_all
 from harness.training.callbacks import TrainerControl, TrainerState
 from harness.training.callbacks.early_stopping import has_metric, improves, metric_of
 from harness.training.prepare.run import Run
@@ -109,12 +107,7 @@ def load_best(run: Run) -> None:
         run.console.warn(f"no evaluation has a checkpoint that could be loaded as the best model: {kept}")
         return
     checkpoint = Path(state.best_model_checkpoint)
-    # All ranks must decide alike: use rank 0's view of the folder, then verify it together.
-    problem = value_of_first(damage(checkpoint))
-    if problem is None:
-        found = values_of_all(changed_file(checkpoint, dist.get_rank(), dist.get_world_size()))
-        problem = next(filter(None, found), None)
-    if problem is not None:
+    if (problem := damage_on_any(checkpoint)) is not None:
         state.best_model_checkpoint = None
         run.console.warn(f"the best model cannot be loaded: {checkpoint} is damaged ({problem}): {kept}")
         return
