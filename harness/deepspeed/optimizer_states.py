@@ -206,10 +206,10 @@ def use_stepped_on(optimizer: EngineOptimizer) -> None:
     happens.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer.empty_partition_cache()  # an evaluation leaves parameters gathered, with the old values
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        if optimizer.persistent_parameters:  # kept whole on every rank: drop the old values, gather the new ones
-            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+        if optimizer.persistent_parameters:  # kept whole on every rank
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
         optimizer.invalidate_secondary_tensor()
     elif hasattr(optimizer, "update_lp_params"):

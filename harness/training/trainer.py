@@ -294,8 +294,9 @@ class Trainer(ScriptMethods):
         self.run.evaluation_due = evaluate or control.should_evaluate
         if self.run.evaluation_due and not stop:
             control.should_evaluate = False
-            # By rank 0's metrics: a script's own score may differ between ranks; they would load different models.
-            metrics = value_of_first(recorder.evaluation(self.evaluate))
+            with self.checkpoints.saving_before_an_error():
+                # By rank 0's metrics: a script's own score may differ between ranks; they would load different models.
+                metrics = value_of_first(recorder.evaluation(self.evaluate))
             self.run.evaluation_due = metrics is None  # a signal came: the resumed run evaluates
             note_evaluation(self.args, self.state, control, metrics)
             stop = self._agree_on_control()

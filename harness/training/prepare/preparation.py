@@ -273,7 +273,11 @@ def _checkpoint_of_rank_0(plan: RunPlan) -> Path | None:
 def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:
     """Check the first samples of all data sets; return a micro-batch of the training data."""
     micro_batch = plan.resolved.micro_batch
-    for evaluation in by_prefix(plan.data.evaluation).values():
+    for name, evaluation in by_prefix(plan.data.evaluation).items():
+        if not dataset_length(evaluation):
+            raise UserError(
+                f"{name.replace('eval', 'eval_dataset', 1)} is empty: give at least one sample, or no data set"
+            )
         check.first_batch(evaluation, plan.args.per_device_eval_batch_size or micro_batch)
     return check.first_batch(plan.data.train, micro_batch)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -114,6 +115,17 @@ class Checkpoints:
             self._attempt(self._overridden or partial(self._begin, copy=not last))
             if last:
                 self.finish()
+
+    @contextmanager
+    def saving_before_an_error(self) -> Iterator[None]:
+        """Save the present state if the block raises an error on all ranks, which is about to end the run."""
+        try:
+            yield
+        except Exception:
+            barrier = f"save of {self.run.run_id} before an error at step {self.run.state.global_step}"
+            if self.run.args.saves and all_arrive(barrier, PATIENCE_S):
+                self.begin(last=True)
+            raise
 
     @inside("saving")
     def advance(self) -> bool:

@@ -98,6 +98,23 @@ def test_an_evaluation_that_a_signal_left_out_is_made_up_for(within: bool, make:
     assert resumed.state.best_metric == whole.state.best_metric
 
 
+def test_an_evaluation_that_fails_costs_no_step(make: Make, tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise ZeroDivisionError
+
+    failing = make(Fails(), max_steps=4, save_steps=500, eval_steps=3)
+    with pytest.raises(ZeroDivisionError):
+        failing.train()
+    failing.close()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert finish(make(max_steps=4, eval_steps=3, resume_from_checkpoint="auto")) == 4
+    assert [json.loads(line)["step"] for line in (tmp_path / "run/evaluations.jsonl").read_text().splitlines()] == [
+        3,
+        4,
+    ]
+
+
 def test_a_run_that_has_stopped_early_trains_no_further(make: Make) -> None:
     kept = {"max_steps": 9, "eval_steps": 2, "learning_rate": 0.0, "early_stopping_patience": 1}
     assert finish(make(**kept)) == 4
