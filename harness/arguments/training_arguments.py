@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 from harness.arguments.command_line import own_arguments
+from harness.arguments.other_programs import other_programs
 from harness.arguments.themes.checkpoints import CheckpointArguments
 from harness.arguments.themes.flags import ALIASES, default_of
 from harness.arguments.themes.reporting import ReportingArguments
@@ -45,6 +46,17 @@ class TrainingArguments(
         """Return keyword arguments under the names of the flags, without those that have no effect."""
         show_in_one_line()  # an error here usually ends the program: print it without a traceback
         return own_arguments(given, fields(cls))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a flag, by any of its names, or an attribute of the program. UserError as the constructor.
+
+        Only names that HuggingFace knows are refused, unless a derived class declares them: others are the program's.
+        """
+        name = ALIASES.get(name, name)
+        declared = hasattr(type(self), name) or any(item.name == name for item in fields(self))
+        if not declared and name in other_programs().not_taken:
+            self.own_names({name: value})
+        super().__setattr__(name, value)
 
     def auto_values(self, *, world_size: int, max_steps: int, hidden_size: int | None = None) -> AutoValues:
         """Return the values that replace "auto" in the config."""

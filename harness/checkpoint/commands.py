@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.checkpoint.directories import read_manifest, read_progress
 from harness.checkpoint.integrity import changed_file, damage, listed_files, unlisted
-from harness.errors import UserError
+from harness.errors import UserError, reason
 from harness.verb_parser import VerbParser
 from harness.wording import counted
 
@@ -22,6 +22,7 @@ EXAMPLE = """example:
   ds-harness checkpoint verify runs/mine/checkpoint-500
   ds-harness checkpoint export runs/mine/checkpoint-500 --output_dir model --dtype bfloat16"""
 DTYPES = ("float32", "bfloat16", "float16")
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja")
 
 
 def checkpoint(argv: Sequence[str]) -> int:
@@ -39,8 +40,8 @@ def checkpoint(argv: Sequence[str]) -> int:
         parser.error(f"--output_dir has no effect on {args.action}")
     if args.action == "export" and args.output_dir is None:
         parser.error("export needs --output_dir")
-    if reason := damage(args.directory):
-        raise UserError(f"{args.directory}: no whole checkpoint there ({reason})")
+    if found := damage(args.directory):
+        raise UserError(f"{args.directory}: no whole checkpoint there ({found})")
     if args.action == "show":
         show(args.directory)
     elif args.action == "verify":
@@ -48,7 +49,11 @@ def checkpoint(argv: Sequence[str]) -> int:
     else:
         require_as_saved(args.directory)
         with listed_files(args.directory) as directory:
-            export(directory, args.output_dir, args.dtype)
+            try:
+                export(directory, args.output_dir, args.dtype)
+            except OSError as error:
+                why = reason(error, args.output_dir)
+                raise UserError(f"{args.directory} cannot be exported to {args.output_dir}: {why}") from error
         print(f"{args.output_dir}: exported in {args.dtype}")
     return 0
 
@@ -81,8 +86,8 @@ def verify(directory: Path) -> None:
 
 def require_as_saved(directory: Path) -> None:
     """Compare all files with their saved checksums. UserError for the first that differs."""
-    if reason := changed_file(directory, 0, 1):
-        raise UserError(f"{directory} is damaged: {reason}")
+    if found := changed_file(directory, 0, 1):
+        raise UserError(f"{directory} is damaged: {found}")
 
 
 def export(directory: Path, output_dir: Path, dtype: str) -> None:
@@ -97,8 +102,9 @@ def export(directory: Path, output_dir: Path, dtype: str) -> None:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
+        output_dir.mkdir(parents=True, exist_ok=True)  # save_pretrained only logs an error for a file of that name
         AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True).save_pretrained(output_dir)
-        _copy(directory, output_dir, ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja"))
+        _copy(directory, output_dir, TOKENIZER_FILES)
 
 
 def _export_adapters(directory: Path, output_dir: Path, dtype: str) -> None:
@@ -110,7 +116,7 @@ def _export_adapters(directory: Path, output_dir: Path, dtype: str) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(directory / FILE).items()}
     save_file(tensors, output_dir / FILE, metadata={"format": "pt"})
-    _copy(directory, output_dir, ("adapter_config.json",))
+    _copy(directory, output_dir, ("adapter_config.json", *TOKENIZER_FILES))
 
 
 def _copy(directory: Path, output_dir: Path, patterns: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Never, NoReturn, Unpack
+from typing import TYPE_CHECKING, NoReturn, Unpack
 
 import deepspeed
 from transformers import PreTrainedModel
@@ -111,8 +111,8 @@ class Trainer(ScriptMethods):
         *,
         loss_fn: LossFunction | None = None,
         processing_class: Tokenizer | None = None,
-        data_collator: Collator = collate,
-        callbacks: Sequence[AnyCallback] = (),
+        data_collator: Collator | None = None,
+        callbacks: Sequence[AnyCallback] | None = None,
         console: Console | None = None,
         peft_config: LoraConfig | None = None,
         compute_loss_func: LossFunction | None = None,
@@ -120,7 +120,7 @@ class Trainer(ScriptMethods):
         preprocess_logits_for_metrics: Preprocess | None = None,
         config: RunConfig | None = None,
         flags: Mapping[str, object] | None = None,
-        **others: Never,  # refused with the reason; a type checker finds them as well
+        **others: tuple[None, None] | None,  # HuggingFace's with its defaults; refused with the reason otherwise
     ) -> None:
         show_in_one_line()
         require_ours(type(self), Trainer, others)
@@ -130,7 +130,7 @@ class Trainer(ScriptMethods):
             args=args,
             console=console or plain_console(env.rank),
             env=env,
-            data_collator=data_collator,
+            data_collator=data_collator or collate,
             loss_fn=loss_fn,
             compute_loss_func=compute_loss_func,
             peft_config=peft_config,
@@ -144,7 +144,7 @@ class Trainer(ScriptMethods):
             processing_class=processing_class or own_tokenizer(model),
         )
         with inside("preparing"):
-            own_callbacks = instances(callbacks)
+            own_callbacks = instances(callbacks or ())
             self.run = run = prepare_run(inputs, given, config)
             self.control = TrainerControl()
             self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console, run.trainable.speed_unit)]

@@ -64,9 +64,6 @@ class StepRecord:
 NOT_IN_STATE = {
     "total_flos": "6 x parameters x tokens; trainer.get_num_trainable_parameters() counts the former",
     "num_input_tokens_seen": "state.consumed_samples times the length of a sample",
-    **dict.fromkeys(
-        ("is_hyper_param_search", "trial_name", "trial_params"), "start a run for each choice of arguments"
-    ),
     "stateful_callbacks": "a callback keeps its state itself",
 }
 
@@ -82,6 +79,7 @@ class TrainerState:
         train_batch_size: samples in a micro-batch.
         consumed_samples: samples that all ranks together have used or left out.
         skipped_samples: ranges [first, stop) of the sample order that rollbacks have left out.
+        is_hyper_param_search, trial_name, trial_params: there is no search here; HuggingFace's callbacks read them.
     """
 
     global_step: int = 0
@@ -102,6 +100,9 @@ class TrainerState:
     save_steps: int = 0
     train_batch_size: int = 0
     log_history: list[JsonObject] = field(default_factory=list)
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: JsonObject | None = None
 
     if not TYPE_CHECKING:  # a type checker knows the fields
 

@@ -138,8 +138,6 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
         console.say(
             "labels are neither the tokens nor the next tokens; the loss shifts them: position i predicts label i + 1"
         )
-    for text in shown(plan.data.train, plan.data.tokenizer):  # so that the user sees a wrong loss mask
-        console.say(f"a sample, the tokens in the loss between {BEGIN} and {END}: {text}")
 
     # 4. The model as a list of pipeline layers, not built yet: check that it fits, cut it, and estimate its costs.
     prediction = _predicted(plan, context, sample, list(here.values))
@@ -148,6 +146,8 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
         collator = TokenCollator(plan.data_collator, trainable.causal.vocab_size, longest, not own_loss)
         data_check = replace(data_check, collator=collator)
         _first_samples(data_check, plan)
+    for text in shown(plan.data.train, plan.data.tokenizer):  # so that the user sees a wrong loss mask
+        console.say(f"a sample, the tokens in the loss between {BEGIN} and {END}: {text}")
     base = all_or_none(lambda: _base_checksums(plan))
     if (checkpoint := plan.checkpoint) is not None:
         all_or_none(lambda: directories.require_same_base(checkpoint, base))

@@ -42,8 +42,8 @@ def write_configs(run: Run, folder: Path) -> None:
     if adaptation is not None:
         base = causal.source.weights
         export_adapter_config(sorted_config(adaptation.config), str(base) if isinstance(base, Path) else "", folder)
-        return
-    export_config(causal.source, next(run.module.parameters()).dtype, folder)
+    else:
+        export_config(causal.source, next(run.module.parameters()).dtype, folder)
     if run.data.tokenizer is not None:
         run.data.tokenizer.save_pretrained(folder)
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from harness import Trainer, TrainingArguments
 from harness.checkpoint.directories import contents, finish, partial_name
 from harness.checkpoint.generation import brings_template, prompt_ids
 from harness.cli import main
@@ -53,11 +55,37 @@ def test_only_files_that_a_checkpoint_lists_are_read(
     command = ["generate", str(saved), "--prompt", "def ", "--max_new_tokens", "8", "--temperature", "0"]
     assert main(command) == 0
     text = capsys.readouterr().out
+    cannot_be_exported(saved, capsys)
     (saved / "adapter_config.json").write_text("not read")
     assert main(command) == 0 and capsys.readouterr().out == text
     (saved / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
     assert main(command) == 1
     assert "contains model.safetensors, which it was not saved with" in capsys.readouterr().err
+
+
+def test_adapters_generate_from_a_checkpoint_and_from_its_export(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = TrainingArguments(str(tmp_path / "run"), max_steps=1, per_device_train_batch_size=4)
+    rows = [{"input_ids": [1, 2, 3, 4]}] * 4
+    trainer = Trainer(str(directory), args, rows, peft_config=LoraConfig(r=2), processing_class=ByteTokenizer())
+    trainer.train()
+    trainer.close()
+    saved, texts = tmp_path / "run/checkpoint-1", []
+    exported = tmp_path / "exported"
+    assert main(["checkpoint", "export", str(saved), "--output_dir", str(exported)]) == 0
+    capsys.readouterr()
+    for each in (saved, exported):
+        assert main(["generate", str(each), "--prompt", "def ", "--max_new_tokens", "8", "--temperature", "0"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("def ")
+    cannot_be_exported(saved, capsys)
+
+
+def cannot_be_exported(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "export", str(saved), "--output_dir", "/dev/null/x"]) == 1
+    said = f"ds-harness checkpoint: {saved} cannot be exported to /dev/null/x: Not a directory\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_what_is_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -316,6 +316,20 @@ def test_a_class_that_a_program_derives_knows_what_is_given_and_other_names() ->
             read_run_config(again, world_size=1)
 
 
+def test_an_argument_that_is_assigned_is_refused_as_one_that_is_passed() -> None:
+    args = TrainingArguments()
+    for name, value in (("group_by_length", True), ("torch_compile", True), ("data_seed", 7)):
+        with pytest.raises(UserError, match=f"takes no {name}: "):
+            setattr(args, name, value)
+        assert getattr(args, name, None) in (None, False)
+    args.push_to_hub, args.evaluation_strategy, args.of_the_program = False, "epoch", 3  # type: ignore[attr-defined]
+    assert (args.push_to_hub, args.eval_strategy, args.of_the_program) == (False, "epoch", 3)  # type: ignore[attr-defined]
+    assert args.given == {"eval_strategy"}
+    derived = type("Derived", (TrainingArguments,), {"data_seed": None})()
+    derived.data_seed = 7
+    assert derived.data_seed == 7
+
+
 def test_a_class_that_a_program_derives_may_set_flags_in_its_post_init() -> None:
     made = Ready("x", steps_per_day=3, load_best_model_at_end=True)
     assert (made.eval_steps, made.max_steps) == (5, 21)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +171,20 @@ def test_a_logged_loss_is_the_mean_since_the_last_log(done: Any) -> None:
 def test_a_checkpoint_is_told_with_the_step_that_it_holds(done: Any) -> None:
     _, _, told = done
     assert told.saved == [(step, f"checkpoint-{step}") for step in range(1, 6)]
+
+
+def test_a_callback_that_reports_finds_no_search_in_the_state(done: Any) -> None:
+    trainer, _, _ = done
+    callback = object.__new__(transformers.integrations.TensorBoardCallback)  # its own __init__ needs tensorboard
+    callback.logging_dir, callback._SummaryWriter, written = None, None, []
+    callback.tb_writer = SimpleNamespace(add_text=lambda *args: written.append(args[0]))
+    callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    assert written[0] == "args"
+    assert (trainer.state.is_hyper_param_search, trainer.state.trial_name, trainer.state.trial_params) == (
+        False,
+        None,
+        None,
+    )
 
 
 def test_metrics_and_state_are_written_where_theirs_are(done: Any) -> None:

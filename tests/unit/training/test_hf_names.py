@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,18 @@ def test_our_own_class_is_spared_the_import_of_theirs(monkeypatch: pytest.Monkey
 )
 def test_an_argument_that_is_not_taken_is_one_line(name: str, remedy: str) -> None:
     with pytest.raises(UserError, match=f"takes no {name}: .*{remedy}"):
-        Trainer(model="tiny-llama", args=TrainingArguments(), **{name: None})
+        Trainer(model="tiny-llama", args=TrainingArguments(), **{name: (3, None)})  # type: ignore[arg-type]
+
+
+def test_huggingfaces_own_defaults_are_taken(tmp_path: Path) -> None:
+    theirs = {"data_collator": None, "callbacks": None, "model_init": None, "optimizers": (None, None)}
+    points = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(8)]
+    args = TrainingArguments(str(tmp_path), max_steps=1, save_steps=0, per_device_train_batch_size=4)
+    trainer = Trainer([torch.nn.Linear(2, 1)], args, points, loss_fn=torch.nn.functional.mse_loss, **theirs)  # type: ignore[arg-type]
+    assert trainer.train().global_step == 1
+    trainer.close()
+    with pytest.raises(UserError, match="takes no eval_datset"):
+        Trainer([torch.nn.Linear(2, 1)], args, eval_datset=None)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_model_that_is_none(model: Any, words: str, make: Callable[..., Traine
         pytest.param({"loss_fn": 3}, "loss_fn is a int: give a function", id="loss-a-number"),
         pytest.param({"compute_loss_func": MSE}, "compute_loss_func is for a HuggingFace model", id="two-losses"),
         pytest.param({"loss_fn": None, "compute_loss_func": MSE}, "compute_loss_func is for a Hugg", id="huggingfaces"),
-        pytest.param({"callbacks": None}, "callbacks is not a list: give [callback]", id="no-callbacks"),
+        pytest.param({"callbacks": 3}, "callbacks is not a list: give [callback]", id="no-callbacks"),
         pytest.param({"callbacks": [3]}, "callback 3 has no on_train_begin: derive its class", id="a-number-called"),
         pytest.param({"optimizers": ()}, "Trainer takes no optimizers: set optimizer and scheduler", id="optimizers"),
         pytest.param({"eval_datset": []}, "Trainer takes no eval_datset: did you mean eval_dataset?", id="misspelt"),
@@ -217,6 +217,13 @@ def test_a_metric_that_there_is_not_is_named_beside_those_that_there_are(make: C
 )
 def test_samples_that_a_language_model_cannot_take(rows: Any, words: str, make: Callable[..., Trainer]) -> None:
     assert words in refused(lambda: make("tiny-llama", rows * 8, loss_fn=None))
+
+
+def test_an_id_that_no_tokenizer_has_is_told_before_a_sample_is_shown(make: Callable[..., Trainer]) -> None:
+    given = {"loss_fn": None, "processing_class": ByteTokenizer()}
+    assert "input_ids[1] is -100, but the model's" in refused(
+        lambda: make("tiny-llama", [{"input_ids": [1, -100, 3]}] * 8, **given)
+    )
 
 
 def test_an_evaluation_is_the_mean_over_all_labels_whatever_the_number_of_samples(make: Callable[..., Trainer]) -> None:
