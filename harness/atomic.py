@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
 import tempfile
@@ -50,6 +51,12 @@ def exchange(one: Path, other: Path) -> bool:
     return (
         rename is not None and rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
     )
+
+
+def free_name(path: Path) -> Path:
+    """Return the path with the first number that is free, such as `metrics.1.jsonl`."""
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def sync_file(path: Path) -> None:

@@ -9,8 +9,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.checkpoint.directories import read_manifest, read_progress
+from harness.checkpoint.directories import read_manifest, read_progress, set_aside
 from harness.checkpoint.integrity import changed_file, damage, listed_files, unlisted
+from harness.config.values.json_file import read_json
 from harness.errors import UserError, reason
 from harness.verb_parser import VerbParser
 from harness.wording import counted
@@ -101,9 +102,13 @@ def export(directory: Path, output_dir: Path, dtype: str) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
+        from harness.checkpoint.exporting.model_files import set_aside_adapters
+
         disable_progress_bar()
         output_dir.mkdir(parents=True, exist_ok=True)  # save_pretrained only logs an error for a file of that name
-        AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True).save_pretrained(output_dir)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+        set_aside_adapters(output_dir)
+        model.save_pretrained(output_dir)
         _copy(directory, output_dir, TOKENIZER_FILES)
 
 
@@ -111,14 +116,18 @@ def _export_adapters(directory: Path, output_dir: Path, dtype: str) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
+    from harness.checkpoint.exporting.model_files import set_aside_model
     from harness.checkpoint.exporting.weights import FILE
 
     output_dir.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(directory / FILE).items()}
     save_file(tensors, output_dir / FILE, metadata={"format": "pt"})
+    set_aside_model(output_dir, read_json(directory / "adapter_config.json").get("base_model_name_or_path") or "")
     _copy(directory, output_dir, ("adapter_config.json", *TOKENIZER_FILES))
 
 
 def _copy(directory: Path, output_dir: Path, patterns: Sequence[str]) -> None:
+    if any(directory.glob("tokenizer*")) and not any(directory.glob("*.jinja")):
+        set_aside(output_dir / "chat_template.jinja")  # it would count as this tokenizer's
     for path in {path for pattern in patterns for path in directory.glob(pattern)}:
         (output_dir / path.name).write_bytes(path.read_bytes())

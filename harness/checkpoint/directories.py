@@ -8,7 +8,6 @@ holds the state of the run (`TrainingProgress`). Imports no torch.
 from __future__ import annotations
 
 import builtins
-import itertools
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from xxhash import xxh3_128
 
-from harness.atomic import exchange, sync_file, sync_folder
+from harness.atomic import exchange, free_name, sync_file, sync_folder
 from harness.config import Resolved
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
@@ -365,9 +364,3 @@ def set_aside(path: Path) -> Path | None:
     if not path.is_dir() and not (path.is_file() and path.stat().st_size):
         return None
     return path.rename(free_name(path))
-
-
-def free_name(path: Path) -> Path:
-    """Return the path with the first number that is free, such as `metrics.1.jsonl`."""
-    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-    return next(name for name in names if not os.path.lexists(name))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from harness.checkpoint.directories import set_aside
 from harness.config.model.hub import TEXTS, Wanted, fetch
 from harness.config.values.json_file import read_json, require_regular_files
 from harness.errors import UserError
@@ -208,6 +209,13 @@ def _as_byte_level_bpe(tokenizer: ByteTokenizer) -> tokenizers.Tokenizer:
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens([AddedToken(t, special=True) for t in (tokenizer.eos_token, tokenizer.pad_token)])
     return bpe
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write the tokenizer's files. An earlier one's chat template, which would replace its own or none, is renamed."""
+    if not getattr(tokenizer, "chat_template", None):  # so that it writes no such file
+        set_aside(directory / "chat_template.jinja")
+    tokenizer.save_pretrained(directory)
 
 
 def identity(tokenizer: Tokenizer) -> str:

@@ -117,7 +117,8 @@ def upload(
             commit_message=message,
             revision=revision,
             allow_patterns=MODEL_FILES,
-            ignore_patterns=["checkpoint-*/*", "logs/*"],
+            # checkpoints, also those set aside, and models and adapters of earlier runs (`model.1`, `adapters.1`)
+            ignore_patterns=["checkpoint-*/*", "*-checkpoint-*/*", "model.*/*", "adapters.*/*", "logs/*"],
         )
     except (HTTPError, OSError, ValueError) as error:  # no token, no network, no such name, no right
         said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

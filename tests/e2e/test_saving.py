@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.checkpoint.background_save import NotSaved
 from harness.checkpoint.directories import read_progress
+from harness.cli import main
+from harness.data.tokenizer import ByteTokenizer
 from harness.training.saving.checkpoints import progress_of, stream_position
 from tests.distributed.training import tiny_model
 from tests.unit.training.full_disk import full_disk
@@ -31,7 +33,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Trainer] = []
 
     def trainer(folder: str = "run", model: Any = None, data: Any = POINTS, **more: Any) -> Trainer:
-        names = ("callbacks", "peft_config", "eval_dataset", "compute_metrics")
+        names = ("callbacks", "peft_config", "processing_class", "eval_dataset", "compute_metrics")
         kinds = {name: more.pop(name) for name in names if name in more}
         config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
         settings = {"max_steps": 4, "learning_rate": 0.05, "save_steps": 0, "lr_scheduler_type": "constant", **more}
@@ -277,6 +279,40 @@ def test_adapters_are_not_gathered(make: Make) -> None:
     ours = make(model="tiny-llama", data=TOKENS, peft_config=adapters)
     with pytest.raises(UserError, match="does not support adapters: call save_model"):
         ours.trained_model()
+
+
+@pytest.mark.parametrize("exports", ["save_model", "checkpoint export"])
+def test_what_from_pretrained_reads_is_the_last_export_into_a_folder(make: Make, tmp_path: Path, exports: str) -> None:
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    base, out = (tiny_model(tmp_path / name, "llama", False, vocab_size=301) for name in ("base", "out"))
+    (tmp_path / "out" / "adapter_model.safetensors").write_text("no adapters, without their config")
+    (tmp_path / "out" / "chat_template.jinja").write_text("of another tokenizer")
+
+    def written(number: int, base: str, **more: Any) -> Any:
+        ours = make(f"run-{number}", model=base, data=TOKENS, processing_class=ByteTokenizer(), **more)
+        step(ours)
+        clean = ours.save_model(tmp_path / f"clean-{number}")
+        if exports == "save_model":
+            ours.save_model(out)
+        else:
+            assert main(["checkpoint", "export", str(ours.save_checkpoint()), "--output_dir", out]) == 0
+        ours.close()
+        ids = torch.arange(20)[None]
+        wanted, found = (AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (clean, out))
+        assert torch.equal(wanted, found)
+        return found
+
+    of_adapters = written(1, base, peft_config=adapters)
+    assert not torch.equal(of_adapters, written(2, base))
+    assert sorted(path.name for path in (tmp_path / "out" / "adapters.1").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert (tmp_path / "out" / "model.1" / "model.safetensors").is_file()
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()
+    written(3, out, peft_config=adapters)  # their own base model stays
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 # -- the best model ------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness.atomic import FOLDER, UNFINISHED, replace_text, sync_file, sync_folder
+from harness.atomic import FOLDER, UNFINISHED, free_name, replace_text, sync_file, sync_folder
 from harness.config.values.json_file import MOST_BYTES, parse_json, regular_bytes
 from harness.config.values.json_object import JsonObject
+from harness.hf.locate import ADAPTERS
 from harness.hf.weights.tensor_files import INDEX, SINGLE
 
 OF_A_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -35,6 +36,7 @@ def replace_model(directory: Path, files: Sequence[str], index: JsonObject) -> N
     """
     for name in files:
         sync_file(directory / unfinished_name(name))
+    set_aside_adapters(directory)
     if list(files) == [SINGLE]:
         (directory / unfinished_name(SINGLE)).replace(directory / SINGLE)  # the switch to the new model
         (directory / INDEX).unlink(missing_ok=True)
@@ -64,6 +66,30 @@ def settle_model(directory: Path) -> None:
         shutil.rmtree(folder)
     for file in directory.glob(unfinished_name("*.safetensors")):
         file.unlink()
+
+
+def set_aside_adapters(directory: Path) -> None:
+    """Move adapters to a folder such as `adapters.1`: transformers would apply them to a model beside them."""
+    _set_aside([directory / ADAPTERS, *directory.glob("adapter_model.*")], directory / "adapters")
+
+
+def set_aside_model(directory: Path, base: str) -> None:
+    """Move a model to a folder such as `model.1`, unless it is the adapters' `base`: transformers would use it."""
+    if base and Path(base).resolve() == directory.resolve():
+        return
+    settle_model(directory)
+    weights = [path for path in directory.glob("model*.safetensors") if OF_A_MODEL.fullmatch(path.name)]
+    others = [directory / name for name in ("config.json", "generation_config.json", INDEX)]
+    _set_aside([*others, *weights, *directory.glob("pytorch_model*")], directory / "model")
+
+
+def _set_aside(files: Sequence[Path], folder: Path) -> None:
+    """Move the files that are there to a new folder. The first is needed to read the others: without it they stay."""
+    if files[0].is_file():
+        (moved := free_name(folder)).mkdir()
+        for path in filter(Path.is_file, files):
+            path.rename(moved / path.name)
+        sync_folder(folder.parent)
 
 
 def _finish(directory: Path, files: Sequence[str], index: JsonObject) -> None:

@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from harness.atomic import UNFINISHED, replaced_files, sync_file, sync_folder
-from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
+from harness.checkpoint.exporting.model_files import replace_model, set_aside_model, settle_model, unfinished_name
 from harness.checkpoint.tensors.local_shard import local_shard_of, saved_tensors
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions, index_content
 from harness.checkpoint.tensors.whole_tensors import Share, dealt_regions, plan_files, several_hosts, write_tensors
@@ -285,7 +285,8 @@ def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, renam
 
 
 def export_adapter_config(config: LoraConfig, base: str, directory: Path) -> None:
-    """Write adapter_config.json for adapters on the model at `base`; one rank calls it."""
+    """Write adapter_config.json for adapters on the model at `base`; another model is moved away. One rank calls it."""
+    set_aside_model(directory, base)
     config = copy.copy(config)
     config.base_model_name_or_path = base
     config.inference_mode = True

@@ -23,6 +23,7 @@ from harness.checkpoint.exporting.weights import (
     gather_zero3,
 )
 from harness.checkpoint.tensors.local_shard import saved_tensors
+from harness.data.tokenizer import save_tokenizer
 from harness.errors import UserError, reason
 from harness.hf.causal import CausalModel
 from harness.hf.lora import plain_name, saved_name, sorted_config
@@ -68,7 +69,7 @@ def write_model(run: Run, directory: Path) -> None:
         export_adapters(run.module, run.groups, directory, rename=lambda key: saved_name(name(key)))
         _on_first_rank(run, lambda: export_adapter_config(sorted_config(config), at, directory))
     tokenizer = run.data.tokenizer
-    _on_first_rank(run, lambda: tokenizer.save_pretrained(directory) if tokenizer is not None else None)
+    _on_first_rank(run, lambda: save_tokenizer(tokenizer, directory) if tokenizer is not None else None)
 
 
 def _make(folder: Path) -> None:
