@@ -150,7 +150,7 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
         found = computed_metrics(run.compute_metrics, *kept.joined(), prefix)
     count, seconds = dataset_length(dataset), time.perf_counter() - start_time
     perplexity = "perplexity" if prefix == "eval" else f"{prefix}_perplexity"
-    found_here = {
+    metrics = {
         f"{prefix}_loss": loss,
         **{f"{prefix}_{name}_loss": value for name, value in of_parts.items()},
         **({perplexity: math.exp(min(loss, 700.0))} if run.trainable.reads_tokens else {}),
@@ -161,7 +161,7 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
         f"{prefix}_samples_per_second": count / seconds,
         f"{prefix}_steps_per_second": evaluation_steps(count, micro_batch, run.groups.layout.dp_size) / seconds,
     }
-    return value_of_first(found_here)  # sums of other groups may differ in the last bit, which decides what is best
+    return value_of_first(metrics)  # sums of other groups may differ in the last bit, which decides what is best
 
 
 def _losses(
