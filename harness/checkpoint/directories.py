@@ -136,7 +136,7 @@ class TrainingProgress:
         model_only: whether optimizer states were left out, so that no run can resume it.
         loss_scaling: the state of the fp16 loss scaler; empty for other precisions.
         stream: the position in streamed training data; empty for other data.
-        evaluation_due: whether a signal ended the run before the evaluation of this step was complete.
+        evaluation_due: whether a signal or an error ended the run before this step was evaluated.
     """
 
     step: int

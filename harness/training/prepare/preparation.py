@@ -217,7 +217,8 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
                 "set of adapters": plan.adapter_fingerprint,
             },
         )
-        plan.checkpoint = _checkpoint_of_rank_0(plan)
+        searches = args.resume_from_checkpoint == "auto"
+        plan.checkpoint = chosen_by_rank_0(lambda: checkpoint_to_resume(plan) if searches else plan.checkpoint)
         all_or_none(lambda: lock_directory(plan.output_dir) if env.rank == 0 else None)
         foreign_groups = open_groups()
         groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
@@ -264,20 +265,12 @@ def _warn_of_locks(plan: RunPlan, here: HostValues[int], rank: int) -> None:
         )
 
 
-def _checkpoint_of_rank_0(plan: RunPlan) -> Path | None:
-    """Return the checkpoint to resume; all ranks call it."""
-    asks = plan.args.resume_from_checkpoint == "auto"
-    return chosen_by_rank_0(lambda: checkpoint_to_resume(plan) if asks else plan.checkpoint)
-
-
 def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:
     """Check the first samples of all data sets; return a micro-batch of the training data."""
     micro_batch = plan.resolved.micro_batch
-    for name, evaluation in by_prefix(plan.data.evaluation).items():
+    for name, evaluation in by_prefix(plan.data.evaluation, "eval_dataset").items():
         if not dataset_length(evaluation):
-            raise UserError(
-                f"{name.replace('eval', 'eval_dataset', 1)} is empty: give at least one sample, or no data set"
-            )
+            raise UserError(f"{name} is empty: give at least one sample, or no data set")
         check.first_batch(evaluation, plan.args.per_device_eval_batch_size or micro_batch)
     return check.first_batch(plan.data.train, micro_batch)
 

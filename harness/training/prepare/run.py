@@ -56,7 +56,7 @@ class Run(RunPlan, EngineContext):
         state: counters, best evaluation and log history, as callbacks get it.
         stream: the training samples of this rank; None without training data.
         evaluation_is_new: whether `data.evaluation` was set after the run began, and is not checked yet.
-        evaluation_due: whether the last step must still be evaluated, as a signal came before.
+        evaluation_due: whether the last step must still be evaluated, as a signal or an error came before.
     """
 
     data_check: DatasetCheck
