@@ -25,12 +25,17 @@ Make = Callable[..., Trainer]
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     def trainer(
-        *callbacks: TrainerCallback, batch: int = 4, train: object = POINTS[:8], name: str = "run", **arguments: Any
+        *callbacks: TrainerCallback,
+        batch: int = 4,
+        train: object = POINTS[:8],
+        evaluation: object = POINTS,
+        name: str = "run",
+        **arguments: Any,
     ) -> Trainer:
         config = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": 2}
         args = TrainingArguments(str(tmp_path / name), deepspeed_config=config, **{"save_steps": 2, **arguments})
         torch.manual_seed(0)
-        return Trainer([nn.Linear(2, 1)], args, train, POINTS, loss_fn=nn.functional.mse_loss, callbacks=callbacks)
+        return Trainer([nn.Linear(2, 1)], args, train, evaluation, loss_fn=nn.functional.mse_loss, callbacks=callbacks)
 
     return trainer
 
@@ -113,6 +118,11 @@ def test_an_evaluation_that_fails_costs_no_step(make: Make, tmp_path: Path) -> N
         3,
         4,
     ]
+
+
+def test_an_empty_evaluation_set_is_refused_before_the_first_step(make: Make) -> None:
+    with pytest.raises(UserError, match="eval_dataset_none is empty: give at least one sample, or no data set"):
+        make(evaluation={"some": POINTS, "none": []})
 
 
 def test_a_run_that_has_stopped_early_trains_no_further(make: Make) -> None:
