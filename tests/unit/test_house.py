@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = sorted((ROOT / "harness").rglob("*.py"))
 SOURCES = PRODUCT + sorted(p for top in ("scripts", "tests") for p in (ROOT / top).rglob("*.py"))
 
-LONGEST_FILE, LONGEST_FUNCTION = 500, 80
+LONGEST_FILE, LONGEST_FUNCTION = 700, 80
 MOST_ANY = 100  # lines of the product with a value of any type: what DeepSpeed, transformers and torch leave untyped
 
 LAYERS = (
