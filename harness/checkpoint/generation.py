@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.checkpoint.integrity import is_checkpoint, listed_files, require_listed_weights
 from harness.errors import UserError
-from harness.hf.locate import ADAPTERS, model_directory
+from harness.hf.locate import ADAPTERS, model_directory, require_vocabulary
 from harness.hf.template_process import TemplateProcess
 from harness.verb_parser import Boolean, VerbParser
 
@@ -72,6 +72,7 @@ def load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
         except (OSError, ValueError, ImportError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].replace(str(folder), str(directory))
             raise UserError(f"cannot load {directory}: {reason}") from error
+    require_vocabulary(tokenizer, directory)
     return tokenizer, model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.checkpoint.directories import set_aside
+from harness.config.model.files import TOKENIZER_FILES, has_tokenizer, has_weights
 from harness.config.model.hub import TEXTS, Wanted, fetch
 from harness.config.values.json_file import read_json, require_regular_files
 from harness.errors import UserError
+from harness.hf.locate import require_vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
@@ -29,14 +31,6 @@ if TYPE_CHECKING:
 
 BYTES = "bytes"
 _MARK = "harness_tokenizer"
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
 
 # A turn is a line with its role, then its content, closed by the end-of-document token.
 _CHAT_TEMPLATE = (
@@ -114,9 +108,21 @@ def end_of_document_id(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_token_id
 
 
-def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
-    """Return whether the directory holds a tokenizer's files."""
-    return any(Path(directory, name).is_file() for name in _FILES)
+def tokenizer_name(name: str | None, model_dir: Path | None) -> str:
+    """Return the tokenizer's name: the one given, else the model's directory, else bytes for a model without weights.
+
+    Raises UserError for trained weights without a tokenizer: their ids would have another meaning as bytes.
+    """
+    if name is not None:
+        return name
+    if model_dir is None or not (has_tokenizer(model_dir) or has_weights(model_dir)):
+        return BYTES
+    if not has_tokenizer(model_dir):
+        raise UserError(
+            f"{model_dir} has trained weights but no tokenizer ({', '.join(TOKENIZER_FILES)}): copy its files "
+            f"there, or give their directory as --tokenizer_name ({BYTES}, if the model was trained on bytes)"
+        )
+    return os.fspath(model_dir)
 
 
 _WANTED = Wanted(flag="--tokenizer_name", files=TEXTS, is_whole=has_tokenizer, lacking="no tokenizer")
@@ -128,18 +134,19 @@ def tokenizer_directory(name: str) -> str:
     if found is None:
         raise UserError(f'tokenizer {name} is not a directory: give one, an id of the hub, or "{BYTES}"')
     if not has_tokenizer(found):
-        raise UserError(f'{name} contains no tokenizer ({", ".join(_FILES)}): give another directory, or "{BYTES}"')
+        raise UserError(
+            f'{name} contains no tokenizer ({", ".join(TOKENIZER_FILES)}): give another directory, or "{BYTES}"'
+        )
     return os.fspath(found)
 
 
-def load_tokenizer(name: str | None = None, model_dir: str | os.PathLike[str] | None = None) -> Tokenizer:
-    """Load the tokenizer `name`: "bytes", a directory or a hub id; by default the model's own, else bytes.
+def load_tokenizer(name: str | None = None, model_dir: Path | None = None) -> Tokenizer:
+    """Load the tokenizer `name`: "bytes", a directory or a hub id; by default the one of `tokenizer_name`.
 
-    Raises UserError if the directory is missing or holds no tokenizer, or if the tokenizer cannot be read or has no
-    end-of-sequence token.
+    Raises UserError as `tokenizer_name`, if the directory is missing or holds no tokenizer, or if the tokenizer cannot
+    be read, has no vocabulary or no end-of-sequence token.
     """
-    if name is None:
-        name = os.fspath(model_dir) if model_dir is not None and has_tokenizer(model_dir) else BYTES
+    name = tokenizer_name(name, model_dir)
     if name == BYTES:
         return ByteTokenizer()
     directory = tokenizer_directory(name)
@@ -181,6 +188,7 @@ def _from_directory(directory: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers raises many kinds of error for a broken file
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"cannot read the tokenizer in {directory}: {reason[:200]}") from error
+    require_vocabulary(tokenizer, directory)
     end_of_document_id(tokenizer)
     return tokenizer
 

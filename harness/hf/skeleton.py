@@ -26,11 +26,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from harness.config.model.files import has_weights
 from harness.console import warn
 from harness.errors import UserError
 from harness.hf.layers.attention import attention_of
 from harness.hf.locate import model_directory
-from harness.hf.weights.tensor_files import has_tensors
 
 HOOKS = {
     "_forward_hooks": "forward hook",
@@ -197,7 +197,7 @@ def read_source(name: str) -> ModelSource:
             f"{directory / 'config.json'}: the weights are quantized: dequantize them and save the model again"
         )
     config = text_decoder(config)
-    weights = directory.absolute() if has_tensors(directory) else None
+    weights = directory.absolute() if has_weights(directory) else None
     return ModelSource(name=name, config=config, weights=weights, generation=_read_generation(directory))
 
 

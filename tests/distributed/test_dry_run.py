@@ -78,7 +78,8 @@ def predicted(job: Job, rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     config = folder / "config.json"
     config.write_text(json.dumps(job.deepspeed_config()))
     words = ["dry-run", "--rank", str(rank), "--world_size", str(ranks), "--json", "--device", "cpu"]
-    words += ["--model", job.model, "--deepspeed_config", str(config), "--block_size", str(BLOCK)]
+    words += ["--model", job.model, "--tokenizer_name", "bytes", "--block_size", str(BLOCK)]
+    words += ["--deepspeed_config", str(config)]
     with (folder / "report.json").open("w+") as out:
         with contextlib.redirect_stdout(out):
             assert main(words) == 0

@@ -174,7 +174,8 @@ def test_what_pads_a_part_of_a_weight_is_not_looked_at(tmp_path: Path) -> None:
 def test_the_script_stops_before_it_exports_what_is_not_finite(tmp_path: Path) -> None:
     """The only update makes infinite weights of finite gradients, which no later loss would show."""
     model = tiny_model(tmp_path / "m", "llama", False)
-    words = ["--model_name_or_path", model, "--block_size", 16, "--max_steps", 2, "--learning_rate", 1e38]
+    words = ["--model_name_or_path", model, "--tokenizer_name", "bytes", "--block_size", 16]
+    words += ["--max_steps", 2, "--learning_rate", 1e38]
     done = script_on_ranks(1, "scripts/train.py", *words, "--save_steps", 1, "--output_dir", tmp_path / "run")
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()

@@ -17,8 +17,9 @@ from harness.checkpoint import directories
 from harness.checkpoint.directories import contents, finish, partial_name, prune, remove
 from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
 from harness.checkpoint.integrity import newest_whole
+from harness.config.model.files import INDEX, SINGLE
 from harness.hf.weights.lazy_tensor import realised
-from harness.hf.weights.tensor_files import INDEX, SINGLE, open_tensors
+from harness.hf.weights.tensor_files import open_tensors
 from tests.unit.checkpoint.saved import progress
 
 ONE = {SINGLE: ["a", "b", "c"]}

@@ -161,6 +161,7 @@ BAD = {
         ("--deepspeed_config", "{tmp}/tp3.json", "--model_name_or_path", "{tmp}/two-heads"),
         "3 tensor-parallel ranks, but the model has only 2 attention heads",
     ),
+    "weights without a tokenizer": (("--model_name_or_path", "{tmp}/weights"), "no tokenizer"),
     "data smaller than a batch": (
         ("--train_file", "{tmp}/short.txt", "--block_size", "8"),
         "fewer than one global batch",
@@ -183,6 +184,8 @@ def bad_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     two_heads = json.loads((ROOT / "models/presets/tiny-llama/config.json").read_text())
     (folder / "two-heads").mkdir()
     (folder / "two-heads/config.json").write_text(json.dumps({**two_heads, "num_attention_heads": 2}))
+    shutil.copytree(ROOT / "models/presets/tiny-llama", folder / "weights")
+    (folder / "weights/model.safetensors").touch()
     (folder / "tp3.json").write_text('{"train_batch_size": 8, "tensor_parallel": {"autotp_size": 3}}')
     (folder / "short.txt").write_text("just a few words")
     return folder

@@ -25,7 +25,9 @@ class ScriptArguments(Flags):
     )
     model_revision: str | None = flag(None, "branch, tag or commit of a model of the hub (default: main)")
     tokenizer_name: str | None = flag(
-        None, "bytes, a directory, or an id of the hub (default: the model directory's tokenizer, else bytes)"
+        None,
+        "bytes, a directory, or an id of the hub (default: the model directory's tokenizer; bytes for a model without "
+        "weights)",
     )
     train_file: list[str] = flag(
         [PYTHON_STDLIB],

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness.atomic import FOLDER, UNFINISHED, free_name, replace_text, sync_file, sync_folder
+from harness.config.model.files import INDEX, SINGLE
 from harness.config.values.json_file import MOST_BYTES, parse_json, regular_bytes
 from harness.config.values.json_object import JsonObject
 from harness.hf.locate import ADAPTERS
-from harness.hf.weights.tensor_files import INDEX, SINGLE
 
 OF_A_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 

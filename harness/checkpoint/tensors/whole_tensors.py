@@ -29,9 +29,10 @@ from harness.checkpoint.tensors.tensor_writer import (
     index_content,
     split_by_size,
 )
+from harness.config.model.files import SINGLE
 from harness.errors import UserError
 from harness.hf.weights.conversion import CheckpointFormat
-from harness.hf.weights.tensor_files import SINGLE, OpenFile, Stored, open_safetensors
+from harness.hf.weights.tensor_files import OpenFile, Stored, open_safetensors
 from harness.parallel.host import brought_to_host
 from harness.topology.agreement import all_or_none, host_group, values_of_all, values_on_host
 from harness.topology.groups import Groups

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.config.model.files import INDEX
 from harness.errors import UserError
 
 ID = re.compile(r"(?P<name>\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(?P<revision>[\w./-]+))?")
 TEXTS = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # configs and tokenizers
 NOT_NEEDED = ("*/*", "consolidated*")  # other forms of the same weights
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
 from harness.arguments.themes.script import ScriptArguments
+from harness.config.model.files import has_tokenizer
 from harness.config.values.arguments import BLOCK_SIZE
 from harness.console import Console
 from harness.data.batches.collate import AnyDataset, MapDataset
@@ -31,7 +32,7 @@ from harness.data.preview import composition, summary
 from harness.data.samples import make_samples
 from harness.data.streaming.rows import FileRows, IterableRows, Rows, is_iterable, read_all
 from harness.data.streaming.source import RowsAsTheyAre, Streamed, StreamedSource, sample_maker
-from harness.data.tokenizer import Tokenizer, check_vocabulary, has_tokenizer, identity, load_tokenizer
+from harness.data.tokenizer import Tokenizer, check_vocabulary, identity, load_tokenizer
 from harness.device.process_group import shared_store, start
 from harness.errors import UserError
 from harness.hf.causal import require_cut

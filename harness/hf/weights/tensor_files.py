@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.config.model.files import INDEX, OLD_INDEX, OLD_SINGLE, SINGLE
 from harness.config.values.json_file import parse_json, read_json
 from harness.errors import UserError, printable
 from harness.hf.weights.lazy_tensor import Box, InMemory, LazyTensor
@@ -182,9 +183,6 @@ class Stored:
                 self._run(part if rows > 1 else part[0], at + start * row)
 
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -222,12 +220,6 @@ class StoredTensors:
     files: dict[str, list[str]]
     sizes: dict[str, int]
     indexed: bool
-
-
-def has_tensors(directory: Path) -> bool:
-    """Return whether `directory` has weights, or an index of weights, in a form that `open_tensors` finds."""
-    named = (INDEX, OLD_SINGLE, OLD_INDEX)
-    return any(directory.glob("*.safetensors")) or any((directory / name).is_file() for name in named)
 
 
 def weight_files(directory: Path) -> list[str]:

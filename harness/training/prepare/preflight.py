@@ -15,7 +15,7 @@ from harness.checkpoint.run_lock import lock_directory
 from harness.config.model.families import require_trainable_family
 from harness.data.files.sources import TOKENS, source_groups, validation_group
 from harness.data.inputs.early_checks import read_prompts, refuse_buffer, require_streamable
-from harness.data.tokenizer import BYTES, tokenizer_directory
+from harness.data.tokenizer import BYTES, tokenizer_directory, tokenizer_name
 from harness.errors import UserError, reason
 from harness.hf.locate import model_directory
 from harness.topology.env import LaunchEnv
@@ -51,8 +51,8 @@ def check_inputs(
         require_peft()
     model = model_directory(script.model)
     require_trainable_family(str(model))
-    if script.tokenizer_name not in (None, BYTES):
-        tokenizer_directory(script.tokenizer_name)
+    if (tokenizer := tokenizer_name(script.tokenizer_name, model)) != BYTES:
+        tokenizer_directory(tokenizer)
     config = read_run_config(args, world_size=env.world_size, model=str(model))
     _require_data(script, args)
     if args.sample_prompts is not None:

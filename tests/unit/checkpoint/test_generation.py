@@ -45,6 +45,12 @@ def test_the_template_is_used_where_a_tokenizer_brings_one(directory: Path) -> N
     assert tokenizer.decode(prompt_ids(tokenizer, "hi", chat=True)).startswith("<|user|>\nhi")
 
 
+def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_of("gpt2", num_hidden_layers=1).save_pretrained(tmp_path)  # transformers makes a tokenizer of one token
+    assert main(["generate", str(tmp_path), "--prompt", "def "]) == 1
+    assert "has a tokenizer without a vocabulary" in capsys.readouterr().err
+
+
 def test_only_files_that_a_checkpoint_lists_are_read(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from harness.config.model.files import has_tokenizer
 from harness.data.tokenizer import (
     ByteTokenizer,
     check_vocabulary,
     encode,
-    has_tokenizer,
     load_tokenizer,
 )
 from harness.errors import UserError
@@ -77,6 +77,22 @@ def test_the_model_directory_decides_where_no_name_is_given(trained_tokenizer, t
     assert isinstance(load_tokenizer(None, model_dir=tmp_path), ByteTokenizer)
     assert isinstance(load_tokenizer(), ByteTokenizer)
     assert has_tokenizer(trained_tokenizer) and not has_tokenizer(tmp_path)
+
+
+def test_trained_weights_without_a_tokenizer_are_refused_unless_one_is_named(trained_tokenizer, tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"trained weights but no tokenizer \(tokenizer.json, .*--tokenizer_name"):
+        load_tokenizer(None, model_dir=tmp_path)
+    assert isinstance(load_tokenizer("bytes", model_dir=tmp_path), ByteTokenizer)
+    assert len(load_tokenizer(str(trained_tokenizer), model_dir=tmp_path)) == 300
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma", "mt5"])
+def test_a_tokenizer_of_special_tokens_alone_is_refused(family, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match="has a tokenizer without a vocabulary"):
+        load_tokenizer(None, model_dir=tmp_path)
 
 
 def test_texts_get_no_special_tokens(trained_tokenizer):

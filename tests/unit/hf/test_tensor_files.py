@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from harness.config.model.files import has_weights
 from harness.errors import UserError
 from harness.hf.weights import tensor_files
-from harness.hf.weights.tensor_files import has_tensors, open_tensors
+from harness.hf.weights.tensor_files import open_tensors
 
 TENSORS = {
     "cube": torch.randn(7, 9, 11),
@@ -206,7 +207,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, wanted: str) 
 )
 def test_a_bad_index_is_refused(tmp_path: Path, index: str, wanted: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert has_tensors(tmp_path)  # else a new model would take their place
+    assert has_weights(tmp_path)  # else a new model would take their place
     with pytest.raises(UserError, match=wanted):
         open_tensors(tmp_path)
 
