@@ -18,7 +18,8 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from harness.config.values.json_object import JsonObject
-from harness.data.files.rows import ASSISTANT, with_unique_names
+from harness.data.files.rows import ASSISTANT
+from harness.data.files.tools import with_unique_names
 from harness.data.marks import CALLS, FoundMark, MarkedMessages, holds_marks, mark
 from harness.data.templates import Template
 from harness.errors import UserError

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 from harness.data.files.json_rows import first_row, is_whole, json_rows
 from harness.data.files.pieces import PIECE_CHARACTERS, in_pieces
-from harness.data.files.rows import BESIDE, COLUMNS, TEXT, document, kind_of_row, plain_row, with_unique_names
+from harness.data.files.rows import BESIDE, COLUMNS, TEXT, document, kind_of_row, plain_row
+from harness.data.files.tools import with_unique_names
 from harness.data.on_disk.shards import SHARD_BYTES, make_shards, shard_bytes
 from harness.errors import UserError
 

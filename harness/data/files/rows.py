@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from harness.config.values.json_object import JsonObject
+from harness.data.files.tools import calls_of_turn, parsed, tool_calls, tool_schemas
 from harness.errors import UserError
 
 _ROLES = MappingProxyType(
@@ -25,23 +26,30 @@ _ROLES = MappingProxyType(
         "model": "assistant",
         "observation": "tool",
         "function_response": "tool",
-        "function_call": "assistant",
     }
 )
 """ShareGPT's role -> the role in chat templates; roles not listed are the same."""
+_CALLING = "function_call"
+"""ShareGPT's role of a turn that calls tools."""
+ASSISTANT = "assistant"
 
 
-def from_sharegpt(turns: object) -> object:
-    """Return ShareGPT's turns, {from, value}, as messages, {role, content}; anything else unchanged."""
+def from_sharegpt(turns: object, location: str) -> object:
+    """Return ShareGPT's turns, {from, value}, as messages, {role, content}; anything else unchanged.
+
+    A turn of `function_call` becomes the tool calls of an answer. Raises UserError if it is not the JSON text of one.
+    """
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         return turns
-    return [*map(_message, turns)]
+    return [_message(turn, f"{location}, message {number}") for number, turn in enumerate(turns, start=1)]
 
 
-def _message(turn: object) -> object:
+def _message(turn: object, location: str) -> object:
     if not isinstance(turn, Mapping) or "from" not in turn or turn.get("role") is not None:
         return turn
     rest = {name: value for name, value in turn.items() if name not in ("from", "value", "role")}
+    if turn["from"] == _CALLING:
+        return {"role": ASSISTANT, "tool_calls": calls_of_turn(turn.get("value"), location), **rest}
     return {"role": _ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value"), **rest}
 
 
@@ -105,7 +113,6 @@ BESIDE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Kind of a row -> optional columns that are read."""
 
-ASSISTANT = "assistant"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 TRAINS = ("train", "training", "loss")
 """Keys of a message that include it in the loss or exclude it; OpenAI's key is `weight`, 0 or 1."""
@@ -155,7 +162,7 @@ def document(row: Mapping[str, object], kind: str, location: str) -> dict[str, s
             "remove it or the column"
         )
     conversation = _completion(row, location) if kind == COMPLETION else _messages(row, kind, location)
-    if tools := _tools(row.get("tools"), f"{location}: `tools`"):
+    if tools := tool_schemas(row.get("tools"), f"{location}: `tools`"):
         conversation["tools"] = tools
     try:
         written = json.dumps(conversation, ensure_ascii=False)
@@ -184,7 +191,8 @@ def _messages(row: Mapping[str, object], kind: str, location: str) -> JsonObject
     if kind == MESSAGES:
         given = _with_system(given, row, location)
     elif kind == SHAREGPT:
-        given = _with_system(from_sharegpt(row["conversations"]), row, location)
+        turns = from_sharegpt(row["conversations"], f"{location}: `conversations`")
+        given = _with_system(turns, row, location)
     elif kind == ALPACA:
         given = from_alpaca({**row, "history": parsed(row.get("history"), f"{location}: `history`")}, location)
     location = f"{location}: `{COLUMNS[kind][0]}`"
@@ -237,18 +245,25 @@ def _checked_message(message: object, location: str) -> JsonObject:
         raise UserError(f"{location} has no `role` (it has: {', '.join(kept) or 'nothing'}): give role and content")
     if role not in ROLES:
         raise UserError(f"{location}: role {role!r} is not one of {', '.join(ROLES)}")
-    if isinstance(kept.get("tool_calls"), str):
-        kept["tool_calls"] = parsed(kept["tool_calls"], f"{location}: `tool_calls`")
     unused = next((name for name in REFUSED if _is_there(kept.get(name))), None)
     if unused is not None:
         raise UserError(f"{location} has `{unused}`, which is not used: {REFUSED[unused]}")
-    calls_tools = role == ASSISTANT and kept.get("tool_calls")
-    thinks = role == ASSISTANT and any(_is_there(kept.get(name)) for name in THOUGHTS)
-    if "content" in kept or not calls_tools:
+    if "tool_calls" in kept:
+        kept["tool_calls"] = tool_calls(kept["tool_calls"], f"{location}: `tool_calls`")
+    for name in (name for name in THOUGHTS if name in kept and role == ASSISTANT):
+        kept[name] = checked_text(kept[name], f"{location}: `{name}`")
+    # A server hands on no empty thought and no empty list of calls, and some templates would write them.
+    empty = [name for name in ("tool_calls", *THOUGHTS) if name in kept and not _is_there(kept[name])]
+    kept = {name: value for name, value in kept.items() if name not in empty}
+    thinks = role == ASSISTANT and any(name in kept for name in THOUGHTS)
+    if "content" in kept or "tool_calls" not in kept:
         kept["content"] = _content(kept.get("content", "" if thinks else None), location)
-    if role == ASSISTANT and not calls_tools and not thinks and not kept["content"].strip():
-        raise UserError(f"{location} is an empty answer: remove it")
     return kept
+
+
+def _is_empty(answer: JsonObject) -> bool:
+    """Return whether an answer says nothing: no text, no tool call and no thought."""
+    return not any(_is_there(answer.get(name)) for name in ("content", "tool_calls", *THOUGHTS))
 
 
 def _content(content: object, location: str) -> str:
@@ -269,9 +284,12 @@ def _with_answers(messages: list[JsonObject], answers_from: int, location: str) 
     """
     kept, unlearnt = [], []
     for index, message in enumerate(messages):
-        number = index + 1 - (answers_from if index >= answers_from else 0)
-        if not _is_learnt(message, f"{location}, message {number}") and message["role"] == ASSISTANT:
+        place = f"{location}, message {index + 1 - (answers_from if index >= answers_from else 0)}"
+        is_learnt = _is_learnt(message, place)
+        if message["role"] == ASSISTANT and not is_learnt:
             unlearnt.append(index)
+        elif message["role"] == ASSISTANT and index >= answers_from and _is_empty(message):
+            raise UserError(f"{place} is an empty answer: remove it and its question, or give it `weight` 0")
         kept.append({name: value for name, value in message.items() if name not in (*TRAINS, "weight")})
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= answers_from]
     if not answers:
@@ -313,42 +331,6 @@ def _says_no(name: str, value: object) -> bool:
 def _is_there(value: object) -> bool:
     """Return whether an unsupported column holds anything."""
     return bool(value.strip() if isinstance(value, str) else value)
-
-
-def _tools(tools: object, location: str) -> list[JsonObject]:
-    """Return descriptions of tools from a list, a list as JSON text, or a list of JSON texts. UserError for others."""
-    found = parsed(tools, location)
-    if not found:
-        return []
-    if not isinstance(found, Sequence) or isinstance(found, str):
-        raise UserError(f"{location} is {type(found).__name__}, not a list of tools")
-    described = []
-    for number, given in enumerate(found, start=1):
-        tool = parsed(given, f"{location}, tool {number}")
-        if not isinstance(tool, Mapping):
-            raise UserError(f"{location}, tool {number} is {type(tool).__name__}, not an object: give its JSON schema")
-        described.append(dict(tool))
-    return described
-
-
-def parsed(value: object, location: str) -> object:
-    """Return a value that may be given as JSON text, parsed; None for a blank text. UserError for invalid JSON."""
-    if not isinstance(value, str) or not value.strip():
-        return None if isinstance(value, str) else value
-    try:
-        return json.loads(value, object_pairs_hook=with_unique_names)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{location} is a text that is not JSON ({error})") from error
-
-
-def with_unique_names(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-    """Build a dict from the pairs of a JSON object. ValueError for a repeated name: json would keep the last value."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {twice!r} occurs twice in an object")
-    return made
 
 
 def plain_row(row: Mapping[str, object]) -> dict[str, object]:

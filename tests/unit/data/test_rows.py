@@ -14,7 +14,8 @@ from harness.errors import UserError
 ASK = {"role": "user", "content": "2 + 2?"}
 ANSWER = {"role": "assistant", "content": "4"}
 CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
-TOOLS = [{"type": "function", "function": {"name": "add"}}]
+CALLING = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
 def made(row: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def test_a_text_is_taken_as_it_is(text: str) -> None:
         pytest.param(
             {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, ANSWER], "tools": TOOLS},
             {
-                "messages": [ASK, {"role": "assistant", "tool_calls": [CALL]}, ANSWER],
+                "messages": [ASK, CALLING, ANSWER],
                 "answers_from": 0,
                 "tools": TOOLS,
             },
@@ -132,7 +133,7 @@ def test_a_text_is_taken_as_it_is(text: str) -> None:
             {
                 "conversations": [
                     {"from": "human", "value": "a", "role": None},
-                    {"from": "function_call", "value": "{}"},
+                    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 2}}'},
                     {"from": "observation", "value": "4"},
                     {"from": "bot", "value": "b", "weight": 1},
                 ]
@@ -140,7 +141,7 @@ def test_a_text_is_taken_as_it_is(text: str) -> None:
             {
                 "messages": [
                     {"role": "user", "content": "a"},
-                    {"role": "assistant", "content": "{}"},
+                    CALLING,
                     {"role": "tool", "content": "4"},
                     {"role": "assistant", "content": "b"},
                 ],
@@ -201,6 +202,9 @@ MESSAGES = [
     pytest.param([ASK, {"role": "assistant", "content": []}], "message 2 is an empty answer", id="no-parts"),
     pytest.param(
         [ASK, {"role": "assistant", "content": "", "tool_calls": []}], "message 2 is an empty answer", id="no-calls"
+    ),
+    pytest.param(
+        [ASK, {"role": "assistant", "content": "", "reasoning_content": " "}], "message 2 is an empty", id="no-thought"
     ),
     pytest.param(
         [ASK, {"role": "tool", "content": "4"}, ASK],
@@ -287,15 +291,40 @@ def test_a_system_prompt_may_have_a_column_of_its_own() -> None:
     assert made({**asked, "system": " ", "label": 0, "weight": None, "loss": 2.5}) == made(asked)
 
 
-def test_tools_and_calls_may_be_json() -> None:
-    called = {"role": "assistant", "tool_calls": [{"function": CALL}]}
-    wanted = made({"messages": [ASK, called], "tools": TOOLS})
-    assert made({"messages": [ASK, called], "tools": json.dumps(TOOLS)}) == wanted
-    assert made({"messages": [ASK, called], "tools": [json.dumps(tool) for tool in TOOLS]}) == wanted
-    assert (
-        made({"messages": [ASK, {**called, "tool_calls": json.dumps(called["tool_calls"])}], "tools": TOOLS}) == wanted
-    )
+def test_tools_and_calls_become_those_of_a_server_in_whatever_form_they_are_given() -> None:
+    wanted = made({"messages": [ASK, CALLING], "tools": TOOLS})
+    flat = {"type": "function", **TOOLS[0]["function"]}
+    of_anthropic = {"name": "add", "input_schema": {"type": "object"}}
+    for tools in (json.dumps(TOOLS), [json.dumps(TOOLS[0])], [TOOLS[0]["function"]], [flat], [of_anthropic]):
+        assert made({"messages": [ASK, CALLING], "tools": tools}) == wanted
+    for calls in (CALLING["tool_calls"], [CALL], [{"function": CALL}], [json.dumps(CALL)], json.dumps([CALL])):
+        assert made({"messages": [ASK, {"role": "assistant", "tool_calls": calls}], "tools": TOOLS}) == wanted
     assert "tools" not in made({"messages": [ASK, ANSWER], "tools": ""})
+
+
+def test_arguments_of_calls_stay_json_text_and_none_are_an_empty_object() -> None:
+    for given, kept in (('{"a": 2}', '{"a": 2}'), ("", {}), (None, {})):
+        call = made({"messages": [ASK, {"role": "assistant", "tool_calls": [{"name": "add", "arguments": given}]}]})
+        assert call["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": kept}
+
+
+def test_several_calls_may_be_one_turn_of_sharegpt() -> None:
+    turns = [{"from": "human", "value": "a"}, {"from": "function_call", "value": json.dumps([CALL, CALL])}]
+    assert made({"conversations": turns})["messages"][1]["tool_calls"] == CALLING["tool_calls"] * 2
+
+
+@pytest.mark.parametrize(
+    "empty", [{"tool_calls": []}, {"tool_calls": ""}, {"reasoning_content": ""}, {"thinking": " "}]
+)
+def test_empty_calls_and_thoughts_are_none(empty: dict[str, Any]) -> None:
+    assert made({"messages": [ASK, {**ANSWER, **empty}]}) == made({"messages": [ASK, ANSWER]})
+
+
+def test_an_empty_answer_may_stand_where_it_is_not_learnt() -> None:
+    empty = {"role": "assistant", "content": ""}
+    conversation = made({"messages": [ASK, {**empty, "weight": 0}, ASK, ANSWER]})
+    assert conversation["messages"] == [ASK, empty, ASK, ANSWER] and conversation["unlearnt"] == [1]
+    assert made({"prompt": [ASK, empty, ASK], "completion": [ANSWER]})["messages"][1] == empty
 
 
 def test_an_answer_may_be_thoughts_alone() -> None:
@@ -339,6 +368,26 @@ def test_an_answer_may_be_thoughts_alone() -> None:
             {"messages": [ASK, ANSWER], "tools": '{"a": 1}'}, "`tools` is dict, not a list of tools", id="one-tool"
         ),
         pytest.param({"messages": [ASK, ANSWER], "tools": [3]}, "`tools`, tool 1 is int, not an object", id="no-tool"),
+        pytest.param({"messages": [ASK, ANSWER], "tools": [{"type": "web_search"}]}, "tool 1 is not a func", id="kind"),
+        pytest.param({"messages": [ASK, {**CALLING, "tool_calls": CALL}]}, "`tool_calls` is dict, not a", id="call"),
+        pytest.param(
+            {"messages": [ASK, {**CALLING, "tool_calls": [{"arguments": 1}]}]}, "call 1 has no `name`", id="n"
+        ),
+        pytest.param(
+            {"messages": [ASK, {**CALLING, "tool_calls": [{**CALL, "arguments": "a = 2"}]}]},
+            "call 1: `arguments` is a text that is not JSON",
+            id="arguments-of-another-language",
+        ),
+        pytest.param(
+            {"messages": [ASK, {**CALLING, "tool_calls": [{**CALL, "arguments": [2, 2]}]}]},
+            "call 1: `arguments` are list, not an object",
+            id="arguments-without-names",
+        ),
+        pytest.param(
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "add(2, 2)"}]},
+            "`conversations`, message 2 is a text that is not JSON",
+            id="sharegpt-call",
+        ),
         pytest.param(
             {"instruction": "a", "output": "b", "history": [["a"]]}, "`history`, turn 1 is not a pair", id="turn"
         ),
