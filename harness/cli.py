@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 VERBS = {
+    "train": ("harness.start", "train on all devices of this machine, or of several hosts"),
     "check": ("harness.config.cli.verbs", "check DeepSpeed configs"),
     "explain": ("harness.config.cli.verbs", "explain a rule"),
     "schema": ("harness.config.cli.verbs", "print the JSON Schema of DeepSpeed's config"),
@@ -26,7 +27,7 @@ VERBS = {
     "report": ("harness.report.commands", "show runs in one HTML file"),
     "dry-run": ("harness.dry_run.command", "build one rank of a run without the others: memory, messages, errors"),
     "cluster": ("harness.cluster.commands", "write a job file for Kubernetes or Slurm"),
-    "launch": ("harness.resilience.launch", "start a run on its devices and hosts, and keep it going"),
+    "launch": ("harness.resilience.launch", "start a script of your own on devices and hosts, and keep it going"),
 }
 
 
@@ -61,12 +62,13 @@ def _help(verb: str) -> int:
 
         print(f"ds-harness {version('ds-harness')}")
         return 0
+    example = "ds-harness train --deepspeed_config zero3 --max_steps 20 --output_dir runs/first"
     verbs = "\n".join(f"  {name:<10} {text}" for name, (_, text) in VERBS.items())
     parser = argparse.ArgumentParser(
         prog="ds-harness",
         usage="ds-harness VERB ...",
-        description="Tools for DeepSpeed training. Run `ds-harness VERB --help` for details.",
-        epilog=f"verbs:\n{verbs}\n\nexample:\n  ds-harness check ds_configs/zero3.json",
+        description="Train HuggingFace decoders with DeepSpeed. Run `ds-harness VERB --help` for details.",
+        epilog=f"verbs:\n{verbs}\n\nexample:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if verb in ("", "-h", "--help"):

@@ -1,4 +1,4 @@
-"""The training script: `deepspeed scripts/train.py ...`, `deepspeed --module harness.train ...`, or plain `python`.
+"""The training script, which every rank runs: under `ds-harness train`, any other launcher, or plain `python`.
 
 Everything that can be refused is refused before torch is imported. An error is one line on standard error: the rank
 that caused an error prints it; ranks that only lost a peer wait until it has. Tracebacks go to the rank's log.
@@ -36,8 +36,8 @@ EXAMPLE = """example:
   deepspeed --num_accelerators 2 scripts/train.py --deepspeed_config ds_configs/pipeline_checkpointing.json \\
       --max_steps 200 --learning_rate 3e-3 --output_dir runs/first"""
 NOTHING_GIVEN = (
-    "no arguments: give at least --max_steps and --output_dir, for instance `deepspeed --num_accelerators 2 "
-    "scripts/train.py --deepspeed_config pipeline_checkpointing --max_steps 100 --output_dir runs/first` (see --help)"
+    "no arguments: give at least --max_steps and --output_dir, for instance `ds-harness train --deepspeed_config zero3 "
+    "--max_steps 100 --output_dir runs/first` (see --help)"
 )
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import islice
 from math import isfinite
 from typing import NoReturn, TypeVar, get_type_hints
 
@@ -139,6 +140,25 @@ class VerbParser(FlagParser):
     def error(self, message: str) -> NoReturn:
         """Say what cannot be used, and end."""
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+    def parted(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return the words of this parser's flags with their values, and all others; for a parser without positionals.
+
+        argparse's own `parse_known_args` returns the others alone.
+        """
+        known: list[str] = []
+        others: list[str] = []
+        rest = iter(self.spelled(words))
+        for word in rest:
+            name, equals, _ = word.partition("=")
+            action = self._option_string_actions.get(name)
+            if action is None:
+                others.append(word)
+                continue
+            known.append(word)
+            if not (equals or action.nargs == 0 or isinstance(action, Boolean)):
+                known += islice(rest, 1)
+        return known, others
 
     def add_run_arguments(self, names: Iterable[str]) -> None:
         """Add arguments of a run to which a config may leave a value; a boolean stands alone or takes true or false."""

@@ -10,6 +10,8 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from harness.arguments.command_line import known_flags
+from harness.arguments.fewer_ranks import KINDS
 from harness.cli import VERBS, main
 from harness.config.values.typed import takes
 
@@ -20,13 +22,13 @@ HEAD = """# All verbs of `ds-harness`
 
 A verb exits with 0 when its work is done, with 1 and one line on standard error when you have something to correct,
 such as a file that is missing or a config that does not run, and with 2 for unknown flags and for values that an
-argument does not take. Two exit with 1 for these as well: `launch`, and `dry-run` for the flags of the training script,
-as the script itself does.
+argument does not take. Three exit with 1 for these as well: `train`, `launch`, and `dry-run` for the flags of a run.
 
-`launch` exits with the code of its ranks, with 1 if a signal has killed one, and with 128 + N after a signal N to
-itself.
+`train` and `launch` exit with the code of their ranks, with 1 if a signal has killed one, and with 128 + N after a
+signal N to themselves.
 """
 PAGES = {
+    "train": "quick-start.md",
     "check": "check.md",
     "explain": "rules/README.md",
     "schema": "check.md",
@@ -91,7 +93,9 @@ def section(verb: str) -> str:
     """Return the section of a verb: what it does, its example, its arguments."""
     parser = parser_of(verb)
     actions = [action for action in parser._actions if "--help" not in action.option_strings]  # noqa: SLF001
-    rows = [row(parser, action) for action in actions if action.help != argparse.SUPPRESS]
+    elsewhere = known_flags(KINDS) if verb == "train" else {}  # docs/flags.md has them
+    shown = [action for action in actions if action.help != argparse.SUPPRESS and action.dest not in elsewhere]
+    rows = [row(parser, action) for action in shown]
     example = (parser.epilog or "").partition("example:\n")
     after = " ".join(example[0].split())
     commands = "\n".join(line[2:] if line.startswith("  ") else line for line in example[2].splitlines())
@@ -99,6 +103,7 @@ def section(verb: str) -> str:
         f"## {verb}\n",
         f"{' '.join((parser.description or '').split())} Read on: [{PAGES[verb]}]({PAGES[verb]}).\n",
         *([f"{after}\n"] if after else []),
+        *(["The flags of a run are those of [Every flag](flags.md); those of a launch:\n"] if elsewhere else []),
         *([f"```\n{commands}\n```\n"] if commands else []),
         *(["| argument | values | meaning |\n|---|---|---|", *rows, ""] if rows else []),
     ]

@@ -10,6 +10,7 @@ from harness.arguments import TrainingArguments
 from harness.arguments.themes.reporting import monitor_sections, require_inside, require_packages
 from harness.config import AutoValues, Document, Resolved, load
 from harness.config.resolving.resolve import complete, resolve_before_data
+from harness.config.rules.view import RunView
 from harness.config.text.document import from_values
 from harness.errors import UserError
 
@@ -73,6 +74,21 @@ def read_run_config(args: TrainingArguments, *, world_size: int, model: str | No
     require_packages(monitor_sections(args, args.output_dir, resolved.config))
     require_inside(args.output_dir, resolved.config)
     return RunConfig(document=document, values=values, resolved=resolved)
+
+
+def fewest_ranks(args: TrainingArguments) -> int:
+    """Return the smallest number of ranks that the layout takes: with one copy of the model, if its sizes allow that.
+
+    Raises ConfigError if the config cannot be read.
+    """
+    view = RunView(
+        read_config(args.deepspeed_config),
+        pp_override=args.pipeline_parallel_size,
+        tp_override=args.tensor_parallel_size,
+        ep_override=args.expert_parallel_size,
+        cp_override=args.context_parallel_size,
+    )
+    return view.pp_size * view.tp_size * math.lcm(view.cp_size, max(1, view.ep_size // view.tp_size))
 
 
 def _auto_values(args: TrainingArguments, world_size: int) -> AutoValues:

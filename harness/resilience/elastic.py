@@ -28,7 +28,7 @@ from harness.resilience.cause import oom_kills
 from harness.resilience.judging import History, Verdict
 from harness.resilience.leading import ANSWER_S, HOSTS_S, LOOK_S, Leader
 from harness.resilience.on_host.ranks import Ranks
-from harness.resilience.options import Options
+from harness.resilience.options import TRAIN, Options
 from harness.resilience.process.records import read_positions
 from harness.resilience.rendezvous import AGAIN_S, HEARTBEAT_S, LAST_CALL_S, Heartbeat, Rendezvous, put, run_store, take
 from harness.resilience.reports import BY_SIGNAL, ENDS, Report, have_reported, why_over
@@ -147,8 +147,9 @@ class Agent(LocalElasticAgent):
         if devices != list(range(len(devices))):
             visible = inherited().get(DEVICES, "").split(",")  # a starter may have chosen among those of the host
             common[DEVICES] = ",".join(visible[each] if each < len(visible) > 1 else str(each) for each in devices)
-        python = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]
         script, *arguments = plan["words"] or [""]
+        how = ["-P"] * (script == TRAIN) + ["-m"] * options.module  # -P: no folder `harness` of the working directory
+        python = [] if options.no_python else [sys.executable, "-u", *how]
         ranks = []
         for worker in worker_group.workers:
             numbers = {"RANK": str(worker.global_rank), "LOCAL_RANK": str(worker.local_rank)}

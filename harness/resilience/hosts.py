@@ -23,7 +23,9 @@ from harness.topology.slurm import Allocation, address_of
 LAUNCH = (sys.executable, "-P", "-m", "harness.cli", "launch")
 LOCALHOST = "localhost"
 BACKLOG = 2048  # hosts that connect at once
-COUNT_DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
+COUNT_DEVICES = (
+    "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_name(), a().device_count())"
+)
 # Prefixes of variables that the `deepspeed` command, too, passes to other hosts.
 EXPORTED = ("PYTHON", "NCCL", "UCX", "MLFLOW", "MV2", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "GLOO_", "DS_", "HF_",
             "PYTORCH_", "TORCH_")  # fmt: skip
@@ -95,18 +97,29 @@ def _all_hosts(options: Options) -> list[HostDevices]:
         found = [(name, wanted or allocation.tasks_per_node) for name in allocation.hosts]
     else:
         stated = [slots for name, slots in _node_list(options.include) if name == LOCALHOST]
-        found = [(LOCALHOST, wanted or (max(map(max, stated)) + 1 if all(stated) and stated else _count_devices()))]
+        found = [(LOCALHOST, wanted or (max(map(max, stated)) + 1 if all(stated) and stated else devices_here()[1]))]
     slurm = allocation is not None
     return [HostDevices(name=name, devices=tuple(range(slots)), slurm=slurm) for name, slots in found]
 
 
-def _count_devices() -> int:
-    """Return the number of devices as DeepSpeed counts them."""
+def counts_own_devices(options: Options) -> bool:
+    """Return whether the run is on this host alone, with as many ranks as devices are found."""
+    stated = ("num_accelerators", "include", "exclude", "hostfile", "num_nodes", "rdzv_endpoint")
+    if any(getattr(options, name) for name in stated) or Path(HOSTFILE).is_file():
+        return False
+    return Allocation.from_environ(inherited()) is None
+
+
+def devices_here() -> tuple[str, int]:
+    """Return the kind of this host's devices, and their number, as DeepSpeed names and counts them.
+
+    UserError if there are none. On a CPU the number is that of the NUMA nodes.
+    """
     done = subprocess.run([sys.executable, "-c", COUNT_DEVICES], capture_output=True, text=True, check=False)
-    counts = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("devices ")]
-    if not counts or int(counts[-1]) < 1:
+    found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("devices ")]
+    if not found or int(found[-1][1]) < 1:
         raise UserError("no device was found: give --num_accelerators N")
-    return int(counts[-1])
+    return found[-1][0], int(found[-1][1])
 
 
 def _filtered(hosts: list[HostDevices], options: Options) -> list[HostDevices]:

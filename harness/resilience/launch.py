@@ -50,7 +50,11 @@ def launch(argv: Sequence[str]) -> int:
     if not argv:
         print(USAGE)
         return 2
-    options = read_options(argv)
+    return start(read_options(argv))
+
+
+def start(options: Options) -> int:
+    """Start a script on the ranks that the options ask for, as `launch` does."""
     control = Control(is_started=options.started)
     script = Script(options.script)
     if options.max_restarts:

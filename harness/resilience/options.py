@@ -1,4 +1,4 @@
-"""The flags of `ds-harness launch`: its own, and those of the `deepspeed` command."""
+"""The flags of `ds-harness launch` and `train`: their own, and those of the `deepspeed` command."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from harness.verb_parser import Boolean, VerbParser
 
 T = TypeVar("T")
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}  # else each failed request to a store prints a page of C++ frames
+TRAIN = "harness.train"  # the module that every rank of `ds-harness train` runs
+OF_SCRIPTS = ("module", "no_python", "no_local_rank")  # flags about how a script of the user's is started
 IGNORED = "ignored"  # flags of other launchers that change nothing here
 HOSTFILE = "/job/hostfile"  # where the `deepspeed` command looks
 EXAMPLE = """example:
@@ -97,14 +99,22 @@ BY_STARTER = {  # flags with a value which a launch that starts others by ssh or
 }
 
 
-class _Parser(VerbParser):
+class LaunchParser(VerbParser):
+    """Reads the flags of a launch. Raises UserError for unusable ones."""
+
     joins_values = False  # `--no_python true` runs the command true
 
     def error(self, message: str) -> NoReturn:
-        for flag in (word.partition("=")[0] for word in message.split()):
-            if instead := other_programs().refused_by_launch.get(flag):
-                raise UserError(f"{flag}: {instead}")
+        """Say what to do instead of an unknown flag."""
+        refuse_others(message.split())
         raise UserError(f"{message} (see --help)")
+
+
+def refuse_others(words: Sequence[str]) -> None:
+    """Raise UserError for a flag of another launcher that does not exist here, with what to do instead."""
+    for flag in (word.partition("=")[0] for word in words):
+        if instead := other_programs().refused_by_launch.get(flag):
+            raise UserError(f"{flag}: {instead}")
 
 
 def read_options(argv: Sequence[str]) -> Options:
@@ -113,10 +123,25 @@ def read_options(argv: Sequence[str]) -> Options:
     given = vars(parser.parse_args(argv))
     words = parser.spelled(argv)  # as many
     start = len(argv) - len(given.pop("arguments")) - 1
-    given.pop(IGNORED, None)
     start -= argv[start] != given.pop("script")  # argparse swallows a "--" after the script
+    return _options(given, script=argv[start:], flags=words[:start])
+
+
+def training_options(argv: Sequence[str]) -> Options:
+    """Return the flags of a launch of `harness.train` among the flags of the run. UserError if they are wrong."""
+    parser = LaunchParser("train", "", allow_abbrev=False)
+    parser.joins_values = True  # no script follows
+    add_launch_flags(parser, of_any_script=False)
+    flags, others = parser.parted(argv)
+    refuse_others(others)
+    given = vars(parser.parse_args(flags))
+    return _options({**given, "module": True}, script=[TRAIN, *others], flags=[*flags, "--module"])
+
+
+def _options(given: JsonObject, *, script: Sequence[str], flags: Sequence[str]) -> Options:
+    given.pop(IGNORED, None)
     _fill_from_launcher(given)
-    options = Options(script=tuple(argv[start:]), flags=tuple(words[:start]), **given)
+    options = Options(script=tuple(script), flags=tuple(flags), **given)
     _require(options)
     return options
 
@@ -167,17 +192,27 @@ def _require_meeting(options: Options) -> None:
         raise UserError(f"--{chosen[0]} and --rdzv_endpoint: {text}")
 
 
-def _parser() -> _Parser:
-    parser = _Parser("launch", DESCRIPTION, EXAMPLE, allow_abbrev=False)
-    add = parser.add_argument
+def _parser() -> LaunchParser:
+    parser = LaunchParser("launch", DESCRIPTION, EXAMPLE, allow_abbrev=False)
+    add_launch_flags(parser)
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def add_launch_flags(parser: argparse._ActionsContainer, *, of_any_script: bool = True) -> None:
+    """Add the flags of a launch.
+
+    Args:
+        of_any_script: also those about how a script of the user's is started, and those between launches.
+    """
     for each in fields(Options)[2:]:
         about, kind = each.metadata, each.metadata["kind"]
+        if not of_any_script and (each.name in OF_SCRIPTS or about["help"] == argparse.SUPPRESS):
+            continue
         flags = sorted([f"--{each.name}", *about["names"]], key=lambda name: name[1] == "-")  # -H before --hostfile
         more = {"action": Boolean} if kind is bool else {"type": kind, "metavar": about["metavar"]}
-        add(*flags, default=each.default, help=about["help"], **more)
+        parser.add_argument(*flags, default=each.default, help=about["help"], **more)
     for names, takes in other_programs().ignored_by_launch.items():
         ignored = {"action": Boolean} if takes == "true or false" else {"choices": None if takes == "any" else takes}
-        add(*names, dest=IGNORED, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **ignored)
-    add("script", help="the training script")
-    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    return parser
+        parser.add_argument(*names, dest=IGNORED, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **ignored)

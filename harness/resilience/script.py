@@ -13,6 +13,7 @@ from harness.arguments.words import RESUME, value_of, with_resume
 from harness.checkpoint.directories import MANIFEST, METRICS, numbered, set_aside
 from harness.checkpoint.integrity import newest_whole
 from harness.errors import UserError
+from harness.resilience.options import TRAIN
 from harness.topology.layout import Layout
 
 
@@ -54,7 +55,7 @@ class Script:
     def is_known(self) -> bool:
         """Whether it is the harness's own. Others may set variables before they import, so no standby runs them."""
         own = Path(__file__).resolve().parents[2] / "scripts" / "train.py"
-        return self.words[0] == "harness.train" or Path(self.words[0]).resolve() == own
+        return self.words[0] == TRAIN or Path(self.words[0]).resolve() == own
 
     @property
     def output_dir(self) -> Path | None:

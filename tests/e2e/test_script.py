@@ -1,4 +1,4 @@
-"""The training script as a user starts it: under the deepspeed launcher, with what it leaves behind."""
+"""The training script as a user starts it, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A run of two stages with evaluation, checkpoints and monitors."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    done = launch(2, *FLAGS, "--train_file", text, "--validation_file", text, "--eval_steps", 2, "--output_dir", folder)
+    data = ("--train_file", text, "--validation_file", text, "--eval_steps", 2)
+    command = ["ds-harness", "train", "--num_accelerators", 2, *FLAGS, *data, "--output_dir", folder]
+    done = subprocess.run(list(map(str, command)), env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done
 
@@ -49,6 +51,7 @@ def test_the_user_sees_stages_loss_evaluation_and_where_the_results_lie(finished
         assert words in done.stdout, words
     assert "evaluation loss" in done.stdout
     assert f"the model is in {folder}" in done.stdout
+    assert done.stdout.startswith("preparing tiny-llama and ")
     assert "SEED_LAYERS" not in done.stdout  # DeepSpeed's chatter is in the log
     assert "SEED_LAYERS" in (folder / "logs" / "rank_0.log").read_text()
     assert (folder / "logs" / "rank_1.log").is_file()

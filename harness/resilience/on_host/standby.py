@@ -20,9 +20,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
 
 from harness.console import drop_output_without_reader
@@ -33,6 +34,7 @@ from harness.topology.processes import LineReader, present_as
 WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # count devices by NVML: a CUDA context is lost in a fork
 TITLE = "ds-harness: ready for a start"  # its command line in ps
 ROOM = 1 << 12  # bytes in argv, which a rank overwrites with its own command line for ps
+OF_PYTHON = ("-u", "-P")  # options of Python with which ranks start, and which this process has already
 DONE = [-1, 0]  # follows the pids of a start
 PRELOADED = (
     "torch.distributed",
@@ -96,9 +98,9 @@ def main() -> None:
     """Import, then fork the ranks of each start. In a rank, return when its script has ended."""
     present_as([TITLE])
     environment, answers = inherited(), os.dup(1)
-    os.dup2(2, 1)  # output of imports must not mix with the answers
-    for module in sys.argv[1:-1]:
-        importlib.import_module(module)
+    with _silence():  # if an import fails, the ranks do it again, and report it
+        for module in sys.argv[1:-1]:
+            importlib.import_module(module)
     gc.freeze()  # else each garbage collection in a rank visits all imported objects and so copies their pages
     # Python 3.12 and newer warn of the idle threads of numpy's and torch's pools
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
@@ -108,6 +110,19 @@ def main() -> None:
                 return
             os._exit(0)
         os.waitpid(child, 0)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Drop what this process prints in this block. Afterwards stdout is stderr: answers alone go to the agent."""
+    errors, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    for target in (1, 2):
+        os.dup2(nowhere, target)
+    yield
+    for target in (1, 2):
+        os.dup2(errors, target)
+    os.close(errors)
+    os.close(nowhere)
 
 
 def _fork_ranks(request: dict[str, object], environment: dict[str, str], answers: int) -> bool:
@@ -141,7 +156,7 @@ def _become_rank(command: Sequence[str], environment: dict[str, str], out: int, 
     if torch is not None and torch.cuda._is_in_bad_fork():  # noqa: SLF001  # the imports have initialised CUDA
         os.execve(command[0], list(command), environment)
     present_as(command)
-    words = [word for word in command[1:] if word != "-u"]
+    words = list(dropwhile(lambda word: word in OF_PYTHON, command[1:]))
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -16,7 +16,8 @@ from harness.arguments.words import with_resume
 from harness.topology.processes import DEEPSPEED_LAUNCH, above, command_of, parent_of, wakes_of
 
 RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")  # names of the command that the user starts
-WRAPPER = ("ds-harness", "launch")
+WRAPPER = "ds-harness"
+WRAPPERS = ((WRAPPER, "launch"), (WRAPPER, "train"))  # commands that start ranks
 STARTED = "--started"  # the flag of a launch that another launch, on another host, has started
 WAKES_EVERY_S = 0.06  # an interrupted `deepspeed` command sleeps 0.05 s at a time, for 0.25 s in all
 
@@ -42,7 +43,7 @@ class Launcher:
             process = upper
         if parent:
             command = command_of(os.getppid()) if parent == "torchrun" else ()
-            if parent == WRAPPER[0]:  # the outermost: a launch that starts one on each host is the parent of these
+            if parent == WRAPPER:  # the outermost: a launch that starts one on each host is the parent of these
                 launches = [words for _, words in above() if _is_wrapper(words)]
                 command = launches[-1] if launches and STARTED not in launches[-1] else ()
             return cls(links=((os.getpid(), os.getppid()),), command=command or None)
@@ -89,8 +90,9 @@ class Launcher:
 
 
 def _is_wrapper(words: Sequence[str]) -> bool:
-    """Return whether a command line is that of `ds-harness launch`."""
-    return WRAPPER in zip((Path(word).name for word in words[:3]), words[1:4], strict=False)
+    """Return whether a command line is that of `ds-harness launch` or `train`."""
+    pairs = zip((Path(word).name for word in words[:3]), words[1:4], strict=False)
+    return any(pair in WRAPPERS for pair in pairs)
 
 
 def _as_typed(words: Sequence[str]) -> list[str]:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.arguments import TrainingArguments
+from harness.arguments.command_line import known_flags
+from harness.arguments.configure import fewest_ranks
+from harness.arguments.fewer_ranks import KINDS
 from harness.cli import main
 from harness.errors import UserError
-from harness.resilience.options import USAGE, read_options
+from harness.resilience.options import USAGE, read_options, training_options
+from scripts.write_verbs import parser_of
 
 PLAIN = read_options(["train.py"])
 
@@ -120,3 +128,64 @@ def test_flags_without_a_script_are_one_line(words: list[str], capsys: pytest.Ca
     error = capsys.readouterr().err
     assert error.startswith("ds-harness launch: the following arguments are required: script")
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "of_the_run", "means"),
+    [
+        ("--max_steps 3 --num_gpus 2 --max_restarts=4", "--max_steps 3", {"num_accelerators": 2, "max_restarts": 4}),
+        (
+            "--no-standby --train_file a b -i a:0 --bf16",
+            "--train_file a b --bf16",
+            {"include": "a:0", "no_standby": True},
+        ),
+        ("--no_standby false --learning_rate -1e-3 -q", "--learning_rate -1e-3", {"no_standby": False}),
+        ("--config run.yml --max_steps -1", "--config run.yml --max_steps -1", {"num_accelerators": None}),
+    ],
+)
+def test_flags_of_the_run_and_of_the_launch_stand_in_any_order(
+    words: str, of_the_run: str, means: dict[str, object]
+) -> None:
+    options = training_options(words.split())
+    assert options.script == ("harness.train", *of_the_run.split()) and options.module
+    assert {name: getattr(options, name) for name in means} == means
+
+
+def test_no_flag_of_the_launch_is_one_of_the_run() -> None:
+    launch = {name.lstrip("-").replace("-", "_") for name in parser_of("launch")._option_string_actions}
+    assert launch & known_flags(KINDS).keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("scripts/train.py --max_steps 3", "scripts/train.py: give flags alone; `ds-harness launch` starts a script"),
+        ("--max_step 3 --num_gpus 2", "unknown flag --max_step: did you mean --max_steps?"),
+        ("--max_steps 3 --num_gpus two", "argument --num_accelerators/--num_gpus/--nproc_per_node: invalid int value"),
+        ("--max_steps 3 --num_gpus 3 --deepspeed_config pipeline_3d", "3 ranks cannot be divided into copies of 2"),
+        ("--max_steps 3 --num_gpus 2 --output_dir {tmp}", "already holds a run"),
+        ("--max_steps 3 --launcher pdsh", "--launcher: run `ds-harness launch --rdzv_endpoint HOST:PORT` on each host"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused_before_a_rank_starts(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.setattr("harness.start.start", pytest.fail)
+    assert main(["train", *words.format(tmp=tmp_path).split()]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("ds-harness train: ") and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ({"deepspeed_config": "zero3"}, 1),
+        ({"deepspeed_config": "pipeline_3d"}, 4),
+        ({"deepspeed_config": "pipeline_3d", "tensor_parallel_size": 1}, 2),
+        ({"context_parallel_size": 2, "expert_parallel_size": 4}, 4),
+        ({"context_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 4}, 4),
+    ],
+)
+def test_a_cpu_gets_the_fewest_ranks_that_the_layout_takes(flags: dict[str, Any], ranks: int) -> None:
+    assert fewest_ranks(TrainingArguments(**flags)) == ranks

@@ -1,0 +1,85 @@
+"""The verb `ds-harness train`: the harness's own script on the devices of this machine, or of several hosts.
+
+`resilience.launch` starts the ranks. Here the number of ranks is found, and whatever can be refused is refused before
+a process starts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from harness.arguments import TrainingArguments, add_flags, parse
+from harness.arguments.configure import fewest_ranks
+from harness.arguments.fewer_ranks import KINDS
+from harness.checkpoint.integrity import require_unused
+from harness.console import print_if_heard
+from harness.errors import UserError
+from harness.resilience.hosts import counts_own_devices, devices_here, find_hosts
+from harness.resilience.launch import start
+from harness.resilience.options import Options, add_launch_flags, training_options
+from harness.topology.env import LaunchEnv, inherited, replace_environment
+from harness.training.prepare.preflight import check_inputs
+from harness.verb_parser import VerbParser
+from harness.wording import counted
+
+DESCRIPTION = """Train a HuggingFace decoder on all devices of this machine, or of several hosts. Without a GPU the
+ranks run on the CPU: the fewest that the layout takes, unless --num_accelerators says how many. The flags are those of
+the run and those of a launch."""
+EXAMPLE = """example:
+  ds-harness train --deepspeed_config zero3 --model_name_or_path path/to/model --train_file my.jsonl \\
+      --output_dir runs/mine"""
+USAGE = f"usage: ds-harness train --FLAG VALUE ... (see --help)\n\n{EXAMPLE}"
+THREADS = "OMP_NUM_THREADS"
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train as the flags ask; return the exit code, as `launch` does. UserError for whatever a run would refuse."""
+    if {"-h", "--help"} & set(argv):
+        _parser().print_help()
+        return 0
+    options = training_options(argv)
+    words = options.script[1:]
+    if not words:
+        print(USAGE)
+        return 2
+    if not words[0].startswith("-"):
+        raise UserError(f"{words[0]}: give flags alone; `ds-harness launch` starts a script of your own")
+    script, args, lora = parse(KINDS, words, prog="ds-harness train", description="", epilog="")
+    if counts_own_devices(options):
+        options = _on_devices_here(options, args)
+    hosts = find_hosts(options)
+    if not options.rdzv_endpoint and len(hosts) == 1 and hosts[0].is_here:
+        check_inputs(script, args, LaunchEnv(world_size=len(hosts[0].devices)), lora)
+        if script.trains and args.resume_from_checkpoint is None and not args.overwrite_output_dir:
+            require_unused(Path(args.output_dir))
+    return start(options)
+
+
+def _on_devices_here(options: Options, args: TrainingArguments) -> Options:
+    """Return the options with a rank on each device of this host, or with the fewest ranks on its CPU.
+
+    Ranks on a CPU divide its cores among them, unless the environment sets their threads.
+    """
+    kind, ranks = devices_here()
+    if kind == "cpu":
+        ranks = fewest_ranks(args)
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        replace_environment({THREADS: str(threads), **inherited()})
+        text = f"no GPU was found: {counted(ranks, 'rank')} on the CPU, {counted(threads, 'thread')} each"
+        print_if_heard(f"{text} (--num_accelerators N for another number)", sys.stdout)
+    return replace(options, num_accelerators=ranks)
+
+
+def _parser() -> VerbParser:
+    """Return the parser of all flags, for --help: those of the launch, and those of the run."""
+    usage = "%(prog)s --FLAG VALUE ..."
+    parser = VerbParser("train", DESCRIPTION, EXAMPLE, usage=usage, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="flags in a YAML or JSON file, or the run.json of a run")
+    add_launch_flags(parser.add_argument_group("Ranks and hosts"), of_any_script=False)
+    for kind in KINDS:
+        add_flags(parser, kind)
+    return parser
