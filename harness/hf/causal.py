@@ -53,6 +53,7 @@ from harness.hf.weights.layer_weights import (
 )
 from harness.parallel.comm import TensorParallel
 from harness.parallel.context.stretches import ContextParallel
+from harness.parallel.draws import has_dropout
 from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan, run_where_aligned
@@ -377,11 +378,13 @@ def _loss_tiles(outer: OuterForward, apart: TokensApart, *, whole_logits: bool) 
         raise UserError(
             "tiling.loss does not work with your own loss or label smoothing, which need all logits: remove tiling.loss"
         )
-    if not apart.plan.epilogue:
+    if apart.plan.obstacle:
         raise UserError(
-            f"tiling.loss: after its last layer {outer.described} combines several tokens, so computing the loss in "
-            "tiles would change it: remove tiling.loss"
+            f"tiling.loss: {outer.described} {apart.plan.obstacle}, so the loss cannot be computed in tiles: remove "
+            "tiling.loss"
         )
+    if any(map(has_dropout, outer.epilogue.values())):
+        raise UserError("tiling.loss: the model uses dropout after its last layer, which tiles would change: remove it")
     return LossTiles(apart.loss_tile)
 
 

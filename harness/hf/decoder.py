@@ -328,6 +328,8 @@ class Epilogue(ModelLayer):
         if self.sequence is not None:
             rows = self.sequence.rows(self.sequence.as_whole(payload).hidden)
             payload = self._joined(self.sequence, payload)
+        elif self.context is not None and self.takes_stretch:
+            payload = self._cut(self.context, payload)
         leave = partial(self.outer.leave, payload, modules, self.training)
         if self.tiles is not None and self.tiles.loss is not None:
             total = self.tiles.sum(payload.hidden, partial(self._logits, payload, modules))
@@ -356,6 +358,10 @@ class Epilogue(ModelLayer):
     def _own(self, logits: Tensor) -> Tensor:
         """Return the logits of this rank's stretch."""
         return logits if self.context is None or self.takes_stretch else self.context.own(logits)
+
+    def _cut(self, context: ContextParallel, payload: StagePayload) -> StagePayload:
+        """Return the payload for the epilogue where every rank has computed all tokens in all layers."""
+        return replace(payload, hidden=context.own(payload.hidden), states={}, tokens=None)
 
     def _joined(self, sequence: SharedSequence, payload: StagePayload) -> StagePayload:
         """Return the payload for the epilogue: the hidden state and tokens of this rank's stretch, or of all ranks."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,15 +24,23 @@ class ContextPlan:
     Attributes:
         gathered: for each kind of layer that can, the blocks in it that need all tokens. A kind that is missing cannot.
         alone: for each kind of layer, its blocks and norms that compute each token by itself, without attention.
-        prologue, epilogue: whether the modules before and after the layers can.
+        attending: the kinds of layers whose attention can compute some queries at a time.
+        prologue: whether the modules before the layers can.
+        obstacle: why the modules after the layers cannot, to follow the name of the model; "" if they can.
         whole: the model passes on more than a hidden state, so every rank computes all tokens in all layers.
     """
 
     gathered: Mapping[Hashable, frozenset[str]] = field(default_factory=dict)
     alone: Mapping[Hashable, frozenset[str]] = field(default_factory=dict)
+    attending: frozenset[Hashable] = frozenset()
     prologue: bool = False
-    epilogue: bool = False
+    obstacle: str = "was not tried on a tiny copy"
     whole: bool = False
+
+    @property
+    def epilogue(self) -> bool:
+        """Whether the modules after the layers can compute a stretch of the tokens."""
+        return not self.obstacle
 
     def blocks_of(self, layer: nn.Module) -> frozenset[str] | None:
         """Return the blocks of a layer that need all tokens; None where the whole layer does."""
@@ -76,6 +84,25 @@ def kind_of_layer(layer: nn.Module) -> Hashable:
     return type(layer).__name__, tuple(
         (name, type(getattr(block, "base_layer", block)).__name__) for name, block in named_blocks(layer)
     )
+
+
+def idle_tiles(apart: TokensApart, layers: Sequence[nn.Module], attention: str | None) -> Iterator[str]:
+    """Yield the keys of tile sizes that have no effect on `layers`, each with the reason, as a clause.
+
+    Args:
+        attention: the model's attention implementation.
+    """
+    plan = apart.plan
+    if apart.block_tile and not any(map(plan.alone_in, layers)):
+        yield "tiling.feed_forward has no effect: no block of its layers computes each token by itself"
+    if not apart.attention_tile:
+        return
+    if attention not in (None, "sdpa", "eager"):
+        yield f"tiling.attention has no effect: {attention} builds no mask of all pairs of tokens"
+    elif plan.whole:
+        yield "tiling.attention has no effect: its layers pass on more than a hidden state and build whole masks"
+    elif not any(kind_of_layer(layer) in plan.attending for layer in layers):
+        yield "tiling.attention has no effect: its layers do not use transformers' attention interface"
 
 
 def own_tokens(tokens: Tokens, outer: OuterForward, context: ContextParallel) -> Tokens:

@@ -85,6 +85,20 @@ def shrink_fields(fields: Fields, table: Fields, tensor: int = 1) -> Fields:
     return fields
 
 
+def fewer_layers(fields: Fields, table: Fields) -> Fields:
+    """Return the fields of a config with as few layers as `shrink_fields` leaves, at their own sizes."""
+    fields = copy.deepcopy(fields)
+    for part in parts_of(fields):
+        part.update({key: _switched_off(key, value, table) for key, value in part.items()})
+        keep_some_layers(part, table)
+    return fields
+
+
+def _switched_off(key: str, value: object, table: Fields) -> object:
+    """Return 0 for a rate that is switched off (dropout, jitter), and any other value itself."""
+    return 0.0 if isinstance(value, float) and any(fnmatchcase(key, pattern) for pattern in table["off"]) else value
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Scale:
     """How the sizes of a config change.
@@ -125,20 +139,33 @@ def _resize(part: Fields, table: Fields, tensor: int) -> None:
     scale = _Scale.of(part, table, tensor)
     for key, value in old.items():
         part[key] = _resized(key, value, scale, table)
-    for count, size in table["inner_heads"].items():
-        if is_size(old.get(count)) and is_size(old.get(size)) and scale.old_width:
-            inner = old[count] * old[size] * scale.width // scale.old_width
-            part[count] = max(inner // part[size], 1)
+    _resize_inner(part, old, scale, table)
     for override in overrides_in(part):
         _resize_override(override, old, part, scale, table)
     if isinstance(part.get("rope_parameters"), dict):
         part["rope_parameters"] = _shorter_factors(part["rope_parameters"], HEAD_SIZE // 2)
 
 
+def _resize_inner(part: Fields, old: Fields, scale: _Scale, table: Fields) -> None:
+    """Make the heads of recurrent blocks fewer, in place, in proportion to the hidden width.
+
+    A field that holds their number times their size keeps doing so.
+    """
+    for count, size in table["inner_heads"].items():
+        if not (is_size(old.get(count)) and is_size(old.get(size)) and scale.old_width):
+            continue
+        inner = old[count] * old[size]
+        part[count] = max(inner * scale.width // scale.old_width // part[size], 1)
+        for name in table["inner_width"]:
+            if old.get(name) == inner:
+                even = math.gcd(old[count], 2 * scale.tensor)  # groups and ranks still share the heads equally
+                part[count] = -(-part[count] // even) * even
+                part[name] = part[count] * part[size]
+
+
 def _resized(key: str, value: object, scale: _Scale, table: Fields) -> object:
     """Return the tiny value of one field."""
-    if any(fnmatchcase(key, pattern) for pattern in table["off"]) and isinstance(value, float):
-        return 0.0
+    value = _switched_off(key, value, table)
     if key in table["width"] and is_size(value):
         return _in_proportion(value, scale)
     for kind in HEAD_KINDS:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import torch
@@ -26,7 +27,7 @@ from harness.hf.context.plan import ContextPlan, kind_of_layer, own_tokens
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import StagePayload, Tokens
 from harness.hf.layers.attention import attention_of, on_any_device
-from harness.hf.layers.call import CANNOT_RUN, LayerInputs, same
+from harness.hf.layers.call import CANNOT_RUN, LayerInputs, LayerOutput, same
 from harness.hf.skeleton import ModelSource
 from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
 from harness.parallel.context.attention import SharedAttention
@@ -39,7 +40,7 @@ TRIED = ContextParallel(rank=1, size=3)  # a stretch that is neither at the begi
 
 
 def context_plan(config: PretrainedConfig) -> ContextPlan:
-    """Return the plan that trials on a tiny copy give, cached. If no copy runs, all layers need all tokens."""
+    """Return the plan that trials on a tiny copy give, cached. If no copy runs, all modules need all tokens."""
     return _plan(_Tried(json.dumps(config.to_dict(), sort_keys=True, default=str), attention_of(config), config))
 
 
@@ -58,38 +59,86 @@ def _plan(tried: _Tried) -> ContextPlan:
         model = tiny_model(shrink(tried.config)).eval()
         with own_generators(0), on_any_device(model):
             return _trial(model)
-    except (UserError, *CANNOT_RUN):
-        return ContextPlan()
+    except (UserError, *CANNOT_RUN) as error:
+        reason = " ".join(str(error).split())[:200]
+        return ContextPlan(obstacle=f"could not be tried on a tiny copy ({reason})")
 
 
 @torch.no_grad()
 def _trial(model: PreTrainedModel) -> ContextPlan:
     outer = OuterForward(ModelSource.of_model(model).skeleton(), torch.device("cpu"))
-    if outer.schema.replayed:
-        return ContextPlan(whole=True)
-    split, ids = SplitArguments.of(outer), tiny_ids(model)
+    ids = tiny_ids(model)
     rows = TokenRows(context=TRIED, batch=ids.shape[0], length=ids.shape[1])
-    ends = [{name: model.get_submodule(name) for name in part} for part in (outer.prologue, outer.epilogue)]
-    hidden = outer.enter(Tokens(ids), ends[0], training=False).hidden
-    before = _agree(
-        lambda: outer.enter(own_tokens(Tokens(ids), outer, TRIED), ends[0], training=False).hidden, rows, hidden
+    prologue, epilogue = (
+        {name: model.get_submodule(name) for name in part} for part in (outer.prologue, outer.epilogue)
     )
-    payload = StagePayload(hidden=torch.randn_like(hidden), tokens=Tokens(ids))
-    own = StagePayload(hidden=rows.own(payload.hidden), tokens=own_tokens(Tokens(ids), outer, TRIED))
-    logits = outer.leave(payload, ends[1], training=False).logits
-    after = _agree(lambda: outer.leave(own, ends[1], training=False).logits, rows, logits)
+    entered = replace(outer.enter(Tokens(ids), prologue, training=False), tokens=Tokens(ids))
+    if outer.schema.replayed:
+        return _trial_of_replayed(model, outer, rows, entered, epilogue)
+    before = _agree(
+        lambda: outer.enter(own_tokens(Tokens(ids), outer, TRIED), prologue, training=False).hidden,
+        rows,
+        entered.hidden,
+    )
+    split = SplitArguments.of(outer)
     gathered: dict[Hashable, frozenset[str] | None] = {}
     alone: dict[Hashable, frozenset[str]] = {}
+    attending = set()
     for index, name in enumerate(outer.layer_names):
         layer = model.get_submodule(name)
-        state, inputs = outer.arguments(index, StagePayload(hidden=torch.randn_like(hidden), tokens=Tokens(ids)))
+        state, inputs = outer.arguments(index, replace(entered, hidden=torch.randn_like(entered.hidden)))
         trial, kind = _LayerTrial(layer, rows, *split.split(index, inputs, TRIED, rows.length)), kind_of_layer(layer)
         found = trial.blocks(state, inputs)
         known = gathered.setdefault(kind, frozenset())
         gathered[kind] = None if found is None or known is None else known | found
         alone[kind] = alone.get(kind, trial.alone) & trial.alone
+        if trial.attends:
+            attending.add(kind)
     known_kinds = {kind: names for kind, names in gathered.items() if names is not None}
-    return ContextPlan(gathered=known_kinds, alone=alone, prologue=before, epilogue=after)
+    return ContextPlan(
+        gathered=known_kinds,
+        alone=alone,
+        attending=frozenset(attending & known_kinds.keys()),
+        prologue=before,
+        obstacle=_obstacle(outer, rows, replace(entered, hidden=torch.randn_like(entered.hidden)), epilogue),
+    )
+
+
+def _trial_of_replayed(
+    model: PreTrainedModel,
+    outer: OuterForward,
+    rows: TokenRows,
+    payload: StagePayload,
+    epilogue: dict[str, nn.Module],
+) -> ContextPlan:
+    """Try a model that passes on more than a hidden state; `payload` is that of its first layer.
+
+    Its layers run one after the other, because later ones need the states of earlier ones. All of them compute all
+    tokens, but some of their blocks may compute a tile at a time.
+    """
+    alone: dict[Hashable, frozenset[str]] = {}
+    for index, name in enumerate(outer.layer_names):
+        layer = model.get_submodule(name)
+        hidden, inputs = outer.arguments(index, payload)
+        trial, kind = _LayerTrial(layer, rows, inputs, {}), kind_of_layer(layer)
+        trial.blocks(hidden, inputs)
+        alone[kind] = alone.get(kind, trial.alone) & trial.alone
+        hidden, inputs = outer.arguments(index, payload)  # again: a layer may change its arguments
+        payload = outer.after(index, inputs, inputs.apply(layer, hidden), payload)
+    return ContextPlan(alone=alone, obstacle=_obstacle(outer, rows, payload, epilogue), whole=True)
+
+
+def _obstacle(outer: OuterForward, rows: TokenRows, payload: StagePayload, modules: dict[str, nn.Module]) -> str:
+    """Return why the modules after the layers cannot compute a stretch of the tokens; "" if they can."""
+    if outer.schema.names(len(outer.layers)):
+        return "reads outputs of earlier layers after its last one"
+    if payload.hidden.shape[:2] != (rows.batch, rows.length):
+        return "passes on hidden states that do not begin with [batch, tokens]"
+    payload = replace(payload, states={})
+    logits = outer.leave(payload, modules, training=False).logits
+    own = StagePayload(hidden=rows.own(payload.hidden))  # without ids, as tiles have none
+    agrees = _agree(lambda: outer.leave(own, modules, training=False).logits, rows, logits)
+    return "" if agrees else "combines several tokens after its last layer"
 
 
 @dataclass(kw_only=True)
@@ -126,6 +175,10 @@ class _LayerTrial:
         rows: cuts tensors to the stretch.
         inputs: the layer's arguments for the stretch.
         whole: those arguments that were cut, for all tokens, by the `id` of their cut parts.
+
+    Attributes:
+        alone: its blocks and norms that compute each token by itself, known after `blocks`.
+        attends: whether its attention can run on exchanged heads, known after `blocks`.
     """
 
     def __init__(self, layer: nn.Module, rows: TokenRows, inputs: LayerInputs, whole: Mapping[int, Tensor]) -> None:
@@ -135,6 +188,7 @@ class _LayerTrial:
         self.whole = whole
         self.calls: dict[str, list[tuple[object, Argument, list[object]]]] = {}
         self.alone: frozenset[str] = frozenset()
+        self.attends = False
 
     def blocks(self, hidden: Tensor, inputs: LayerInputs) -> frozenset[str] | None:
         """Return the names of the blocks that need all tokens; None if the layer itself does.
@@ -142,11 +196,39 @@ class _LayerTrial:
         Args:
             hidden: the layer's hidden state for all tokens, [batch, tokens, width]; inputs: its other arguments.
         """
+        blocks = dict(named_blocks(self.layer, least=1))
+        try:
+            output = self._run(blocks, hidden, inputs, stands_in=True)
+        except CANNOT_RUN:  # its attention reads other keys than those of its tokens
+            self.calls.clear()
+            try:
+                output = self._run(blocks, hidden, inputs, stands_in=False)
+            except CANNOT_RUN:
+                return None
+        repeated = {name for name, calls in self.calls.items() if len(calls) > 1}
+        once = self.calls.keys() - repeated
+        gathered = frozenset(name for name in once if not self._works(blocks[name], *self.calls[name][0]))
+        self.alone = frozenset(name for name in once - gathered if self._is_alone(blocks[name], *self.calls[name][0]))
+        self.attends = any(self.calls[name][0][2] for name in once - gathered)
+        if repeated:
+            return None
+        with _returning({blocks[name]: self._own(self.calls[name][0][1]) for name in gathered}):
+            wanted = [record for name in self.calls if name not in gathered for record in self.calls[name][0][2]]
+            works = self._agrees(lambda: self.inputs.apply(self.layer, self.rows.own(hidden).clone()), output, wanted)
+        return gathered if works else None
+
+    def _run(
+        self, blocks: Mapping[str, nn.Module], hidden: Tensor, inputs: LayerInputs, *, stands_in: bool
+    ) -> LayerOutput:
+        """Run the layer on all tokens and record the calls of its blocks; return its output.
+
+        Args:
+            stands_in: whether `_Asked` replaces attention.
+        """
         own = {id(tensor): name for name, tensor in self.whole.items()}  # ids of whole arguments -> of cut ones
         cut = {id(tensor): tensor for tensor in tree_leaves((self.inputs.args, dict(self.inputs.kwargs)))}
         shares = {whole: cut[part] for whole, part in own.items() if part in cut}
         asked = _Asked(context=ContextParallel(), length=self.rows.length)
-        blocks = dict(named_blocks(self.layer, least=1))
         handles = []
         for name, block in blocks.items():
             handles.append(
@@ -154,26 +236,18 @@ class _LayerTrial:
             )
             handles.append(block.register_forward_hook(partial(self._after, name, asked)))
         try:
-            with asked.active():
-                output = inputs.apply(self.layer, hidden.clone())
-        except CANNOT_RUN:
-            return None
+            with asked.active() if stands_in else nullcontext():
+                return inputs.apply(self.layer, hidden.clone())
         finally:
             for handle in handles:
                 handle.remove()
-        if any(len(calls) > 1 for calls in self.calls.values()):
-            return None
-        gathered = frozenset(name for name in self.calls if not self._works(blocks[name], *self.calls[name][0]))
-        self.alone = frozenset(
-            name
-            for name in self.calls.keys() - gathered
-            # tiles save no memory in a single matrix product
-            if not self.calls[name][0][2] and (any(True for _ in blocks[name].children()) or _is_norm(blocks[name]))
-        )
-        with _returning({blocks[name]: self._own(self.calls[name][0][1]) for name in gathered}):
-            wanted = [record for name in self.calls if name not in gathered for record in self.calls[name][0][2]]
-            works = self._agrees(lambda: self.inputs.apply(self.layer, self.rows.own(hidden).clone()), output, wanted)
-        return gathered if works else None
+
+    def _is_alone(self, block: nn.Module, given: Argument, _output: Argument, asked: list[object]) -> bool:
+        """Return whether tiles of a block that works on a stretch are exact and save memory."""
+        first = next((leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)), None)
+        takes_rows = first is not None and first.dim() > 2 and first.shape[:2] == (self.rows.batch, self.rows.tokens)
+        # tiles save no memory in a single matrix product
+        return takes_rows and not asked and (any(True for _ in block.children()) or _is_norm(block))
 
     def _before(
         self,

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from harness.errors import UserError
 from harness.hf.skeleton import vocabulary_size
-from harness.hf.verify.shrink import FIRST_ID, read_table, shrink_fields, varied
+from harness.hf.verify.shrink import FIRST_ID, fewer_layers, read_table, shrink_fields, varied
 from harness.parallel.generators import own_generators
 from harness.parallel.plans.experts import run_where_aligned
 
@@ -50,10 +50,11 @@ def shrink(config: PretrainedConfig, *, tensor: int = 1) -> PretrainedConfig:
     """Return a tiny copy of `config` for `tensor` tensor-parallel ranks. Raises UserError if none runs."""
     table = read_table()
     reason: Exception | None = None
-    for variant in table["variants"]:
-        fields = shrink_fields(config.to_dict(), table, tensor)
+    own = config.to_dict()
+    tried = [varied(shrink_fields(own, table, tensor), variant) for variant in table["variants"]]
+    for fields in [*tried, fewer_layers(own, table)]:  # a small model may run at its own sizes alone
         try:
-            tiny = type(config).from_dict(varied(fields, variant))
+            tiny = type(config).from_dict(fields)
             tiny.use_cache = False
             vars(tiny).update({key: value for key, value in vars(config).items() if key.startswith("base_model_")})
             require_running(tiny_model(tiny))

@@ -22,9 +22,9 @@ from harness.data.batches.collate import MicroBatch
 from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
-from harness.hf.context.plan import TOGETHER, TokensApart
+from harness.hf.context.plan import TOGETHER, TokensApart, idle_tiles
 from harness.hf.fused import fuse
-from harness.hf.layers.attention import require_available, with_attention
+from harness.hf.layers.attention import attention_of, require_available, with_attention
 from harness.hf.liger import liger_kernels
 from harness.hf.lora import Adaptation, adapted_model, lora_config
 from harness.hf.skeleton import ModelSource, read_source
@@ -200,6 +200,9 @@ def trainable_decoder(
     )
     _require_kept(causal.in_fp32, context)
     _require_gradients(causal, context)
+    if context.groups.rank == 0:
+        for reason in idle_tiles(causal.apart, causal.outer.layers, attention_of(source.config)):
+            warn(f"model type {source.config.model_type!r}: {reason}")
     if args.output_router_logits and causal.router is None:
         raise UserError(f"--output_router_logits: model type {source.config.model_type!r} has no router loss")
     checkpointed = context.resolved.activation_checkpoint_interval > 0

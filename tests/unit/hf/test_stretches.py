@@ -7,8 +7,9 @@ from functools import cached_property, partial
 import pytest
 import torch
 
+from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
-from harness.hf.context.plan import TokensApart, own_tokens
+from harness.hf.context.plan import TokensApart, idle_tiles, own_tokens
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
 from harness.hf.skeleton import ModelSource
@@ -22,8 +23,10 @@ from harness.parallel.context.stretches import ContextParallel
 CPU = torch.device("cpu")
 
 
-def in_tiles(source: ModelSource, tensor: TensorParallel, tile: int) -> CausalModel:
-    apart = TokensApart(plan=context_plan(source.config), block_tile=tile, attention_tile=tile)
+def in_tiles(source: ModelSource, tensor: TensorParallel, tile: int, *, loss: bool = False) -> CausalModel:
+    apart = TokensApart(
+        plan=context_plan(source.config), block_tile=tile, attention_tile=tile, loss_tile=tile if loss else 0
+    )
     return assemble(source, tensor=tensor, device=CPU, dtype=torch.float32, seed=0, finish=lambda _: None, apart=apart)
 
 
@@ -48,8 +51,62 @@ def test_blocks_and_norms_compute_each_token_by_itself() -> None:
     assert alone == {"mlp", "input_layernorm", "post_attention_layernorm"}
 
 
-def test_a_model_that_passes_on_more_than_a_hidden_state_is_computed_whole() -> None:
-    assert context_plan(tiny_config("gemma3n_text")).whole
+@pytest.mark.parametrize(
+    ("family", "alone"),
+    [
+        ("gemma4_text", {"mlp", "input_layernorm"}),
+        ("glm_moe_dsa", {"mlp", "input_layernorm"}),
+        ("zamba2", {"input_layernorm"}),
+        ("roformer", {"intermediate", "output"}),
+    ],
+)
+def test_a_model_that_passes_on_more_than_a_hidden_state_may_still_be_tiled(family: str, alone: set[str]) -> None:
+    plan = context_plan(tiny_config(family))
+    assert plan.whole and plan.epilogue
+    assert alone <= frozenset.union(*plan.alone.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gemma3n_text", "passes on hidden states that do not begin with"),
+        ("inkling2_text", "reads outputs of earlier layers after its last one"),
+    ],
+)
+def test_tiles_of_the_loss_are_refused_with_the_true_reason(family: str, reason: str) -> None:
+    with pytest.raises(UserError, match=f"tiling.loss: model type '{family}' {reason}"):
+        in_tiles(ModelSource(name=family, config=tiny_config(family), weights=None), TensorParallel(), 5, loss=True)
+
+
+def test_a_model_without_a_tiny_copy_is_not_said_to_combine_tokens() -> None:
+    config = tiny_config("llama")
+    config.hidden_act = "no such function"
+    assert "could not be tried on a tiny copy (no tiny copy of this llama model runs" in context_plan(config).obstacle
+
+
+def test_attention_that_reads_other_keys_gets_all_tokens_and_the_other_blocks_do_not() -> None:
+    plan = context_plan(tiny_config("deepseek_v4"))
+    assert list(plan.gathered.values()) == [{"self_attn"}]
+    assert all({"mlp", "input_layernorm"} <= alone for alone in plan.alone.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "idle"),
+    [
+        ("llama", None, []),
+        ("llama", "flex_attention", ["tiling.attention"]),
+        ("bloom", None, ["tiling.attention"]),
+        ("zamba2", None, ["tiling.attention"]),
+        ("rwkv", None, ["tiling.attention"]),
+    ],
+)
+def test_tiles_without_effect_are_told(family: str, attention: str | None, idle: list[str]) -> None:
+    model = tiny_model(tiny_config(family))
+    layers = [
+        model.get_submodule(name) for name in OuterForward(ModelSource.of_model(model).skeleton(), CPU).layer_names
+    ]
+    apart = TokensApart(plan=context_plan(model.config), block_tile=5, attention_tile=5)
+    assert [line.split(" has no effect")[0] for line in idle_tiles(apart, layers, attention)] == idle
 
 
 @torch.no_grad()

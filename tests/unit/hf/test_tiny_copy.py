@@ -74,6 +74,37 @@ def test_a_width_that_the_ranks_do_not_divide_stays_such_a_one(width, tensor, wa
     assert shrink(CONFIG_MAPPING["llama"](intermediate_size=width), tensor=tensor).intermediate_size == wanted
 
 
+PUBLISHED = {  # of Falcon-H1: width, heads, recurrent heads and their size
+    "1.5B-Deep": (1280, 6, 2, 24, 64, 1),
+    "3B": (2560, 10, 2, 32, 128, 1),
+    "34B": (5120, 20, 4, 32, 128, 2),
+}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("sizes", PUBLISHED.values(), ids=PUBLISHED)
+def test_a_recurrent_block_as_wide_as_its_heads_stays_so(sizes, tensor):
+    width, heads, key_value_heads, recurrent, size, groups = sizes
+    config = CONFIG_MAPPING["falcon_h1"](
+        hidden_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        mamba_n_heads=recurrent,
+        mamba_d_head=size,
+        mamba_d_ssm=recurrent * size,
+        mamba_n_groups=groups,
+    )
+    tiny = shrink(config, tensor=tensor)
+    assert tiny.mamba_d_ssm == tiny.mamba_n_heads * tiny.mamba_d_head <= 256
+
+
+def test_a_small_model_that_no_other_sizes_fit_keeps_its_own():
+    sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 2, "n_groups": 8, "vocab_size": 99}
+    tiny = shrink(CONFIG_MAPPING["mamba2"](**sizes, chunk_size=8, num_hidden_layers=12))
+    assert {name: getattr(tiny, name) for name in sizes} == sizes
+    assert tiny.num_hidden_layers == 4
+
+
 def test_every_kind_of_layer_is_kept_in_its_order():
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     tiny = shrink(CONFIG_MAPPING["gemma3_text"](layer_types=kinds * 4, num_hidden_layers=24))
