@@ -1,9 +1,9 @@
-"""Tokenise text to disk, join all documents, each with an end-of-document id, and cut the ids into blocks.
+"""Tokenise text to disk, join all documents, each closed by an end-of-document id, and cut the ids into blocks.
 
-As in HF's run_clm.py the labels of a block are its ids (the loss shifts them: N-1 predictions a block). Unlike there,
-the whole corpus is joined, not each batch of 1,000 documents: this gives floor(total / N) blocks. Packed blocks have
-the same ids, and also position ids that restart at 0 with each document and each block, so that attention stays within
-a document.
+As in HF's run_clm.py a document has the special tokens that the tokenizer adds (BOS), and the labels of a block are its
+ids (the loss shifts them: N-1 predictions a block). Unlike there, the whole corpus is joined, not each batch of 1,000
+documents: this gives floor(total / N) blocks. Packed blocks have the same ids, and also position ids that restart at 0
+with each document and each block, so that attention stays within a document.
 
 A shard holds consecutive documents in two files: `ids`, all token ids joined, and `starts`, the indices in `ids` where
 documents begin. Blocks of any size are cut from the same `ids` when they are read. So another --block_size needs no
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 # Part of the cache key. Increase it when a code change gives other ids for the same documents.
-_FORMAT = 4
+_FORMAT = 5
 
 
 class TokenIds:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from harness.data.answers import Span, find_answers
 from harness.data.files.rows import ASSISTANT
 from harness.data.templates import Template
-from harness.data.tokenizer import ByteTokenizer, Tokenizer, end_of_document_id
+from harness.data.tokenizer import ByteTokenizer, SpecialTokens, Tokenizer, end_of_document_id
 from harness.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class ConversationEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.end = end_of_document_id(tokenizer)
         self.tokenizer = tokenizer.as_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer
+        self._special = SpecialTokens.of(self.tokenizer)
         self._templates: dict[bool, Template] = {}
 
     def __call__(self, conversation: str, location: str) -> Encoded:
@@ -79,10 +80,25 @@ class ConversationEncoder:
             )
 
     def _completion(self, prompt: str, completion: str) -> Encoded:
-        """Tokenise prompt and completion separately, as at inference; the end-of-document token is trained on too."""
-        asked, answered = (self._ids(text)["input_ids"] for text in (prompt, completion))
-        ids = np.asarray([*asked, *answered, self.end], dtype=np.int64)
+        """Tokenise a prompt as a server does, and what continues it; the end-of-document token is learnt too."""
+        asked = self._special.around(self._ids(prompt)["input_ids"])
+        answered = self._continuation(prompt, completion)
+        end = [] if answered[-1:] == [self.end] else [self.end]
+        ids = np.asarray([*asked, *answered, *end], dtype=np.int64)
         return Encoded(ids=ids, answers=np.arange(len(ids)) >= len(asked))
+
+    def _continuation(self, prompt: str, completion: str) -> list[int]:
+        """Return the ids of a completion behind its prompt, whose own ids stay as a server has them.
+
+        A tokenizer may put a space before a text, so the completion is tokenised behind another text: the prompt or, if
+        both share a token, some character.
+        """
+        for before in (prompt, prompt[-1:], *"\na0."):
+            ids, both = (list[int](self._ids(text)["input_ids"]) for text in (before, before + completion))
+            if both[: len(ids)] == ids:
+                return both[len(ids) :]
+        alone: list[int] = self._ids(completion)["input_ids"]
+        return alone
 
     def _encode(self, text: str, spans: Sequence[Span], location: str) -> Encoded:
         tokens = self._ids(text, return_offsets_mapping=True)

@@ -14,7 +14,7 @@ from itertools import chain, islice
 import numpy as np
 import numpy.typing as npt
 
-from harness.data.tokenizer import ByteTokenizer, Tokenizer, encode, end_of_document_id
+from harness.data.tokenizer import ByteTokenizer, SpecialTokens, Tokenizer, encode, end_of_document_id
 
 _AROUND = 256  # characters before and after a place that are tokenised to decide whether the tokenizer cuts there
 _LOOKED_AT = 1 << 12  # characters after a border that are searched for a place
@@ -30,11 +30,13 @@ class PieceEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.end = end_of_document_id(tokenizer)
+        self.special = SpecialTokens.of(tokenizer)
 
     def __call__(
         self, texts: Sequence[str], parts: Sequence[int], before: str = "", after: str | None = None
     ) -> list[Ids]:
-        """Return the ids of each row, with the end-of-document id after the last part of a document.
+        """Return the ids of each row; those of a document have the tokenizer's special tokens around them and end with
+        the end-of-document id.
 
         Args:
             texts: consecutive rows.
@@ -58,9 +60,19 @@ class PieceEncoder:
         anchors = [anchor for _, anchor in cuts]
         skipped = {anchor: len(encode(self.tokenizer, [anchor])[0]) if anchor else 0 for anchor in set(anchors)}
         return [
-            np.append(ids[skipped[anchor] :], np.full(int(not continued), self.end, dtype=ids.dtype))
-            for ids, anchor, continued in zip(encode(self.tokenizer, whole), anchors, continues[1:], strict=False)
+            self._framed(ids[skipped[anchor] :], begins=part == 0, ends=not continued)
+            for ids, anchor, part, continued in zip(
+                encode(self.tokenizer, whole), anchors, parts, continues[1:], strict=False
+            )
         ]
+
+    def _framed(self, ids: Ids, *, begins: bool, ends: bool) -> Ids:
+        """Add what stands before the first and behind the last part of a document to its ids."""
+        before = self.special.before if begins else ()
+        after = self.special.after if ends else ()
+        framed = np.concatenate([np.array(part, dtype=ids.dtype) for part in (before, ids, after)])
+        is_closed = len(framed) > 0 and framed[-1] == self.end  # by the tokenizer, or by the text itself
+        return np.append(framed, np.full(int(ends and not is_closed), self.end, dtype=ids.dtype))
 
     def _cut(self, left: str, right: str) -> tuple[int, str]:
         """Return the index in `right` where tokenising may start anew, and the character before it ("" if none).

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 # Part of the cache key. Increase it when a code change gives other samples for the same conversations.
-_FORMAT = 5
+_FORMAT = 6
 
 
 class EncodedConversations:

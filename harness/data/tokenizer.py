@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeAlias
@@ -102,10 +103,14 @@ def end_of_document_id(tokenizer: Tokenizer) -> int:
     """Return the end-of-sequence id, which closes a document. UserError if the tokenizer has none."""
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"the tokenizer {getattr(tokenizer, 'name_or_path', '')} has no end-of-sequence token: "
+            f"the tokenizer {_name(tokenizer)} has no end-of-sequence token: "
             "name its `eos_token` in tokenizer_config.json"
         )
     return tokenizer.eos_token_id
+
+
+def _name(tokenizer: Tokenizer) -> str:
+    return str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__
 
 
 def tokenizer_name(name: str | None, model_dir: Path | None) -> str:
@@ -170,6 +175,37 @@ def largest_id(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values())
 
 
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The ids that a tokenizer puts around every text, such as a BOS token before it; so does a server."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> SpecialTokens:
+        """Find them by tokenising a text with and without. UserError if its other tokens are not the same."""
+        if isinstance(tokenizer, ByteTokenizer):
+            return cls()
+        word = next(
+            (token for token, i in tokenizer.get_vocab().items() if i not in tokenizer.added_tokens_decoder), ""
+        )
+        text = f"a {word}"  # of any tokenizer at least one token
+        plain, whole = (tokenizer(text, add_special_tokens=added)["input_ids"] for added in (False, True))
+        for start in range(len(whole) - len(plain) + 1):
+            stop = start + len(plain)
+            if whole[start:stop] == plain:
+                return cls(before=tuple(whole[:start]), after=tuple(whole[stop:]))
+        raise UserError(
+            f"the tokenizer {_name(tokenizer)} tokenises {text!r} as {plain} without special tokens and as {whole} "
+            "with them: give one that only puts them around a text"
+        )
+
+    def around(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids of a text with the special tokens around them, as a server tokenises a prompt."""
+        return [*self.before, *ids, *self.after]
+
+
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[npt.NDArray[np.integer]]:
     """Tokenise each text without special tokens; return one array of ids a text."""
     if isinstance(tokenizer, ByteTokenizer):
@@ -227,7 +263,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def identity(tokenizer: Tokenizer) -> str:
-    """Return all that decides how a tokenizer cuts text, as one text. Its pickle would change with use."""
+    """Return all that decides what ids a tokenizer makes of a text, as one text. Its pickle would change with use."""
     if isinstance(tokenizer, ByteTokenizer):
         return repr(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -242,4 +278,5 @@ def identity(tokenizer: Tokenizer) -> str:
             parts = [file.read_text(encoding="latin-1") for file in sorted(Path(folder).iterdir())]
     if getattr(tokenizer, "split_special_tokens", False):  # the backend's rules do not say it
         parts.append("split_special_tokens")
-    return "\0".join((type(tokenizer).__name__, str(tokenizer.eos_token_id), *parts))
+    ids = (tokenizer.eos_token_id, SpecialTokens.of(tokenizer))
+    return "\0".join((type(tokenizer).__name__, *map(str, ids), *parts))

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.data.inputs.early_checks import read_prompts
 from harness.data.templates import Template
-from harness.data.tokenizer import ByteTokenizer, Tokenizer, encode
+from harness.data.tokenizer import ByteTokenizer, SpecialTokens, Tokenizer, encode
 from harness.errors import UserError
 from harness.hf.skeleton import position_limit
 from harness.training.prepare.plan import RunPlan
@@ -53,7 +53,7 @@ def sample_prompts(plan: RunPlan, trainable: TrainableModel) -> SamplePrompts | 
     if plan.data.evaluation is None:
         raise UserError("--sample_prompts needs evaluations: set --eval_steps, or give evaluation data")
     prompts = read_prompts(Path(args.sample_prompts))
-    ids = _ids(tokenizer, prompts, args.sample_prompts)
+    ids = ids_of(tokenizer, prompts, args.sample_prompts)
     limit = position_limit(causal.source.config)
     for number, row in enumerate(ids, 1):
         if not row or max(row) >= causal.vocab_size or (limit is not None and len(row) >= limit):
@@ -66,16 +66,17 @@ def sample_prompts(plan: RunPlan, trainable: TrainableModel) -> SamplePrompts | 
     )
 
 
-def _ids(tokenizer: Tokenizer, prompts: Sequence[Any], file: str) -> list[list[int]]:
-    """Return the tokens of each prompt: a text, or messages in the tokenizer's chat template."""
+def ids_of(tokenizer: Tokenizer, prompts: Sequence[Any], file: str) -> list[list[int]]:
+    """Return the tokens of each prompt as a server makes them: of a text, or of messages in the chat template."""
     templated: Any = tokenizer.as_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer
     if not all(isinstance(prompt, str) for prompt in prompts) and not templated.chat_template:
         raise UserError("--sample_prompts has messages, but the tokenizer has no chat template: give prompts as text")
     template = Template(templated) if templated.chat_template else None
+    special = SpecialTokens.of(tokenizer)
     found: list[list[int]] = []
     for number, prompt in enumerate(prompts, 1):
         if isinstance(prompt, str) or template is None:
-            found.append([int(token) for token in encode(tokenizer, [prompt])[0]])
+            found.append(special.around(encode(tokenizer, [prompt])[0].tolist()))
         else:
             text = template.write(prompt, None, f"{file}: prompt {number}", prompt=True)
             found.append(templated(text, add_special_tokens=False)["input_ids"])

@@ -18,7 +18,7 @@ from harness.data.files.documents import read_documents
 from harness.data.on_disk import shards
 from harness.data.on_disk.cache import Preparation, once_per_host
 from harness.data.piece_encoder import PieceEncoder
-from harness.data.tokenizer import ByteTokenizer, encode, load_tokenizer
+from harness.data.tokenizer import ByteTokenizer, load_tokenizer
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from tests.unit.data.conftest import TEXTS
@@ -85,7 +85,7 @@ def test_packed_blocks_are_kept_apart_from_the_others(tmp_path):
 
 
 def whole_ids(tokenizer, texts):
-    return [int(i) for ids in encode(tokenizer, texts) for i in (*ids, tokenizer.eos_token_id)]
+    return [i for text in texts for i in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]
 
 
 def test_a_trained_tokenizer_is_joined_alike(trained_tokenizer, tmp_path):

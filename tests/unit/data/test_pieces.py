@@ -3,12 +3,12 @@
 import random
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from harness.data.files.pieces import in_pieces
 from harness.data.piece_encoder import PieceEncoder
-from harness.data.tokenizer import ByteTokenizer, encode
+from harness.data.tokenizer import ByteTokenizer
 
 WORDS = [
     "the",
@@ -52,32 +52,37 @@ TEXTS = {
 
 
 def trained(kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that puts <s> before each text."""
     texts = list(TEXTS.values())
     if kind == "unigram":
         tokenizer = Tokenizer(models.Unigram())
         tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
         trainer = trainers.UnigramTrainer(
-            vocab_size=300, special_tokens=["</s>", "<unk>"], unk_token="<unk>", show_progress=False
+            vocab_size=300, special_tokens=["<s>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
         )
     elif kind == "sentencepiece":  # as Llama 2: a space before each text, and merges over all of it
         tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        tokenizer.decoder = decoders.ByteFallback()
-        tokens = ["</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        tokens = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
         trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=tokens, max_token_length=12, show_progress=False)
         texts = [word for text in texts for word in text.replace(" ", " \0").split("\0")]
     else:
         tokenizer = Tokenizer(models.BPE())
+        tokenizer.decoder = decoders.ByteLevel()
         split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt2")
         tokenizer.pre_tokenizer = level if kind == "gpt2" else pre_tokenizers.Sequence([split, level])
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(
-            vocab_size=600, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+            vocab_size=600, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
         )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama3", "sentencepiece", "unigram", "bytes", "python"])
@@ -86,10 +91,18 @@ def tokenizer(request):
     return own[request.param]() if request.param in own else trained(request.param)
 
 
+def document(tokenizer, text: str) -> list[int]:
+    """A document as a server tokenises it, closed."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return [*text.encode(), 256]
+    ids = tokenizer(text)["input_ids"]
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
+
+
 @pytest.mark.parametrize("kind", TEXTS)
 def test_pieces_have_the_tokens_of_the_whole(tokenizer, kind):
     whole = TEXTS[kind]
-    wanted = [*encode(tokenizer, [whole])[0].tolist(), tokenizer.eos_token_id]
+    wanted = document(tokenizer, whole)
     encoder = PieceEncoder(tokenizer)
     for size in (700, 1024, 1531):
         rows = [whole[start : start + size] for start in range(0, len(whole), size)]
@@ -105,9 +118,13 @@ def test_pieces_have_the_tokens_of_the_whole(tokenizer, kind):
 
 def test_documents_side_by_side_do_not_meet(tokenizer):
     rows = ["one", "two\nthree", "", " four"]
-    ids = PieceEncoder(tokenizer)(rows, [0, 0, 0, 0])
-    wanted = [[*row.tolist(), tokenizer.eos_token_id] for row in encode(tokenizer, rows)]
-    assert [row.tolist() for row in ids] == wanted
+    ids = PieceEncoder(tokenizer)(rows, [0] * len(rows))
+    assert [row.tolist() for row in ids] == [document(tokenizer, row) for row in rows]
+
+
+def test_a_document_that_closes_itself_is_not_closed_twice():
+    tokenizer = trained("gpt2")
+    assert PieceEncoder(tokenizer)(["one</s>"], [0])[0].tolist() == tokenizer("one</s>")["input_ids"]
 
 
 def test_a_text_becomes_rows_and_a_conversation_stays_whole():
