@@ -28,16 +28,18 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replaced_files(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder; at the end each file in it replaces the file of the same name in `directory`.
+    """Yield an empty folder; at the end each file in it replaces the file of the same path in `directory`.
 
     Raises OSError if that fails; `directory` is then unchanged, or has some of the new files, each of them whole.
     """
     folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=directory))
     try:
         yield folder
-        for path in sorted(folder.iterdir()):
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             sync_file(path)
-            path.replace(directory / path.name)
+            target = directory / path.relative_to(folder)
+            target.parent.mkdir(exist_ok=True)
+            path.replace(target)
         sync_folder(directory)
     except OSError as error:  # find the reason now: removing the folder frees the inodes that were lacking
         raise OSError(error.errno, reason(error, folder), error.filename) from error

@@ -22,7 +22,7 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.console import Console, plain_console, quiet
 from harness.errors import UserError
 from harness.resilience.process import activity, records, signals
-from harness.resilience.watch.meeting import watching_for_stopped_ranks
+from harness.resilience.watch.meeting import tell_the_others, watching_for_stopped_ranks
 from harness.topology.env import LaunchEnv
 from harness.training.prepare.preflight import check_before_start, limit_trial
 from harness.uncaught import GRACE_S, lines_of
@@ -85,6 +85,7 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
     except UserError as error:
         records.record_failure(error)
         _report(console, env.rank, error)
+        tell_the_others(env, error)
         return 1
 
 
@@ -176,6 +177,7 @@ def _guarded(work: Callable[[], None], env: LaunchEnv, console: Console) -> int:
             os._exit(128 + signals.received())
         _report(console, env.rank, error)
         sys.stderr.flush()
+        tell_the_others(env, error)
         os._exit(1)  # a process group whose peers are gone may hang when it is torn down
     return 0
 

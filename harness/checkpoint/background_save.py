@@ -43,14 +43,14 @@ from harness.checkpoint.directories import (
 from harness.checkpoint.integrity import newest
 from harness.checkpoint.run_lock import lock_directory
 from harness.checkpoint.tensors.local_shard import LocalShard
+from harness.checkpoint.tensors.not_saved import NO_MEMORY, NotSaved, all_save
 from harness.checkpoint.tensors.tensor_writer import OpenFiles
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles, plan_tensors
 from harness.checkpoint.training_state import EngineState, describe, write_residue
-from harness.errors import UserError, lacks_inodes
-from harness.topology.agreement import all_or_none, value_of_first, values_of_all
+from harness.errors import lacks_inodes
+from harness.topology.agreement import value_of_first, values_of_all
 
 ALIGNMENT = 64  # bytes, a cache line; a multiple of every dtype's size, so that views of the buffer are valid
-NO_MEMORY = "has no memory for it"
 
 
 class KeptBuffer:
@@ -91,10 +91,6 @@ T = TypeVar("T")
 Phases: TypeAlias = Generator[Callable[[], object], Any, list[Path]]
 """The calls of this rank's thread, one a phase. The generator gets each result, and returns the folders to delete."""
 _NUMBERS = itertools.count()
-
-
-class NotSaved(UserError):
-    """A checkpoint could not be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +153,6 @@ class BackgroundSave:
         With `copy=False` the state is written in place, so it must not change until the checkpoint is complete. Raises
         NotSaved on all ranks if memory, the folder or the disk fails.
         """
-        writer.wait()  # the thread may still be deleting older checkpoints
         self.number = next(_NUMBERS)
         self.step = progress.step
         self.path = target.output_dir / finished_name(progress.step)
@@ -165,12 +160,13 @@ class BackgroundSave:
         self._first = state.groups.rank == 0
         self._writer = writer
         self._one_host = state.one_host
+        self._plans: list[PlannedFiles] = []
+        self._try(writer.wait)  # the thread may still be deleting older checkpoints
         files, progress = state.stored(progress)
         if target.model_only:
             files = [(stem, held) for stem, held in files if stem == state.stem]
             progress = replace(progress, optimizer_states=[], model_only=True)
         one_file = {state.stem} if state.adapters else set()
-        self._plans: list[PlannedFiles] = []
         self._plans = [
             plan_tensors(self._folder, stem, held, state.groups, one_file=stem in one_file)
             for stem, held in (self._try(lambda: writer.copied(files)) if copy else files)
@@ -266,33 +262,21 @@ class BackgroundSave:
     def _try(self, action: Callable[[], T]) -> T:
         """Run `action` on all ranks; if it fails on any, delete the unfinished folder and raise NotSaved on all."""
         try:
-            return all_or_none(lambda: _in_memory(action))
-        except UserError as error:
+            return all_save(action)
+        except NotSaved as error:
             text = str(error)
             if self._first:
                 with suppress(OSError):  # of a lost mount nobody can say how much room it has
                     # Count free inodes before this checkpoint's files are deleted, and free bytes afterwards.
                     full = room(self._folder.parent) if lacks_inodes(self._folder) else ""
+                    needed = self._needed_bytes()
                     shutil.rmtree(self._folder, ignore_errors=True)
                     if NO_MEMORY not in text:
-                        text += f" ({full or _room(self._plans, self._folder)})"
+                        text += f" ({full or f'it needs {needed:,} bytes, {room(self._folder.parent)}'})"
             raise NotSaved(value_of_first(text)) from error
 
-
-def _in_memory(action: Callable[[], T]) -> T:
-    """Run `action`. UserError instead of a crash if this host has no memory for it, as training can continue."""
-    try:
-        return action()
-    except MemoryError as error:
-        raise UserError(f"rank {dist.get_rank()} {NO_MEMORY}: {error or 'out of memory'}") from error
-    except RuntimeError as error:
-        text = str(error)  # torch's allocator, and a thread that cannot be started, raise RuntimeError
-        if not any(words in text for words in ("can't allocate memory", "out of memory", "can't start new thread")):
-            raise
-        lines = text.strip().splitlines()
-        raise UserError(f"rank {dist.get_rank()} {NO_MEMORY}: {lines[0] if lines else text}") from error
-
-
-def _room(plans: Sequence[PlannedFiles], folder: Path) -> str:
-    """Return a text on the bytes that a checkpoint needs and the bytes that are free."""
-    return f"it needs {sum(plan.nbytes for plan in plans):,} bytes, {room(folder.parent)}"
+    def _needed_bytes(self) -> int:
+        """Return the bytes of the planned files, and of the other files as far as they are written."""
+        planned = {path for plan in self._plans for path in plan.created}
+        others = (path for path in self._folder.rglob("*") if path.is_file() and path not in planned)
+        return sum(plan.nbytes for plan in self._plans) + sum(path.stat().st_size for path in others)

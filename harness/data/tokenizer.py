@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from harness.atomic import replaced_files
 from harness.checkpoint.directories import set_aside
 from harness.config.model.files import TOKENIZER_FILES, has_tokenizer, has_weights
 from harness.config.model.hub import TEXTS, Wanted, fetch
@@ -256,10 +257,14 @@ def _as_byte_level_bpe(tokenizer: ByteTokenizer) -> tokenizers.Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the tokenizer's files. An earlier one's chat template, which would replace its own or none, is renamed."""
-    if not getattr(tokenizer, "chat_template", None):  # so that it writes no such file
-        set_aside(directory / "chat_template.jinja")
-    tokenizer.save_pretrained(directory)
+    """Write the tokenizer's files, so that a full disk leaves the earlier ones whole.
+
+    An earlier one's chat template, which would replace its own or none, is renamed.
+    """
+    with replaced_files(directory) as folder:
+        tokenizer.save_pretrained(folder)
+        if not getattr(tokenizer, "chat_template", None):  # so it has written no such file
+            set_aside(directory / "chat_template.jinja")
 
 
 def identity(tokenizer: Tokenizer) -> str:

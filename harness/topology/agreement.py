@@ -179,8 +179,8 @@ def all_or_none(action: Callable[[], T]) -> T:
         value = action()
     except (UserError, OSError) as error:
         problem = str(error)
-        if isinstance(error, OSError) and error.filename:
-            problem = f"{error.filename}: {reason(error)}"
+        if isinstance(error, OSError):
+            problem = f"{error.filename}: {reason(error)}" if error.filename else reason(error)
     is_somewhere = any_rank(bool(problem))
     if problem or is_somewhere:
         raise UserError(next(filter(None, values_of_all(problem)), "another rank has failed"))

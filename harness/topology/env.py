@@ -120,6 +120,16 @@ class LaunchEnv:
             rank=host.rank, world_size=size, master_addr=address, master_port=int(port), launched=True, parent="hosts"
         )
 
+    @property
+    def ends_together(self) -> bool:
+        """Whether the launcher ends all ranks as soon as one has failed; srun and Kubernetes leave the others waiting.
+
+        True for a process that runs alone.
+        """
+        return (
+            self.world_size == 1 or self.parent in ("ds-harness", "torchrun", "mpi") or ancestor(DEEPSPEED_LAUNCH) > 0
+        )
+
     def export(self, environ: MutableMapping[str, str]) -> None:
         """Set the variables that torch.distributed and DeepSpeed read; a process that runs alone gets a free port.
 

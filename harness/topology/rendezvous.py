@@ -2,10 +2,14 @@
 
 By default torch's TCP store listens on every address of rank 0's host. Here rank 0 listens only on the master's
 address, and a single process opens no port at all. torchrun's agent has a store already, which is used as it is.
+
+A rank that fails before it comes here tells the others through the store, as they would wait for it.
 """
 
 import os
 import socket
+import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -16,9 +20,19 @@ from harness.topology.env import LaunchEnv
 from harness.topology.interfaces import listen_at
 from harness.topology.slurm import address_of
 
+LAST = "device of the last"  # key: the kind of device of the last rank to come; "" if one has failed
+FAILED, TOLD = "failed", "told"  # keys: what a rank that has failed says, and the number of ranks that know it
+TELLING_S = 60.0  # how long a rank that has failed waits for the others, which may still be importing
+READING_S = 5.0  # how long rank 0, which serves the store, waits for the others to read that a rank has failed
+POLL_S = 0.1
 
-def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store:
-    """Return the store that all ranks of the run share.
+
+class NotMet(UserError):
+    """All ranks have come to the store and cannot go on: each of them raises this."""
+
+
+def open_store(env: LaunchEnv, timeout: timedelta, *, waits: bool = True) -> dist.Store:
+    """Return the store that all ranks of the run share; rank 0 `waits` until all others have opened it.
 
     Raises UserError if the master's address is unknown or its port is taken.
     """
@@ -37,23 +51,53 @@ def open_store(env: LaunchEnv, timeout: timedelta) -> dist.Store:
         env.world_size,
         is_master,
         timeout=timeout,
+        wait_for_workers=waits,
         master_listen_fd=None if listener is None else listener.detach(),
     )
 
 
 def require_one_kind(store: dist.Store, env: LaunchEnv, kind: str) -> None:
-    """Raise UserError, on all ranks, if their devices are of two kinds: torch would wait until its timeout."""
+    """Raise NotMet, on all ranks, if their devices are of two kinds, or if one of them has failed.
+
+    torch would wait until its timeout.
+    """
     own = f"{kind} on rank {env.rank} (host {socket.gethostname()})"
     first = store.compare_set("device", "", own).decode()
     if not first.startswith(f"{kind} "):
         store.compare_set("other device", "", own)
     if store.add("devices", 1) == env.world_size:
-        store.set("device of the last", store.compare_set("other device", "", first).decode())
-    if (other := store.get("device of the last").decode()) != first:
-        raise UserError(
+        store.set(LAST, store.compare_set("other device", "", first).decode())
+    other = store.get(LAST).decode()
+    if store.check([FAILED]):
+        _note_told(store, env, READING_S)
+        raise NotMet(store.get(FAILED).decode())
+    if other != first:
+        raise NotMet(
             f"the ranks' devices are of different kinds, {' and '.join(sorted([first, other]))}: "
             "check the driver and CUDA_VISIBLE_DEVICES of the host without a GPU, or leave that host out"
         )
+
+
+def tell_failure(env: LaunchEnv, text: str) -> None:
+    """Tell the other ranks that this one has failed, as `text` says; do nothing if they have met already.
+
+    Waits up to TELLING_S seconds for rank 0, which serves the store; rank 0 waits as long for all others.
+    """
+    if dist.is_initialized():
+        return
+    with suppress(UserError, OSError, RuntimeError):  # nobody is there to be told
+        store = open_store(env, timedelta(seconds=TELLING_S), waits=env.rank > 0)
+        store.compare_set(FAILED, "", text)
+        store.set(LAST, "")  # for those that wait already
+        _note_told(store, env, TELLING_S)
+
+
+def _note_told(store: dist.Store, env: LaunchEnv, seconds: float) -> None:
+    """Count this rank among those that know of a failure; on rank 0, then wait for the others."""
+    known, until = store.add(TOLD, 1), time.monotonic() + seconds
+    while env.rank == 0 and known < env.world_size and time.monotonic() < until:
+        time.sleep(POLL_S)
+        known = store.add(TOLD, 0)
 
 
 def _reachable(host: str) -> str:

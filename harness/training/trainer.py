@@ -32,6 +32,7 @@ from harness.device.memory import peak_memory_gib
 from harness.errors import UserError
 from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
+from harness.resilience.watch.meeting import telling_of_a_failure
 from harness.topology.agreement import all_or_none, largest, value_of_first
 from harness.topology.env import LaunchEnv
 from harness.training.callbacks import (
@@ -143,7 +144,7 @@ class Trainer(ScriptMethods):
             eval_dataset=eval_dataset,
             processing_class=processing_class or own_tokenizer(model),
         )
-        with inside("preparing"):
+        with telling_of_a_failure(env), inside("preparing"):
             own_callbacks = instances(callbacks or ())
             self.run = run = prepare_run(inputs, given, config)
             self.control = TrainerControl()

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
-from harness.checkpoint.background_save import NotSaved
 from harness.checkpoint.directories import read_progress
+from harness.checkpoint.tensors.not_saved import NotSaved
 from harness.cli import main
 from harness.data.tokenizer import ByteTokenizer
 from harness.training.saving.checkpoints import progress_of, stream_position
@@ -146,6 +146,32 @@ def test_a_checkpoint_that_did_not_fit_on_the_disk_is_tried_again(
         ours.save_checkpoint()
     ours.checkpoints.begin(last=True)  # due for the same step
     assert names(tmp_path / "run") == ["checkpoint-1"]
+
+
+class OfAnotherLibrary(ByteTokenizer):
+    """Fails half-way as the tokenizers library does on a full disk, with a plain Exception."""
+
+    is_full = False
+
+    def save_pretrained(self, directory: Any) -> None:
+        super().save_pretrained(directory)
+        if self.is_full:
+            (Path(directory) / "tokenizer.json").write_text("{")
+            raise Exception("No space left on device (os error 28)")
+
+
+def test_a_tokenizer_that_does_not_fit_on_the_disk_ends_no_run_and_the_earlier_one_stays(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = OfAnotherLibrary()
+    ours = make(model="tiny-llama", data=TOKENS, processing_class=tokenizer, save_steps=1, max_steps=2)
+    before = (ours.save_model() / "tokenizer.json").read_text()
+    tokenizer.is_full = True
+    assert ours.train().global_step == 2
+    assert capsys.readouterr().out.count("No space left on device (os error 28) (it needs ") == 2
+    with pytest.raises(NotSaved, match=r"^the model cannot be written to .*run: rank 0: No space left on device"):
+        ours.save_model()
+    assert names(tmp_path / "run") == [] and (tmp_path / "run" / "tokenizer.json").read_text() == before
 
 
 @pytest.mark.parametrize(("error", "kept"), [(UserError("wrong"), True), (ValueError("wrong"), False)])

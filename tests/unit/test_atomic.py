@@ -72,6 +72,18 @@ def test_an_error_while_files_are_written_replaces_none(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
 
 
+def test_files_in_folders_replace_those_of_the_same_path(tmp_path: Path) -> None:
+    (tmp_path / "templates").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "templates" / name).write_text("old")
+    with replaced_files(tmp_path) as folder:
+        for name in ("templates", "more"):
+            (folder / name).mkdir()
+            (folder / name / "a").write_text("new")
+    found = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == {"templates/a": "new", "templates/b": "old", "more/a": "new"}
+
+
 def test_nothing_to_replace_leaves_nothing(tmp_path: Path) -> None:
     with replaced_files(tmp_path) as folder:
         assert folder.parent == tmp_path  # on the same disk, so that a file can be renamed

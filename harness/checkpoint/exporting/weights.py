@@ -26,6 +26,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from harness.atomic import UNFINISHED, replaced_files, sync_file, sync_folder
 from harness.checkpoint.exporting.model_files import replace_model, set_aside_model, settle_model, unfinished_name
 from harness.checkpoint.tensors.local_shard import local_shard_of, saved_tensors
+from harness.checkpoint.tensors.not_saved import all_save, saving
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions, index_content
 from harness.checkpoint.tensors.whole_tensors import Share, dealt_regions, plan_files, several_hosts, write_tensors
 from harness.deepspeed.zero3_parameters import is_partitioned, unpartitioned_size
@@ -36,7 +37,7 @@ from harness.hf.weights.lazy_tensor import Box, Computed, InMemory, LazyTensor, 
 from harness.parallel.host import brought_to_host
 from harness.parallel.memory import malloc_trim
 from harness.parallel.tensor.shard import Shard, shard_of
-from harness.topology.agreement import all_or_none, values_of_all
+from harness.topology.agreement import values_of_all
 from harness.topology.groups import Groups
 
 if TYPE_CHECKING:
@@ -103,8 +104,8 @@ def export_weights(
         form: the tensors to write and their files; None: the tensors of all stages under their own names.
 
     Raises:
-        UserError: on all ranks: a tensor combines values of several stages, the disk is full, or a file cannot be
-            written.
+        UserError: on all ranks: a tensor combines values of several stages.
+        NotSaved: on all ranks: the disk is full, or a file cannot be written.
     """
     local = {rename(name): tensor for name, tensor in saved_tensors(module, each_name=form is not None)}
     if form is None:
@@ -125,8 +126,8 @@ def export_weights(
         export.write_patches()
         export.write_computed()
         export.sync()
-    all_or_none(export.require_written)
-    all_or_none(lambda: replace_model(directory, list(files), index_content(files)) if groups.rank == 0 else None)
+    all_save(export.require_written)
+    all_save(lambda: replace_model(directory, list(files), index_content(files)) if groups.rank == 0 else None)
 
 
 def export_config(source: ModelSource, dtype: torch.dtype, directory: Path) -> None:
@@ -191,7 +192,7 @@ class _Export:
     regions: Mapping[str, FileRegion]
     groups: Groups
     opened: OpenFiles
-    failed: list[UserError] = field(default_factory=list)
+    failed: list[UserError | OSError] = field(default_factory=list)
 
     def require_written(self) -> None:
         """Raise the first error of this rank, if there was one."""
@@ -200,15 +201,15 @@ class _Export:
 
     def sync(self) -> None:
         """Wait for the disk. If the file system reserves no blocks, a full disk may be reported only now."""
-        try:
-            self.opened.sync()
-        except UserError as error:
-            self.failed.append(error)
+        self._attempt(self.opened.sync)
 
     def _write(self, region: FileRegion, start: Sequence[int], values: Tensor) -> None:
+        self._attempt(lambda: self.opened.write(region, start, values))
+
+    def _attempt(self, action: Callable[[], None]) -> None:
         try:
-            self.opened.write(region, start, values)
-        except UserError as error:
+            saving(action)
+        except (UserError, OSError) as error:
             self.failed.append(error)
 
     def write_patches(self) -> None:
@@ -267,7 +268,7 @@ def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, renam
         rename: maps a parameter's name in `module` to its name in the file.
 
     Raises:
-        UserError: on all ranks: the file cannot be written.
+        NotSaved: on all ranks: the file cannot be written.
     """
     trained = [each for each in module.named_parameters(remove_duplicate=False) if each[1].requires_grad]
     unfinished = UNFINISHED + STEM
@@ -281,7 +282,7 @@ def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, renam
         written.replace(directory / FILE)
         sync_folder(directory)
 
-    all_or_none(replace if groups.rank == 0 else lambda: None)
+    all_save(replace if groups.rank == 0 else lambda: None)
 
 
 def export_adapter_config(config: LoraConfig, base: str, directory: Path) -> None:

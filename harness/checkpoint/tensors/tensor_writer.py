@@ -12,6 +12,7 @@ import errno
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -162,7 +163,8 @@ class OpenFiles:
 
     def __exit__(self, *_: object) -> None:
         for descriptor in self._descriptors.values():
-            os.close(descriptor)
+            with suppress(OSError):  # what could not be written is told by `sync`
+                os.close(descriptor)
 
     def write(self, region: FileRegion, start: Sequence[int], values: Tensor) -> None:
         """Write `values`, of the shape of a box, to the box of the tensor at `region` whose first index is `start`.

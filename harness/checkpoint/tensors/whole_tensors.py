@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from harness.checkpoint.tensors.local_shard import LocalShard
+from harness.checkpoint.tensors.not_saved import all_save, saving
 from harness.checkpoint.tensors.tensor_writer import (
     Entry,
     FileRegion,
@@ -83,15 +85,14 @@ def dealt_regions(
 ) -> dict[str, FileRegion]:
     """Return the place of each of `entries`, the tensors of this rank's stage; all ranks call it.
 
-    `plan` is called on rank 0 with the shares of all stages in order. If it raises UserError or OSError, every rank
-    raises UserError.
+    `plan` is called on rank 0 with the shares of all stages in order. If it fails, every rank raises UserError.
     """
     shares = _shares(entries, groups)
     dealt: list[list[FileRegion]] | None = None
     failed: list[str | None] = [None]
     if shares is not None:
         try:
-            regions = plan(shares)
+            regions = saving(partial(plan, shares))
             dealt = [[regions[entry.name] for entry in share.entries] for share in shares]
         except (UserError, OSError) as error:
             failed = [str(error)]
@@ -237,9 +238,9 @@ def plan_tensors(
 def write_tensors(
     folder: Path, stem: str, tensors: Sequence[LocalShard], groups: Groups, *, one_file: bool = False
 ) -> None:
-    """Write the files `STEM*` and wait for the disk; all ranks call it. UserError on all of them if that fails."""
+    """Write the files `STEM*` and wait for the disk; all ranks call it. NotSaved on all of them if that fails."""
     planned = plan_tensors(folder, stem, tensors, groups, one_file=one_file)
-    all_or_none(planned.create)
+    all_save(planned.create)
     opened = OpenFiles(several_hosts=several_hosts())
 
     def write() -> None:
@@ -247,7 +248,7 @@ def write_tensors(
             planned.write(opened)
             opened.sync()
 
-    all_or_none(write)
+    all_save(write)
 
 
 def several_hosts() -> bool:

@@ -1,6 +1,7 @@
 """Find the rank that blocks a run: pure rules on the status of all ranks.
 
-Dead: a process that the others need has ended. It is named at once, unless it exited normally or reported its error.
+Dead: a process that the others need has ended. It is named at once, unless it exited outside of the harness's code and
+nobody has lost it yet, or reported its error.
 Silent: a host has not answered for too long.
 Hang: no rank has made progress for longer than its phase allows. The rank named is one whose process is stopped, or
 that does not itself wait for others. A stopped process is named even while others make progress. A run of a single
@@ -114,8 +115,9 @@ def diagnose(statuses: Sequence[RankStatus], *, is_whole: bool = True) -> Diagno
 
 def _dead(statuses: Sequence[RankStatus]) -> Diagnosis | None:
     """Find a process that is gone while others need it."""
+    is_missed = any(each.phase is Phase.LOST for each in statuses if not each.is_gone)
     for each in statuses:
-        if each.is_gone and each.phase in INSIDE:
+        if each.is_gone and (each.phase in INSIDE or (is_missed and each.phase is Phase.OUTSIDE)):
             how = each.ending or "has ended"
             memory = "; was it out of memory?" if "SIGKILL" in how else ""
             return _verdict("Dead", each, f"{each.name} {how} in step {each.step}, during: {each.doing}{memory}")

@@ -1,11 +1,12 @@
-"""Find a stopped rank of this host before the process group exists.
+"""Find a stopped or failed rank before the process group exists.
 
-Until then there is no `watcher`, and the others would wait long for the stopped rank: for it to join the group, or for
-data that it prepares for this host. `ds-harness launch` finds one itself; this is for `deepspeed` and other launchers.
+Until then there is no `watcher`, and the others would wait long for that rank: for it to join the group, or for data
+that it prepares for this host. `ds-harness launch` finds one itself; this is for `deepspeed` and other launchers.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -14,8 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from harness.console import Console
+from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.records import HANG, THIS_RANK, Position, record_failure_of
+from harness.topology.env import LaunchEnv
 from harness.topology.processes import children_of, is_stopped, parent_of, started_with
 
 EVERY_S = 0.5
@@ -32,6 +35,35 @@ def watching_for_stopped_ranks(hang_seconds: float, console: Console) -> Iterato
         yield
     finally:
         met.set()
+
+
+@contextmanager
+def telling_of_a_failure(env: LaunchEnv) -> Iterator[None]:
+    """Tell the other ranks, when this process exits, if the block has failed before they met.
+
+    By then this process has shown its own error.
+    """
+    try:
+        yield
+    except BaseException as error:
+        atexit.register(tell_the_others, env, error)
+        raise
+
+
+def tell_the_others(env: LaunchEnv, error: BaseException) -> None:
+    """Tell ranks that wait for this one why it has failed, unless the launcher ends them or they know it."""
+    if env.ends_together or isinstance(error, KeyboardInterrupt | signals.Stopped):
+        return
+    from harness.topology.rendezvous import NotMet, tell_failure  # imports torch
+
+    if isinstance(error, NotMet):
+        return
+    if isinstance(error, SystemExit):
+        what = f"exit code {error.code}"
+    else:
+        first = (str(error).strip().splitlines() or [""])[0]
+        what = first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
+    tell_failure(env, f"rank {env.rank} (host {THIS_RANK.host}) has failed before the ranks met: {what}")
 
 
 def _look(met: threading.Event, hang_seconds: float, console: Console) -> None:

@@ -59,10 +59,12 @@ class Monitors:
             for name, value in values.items():
                 if self._tensorboard is not None:
                     self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None and values:
-            self._wandb.log(dict(values), step=step)
-        if self._comet is not None:
-            self._comet.write_events([(name, value, step) for name, value in values.items()])
+        with _warning("W&B's run"):
+            if self._wandb is not None and values:
+                self._wandb.log(dict(values), step=step)
+        with _warning("Comet's experiment"):
+            if self._comet is not None:
+                self._comet.write_events([(name, value, step) for name, value in values.items()])
         with _warning("the CSV tables"):
             if self._tables is not None:
                 self._tables.append(values, step)
@@ -82,8 +84,9 @@ class Monitors:
     def close(self) -> None:
         """Flush and close the monitors."""
         self._close_tensorboard()
-        if self._wandb is not None:
-            self._wandb.finish()
+        with _warning("W&B's run"):
+            if self._wandb is not None:
+                self._wandb.finish()
 
     def _close_tensorboard(self) -> None:
         with _warning("TensorBoard's events"):
@@ -93,11 +96,12 @@ class Monitors:
 
 @contextmanager
 def _warning(what: str) -> Iterator[None]:
-    """Turn an OSError into a warning: training continues without the monitor."""
+    """Turn whatever a monitor raises into a warning: training continues without it."""
     try:
         yield
-    except OSError as error:
-        warn(f"{what} cannot be written: {error.strerror or error}; training continues")
+    except Exception as error:
+        text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        warn(f"{what} cannot be written: {text}; training continues")
 
 
 def _folder(section: JsonObject) -> str:

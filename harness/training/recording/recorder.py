@@ -13,7 +13,7 @@ from statistics import mean
 from types import TracebackType
 
 from harness.arguments.themes.reporting import monitor_sections
-from harness.checkpoint.directories import EVALUATIONS, METRICS, set_aside
+from harness.checkpoint.directories import EVALUATIONS, METRICS, RUN, set_aside
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError, reason
 from harness.parallel.collectives.of_group import shares_memory
@@ -105,9 +105,13 @@ class Recorder:
         return MetricsFile(path, first_step)
 
     def describe(self) -> None:
-        """Write `run.json` again, after layers have moved."""
+        """Write `run.json` again, after layers have moved; warn if that fails."""
         if self.writes:
-            write_run(self.run.output_dir, {**self._origin, **describe(self.run)})
+            try:
+                write_run(self.run.output_dir, {**self._origin, **describe(self.run)})
+            except OSError as error:
+                text = f"{self.run.output_dir / RUN}: cannot be written: {reason(error)}; training continues"
+                self.run.console.warn(text)
 
     @inside("logging")
     def step(self, record: StepRecord) -> None:

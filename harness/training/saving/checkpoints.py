@@ -15,9 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from harness.checkpoint.background_save import BackgroundSave, NotSaved, Target, Writer
+from harness.checkpoint.background_save import BackgroundSave, Target, Writer
 from harness.checkpoint.directories import TrainingProgress, finished_name, numbered, optimizer_name, set_aside_foreign
 from harness.checkpoint.integrity import require_unused
+from harness.checkpoint.tensors.not_saved import NotSaved
 from harness.config.values.json_object import JsonObject
 from harness.data.streaming.source import Streamed
 from harness.device.process_group import all_arrive

@@ -7,6 +7,7 @@ or given in memory, is written beside them, so that peft and `from_pretrained` f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,12 +24,12 @@ from harness.checkpoint.exporting.weights import (
     gather_zero3,
 )
 from harness.checkpoint.tensors.local_shard import saved_tensors
+from harness.checkpoint.tensors.not_saved import NotSaved, all_save
 from harness.data.tokenizer import save_tokenizer
-from harness.errors import UserError, reason
+from harness.errors import UserError
 from harness.hf.causal import CausalModel
 from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.hf.weights.conversion import untie
-from harness.topology.agreement import all_or_none
 from harness.topology.groups import Groups
 from harness.training.prepare.run import Run
 
@@ -52,9 +53,16 @@ def write_configs(run: Run, folder: Path) -> None:
 def write_model(run: Run, directory: Path) -> None:
     """Write the trained model, or its adapters, into `directory`; all ranks call it.
 
-    Raises UserError, on all ranks, if a file cannot be written.
+    Raises NotSaved, on all ranks, if a file cannot be written.
     """
-    all_or_none(lambda: _make(directory))
+    try:
+        _write_model(run, directory)
+    except NotSaved as error:
+        raise NotSaved(f"the model cannot be written to {directory}: {error}") from error
+
+
+def _write_model(run: Run, directory: Path) -> None:
+    all_save(partial(directory.mkdir, parents=True, exist_ok=True))
     if run.adaptation is None:
         _write_weights(run, directory)
     else:
@@ -63,20 +71,13 @@ def write_model(run: Run, directory: Path) -> None:
         base = causal.source.weights
         if not isinstance(base, Path):
             base = directory / BASE
-            all_or_none(lambda: _make(directory / BASE))
+            all_save(partial(base.mkdir, exist_ok=True))
             _write_weights(run, base)
         name, config, at = run.trainable.saved_name, run.adaptation.config, str(base.resolve())
         export_adapters(run.module, run.groups, directory, rename=lambda key: saved_name(name(key)))
         _on_first_rank(run, lambda: export_adapter_config(sorted_config(config), at, directory))
     tokenizer = run.data.tokenizer
     _on_first_rank(run, lambda: save_tokenizer(tokenizer, directory) if tokenizer is not None else None)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"the model cannot be written to {folder}: {reason(error, folder)}") from error
 
 
 def _write_weights(run: Run, directory: Path) -> None:
@@ -90,8 +91,8 @@ def _write_weights(run: Run, directory: Path) -> None:
 
 
 def _on_first_rank(run: Run, write: Callable[[], object]) -> None:
-    """Call `write` on rank 0; all ranks call this, and raise UserError if it fails."""
-    all_or_none(lambda: write() if run.groups.rank == 0 else None)
+    """Call `write` on rank 0; all ranks call this, and raise NotSaved if it fails."""
+    all_save(lambda: write() if run.groups.rank == 0 else None)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from math import isfinite
 
 from torch import Tensor
 
-from harness.checkpoint.background_save import NotSaved
+from harness.checkpoint.tensors.not_saved import NotSaved
 from harness.console import Console
 from harness.deepspeed.zero3_parameters import held_values
 from harness.errors import UserError

@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.checkpoint.background_save import BackgroundSave, NotSaved, Target, Writer
+from harness.checkpoint.background_save import BackgroundSave, Target, Writer
 from harness.checkpoint.directories import numbered, partial_name, read_manifest, read_progress
 from harness.checkpoint.integrity import changed_file, damage
 from harness.checkpoint.run_lock import lock_directory, unlock_directory
 from harness.checkpoint.tensors import tensor_writer
+from harness.checkpoint.tensors.not_saved import NotSaved
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles
 from harness.errors import UserError
 from harness.topology.groups import Groups
@@ -172,10 +173,14 @@ def test_a_full_disk_says_how_much_room_is_missing(groups: Groups, run: Path) ->
     assert f"are free in {run})" in words
 
 
-@pytest.mark.parametrize("where", ["copied", "write"])
+@pytest.mark.parametrize("where", ["wait", "copied", "write"])
 @pytest.mark.parametrize(
     "error",
-    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("can't start new thread"),
+    ],
 )
 def test_a_host_without_memory_loses_the_save_and_not_the_run(
     where: str, error: Exception, groups: Groups, run: Path, monkeypatch: pytest.MonkeyPatch
@@ -187,7 +192,7 @@ def test_a_host_without_memory_loses_the_save_and_not_the_run(
 
     state, writer = engine_state(groups), Writer()
     with monkeypatch.context() as patched:
-        patched.setattr(Writer if where == "copied" else PlannedFiles, where, fail)
+        patched.setattr(PlannedFiles if where == "write" else Writer, where, fail)
         with pytest.raises(NotSaved, match=r"rank 0 has no memory for it: [^(]*$"):
             BackgroundSave(state, Target(output_dir=run, keep=1), progress(2), writer).finish()
     assert [step for step, _ in numbered(run)] == [1] and not list(run.glob("writing-*"))
@@ -196,11 +201,23 @@ def test_a_host_without_memory_loses_the_save_and_not_the_run(
     assert [step for step, _ in numbered(run)] == [3]
 
 
-def test_files_of_others_that_cannot_be_written_end_it_too(groups: Groups, run: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "config.json"), r"config\.json: No such file or"),
+        (Exception("No space left on device (os error 28)"), "rank 0: No space left on device"),  # as tokenizers does
+        (KeyError("eos"), "rank 0: KeyError: 'eos'"),
+        (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"), "rank 0: UnicodeEncodeError: "),
+    ],
+)
+def test_whatever_others_raise_for_their_files_is_not_saved(
+    error: Exception, words: str, groups: Groups, run: Path
+) -> None:
     def write(folder: Path) -> None:
-        (folder / "missing" / "config.json").write_text("{}")
+        (folder / "tokenizer.json").write_bytes(bytes(5000))
+        raise error
 
-    with pytest.raises(NotSaved, match=r"missing/config\.json: No such file or directory"):
+    with pytest.raises(NotSaved, match=rf"{words}.*\(it needs 5,\d{{3}} bytes, .* are free in {run}\)"):
         target = Target(output_dir=run, keep=None, write_others=write)
         BackgroundSave(engine_state(groups), target, progress(1), Writer())
     assert not list(run.glob("*checkpoint*"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from harness.training.recording.monitors import Monitors
 
 HEADER = "step,loss\n"
@@ -46,3 +48,20 @@ def test_a_resumed_run_drops_the_rows_that_it_makes_again(tmp_path: Path) -> Non
     assert text(folder / "train_loss.csv") == HEADER + "1,7\n" and text(folder / "eval_loss.csv") == HEADER
     ours.write({"train/loss": 3.0}, 2)
     assert text(folder / "train_loss.csv") == HEADER + "1,7\n2,3.0\n"
+
+
+def test_a_monitor_that_fails_in_its_own_way_ends_no_run(tmp_path: Path) -> None:
+    class Broken:
+        def log(self, *_: object, **__: object) -> None:
+            raise ConnectionError("the service is down")
+
+        def finish(self) -> None:
+            raise RuntimeError("its process has died")
+
+    ours = monitors(tmp_path)
+    ours._wandb = Broken()  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="W&B's run cannot be written: ConnectionError: the service is down; training"):
+        ours.write({"train/loss": 5.0}, 1)
+    assert text(tmp_path / "csv" / "train_loss.csv") == HEADER + "1,5.0\n"
+    with pytest.warns(UserWarning, match="W&B's run cannot be written: RuntimeError: its process has died"):
+        ours.close()

@@ -12,7 +12,7 @@ from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
 from harness.arguments.themes.run import NONFINITE
-from harness.checkpoint.background_save import NotSaved
+from harness.checkpoint.tensors.not_saved import NotSaved
 from harness.console import plain_console
 from harness.training.engine.engine import Engine, StepOutcome
 from harness.training.saving.nonfinite import NonFinite, NonFiniteStep, _not_finite

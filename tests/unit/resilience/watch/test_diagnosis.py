@@ -109,6 +109,8 @@ def test_a_rank_that_has_ended_is_named_at_once_unless_it_ended_as_it_should_or_
     for phase in (Phase.OUTSIDE, Phase.FAILED, Phase.LOST):
         for still, named in ((1, None), (11, 1)):  # later, if another one still waits for it
             assert culprit(rank_status(0, still=still), rank_status(1, state="", phase=phase, still=still)) == named
+    left = rank_status(1, state="", phase=Phase.OUTSIDE)
+    assert culprit(rank_status(0, phase=Phase.LOST), left) == 1  # at once: another one has lost it
     outside = rank_status(0, phase=Phase.OUTSIDE, still=99)
     assert culprit(outside, rank_status(1, state="", phase=Phase.OUTSIDE, still=99)) is None
 

@@ -1,0 +1,51 @@
+"""Whatever fails while files are saved is one kind of error: NotSaved, a line of text, on all ranks."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from harness.errors import UserError
+from harness.topology.agreement import all_or_none
+
+T = TypeVar("T")
+NO_MEMORY = "has no memory for it"
+
+
+class NotSaved(UserError):
+    """A checkpoint or a model could not be written."""
+
+
+def all_save(action: Callable[[], T]) -> T:
+    """Run `action`, which saves something, on every rank, and return its result; all ranks call this.
+
+    It must not run collectives itself. Whatever it raises on any rank, of any library, becomes NotSaved on all ranks.
+    """
+    try:
+        return all_or_none(lambda: saving(action))
+    except UserError as error:
+        raise NotSaved(str(error)) from error
+
+
+def saving(action: Callable[[], T]) -> T:
+    """Run `action`; raise UserError or OSError for whatever it raises.
+
+    Libraries report a full disk in their own ways: tokenizers raises a plain Exception, torch's allocator and a thread
+    that cannot be started raise RuntimeError.
+    """
+    try:
+        return action()
+    except (UserError, OSError):
+        raise
+    except MemoryError as error:
+        raise UserError(f"rank {dist.get_rank()} {NO_MEMORY}: {error or 'out of memory'}") from error
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [""])[0]
+        if any(words in str(error) for words in ("can't allocate memory", "out of memory", "can't start new thread")):
+            raise UserError(f"rank {dist.get_rank()} {NO_MEMORY}: {text}") from error
+        traceback.print_exc()  # into this rank's log: it may be more than a full disk
+        kind = "" if type(error) is Exception and text else f"{type(error).__name__}: "
+        raise UserError(f"rank {dist.get_rank()}: {kind}{text}") from error
