@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from harness.cluster.job import Job
 from harness.config.values.json_object import JsonObject
+from harness.topology.env import SECRET
 
 Document: TypeAlias = JsonObject
 PORT = 29400
@@ -79,6 +80,7 @@ def job_set(job: Job) -> Document:
     container |= {
         "command": _command(job),
         "env": [
+            *container["env"],
             {"name": "NNODES", "value": str(job.nodes)},
             {"name": "NPROC_PER_NODE", "value": str(job.ranks)},
             {"name": "MASTER_ADDR", "value": f"{job.name}-{NODE}-0-0.{job.name}"},
@@ -127,11 +129,17 @@ def _job_spec(job: Job, *, with_size: bool) -> Document:
             "spec": {
                 "restartPolicy": "Never",
                 "terminationGracePeriodSeconds": job.grace_s,
-                "containers": [{"name": NODE, "image": job.image, "volumeMounts": mounts}],
+                "containers": [{"name": NODE, "image": job.image, "env": [_secret(job)], "volumeMounts": mounts}],
                 "volumes": volumes,
             }
         },
     }
+
+
+def _secret(job: Job) -> Document:
+    """Return the variable by which the pods of this run know each other, if the user has made a secret for it."""
+    source = {"name": f"{job.name}-secret", "key": "secret", "optional": True}
+    return {"name": SECRET, "valueFrom": {"secretKeyRef": source}}
 
 
 def _command(job: Job) -> list[str]:

@@ -27,6 +27,7 @@ from harness.errors import UserError
 from harness.topology.agreement import host_group, spell_ranks, values_of_all
 from harness.topology.env import LaunchEnv, run_timeout
 from harness.topology.rendezvous import open_store, require_one_kind
+from harness.topology.signed_objects import sign_objects
 
 # DeepSpeed calls such functions, under ZeRO-3 several times a step
 DEPRECATED = r"`torch\.distributed\.\w+` is deprecated"
@@ -50,6 +51,7 @@ def start(env: LaunchEnv) -> torch.device:
     mask_norms_on_the_device()
     import_muon_without_compiler()
     timeout = run_timeout()
+    sign_objects()
     if not dist.is_initialized():
         env.export(os.environ)
         store = open_store(env, timeout)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
@@ -30,11 +29,12 @@ from harness.resilience.leading import ANSWER_S, HOSTS_S, LOOK_S, Leader
 from harness.resilience.on_host.ranks import Ranks
 from harness.resilience.options import TRAIN, Options
 from harness.resilience.process.records import read_positions
-from harness.resilience.rendezvous import AGAIN_S, HEARTBEAT_S, LAST_CALL_S, Heartbeat, Rendezvous, put, run_store, take
+from harness.resilience.rendezvous import AGAIN_S, HEARTBEAT_S, LAST_CALL_S, Heartbeat, Rendezvous
 from harness.resilience.reports import BY_SIGNAL, ENDS, Report, have_reported, why_over
 from harness.resilience.script import Script
 from harness.resilience.team import LOST, Offer
 from harness.topology.env import free_port, inherited
+from harness.topology.signed_store import SignedStore, not_of_this_run
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 NEWS_S = 0.2  # interval at which the store is read
@@ -48,7 +48,7 @@ class Agent(LocalElasticAgent):
 
     Args:
         name: of this agent, as `Rendezvous` takes it.
-        store: of the agents.
+        store: of the agents of this run.
         look: checks the ranks and reads messages of the starter; called several times a second.
         received: signals to the launch.
         history: of the run, as known to an earlier agent of this launch.
@@ -62,7 +62,7 @@ class Agent(LocalElasticAgent):
         options: Options,
         script: Script,
         ranks: Ranks,
-        store: dist.Store,
+        store: SignedStore,
         look: Callable[[], None],
         received: list[int],
         history: History | None = None,
@@ -75,7 +75,7 @@ class Agent(LocalElasticAgent):
         self._look = look
         self._received = received
         self._serves = serves
-        self.store = run_store(store, options.rdzv_id)
+        self.store = store
         self.handler = Rendezvous(store, options, name, self._wait_for_others)
         self.heartbeat = Heartbeat(self.store, self.handler.node)
         devices, known = len(offer.devices), history or History()
@@ -104,7 +104,7 @@ class Agent(LocalElasticAgent):
 
     def _assign_worker_ranks(
         self,
-        store: dist.Store,
+        store: SignedStore,
         group_rank: int,
         group_world_size: int,
         spec: WorkerSpec,  # noqa: ARG002
@@ -115,16 +115,16 @@ class Agent(LocalElasticAgent):
         self._hosts = group_world_size
         history = None if self.store.check(["history"]) else self.leader.known
         port = self.options.master_port or free_port()
-        put(store, f"offer/{group_rank}", replace(self.offer, node=self.handler.node, port=port, history=history))
+        store.put(f"offer/{group_rank}", replace(self.offer, node=self.handler.node, port=port, history=history))
         if self._leads:
             keys = [f"offer/{rank}" for rank in range(group_world_size)]
             self._await(store, keys)
             if not self.handler.takes_part():
                 raise SystemExit(LOST)  # this agent was stopped, and another one leads
-            if (verdict := self.leader.plan([take(store, key, Offer) for key in keys], store)) is not None:
+            if (verdict := self.leader.plan([store.take(key, Offer) for key in keys], store)) is not None:
                 self._leave(verdict.code or 0)
         self._await(store, ["plan", own := f"plan/{self.handler.node}"])
-        self._plan = {**take(store, "plan", dict), **take(store, own, dict)}
+        self._plan = {**store.take("plan", dict), **store.take(own, dict)}
         self._number = self._plan["start"]
         self._signalled = False
         self._finished = False
@@ -186,15 +186,14 @@ class Agent(LocalElasticAgent):
             if now - news < NEWS_S and not why:
                 continue
             news = now
-            keys = [f"{self._number}/over", f"{self._number}/signal"]
-            over, number = (value.decode() for value in self.store.multi_get(keys))
-            if over:
+            if over := self.store.get(f"{self._number}/over").decode():
                 return over
             if self._received and not self._plan["ranks"]:
                 self._leave(128 + self._received[0])
-            if number != "0" and not self._signalled and not self._received:
+            number = self.store.take(f"{self._number}/signal", int)
+            if number and not self._signalled and not self._received:
                 self._signalled = True
-                self.ranks.signal(int(number))
+                self.ranks.signal(number)
             if self._leads and now - checked > HEARTBEAT_S:
                 checked = now
                 self._look_at_hosts(now - begun)
@@ -202,7 +201,7 @@ class Agent(LocalElasticAgent):
     def _look_at_hosts(self, waited: float) -> None:
         """End the start if an agent is lost; have the ranks save and stop if further hosts make a better layout."""
         positions = read_positions(self.ranks.records)
-        self.store.set("step", str(max((each.step for each in positions.values()), default=0)))
+        self.store.put("step", max((each.step for each in positions.values()), default=0))
         waiting, nodes = set(self.handler.waiting()), {offer.node for offer in self.leader.team.offers}
         silent = set(self.heartbeat.lost([*nodes, *waiting]))
         waiting -= silent
@@ -215,7 +214,7 @@ class Agent(LocalElasticAgent):
                 self._tell_over("hosts")
         elif waiting and positions and not self.leader.grows and self.leader.would_grow(len(waiting)):
             self.leader.grows = True
-            self.store.set(f"{self._number}/signal", str(int(signal.SIGUSR1)))
+            self.store.put(f"{self._number}/signal", int(signal.SIGUSR1))
 
     def _over_here(self) -> str:
         """Return why the start is over, by the ranks of this host; empty while it is not."""
@@ -234,6 +233,8 @@ class Agent(LocalElasticAgent):
     def _conclude(self, over: str) -> Verdict:
         """Report how the ranks of this host ended; return the leader's verdict."""
         why, _, detail = over.partition(" ")
+        if why not in ENDS:
+            raise not_of_this_run(f"{self._number}/over")
         ranks, seen, begun = self.ranks, time.time(), time.monotonic()
         while not have_reported(ranks.records, ranks.exits, ranks.count, why, time.monotonic() - begun):
             self._pause(LOOK_S)
@@ -241,7 +242,7 @@ class Agent(LocalElasticAgent):
             self._pause(SIGNAL_S)
         if ranks.count:
             report = Report.of(ranks.records, ranks.exits, seen, self._kills, self._received)
-            put(self.store, f"{self._number}/ended/{self._plan['index']}", report)
+            self.store.put(f"{self._number}/ended/{self._plan['index']}", report)
         ranks.end()
         if self.leader.history.start > self._number:
             raise SystemExit(LOST)  # the others went on without this host, which was stopped: it joins as a new agent
@@ -254,7 +255,7 @@ class Agent(LocalElasticAgent):
             if time.monotonic() > until:
                 return Verdict()  # the leader is lost: the next leader judges this start
             self._pause(NEWS_S)
-        verdict = take(self.store, key, Verdict)
+        verdict = self.store.take(key, Verdict)
         for line in () if self.options.started else verdict.lines:
             self.leader.say(line)
         if self.handler.node in self.leader.history.gone and verdict.code is None and not self._received:
@@ -273,7 +274,7 @@ class Agent(LocalElasticAgent):
         if self._received:
             self._leave(128 + self._received[0])
         if self.store.check(["end"]):
-            raise SystemExit(int(self.store.get("end")))
+            raise SystemExit(self.store.take("end", int))
         holder, history = self.handler.holder, self.leader.history
         if self.handler.node in history.gone:
             raise SystemExit(LOST)  # the others leave this name out: it was stopped, and counted as lost
@@ -289,7 +290,7 @@ class Agent(LocalElasticAgent):
         holder.gone = frozenset(gone)
         holder.last_call = AGAIN_S if history.start >= 0 else LAST_CALL_S
         if self.store.check(["expected"]):
-            holder.expected = int(self.store.get("expected"))
+            holder.expected = self.store.take("expected", int)
 
     def _leave(self, code: int) -> None:
         """Leave with an exit code. If the store ends with this launch, first let the others read the verdict."""
@@ -299,12 +300,12 @@ class Agent(LocalElasticAgent):
             self._pause(LOOK_S)
         raise SystemExit(code)
 
-    def _await(self, store: dist.Store, keys: list[str]) -> None:
+    def _await(self, store: SignedStore, keys: list[str]) -> None:
         """Wait for keys in the store of this rendezvous. Leaves as LOST if an agent that should set one is lost."""
         begun = checked = time.monotonic()
         while not store.check(keys):
             if self.store.check(["end"]):
-                self._leave(int(self.store.get("end")))
+                self._leave(self.store.take("end", int))
             now = time.monotonic()
             if now - checked > HEARTBEAT_S:
                 checked, agents = now, self.handler.participants()

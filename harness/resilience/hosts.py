@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harness.errors import UserError
 from harness.resilience.options import HOSTFILE, Options
-from harness.topology.env import inherited
+from harness.topology.env import SECRET, inherited
 from harness.topology.interfaces import address_towards, listen_at
 from harness.topology.placement import read_hostfile
 from harness.topology.slurm import Allocation, address_of
@@ -69,10 +69,10 @@ class HostDevices:
     def environment(self) -> dict[str, str]:
         """Return the variables for a launch there, besides those that it finds there itself."""
         if self.is_here or self.slurm:
-            return {}
+            return inherited(SECRET)  # srun may have been told to pass no variables
         lines = [line.strip() for path in ENVIRONMENT_FILES if path.is_file() for line in path.read_text().splitlines()]
         stated = [line.partition("=") for line in lines if "=" in line and not line.startswith("#")]
-        return {**inherited(*EXPORTED), **{name: value for name, _, value in stated}}
+        return {**inherited(*EXPORTED), **{name: value for name, _, value in stated}, **inherited(SECRET)}
 
 
 def find_hosts(options: Options) -> tuple[HostDevices, ...]:

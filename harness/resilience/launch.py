@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -37,7 +38,7 @@ from harness.resilience.process.signals import SIGNALS
 from harness.resilience.script import Script
 from harness.resilience.starter import Starter
 from harness.resilience.team import LOST, Offer
-from harness.topology.env import LOOPBACK, changed_environment, inherited, replace_environment
+from harness.topology.env import LOOPBACK, SECRET, changed_environment, inherited, replace_environment, run_secret
 from harness.topology.processes import LineReader
 
 SILENT_S = 60.0  # a starter on another host that sends nothing for this long counts as gone
@@ -60,6 +61,7 @@ def start(options: Options) -> int:
     if options.max_restarts:
         script.require_resumable()
     hosts = find_hosts(options)
+    _have_secret(options)
     if len(hosts) > 1 or not hosts[0].is_here:
         return Starter(options, hosts, control.received).run()
     code = run_agent(options, hosts[0], script, control)
@@ -67,6 +69,20 @@ def start(options: Options) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)  # at Python's own exit a thread that still waits for a store, inside C++, would cause a SIGABRT
+
+
+def _have_secret(options: Options) -> None:
+    """Give this run a secret, which its agents and ranks inherit. Hosts that meet at an endpoint must be given one."""
+    if run_secret():
+        return
+    if options.rdzv_endpoint and options.nodes[1] > 1:
+        if options.node_rank:
+            return  # the first host says it
+        risk = f"whoever reaches {options.rdzv_endpoint} can run programs as this user on all hosts"
+        remedy = "set it to one random text on all of them, as `openssl rand -hex 32` prints it"
+        print_if_heard(f"ds-harness launch: {SECRET} is not set: {risk}; {remedy}", sys.stderr)
+        return
+    replace_environment({**inherited(), SECRET: secrets.token_hex(32)})
 
 
 class StarterGone(Exception):
@@ -133,16 +149,18 @@ def run_agent(options: Options, host: HostDevices, script: Script, control: Cont
 
 
 def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ranks, control: Control) -> int:
-    endpoint, listener = _endpoint(options)
+    endpoint = _endpoint(options)
+    listener = None if endpoint is None or options.started else listen(*endpoint, always=options.node_rank == 0)
     replace_environment({**inherited(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})  # see `rendezvous`
     # The number of this launch in the rendezvous. If a starter starts it again, the new one replaces the old one.
     launched = options.node_rank if options.started else int.from_bytes(os.urandom(4), "big") | 1 << 31
     assert launched is not None
     with changed_environment({**QUIET, **inherited(*QUIET)}):  # for this process alone
+        from torch.distributed import HashStore
         from torch.distributed.elastic.rendezvous import RendezvousError
 
         from harness.resilience.elastic import Agent
-        from harness.resilience.rendezvous import break_silent_connections, connect, serve
+        from harness.resilience.rendezvous import break_silent_connections, connect, run_store, serve
 
     def look() -> None:
         control.look()
@@ -153,16 +171,18 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
         if control.received:
             raise SystemExit(128 + control.received[0])
 
-    server, history = None if listener is None else serve(listener), None
+    history, server = None, None if listener is None else serve(listener)
     reached = endpoint if server is None else (server.host, server.port)
+    in_process = HashStore()  # for a host that is alone: no port is opened
     for incarnation in itertools.count(int(time.time())):
         try:
-            store = connect(reached, wait)
+            meeting = in_process if reached is None else connect(reached, wait)
+            store = run_store(meeting, options.rdzv_id)
             offer = _offer(options, host, endpoint)  # only now: before, the endpoint's name could not be resolved
             name = (offer.address, launched, incarnation)
-            received, serves = control.received, server is not None
+            received, serves = control.received, endpoint is None or server is not None
             agent = Agent(offer, name, options, script, ranks, store, look, received, history, serves=serves)
-            if server is None:  # a store in this process stays, also while the network is down
+            if endpoint is not None and server is None:  # a store in this process stays while the network is down
                 break_silent_connections(endpoint[1])
             try:
                 agent.run()
@@ -175,27 +195,22 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
                 return end.code
         except (RuntimeError, RendezvousError) as error:
             reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
-            text = f"the store of the run at {endpoint[0]}:{endpoint[1]} does not answer: {reason}"
+            text = f"the store of the run at {options.rdzv_endpoint} does not answer: {reason}"
             print_if_heard(f"ds-harness launch: {text}", sys.stderr)
         ranks.end()
     raise AssertionError("an agent ended without an exit code")
 
 
-def _offer(options: Options, host: HostDevices, endpoint: tuple[str, int]) -> Offer:
+def _offer(options: Options, host: HostDevices, endpoint: tuple[str, int] | None) -> Offer:
     """Return what this host brings to each start."""
-    address = options.local_addr or address_here(*endpoint)
-    if address.startswith("127.") and options.nodes[1] > 1:  # this host is the endpoint: others reach it by that name
-        address = endpoint[0]
+    address = options.local_addr or (LOOPBACK if endpoint is None else address_here(*endpoint))
+    if endpoint is not None and address.startswith("127.") and options.nodes[1] > 1:
+        address = endpoint[0]  # this host is the endpoint: others reach it by that name
     name = options.host or (socket.gethostname() if options.rdzv_endpoint else host.name)
     return Offer(host=name, devices=host.devices, address=address, position=options.node_rank or 0)
 
 
-def _endpoint(options: Options) -> tuple[tuple[str, int], socket.socket | None]:
-    """Return where the agents meet, and a socket that listens there if this launch is to serve the store."""
-    if not options.rdzv_endpoint:
-        listener = listen(LOOPBACK, 0)
-        assert listener is not None
-        return listener.getsockname()[:2], listener
+def _endpoint(options: Options) -> tuple[str, int] | None:
+    """Return where the agents meet; None if this host is alone."""
     host, _, port = options.rdzv_endpoint.rpartition(":")
-    endpoint = host.strip("[]"), int(port)
-    return endpoint, None if options.started else listen(*endpoint, always=options.node_rank == 0)
+    return (host.strip("[]"), int(port)) if options.rdzv_endpoint else None

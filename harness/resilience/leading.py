@@ -14,18 +14,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from harness.checkpoint.directories import RESTARTS
 from harness.console import print_if_heard
 from harness.errors import UserError
 from harness.resilience.judging import History, Verdict, judge
 from harness.resilience.options import Options
-from harness.resilience.rendezvous import put, take
 from harness.resilience.reports import Report, cause_of
 from harness.resilience.script import Script
 from harness.resilience.team import Offer, Team, team_of
 from harness.topology.env import LOOPBACK
+from harness.topology.signed_store import SignedStore
 
 ANSWER_S = 10.0  # an agent that does not report how its ranks ended within this time is lost
 HOSTS_S = 1800.0  # longest wait for missing hosts
@@ -48,7 +46,7 @@ class Leader:
         devices: int,
         options: Options,
         script: Script,
-        store: dist.Store,
+        store: SignedStore,
         pause: Callable[[float], None],
         received: Sequence[int],
         known: History,
@@ -72,10 +70,10 @@ class Leader:
     def history(self) -> History:
         """The history of the run: from the store, because another agent may have led; else as known here."""
         if self.store.check(["history"]):
-            self.known = take(self.store, "history", History)
+            self.known = self.store.take("history", History)
         return self.known
 
-    def plan(self, offers: Sequence[Offer], meeting: dist.Store) -> Verdict | None:
+    def plan(self, offers: Sequence[Offer], meeting: SignedStore) -> Verdict | None:
         """Write what each host starts into the store of the meeting.
 
         Returns a verdict that ends the run instead, if no layout fits or the last start has used up the restarts.
@@ -84,7 +82,7 @@ class Leader:
             known = [offer.history for offer in offers if offer.history is not None]
             self._write(replace(max(known, key=lambda each: each.start, default=History()), is_open=False))
         if (history := self.history).is_open:  # its leader was lost
-            self.team = take(self.store, f"{history.start}/team", Team)
+            self.team = self.store.take(f"{history.start}/team", Team)
             self.store.compare_set(f"{history.start}/over", "", "fault")
             absent = {offer.node for offer in self.team.offers} - {offer.node for offer in offers}
             verdict = self.judge(absent, "", ANSWER_S)
@@ -111,14 +109,14 @@ class Leader:
         plan = {"start": number, "hosts": len(team.offers), "address": address, "port": first.port}
         plan |= {"words": start.words if start else (), "ranks": start.ranks if start else 0}
         self.store.set(f"{number}/over", "")
-        self.store.set(f"{number}/signal", "0")
-        put(self.store, f"{number}/team", team)
+        self.store.put(f"{number}/signal", 0)
+        self.store.put(f"{number}/team", team)
         self._write(replace(history, start=number, is_open=start is not None, gone=()))
         rank = 0
         for index, offer in enumerate(team.offers):
-            put(meeting, f"plan/{offer.node}", {"index": index, "first": rank, "devices": offer.devices})
+            meeting.put(f"plan/{offer.node}", {"index": index, "first": rank, "devices": offer.devices})
             rank += len(offer.devices)
-        put(meeting, "plan", plan)
+        meeting.put("plan", plan)
         return None
 
     def leave_out(self, lost: Sequence[str]) -> None:
@@ -163,7 +161,7 @@ class Leader:
         lost |= {offer.node for index, offer in enumerate(team.offers) if offer.devices and index not in reports}
         received = [*(report.received for report in reports.values() if report.received), *self._received]
         leaving = {team.offers[index].node for index, report in reports.items() if report.received}
-        step = int(self.store.get("step")) if self.store.check(["step"]) else 0
+        step = self.store.take("step", int) if self.store.check(["step"]) else 0
         cause = cause_of(team, reports, lost, text, step)
         goes_on = ""
         if self.grows:
@@ -189,7 +187,7 @@ class Leader:
         while (missing := wanted - reports.keys()) and time.monotonic() < until:
             for index in missing:
                 if self.store.check([f"{number}/ended/{index}"]):
-                    reports[index] = take(self.store, f"{number}/ended/{index}", Report)
+                    reports[index] = self.store.take(f"{number}/ended/{index}", Report)
             if wanted - reports.keys():
                 self._pause(LOOK_S)
         return reports
@@ -207,13 +205,13 @@ class Leader:
             self.say(line)
         self._write(history)
         if verdict.code is not None:
-            self.store.set("end", str(verdict.code))
-        put(self.store, f"{history.start}/verdict", verdict)
+            self.store.put("end", verdict.code)
+        self.store.put(f"{history.start}/verdict", verdict)
         return verdict
 
     def _write(self, history: History) -> None:
         self.known = history
-        put(self.store, "history", history)
+        self.store.put("history", history)
 
     def say(self, text: str) -> None:
         """Print a line for the user."""

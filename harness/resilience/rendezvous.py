@@ -20,25 +20,29 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
     RendezvousTimeout,
+    Token,
     _BackendRendezvousStateHolder,
     _NodeDesc,
+    _RendezvousState,
 )
 
+from harness.config.values.json_object import JsonObject
 from harness.console import print_if_heard
 from harness.resilience.options import Options
 from harness.topology.env import LOOPBACK
+from harness.topology.signed_store import SignedStore, not_of_this_run
 
-T = TypeVar("T")
 HEARTBEAT_S = 2.0
 LOST_S = 20.0  # an agent whose counter has not changed for this long is lost; packet loss can delay it by seconds
 PAUSED_S = 10.0  # after a longer gap between two checks this process or the store was stopped: times start anew
@@ -59,21 +63,9 @@ def serve(listener: socket.socket) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
 
 
-def run_store(store: dist.Store, run_id: str) -> dist.Store:
+def run_store(store: dist.Store, run_id: str) -> SignedStore:
     """Return the part of the agents' store that belongs to one run: several runs may use a store."""
-    return dist.PrefixStore(f"ds-harness/{run_id}", store)
-
-
-def put(store: dist.Store, key: str, value: object) -> None:
-    """Write a value of any type, as the engine writes its own state there."""
-    store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # torch's stubs know only texts
-
-
-def take(store: dist.Store, key: str, kind: type[T]) -> T:
-    """Return what `put` has written, which is of this kind."""
-    value = pickle.loads(store.get(key))
-    assert isinstance(value, kind)
-    return value
+    return SignedStore(store, f"ds-harness/{run_id}/")
 
 
 def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:
@@ -134,10 +126,10 @@ def break_silent_connections(port: int) -> None:
 class Heartbeat:
     """The counters by which agents see that the others are alive. A thread increases that of this agent, `node`."""
 
-    def __init__(self, store: dist.Store, node: str) -> None:
-        self._store = dist.PrefixStore("heartbeat", store)
+    def __init__(self, store: SignedStore, node: str) -> None:
+        self._store = store.under("heartbeat")
         self._node = node
-        own: dist.Store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        own = self._store.clone()
         self._seen: dict[str, tuple[bytes, float]] = {}
         self._checked = -math.inf
         self._closed = threading.Event()
@@ -151,7 +143,7 @@ class Heartbeat:
     def lost(self, nodes: Sequence[str]) -> list[str]:
         """Return the agents whose counters have not changed for LOST_S seconds. Call it every few seconds."""
         others = [node for node in nodes if node != self._node]
-        counts = self._store.multi_get(others) if others else []
+        counts = self._store.counts(others) if others else []
         now = time.monotonic()
         was_paused, self._checked = now - self._checked > PAUSED_S, now
         for node, count in zip(others, counts, strict=True):
@@ -159,17 +151,65 @@ class Heartbeat:
                 self._seen[node] = count, now
         return [node for node in others if now - self._seen[node][1] > LOST_S]
 
-    def _beat(self, store: dist.Store) -> None:
+    def _beat(self, store: SignedStore) -> None:
         while not self._closed.wait(HEARTBEAT_S):
             with suppress(RuntimeError):  # the store does not answer: the agent itself will notice
                 store.add(self._node, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingState:
+    """torch's state of a rendezvous, for JSON."""
+
+    round: int
+    complete: bool
+    closed: bool
+    deadline: datetime | None
+    participants: list[tuple[_NodeDesc, int]]
+    wait_list: list[_NodeDesc]
+    redundancy_list: list[_NodeDesc]
+    last_heartbeats: list[tuple[_NodeDesc, datetime]]
+
+
+class JsonBackend(C10dRendezvousBackend):
+    """Keeps the state of the rendezvous as JSON. torch's state holder pickles it, and unpickles what it finds.
+
+    What the holder unpickles here was pickled in this process.
+    """
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """Return the state as the holder reads it, and what `set_state` compares."""
+        found = super().get_state()
+        return None if found is None else (self._pickled(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Write the state unless another agent was faster; return which is there, and whether it is this one."""
+        own: _RendezvousState = pickle.loads(state)  # the holder of this process has pickled it
+        pairs = {"participants": [*own.participants.items()], "last_heartbeats": [*own.last_heartbeats.items()]}
+        lists = {"wait_list": [*own.wait_list], "redundancy_list": [*own.redundancy_list]}
+        content: JsonObject = {**vars(own), **pairs, **lists}
+        found = super().set_state(STATE.dump_json(MeetingState(**content)), token)
+        return None if found is None else (self._pickled(found[0]), *found[1:])
+
+    def _pickled(self, text: bytes) -> bytes:
+        try:
+            found = STATE.validate_json(text)
+        except ValidationError as error:
+            raise not_of_this_run(self._key) from error
+        state = _RendezvousState()
+        vars(state).update(vars(found), wait_list=set(found.wait_list), redundancy_list=set(found.redundancy_list))
+        state.participants, state.last_heartbeats = dict(found.participants), dict(found.last_heartbeats)
+        return pickle.dumps(state)
+
+
+STATE = TypeAdapter(MeetingState)
 
 
 class StateHolder(_BackendRendezvousStateHolder):
     """The state of the rendezvous, without agents that are gone."""
 
     def __init__(
-        self, backend: C10dRendezvousBackend, settings: RendezvousSettings, node: _NodeDesc, tick: Callable[[], None]
+        self, backend: JsonBackend, settings: RendezvousSettings, node: _NodeDesc, tick: Callable[[], None]
     ) -> None:
         super().__init__(backend, settings)
         self._node = node
@@ -217,24 +257,25 @@ class Rendezvous(DynamicRendezvousHandler):
     """
 
     def __init__(
-        self, store: dist.Store, options: Options, name: tuple[str, int, int], tick: Callable[[], None]
+        self, store: SignedStore, options: Options, name: tuple[str, int, int], tick: Callable[[], None]
     ) -> None:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         node, without_limit, run_id = _NodeDesc(*name), timedelta(seconds=JOIN_S), options.rdzv_id
         settings = RendezvousSettings(run_id, *options.nodes, RendezvousTimeout(join=without_limit), without_limit, 1)
-        self.holder = StateHolder(C10dRendezvousBackend(store, run_id), settings, node, tick)
+        self.holder = StateHolder(JsonBackend(store, run_id), settings, node, tick)
         self.node = str(node)
+        self._agents_store = store
         super().__init__(node, settings, "c10d", store, self.holder)
 
     def _start_heartbeats(self) -> None:
         """Do nothing: `Heartbeat` replaces torch's heartbeats."""
 
-    def _get_store(self) -> dist.Store:
+    def _get_store(self) -> SignedStore:
         """Return the store of this rendezvous, with any address in it.
 
         torch would block until agent 0 has written one, and that agent may be lost. Ranks take theirs from the plan.
         """
-        store: dist.Store = super()._get_store()
+        store = self._agents_store.under(f"round/{self.holder.state.round}")
         for key, value in (("MASTER_ADDR", ""), ("MASTER_PORT", "0")):
             store.set(key, value)
         return store

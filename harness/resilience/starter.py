@@ -154,7 +154,7 @@ class Starter:
 
     def _last(self) -> int:
         """Wait until all launches have exited, which read the same verdict; return the exit code."""
-        code = int(self.store.get("end"))
+        code = self.store.take("end", int)
         until = time.monotonic() + END_S
         while time.monotonic() < until and any(each.process.poll() is None for each in self.launches.values()):
             time.sleep(LOOK_S)
@@ -165,5 +165,5 @@ class Starter:
         names = ", ".join(self.hosts[index].name for index in sorted(self.missing))
         if names != self._told:
             self._told = names
-            self.store.set("expected", str(max(len(self.hosts) - len(self.missing), 1)))
+            self.store.put("expected", max(len(self.hosts) - len(self.missing), 1))
             self.store.set("missing", names)

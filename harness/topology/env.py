@@ -33,6 +33,7 @@ LOOPBACK = "127.0.0.1"
 TIMEOUT_MINUTES = 30
 DEEPSPEED_PORT = 29500  # the default of its launcher's --master_port
 RECORDS = "DS_HARNESS_RECORDS"  # folder in which the ranks of one attempt leave records for their supervisor
+SECRET = "DS_HARNESS_SECRET"  # known to the agents and ranks of one run alone; signs what they send each other
 PORTS = range(15000, 31000)  # for runs without a given port; below the ports that Linux assigns to clients
 
 
@@ -163,6 +164,11 @@ def run_timeout() -> timedelta:
     if minutes is not None and minutes < 1:
         raise UserError(f"DEEPSPEED_TIMEOUT is {minutes}: give a number of minutes of at least 1")
     return timedelta(minutes=minutes or TIMEOUT_MINUTES)
+
+
+def run_secret() -> str:
+    """Return the secret of this run; empty if its launcher has given it none."""
+    return os.environ.get(SECRET, "")
 
 
 def records_folder() -> Path | None:

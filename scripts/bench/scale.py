@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import watching_hosts
+from pydantic import TypeAdapter
 from report import RESULTS, write_report
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
@@ -44,7 +44,7 @@ from harness.data.batches.order import batch_indices
 from harness.resilience.judging import History
 from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import Position
-from harness.resilience.rendezvous import JOIN_S, StateHolder
+from harness.resilience.rendezvous import JOIN_S, JsonBackend, StateHolder
 from harness.resilience.reports import Report, cause_of
 from harness.resilience.script import Script
 from harness.resilience.team import Offer, team_of
@@ -52,6 +52,7 @@ from harness.resilience.watch import hosts as watching
 from harness.topology import agreement
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
+from harness.topology.signed_store import SignedStore
 
 PER_HOST = 8
 REASONS = {
@@ -128,7 +129,7 @@ def meeting(agents: int) -> tuple[float, float]:
     settings = RendezvousSettings(
         "run", agents, agents, RendezvousTimeout(join=timedelta(seconds=1e6)), timedelta(seconds=JOIN_S), 1
     )
-    backend = C10dRendezvousBackend(store, "run")
+    backend = JsonBackend(SignedStore(store, ""), "run")
     state, token, joined, spent = _RendezvousState(), None, 0, 0.0
     for number in range(agents):
         node = _NodeDesc(f"10.0.{number // 256}.{number % 256}", 4_000_000_000 + number, 0)
@@ -160,6 +161,11 @@ def _join(holder: StateHolder, node: _NodeDesc, settings: RendezvousSettings) ->
     assert node in holder.state.participants
 
 
+def as_json(value: object) -> bytes:
+    """Return a value as agents write it into their store, without the signature."""
+    return TypeAdapter(type(value)).dump_json(value)
+
+
 def starting(agents: int) -> tuple[int, float, int, float]:
     """Return bytes and leader's seconds of planning a start, then of judging it, over all agents."""
     offers = [
@@ -175,15 +181,15 @@ def starting(agents: int) -> tuple[int, float, int, float]:
     ]
     begun = time.process_time()
     team = team_of(offers, (), Script(KNOWN), agents * PER_HOST, 1)
-    text = pickle.dumps(team)
-    plan = pickle.dumps({"start": 0, "words": KNOWN, "ranks": agents * PER_HOST, "hosts": agents, "address": "a" * 20})
+    text = as_json(team)
+    plan = as_json({"start": 0, "words": KNOWN, "ranks": agents * PER_HOST, "hosts": agents, "address": "a" * 20})
     parts = [
-        pickle.dumps({"index": index, "first": index * PER_HOST, "devices": offer.devices})
+        as_json({"index": index, "first": index * PER_HOST, "devices": offer.devices})
         for index, offer in enumerate(team.offers)
     ]
     planned = time.process_time() - begun
     # each agent writes its offer and reads plan and part; the leader reads the offers, and writes the rest
-    bytes_of_plan = 2 * (len(text)) + agents * (len(plan) + 2 * len(parts[-1])) + len(pickle.dumps(History()))
+    bytes_of_plan = 2 * (len(text)) + agents * (len(plan) + 2 * len(parts[-1])) + len(as_json(History()))
     reports = [
         Report(
             exits=[Exit(index * PER_HOST + local, 1, 0.1) for local in range(PER_HOST)],
@@ -198,7 +204,7 @@ def starting(agents: int) -> tuple[int, float, int, float]:
         )
         for index, offer in enumerate(offers)
     ]
-    sizes = sum(len(pickle.dumps(report)) for report in reports)
+    sizes = sum(len(as_json(report)) for report in reports)
     judged = timed(lambda: cause_of(team, dict(enumerate(reports)), set(), "", 9))
     return bytes_of_plan, planned, 2 * sizes, judged
 

@@ -18,6 +18,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from pydantic import TypeAdapter
+
 from harness.resilience.process.activity import BEATS_OF_STEP, Phase
 from harness.resilience.process.records import HANG
 from harness.topology.agreement import spell_ranks
@@ -99,8 +101,8 @@ class Diagnosis:
 
     @classmethod
     def load(cls, text: str) -> Diagnosis:
-        """Read what `dump` has made."""
-        return cls(**json.loads(text))
+        """Read what `dump` has made. ValueError if it is something else."""
+        return TypeAdapter(cls).validate_json(text)
 
 
 def diagnose(statuses: Sequence[RankStatus], *, is_whole: bool = True) -> Diagnosis | None:

@@ -8,8 +8,8 @@ exchange has a thread and a connection of its own, so that a slow network delays
 
 from __future__ import annotations
 
+import json
 import math
-import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -18,14 +18,17 @@ from dataclasses import fields, replace
 from datetime import timedelta
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
+from harness.errors import UserError
 from harness.resilience.watch.diagnosis import FRESH_S, INSIDE, SILENT_S, Diagnosis, RankStatus
+from harness.topology.signed_store import SignedStore
 
 EVERY_S = 1.0
 ANSWER_S = 5.0
 PREFIX = "watch"
 NAMES = tuple(field.name for field in fields(RankStatus))
-NOTHING = "nothing"
+DIGESTS = TypeAdapter(tuple[float, float, bool])  # time at which the statuses were shown, and their digest
 
 
 def digest(statuses: Sequence[RankStatus]) -> tuple[float, bool]:
@@ -45,15 +48,24 @@ class _Message:
     def __init__(self, content: bytes) -> None:
         self.at = time.monotonic()
         self.content = content
-        _, self.left_s, self.is_odd, self._packed = pickle.loads(content)
+        digests, _, self._packed = content.partition(b"\n")
+        _, self.left_s, self.is_odd = DIGESTS.validate_json(digests)
         self._rows: list[RankStatus] | None = None
 
     def statuses(self, now: float) -> list[RankStatus]:
         """Return the statuses aged to `now`."""
         if self._rows is None:
-            self._rows = [RankStatus(**dict(zip(NAMES, row, strict=True))) for row in pickle.loads(self._packed)]
+            self._rows = _rows(self._packed)
         silent = now - self.at
         return [replace(row, still=row.still + silent, silent=silent) for row in self._rows]
+
+
+def _rows(packed: bytes) -> list[RankStatus]:
+    """Return the statuses in a message; none if it is not one, as strangers may send to a run without a secret."""
+    with suppress(ValueError, TypeError):
+        rows = [dict(zip(NAMES, row, strict=True)) for row in json.loads(packed)]
+        return TypeAdapter(list[RankStatus]).validate_python(rows)
+    return []
 
 
 class OtherHosts:
@@ -68,15 +80,15 @@ class OtherHosts:
     def __init__(self, store: dist.Store, here: int, count: int, run: str) -> None:
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         own.set_timeout(timedelta(seconds=ANSWER_S))
-        self._store = dist.PrefixStore(f"{PREFIX}/{run}", own)
+        self._store = SignedStore(own, f"{PREFIX}/{run}/")
         self.judges_all = here == 0
         self._here = str(here)
         self._others = [str(number) for number in range(1, count)] if self.judges_all else ["0"]
         self._shown: tuple[float, Sequence[RankStatus]] = (-FRESH_S, ())
         self._heard: dict[str, _Message] = {}
-        self._verdict = ""
+        self._verdict: Diagnosis | None = None
         self._open = True
-        self._store.set(self._here, NOTHING)
+        self._store.set(self._here, "")
         threading.Thread(target=self._run, name="watch-hosts", daemon=True).start()
 
     def close(self) -> None:
@@ -106,7 +118,7 @@ class OtherHosts:
 
     def verdict(self) -> Diagnosis | None:
         """Return the verdict of another host."""
-        return Diagnosis.load(self._verdict) if self._verdict else None
+        return self._verdict
 
     def claim(self, verdict: Diagnosis) -> bool:
         """Tell the other hosts of a verdict; return whether this host is the first to have one, and so reports it.
@@ -134,16 +146,17 @@ class OtherHosts:
         if time.monotonic() - shown_at > FRESH_S:  # another rank of this host judges now: this one stops sending
             self._heard = {}
             return
-        with suppress(RuntimeError):  # no answer; dist.DistError is a RuntimeError
-            rows = pickle.dumps([tuple(getattr(each, name) for name in NAMES) for each in statuses])
-            message = pickle.dumps((shown_at, *digest(statuses), rows))  # the time marks equal statuses as new ones
-            self._store.set(self._here, message)  # type: ignore[arg-type]  # torch's stubs know only texts
+        # No answer (dist.DistError is a RuntimeError), or not a message of this run, which its host will write again.
+        with suppress(RuntimeError, UserError, ValueError):
+            digests = json.dumps([shown_at, *digest(statuses)])  # the time marks equal statuses as new ones
+            rows = json.dumps([[getattr(each, name) for name in NAMES] for each in statuses])
+            self._store.set(self._here, f"{digests}\n{rows}")
             for name, content in zip(self._others, self._store.multi_get(self._others), strict=True):
                 known = self._heard.get(name)
-                if content != NOTHING.encode() and (known is None or content != known.content):
+                if content and (known is None or content != known.content):
                     self._heard[name] = _Message(content)
             if self._store.check(["verdict"]):
-                self._verdict = self._store.get("verdict").decode()
+                self._verdict = Diagnosis.load(self._store.get("verdict").decode())
 
     def _run(self) -> None:
         while self._open:

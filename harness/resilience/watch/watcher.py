@@ -7,7 +7,6 @@ The threads run while the main threads wait in a collective or loop in Python.
 from __future__ import annotations
 
 import os
-import pickle
 import select
 import signal
 import statistics
@@ -26,13 +25,14 @@ import torch.distributed as dist
 from harness.arguments import TrainingArguments
 from harness.console import Console
 from harness.device.process_group import shared_store
+from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.activity import ACTIVITY, Phase
 from harness.resilience.process.records import HANG, THIS_RANK
 from harness.resilience.watch.board import Board
 from harness.resilience.watch.diagnosis import FRESH_S, Diagnosis, RankStatus, diagnose
 from harness.resilience.watch.ending import announce, append_stacks, main_frame
-from harness.resilience.watch.enqueued import abort_groups, count_transfers, enqueued, flight_record, left_out
+from harness.resilience.watch.enqueued import Enqueued, abort_groups, count_transfers, enqueued, flight_record, left_out
 from harness.resilience.watch.hosts import OtherHosts
 from harness.resilience.watch.stragglers import SAMPLES, Stragglers, share_of_work
 from harness.topology.agreement import any_rank, host_group, value_of_first, values_on_host
@@ -40,6 +40,7 @@ from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
 from harness.topology.placement import host_id
 from harness.topology.processes import status_of
+from harness.topology.signed_store import SignedStore
 
 POLL_S = 0.2
 STATES_S = 1.0  # interval of reads of process states in /proc; the exit of a process wakes the thread at once
@@ -97,7 +98,7 @@ class Watcher:
         console: Console,
         output_dir: Path,
         others: OtherHosts | None = None,
-        store: dist.Store | None = None,
+        store: SignedStore | None = None,
     ) -> None:
         self.board = board
         self.members = members
@@ -199,17 +200,17 @@ class Watcher:
             return
         self._told = self._seen
         with suppress(RuntimeError):  # the store is gone: the run ends
-            self.store.set(str(THIS_RANK.rank), pickle.dumps(enqueued()))  # type: ignore[arg-type]
+            self.store.put(str(THIS_RANK.rank), enqueued())
 
     def _name_by_enqueued(self, verdict: Diagnosis, statuses: Sequence[RankStatus]) -> Diagnosis:
         """Complete the verdict on a hang in which all ranks wait: name the rank that skipped a collective."""
         if self.store is None or verdict.error != HANG or not all(each.waits for each in statuses):
             return verdict
         found = {}
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, UserError):  # the store is gone, or the message is of a stranger
             for each in statuses:
                 if self.store.check([str(each.rank)]):
-                    found[each.rank] = pickle.loads(self.store.get(str(each.rank)))
+                    found[each.rank] = self.store.take(str(each.rank), Enqueued)
         if (named := left_out(found, statuses)) is None:
             return verdict
         at_fault = next(each for each in statuses if each.rank == named[0])
@@ -340,7 +341,7 @@ def watch_run(
     if on_accelerator:
         count_transfers()
         own: dist.Store = shared_store().clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        store = dist.PrefixStore(f"enqueued/{name}", own)
+        store = SignedStore(own, f"enqueued/{name}/")
     limits = Limits(hang=args.hang_seconds, longest=SHARE_OF_TIMEOUT * run_timeout().total_seconds())
     members, me, folder = list(here.values.values()), list(here.values).index(groups.rank), Path(args.output_dir)
     watcher = Watcher(board, members, me, limits, console, folder.absolute(), others, store)

@@ -110,7 +110,7 @@ def environment_of(documents: list[dict[str, Any]]) -> tuple[list[str], dict[str
         }
         return trainer["command"], kubeflow
     (container,) = pod_of(last)[1]["containers"]
-    return container["command"], {each["name"]: each["value"] for each in container["env"]}
+    return container["command"], {each["name"]: each["value"] for each in container["env"] if "value" in each}
 
 
 @pytest.mark.parametrize("resource", ["TrainJob", "JobSet"])

@@ -14,12 +14,13 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from harness.errors import UserError
 from harness.resilience.elastic import Agent
 from harness.resilience.hosts import listen
 from harness.resilience.on_host.ranks import Exit
 from harness.resilience.options import read_options
 from harness.resilience.process.records import EXPECTED, SUCCESS, Failure, Position
-from harness.resilience.rendezvous import connect, serve
+from harness.resilience.rendezvous import connect, run_store, serve
 from harness.resilience.script import Script
 from harness.resilience.team import LOST, Offer
 
@@ -98,7 +99,7 @@ class Host:
     """A host whose launch runs in a thread.
 
     Attributes:
-        code: of the launch, when it has ended.
+        code: of the launch, when it has ended, and the error that it shows the user.
         is_cut: whether it is off the network, and stands still.
     """
 
@@ -107,6 +108,7 @@ class Host:
         self.ranks = PlayedRanks(run.folder / f"{index}-{time.monotonic_ns()}", play)
         self.received: list[int] = []
         self.code: int | None = None
+        self.error = ""
         self.is_killed = False
         self.first_agent = 10 * len(run.hosts)  # a launch that is started again is another agent
         self.agent: Agent | None = None
@@ -126,7 +128,7 @@ class Host:
         history = None
         for incarnation in range(self.first_agent, self.first_agent + 9):
             try:
-                store = connect(run.endpoint, self._look)
+                store = run_store(connect(run.endpoint, self._look), options.rdzv_id)
                 name = (offer.address, self.index, incarnation)
                 script = Script(options.script)
                 self.agent = Agent(offer, name, options, script, self.ranks, store, self._look, self.received, history)  # type: ignore[arg-type]
@@ -136,6 +138,9 @@ class Host:
                     self.agent.heartbeat.close()
             except (RuntimeError, RendezvousError):
                 history = None if self.agent is None else self.agent.leader.known  # the store is gone
+            except UserError as error:
+                self.code, self.error = 1, str(error)
+                return
             except SystemExit as end:
                 self.code = int(end.code or 0)
                 if self.code != LOST:

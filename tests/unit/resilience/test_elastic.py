@@ -5,7 +5,9 @@ Agents in threads with the real store, rendezvous and leader; their ranks are pl
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -24,6 +26,8 @@ from harness.resilience import elastic, judging, launch, leading, rendezvous
 from harness.resilience.hosts import HostDevices
 from harness.resilience.options import read_options
 from harness.resilience.script import Script
+from harness.topology.env import SECRET, free_port
+from harness.topology.signed_store import SIGNATURE_BYTES, signature
 from tests.unit.resilience.simulated import PlayedRanks, SimulatedRun
 
 Play = Callable[[PlayedRanks], None]
@@ -318,7 +322,9 @@ def test_a_launch_whose_connection_to_its_own_store_breaks_starts_again(
     monkeypatch.setattr(rendezvous, "serve", serve)
     played = PlayedRanks(tmp_path, play)
     control = SimpleNamespace(look=lambda: None, received=[])
-    options, host = read_options(["--max_restarts", "1", *KNOWN_ZERO]), HostDevices(name="localhost", devices=(2,))
+    meeting = ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
+    options = read_options(["--max_restarts", "1", *meeting, *KNOWN_ZERO])
+    host = HostDevices(name="localhost", devices=(2,))
     assert launch._meet_and_run(options, host, Script(options.script), played, control) == 0
     assert len(starts) == 2
     assert played.commands[0][2]["CUDA_VISIBLE_DEVICES"] == "GPU-c"
@@ -327,7 +333,7 @@ def test_a_launch_whose_connection_to_its_own_store_breaks_starts_again(
 def test_an_agent_that_was_stopped_itself_takes_nobody_for_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, clock = SimulatedRun(tmp_path, "").store, [0.0]
+    store, clock = rendezvous.run_store(SimulatedRun(tmp_path, "").store, "run"), [0.0]
     ours = rendezvous.Heartbeat(store, "a")
     rendezvous.Heartbeat(store, "b").close()
     monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
@@ -405,3 +411,52 @@ def test_clocks_of_hosts_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for _ in range(3):
         run.add(succeeds_at(0))
     assert run.codes() == [0, 0, 0] and Skewed.calls
+
+
+class Trap:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("secret", ["", "of the run"])
+def test_what_another_user_writes_into_the_store_is_not_executed(
+    tmp_path: Path, secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into every key: a pickle, as it is, in torch's coding of the rendezvous, and signed without the secret."""
+    monkeypatch.setenv(SECRET, secret)
+    pickled = pickle.dumps(Trap(tmp_path / "executed"))
+    encoded = base64.b64encode(pickled)
+    forms: list[Callable[[str], bytes]] = [
+        lambda _: pickled,
+        lambda _: encoded,
+        lambda key: signature("", key, pickled).hex().encode() + pickled,
+        lambda key: signature("", key, encoded).hex().encode() + encoded,
+    ]
+    for number, form in enumerate(forms):
+        run = SimulatedRun(tmp_path / str(number), "--nnodes 2 --nproc_per_node 1 --max_restarts 3")
+        hosts = [run.add(trains) for _ in range(2)]
+        wait_until(lambda: all(host.ranks.number == 0 for host in hosts))  # noqa: B023  # it waits here
+        stranger = run.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        for key in stranger.list_keys():
+            if not (value := stranger.get(key)) or len(value) > SIGNATURE_BYTES:  # others are counters
+                stranger.set(key, form(key))
+        assert run.codes() == [1, 1]
+        assert all("was not written with its secret: give all hosts the same" in host.error for host in hosts)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_hosts_with_different_secrets_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SimulatedRun(tmp_path, "--nnodes 2 --nproc_per_node 1")
+    hosts = []
+    for secret in ("one", "another"):
+        monkeypatch.setenv(SECRET, secret)
+        hosts.append(run.add(trains))
+        wait_until(lambda: hosts[-1].agent is not None or hosts[-1].code is not None)
+    wait_until(lambda: any(host.code for host in hosts))
+    assert any(f"give all hosts the same {SECRET}" in host.error for host in hosts)
+    hosts[0].is_killed = True

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import pickle
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import EXPECTED, SUCCESS, Position
@@ -62,7 +62,8 @@ def test_all_work_is_done_when_rank_0_says_so_and_a_host_without_ranks_ends_noth
 
 
 def report(folder: Path, *exits: tuple[int, int, float], received: tuple[int, ...] = ()) -> Report:
-    return pickle.loads(pickle.dumps(Report.of(folder, [Exit(*each) for each in exits], 0.0, None, received)))
+    found, as_json = Report.of(folder, [Exit(*each) for each in exits], 0.0, None, received), TypeAdapter(Report)
+    return as_json.validate_json(as_json.dump_json(found))  # as another host reads it
 
 
 @pytest.fixture

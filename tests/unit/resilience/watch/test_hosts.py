@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +16,7 @@ from harness.resilience.process.activity import Phase
 from harness.resilience.watch import hosts
 from harness.resilience.watch.diagnosis import Diagnosis, RankStatus, diagnose
 from harness.resilience.watch.hosts import OtherHosts
+from harness.topology.signed_store import SignedStore
 from tests.unit.resilience.watch.test_diagnosis import rank_status
 
 VERDICT = Diagnosis(error="Hang", culprit=3, step=7, message="rank 3 hangs")
@@ -151,12 +152,12 @@ def test_rows_that_are_too_old_are_not_sent_on(
     monkeypatch.setattr(hosts, "FRESH_S", -1.0)  # whatever is shown is too old
     first.show([rank_status(0)])
     time.sleep(0.1)
-    assert store.get("watch/run/0") == hosts.NOTHING.encode()
+    assert store.get("watch/run/0") == b""
     monkeypatch.setattr(hosts, "FRESH_S", 3.0)
     first.show([rank_status(0)])
-    until(lambda: store.get("watch/run/0") != hosts.NOTHING.encode())
-    _, left_s, is_odd, rows = pickle.loads(store.get("watch/run/0"))
-    assert (left_s, is_odd) == (pytest.approx(29.9), False) and pickle.loads(rows)[0][0] == 0
+    until(lambda: store.get("watch/run/0"))
+    digests, rows = map(json.loads, SignedStore(store, "watch/run/").get("0").split(b"\n"))
+    assert digests[1:] == [pytest.approx(29.9), False] and rows[0][0] == 0
 
 
 def test_a_claim_on_a_store_that_is_gone_is_this_hosts_own() -> None:

@@ -1,0 +1,56 @@
+"""Have the ranks of a run sign the Python objects that they send each other through torch.distributed.
+
+torch pickles them, and unpickling runs whatever code the sender names. A process of another user that takes a rank's
+place in a connection, which gloo does not notice, would run code as this user. It cannot sign.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import pickle
+from typing import IO
+
+import torch.distributed as dist
+
+from harness.topology.env import SECRET, run_secret
+from harness.topology.signed_store import signature
+
+SIGNATURE_BYTES = hashlib.sha256().digest_size
+SUBJECT = "object"
+
+
+def sign_objects() -> None:
+    """Sign from now on, if this run has a secret; all ranks must call it."""
+    if secret := run_secret():
+        # torch has no public way to give another pickler to its object collectives
+        module = dist.distributed_c10d
+        module._pickler = lambda file: SigningPickler(file, secret)  # type: ignore[assignment,misc]  # noqa: SLF001
+        module._unpickler = lambda file: VerifyingUnpickler(file, secret)  # type: ignore[assignment,misc]  # noqa: SLF001
+
+
+class SigningPickler:
+    def __init__(self, file: IO[bytes], secret: str) -> None:
+        self._file = file
+        self._secret = secret
+
+    def dump(self, value: object) -> None:
+        content = pickle.dumps(value)
+        self._file.write(signature(self._secret, SUBJECT, content))
+        self._file.write(content)
+
+
+class VerifyingUnpickler:
+    def __init__(self, file: IO[bytes], secret: str) -> None:
+        self._file = file
+        self._secret = secret
+
+    def load(self) -> object:
+        """Return the object. RuntimeError if no process that knows the secret has sent it."""
+        found, content = self._file.read(SIGNATURE_BYTES), self._file.read()
+        if not hmac.compare_digest(found, signature(self._secret, SUBJECT, content)):
+            raise RuntimeError(
+                f"an object from another rank was not signed with the secret of the run: give all ranks the same "
+                f"{SECRET}, or another program writes to the ranks' connections"
+            )
+        return pickle.loads(content)
