@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 from harness.config.values.json_object import JsonObject
 from harness.topology.env import LOOPBACK, changed_environment, free_port, inherited, replace_environment
+from harness.topology.processes import SAFE_PATH
 
 QUIET = {
     "DS_ACCELERATOR": "cpu",
@@ -78,7 +79,7 @@ def _launch(
         _server().Process(target=_rank, args=(rank, ranks, port, folder, _name(worker), numbers.start, root))
         for rank in range(ranks)
     ]
-    with changed_environment(QUIET):  # the server, which starts with the first rank, inherits them
+    with changed_environment({**QUIET, SAFE_PATH: "1"}):  # the server, which starts with the first rank, inherits them
         for process in processes:
             process.start()
     limit = time.monotonic() + limit_s + START_S

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.hardware import GIB
 from harness.planner.layer_time import OPERATIONS
+from harness.topology.processes import own_python
 
 MODULE = "harness.parallel.speed"
 LIMIT_S = 360.0
@@ -90,7 +90,7 @@ def _measured(cores: int) -> tuple[JsonObject, dict[int, JsonObject]]:
     Raises UserError if one fails.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", MODULE, str(cores)],
+        own_python("-m", MODULE, str(cores)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

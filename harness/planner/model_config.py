@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,6 +19,7 @@ from harness.config.model.shape import read_model_config
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.shape import DecoderShape, LayerShape
+from harness.topology.processes import own_python
 
 SIZE_NAMES: dict[str, list[str]] = json.loads(Path(__file__).with_name("size_names.json").read_text(encoding="utf-8"))
 NONE_BELOW_0 = ("window", "positions")  # some configs write -1 for no limit
@@ -326,7 +326,7 @@ def _asked(config: Mapping[str, object]) -> tuple[Mapping[str, object], Paramete
     """
     try:
         said = subprocess.run(
-            [sys.executable, "-m", MODULE], input=json.dumps(config), capture_output=True, text=True, timeout=LIMIT_S
+            own_python("-m", MODULE), input=json.dumps(config), capture_output=True, text=True, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"transformers did not build it within {LIMIT_S:g} s") from None

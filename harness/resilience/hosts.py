@@ -7,7 +7,6 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,9 +17,10 @@ from harness.resilience.options import HOSTFILE, Options
 from harness.topology.env import SECRET, inherited
 from harness.topology.interfaces import address_towards, listen_at
 from harness.topology.placement import read_hostfile
+from harness.topology.processes import own_python
 from harness.topology.slurm import Allocation, address_of
 
-LAUNCH = (sys.executable, "-P", "-m", "harness.cli", "launch")
+LAUNCH = tuple(own_python("-m", "harness.cli", "launch"))
 LOCALHOST = "localhost"
 BACKLOG = 2048  # hosts that connect at once
 COUNT_DEVICES = (
@@ -115,7 +115,7 @@ def devices_here() -> tuple[str, int]:
 
     UserError if there are none. On a CPU the number is that of the NUMA nodes.
     """
-    done = subprocess.run([sys.executable, "-c", COUNT_DEVICES], capture_output=True, text=True, check=False)
+    done = subprocess.run(own_python("-c", COUNT_DEVICES), capture_output=True, text=True, check=False)
     found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("devices ")]
     if not found or int(found[-1][1]) < 1:
         raise UserError("no device was found: give --num_accelerators N")

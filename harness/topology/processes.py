@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEEPSPEED_LAUNCH = "deepspeed.launcher.launch"  # DeepSpeed's process on each host, the parent of the ranks there
+SAFE_PATH = "PYTHONSAFEPATH"  # the variable for Python's flag -P: no module is imported from the working directory
 LEVELS = 8  # number of ancestors among which a launcher is searched; wrappers may be between
 
 
@@ -111,6 +112,11 @@ def peak_resident_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def own_python(*words: str) -> list[str]:
+    """Return a command of this Python that imports nothing from the working directory: others may write there."""
+    return [sys.executable, "-P", *words]
 
 
 def present_as(words: Sequence[str]) -> None:

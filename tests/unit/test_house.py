@@ -177,6 +177,13 @@ def test_every_module_says_what_it_is_for():
     assert [str(p.relative_to(ROOT)) for p in SOURCES if tree(p).body and not ast.get_docstring(tree(p))] == []
 
 
+def test_only_a_users_script_is_started_with_the_working_directory_in_its_path():
+    """Else `own_python` starts it: a model's folder may hold a `torch.py`."""
+    found = {str(path.relative_to(ROOT / "harness")) for path in PRODUCT if "sys.executable" in path.read_text()}
+    says_where_it_is = {"training/recording/files.py", "cluster/slurm.py"}
+    assert found - says_where_it_is == {"topology/processes.py", "resilience/elastic.py"}
+
+
 def test_imports_go_one_way():
     def layer(module: str) -> int | None:
         part = module.split(".")[1] if module.startswith("harness.") else ""

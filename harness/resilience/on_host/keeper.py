@@ -17,13 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from harness.resilience.on_host.processes import members, sweep
+from harness.topology.processes import own_python
 
 GRACE_S = 60.0  # time for ranks to save
 
 
 def keep(root: Path) -> subprocess.Popen[bytes]:
     """Start a keeper of the processes whose records lie under `root`; it ends when its stdin is closed."""
-    command = [sys.executable, "-P", "-m", __name__, str(root)]
+    command = own_python("-m", __name__, str(root))
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 

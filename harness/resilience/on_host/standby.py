@@ -29,7 +29,7 @@ from pathlib import Path
 from harness.console import drop_output_without_reader
 from harness.resilience.on_host.processes import signal_when_parent_dies
 from harness.topology.env import RECORDS, inherited, replace_environment
-from harness.topology.processes import LineReader, present_as
+from harness.topology.processes import LineReader, own_python, present_as
 
 WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # count devices by NVML: a CUDA context is lost in a fork
 TITLE = "ds-harness: ready for a start"  # its command line in ps
@@ -55,7 +55,7 @@ class Standby:
     def __init__(self, root: str, modules: Sequence[str] = PRELOADED) -> None:
         self._out = os.dup(1)
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-m", __name__, *modules, " " * ROOM],
+            own_python("-u", "-m", __name__, *modules, " " * ROOM),
             env={**inherited(), **WITHOUT_DRIVER, RECORDS: root},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

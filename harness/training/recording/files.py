@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from harness.console import warn
 from harness.data.files.sources import TOKENS, find_files, find_tokens, source_groups
 from harness.data.preview import composition
 from harness.errors import UserError, reason
+from harness.topology.env import inherited
 from harness.training.callbacks import StepRecord
 from harness.wall_clock import CLOCK
 
@@ -36,6 +38,11 @@ if TYPE_CHECKING:  # benchmarks use `versions` without importing training
 
 DATA_FLAGS = ("train_file", "validation_file")
 MOST_FILES = 1000
+# What git may run by a checkout's own config: a monitor of files, hooks (one when it writes the index), filters when it
+# compares contents, programs of a remote when it fetches missing objects.
+WITHOUT_PROGRAMS = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+PROGRAMS = r"filter\..*\.(clean|process)|extensions\.partialclone|remote\..*\.promisor"
+PROGRAM = re.compile(rf"(local|worktree)\s+({PROGRAMS})\b")
 
 
 def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
@@ -79,17 +86,25 @@ def data_files(flags: Mapping[str, object]) -> JsonObject:
 
 
 def git_state(folder: Path) -> JsonObject | None:
-    """Return commit, branch and whether tracked files have changes; None outside a git checkout."""
+    """Return commit, branch and whether tracked files have changes; None outside a git checkout.
+
+    Nothing that the checkout's own config names is executed, because the folder may come from somebody else. "changed"
+    is None where git would have to.
+    """
+    environment = {**inherited(), "GIT_NO_LAZY_FETCH": "1"}
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5, check=True)
+        command = ["git", *WITHOUT_PROGRAMS, "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True, env=environment)
         return done.stdout.strip()
 
     try:
+        runs_programs = any(map(PROGRAM.match, git("config", "--list", "--show-scope").splitlines()))
+        status = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
         return {
             "commit": git("rev-parse", "HEAD"),
             "branch": git("rev-parse", "--abbrev-ref", "HEAD"),
-            "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
+            "changed": None if runs_programs else bool(git(*status)),
         }
     except (OSError, subprocess.SubprocessError):
         return None

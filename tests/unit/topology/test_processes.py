@@ -16,6 +16,7 @@ from harness.topology.processes import (
     ancestor,
     children_of,
     command_of,
+    own_python,
     parent_of,
     status_of,
     wait_readable,
@@ -110,3 +111,13 @@ def test_a_descriptor_of_a_high_number_is_waited_for():
         for descriptor in {high, source}:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_own_python_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
+    """A model's folder may hold a `json.py`; `-m` and `-c` alone would import it."""
+    (tmp_path / "json.py").write_text("raise SystemExit(9)")
+    code = {
+        flag: subprocess.run([*command, "-c", "import json"], cwd=tmp_path, check=False).returncode
+        for flag, command in {"-P": own_python(), "": [sys.executable]}.items()
+    }
+    assert code == {"-P": 0, "": 9}

@@ -132,6 +132,28 @@ def test_the_git_state_says_whether_files_are_changed(tmp_path: Path) -> None:
     assert (git_state(tmp_path) or {})["changed"] is True
 
 
+def test_a_checkout_runs_no_programs_of_its_own(tmp_path: Path) -> None:
+    """A folder with a `.git` may be unpacked from an archive: monitor, hook and filter would run as the user."""
+    command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    (tmp_path / "x").write_text("1")
+    (tmp_path / ".gitattributes").write_text("* filter=own")
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
+        subprocess.run([*command, *words], check=True, capture_output=True)
+    script = tmp_path / "script"
+    script.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
+    script.chmod(0o755)
+    (tmp_path / ".git/hooks/post-index-change").symlink_to(script)
+    (tmp_path / "x").write_text("2")
+    settings = ("core.fsmonitor", "filter.own.clean", "filter.own.process")
+    for name in settings:
+        subprocess.run([*command, "config", name, str(script)], check=True)
+        state = git_state(tmp_path)
+        assert state is not None and state["changed"] is (True if name == settings[0] else None)
+    assert not (tmp_path / "ran").exists()
+    subprocess.run([*command, "status"], check=False, capture_output=True)
+    assert (tmp_path / "ran").exists()  # by git alone it does run
+
+
 @pytest.mark.parametrize(("columns", "is_terminal"), [(80, True), (0, False)])
 def test_a_terminal_that_has_no_width_gets_lines(columns: int, is_terminal: bool) -> None:
     ours, theirs = os.openpty()
