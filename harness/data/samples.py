@@ -6,8 +6,8 @@ many ids each conversation lost).
 
 A sample is padded to `block_size` tokens when it is read, or to fewer if its batch needs fewer: one conversation padded
 on the right, or several packed, with position ids that restart at 0 with each. Padding has label -100. As it is on the
-right, no real token attends to it, so its id does not matter. The assignment of packed conversations to samples is kept
-on disk too, so memory does not grow with the number of samples.
+right, no real token attends to it, so its id matters to router losses alone. The assignment of packed conversations to
+samples is kept on disk too, so memory does not grow with the number of samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness.data.chat import ConversationEncoder, Encoded
 from harness.data.on_disk.cache import USUAL, Preparation, fingerprint_of
 from harness.data.on_disk.shards import batches, bytes_of_rows, make_shards, mapped, rows_of_shards
 from harness.data.packing import Bins, best_fit_decreasing
-from harness.data.tokenizer import Tokenizer, end_of_document_id, identity, largest_id
+from harness.data.tokenizer import Tokenizer, identity, largest_id, padding_id
 from harness.errors import UserError
 from harness.wording import counted
 
@@ -160,11 +160,18 @@ def laid_out(conversations: Iterable[Encoded], block_size: int, pad: int) -> dic
 
 
 def make_samples(
-    documents: Dataset, tokenizer: Tokenizer, block_size: int, how: Preparation = USUAL, *, packing: bool = False
+    documents: Dataset,
+    tokenizer: Tokenizer,
+    block_size: int,
+    how: Preparation = USUAL,
+    *,
+    packing: bool = False,
+    vocabulary: int | None = None,
 ) -> Samples:
     """Tokenise conversations (`conversation`, `place`) into samples of `block_size` tokens, cached as in `make_blocks`.
 
-    A longer conversation loses its end, and is dropped if no answer is left.
+    A longer conversation loses its end, and is dropped if no answer is left. Samples are padded with the tokenizer's
+    padding id, if it is below `vocabulary`, the number of ids of the model.
 
     Raises:
         UserError: the tokenizer has no chat template, the template cannot render a conversation, or none is left.
@@ -213,7 +220,7 @@ def make_samples(
             f"{counted(block_size, 'token')}: raise --block_size"
         )
     summary = _summary(len(documents), conversations, bins, block_size)
-    return Samples(conversations, bins, block_size, pad=end_of_document_id(tokenizer), summary=summary)
+    return Samples(conversations, bins, block_size, pad=padding_id(tokenizer, vocabulary), summary=summary)
 
 
 def _summary(total: int, conversations: EncodedConversations, bins: Bins | None, size: int) -> str:

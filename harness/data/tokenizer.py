@@ -110,6 +110,12 @@ def end_of_document_id(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_token_id
 
 
+def padding_id(tokenizer: Tokenizer, vocabulary: int | None = None) -> int:
+    """Return the id that pads samples: the tokenizer's if the model has it, else the end-of-document id."""
+    padding, end = tokenizer.pad_token_id, end_of_document_id(tokenizer)
+    return end if padding is None or (vocabulary is not None and padding >= vocabulary) else padding
+
+
 def _name(tokenizer: Tokenizer) -> str:
     return str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__
 

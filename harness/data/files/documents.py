@@ -26,7 +26,7 @@ from harness.data.on_disk.cache import (
     prepared_folder,
     set_fingerprint,
 )
-from harness.data.on_disk.shards import is_whole, make_shards, sha256_of, shard_bytes, write_whole
+from harness.data.on_disk.shards import digest_of, is_whole, make_shards, shard_bytes, stamp_of, write_whole
 from harness.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 Part = TypeVar("Part")
 
 # Parts of the cache keys. Increase one when a code change gives other documents for the same files or rows.
-_FORMAT_OF_FILES = 5
-_FORMAT_OF_ROWS = 4
+_FORMAT_OF_FILES = 6
+_FORMAT_OF_ROWS = 5
 
 _FILE = "rows.arrow"
 _CHARACTERS_AT_ONCE = 1 << 20  # characters of text that are collected before they are written
@@ -55,8 +55,8 @@ def read_documents(
     Text has the columns `text` and `part`: a long text is split into several rows, numbered from 0. Conversations have
     `conversation` and `place`. The text of a .txt file is its bytes decoded as UTF-8: no newline is added, dropped or
     translated. Only a few rows at a time are in memory. The copy is kept in `cache_dir` (default HF_DATASETS_CACHE) and
-    reused while the paths and the content of the files are the same. The content is hashed only if the size or the
-    modification time of a file has changed.
+    reused while the paths and the content of the files are the same. The content is hashed only if the size, the
+    modification time or the change time of a file has changed.
 
     Raises:
         UserError: as in `preflight`; also for text that is not UTF-8, invalid JSON, or a row of another kind.
@@ -85,14 +85,14 @@ def read_documents(
 
 
 def _content(files: Sequence[Path], prepared: Path) -> str:
-    """Return a digest of the content of files, cached in `prepared` under their sizes and modification times."""
-    stamps = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
+    """Return a digest of the content of files, cached in `prepared` under their sizes and times."""
+    stamps = [(str(file), stamp_of(file)) for file in files]
     place = prepared / "contents" / fingerprint(*stamps)
     if not is_whole(place):
         digests: list[str] = []
         for file in files:
             try:
-                digests.append(sha256_of(file))
+                digests.append(digest_of(file))
             except OSError as error:
                 raise UserError(f"cannot read {file}: {error.strerror or error}") from error
 
@@ -130,7 +130,7 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
         return table
 
     plain, count, total = dataset.with_format(None), len(dataset), dataset.data.nbytes
-    folder = prepared_folder(None) / fingerprint("documents", _FORMAT_OF_ROWS, fingerprint_of(dataset), kind, name)
+    prepared, stored = prepared_folder(None), sorted({Path(each["filename"]) for each in dataset.cache_files})
     in_shard = max(
         count * shard_bytes(total) // max(total, 1), 1
     )  # rows; the same on every host, so shards can be shared
@@ -142,7 +142,9 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
             for number, values in enumerate(zip(*batch.values(), strict=True), start):
                 yield number, dict(zip(batch, values, strict=True))
 
-    try:
+    try:  # `datasets` makes its fingerprint of the files' modification times; a select() or shuffle() is in it, too
+        content = _content(stored, prepared)
+        folder = prepared / fingerprint("documents", _FORMAT_OF_ROWS, fingerprint_of(dataset), content, kind, name)
         return copied(folder, shards, lambda shard: documents(rows_of(shard)), features, say=say)
     except OSError as error:
         raise cache_error(error, None) from error

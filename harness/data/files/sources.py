@@ -140,7 +140,7 @@ def preflight(source: str | os.PathLike[str]) -> str:
             stat = file.stat()
             if not S_ISREG(stat.st_mode):
                 raise UserError(f"{file} is a pipe, a socket or a device: give a file that can be read more than once")
-            kind = _looked_at(file, stat.st_size, stat.st_mtime_ns)
+            kind = _looked_at(file, stat.st_size, stat.st_ctime_ns)
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
         if kind is not None:
@@ -155,7 +155,7 @@ def preflight(source: str | os.PathLike[str]) -> str:
 
 @cache
 def _looked_at(file: Path, size: int, _changed_ns: int) -> str | None:
-    """Return the kind of a file's rows. Cached by size and modification time, as a start needs it several times."""
+    """Return the kind of a file's rows. Cached by size and time of change, as a start needs it several times."""
     return kind_of_file(file) if size else None
 
 

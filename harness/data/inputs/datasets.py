@@ -245,7 +245,7 @@ def stream_of_dataset(
 
 
 def _streamed(rows: Rows, tokenizer: Tokenizer, form: SampleForm) -> StreamedSource:
-    maker = sample_maker(rows.kind, tokenizer, form.block_size, packing=form.packing)
+    maker = sample_maker(rows.kind, tokenizer, form.block_size, packing=form.packing, vocabulary=form.vocabulary)
     return StreamedSource(rows, maker, identity(tokenizer))
 
 
@@ -311,7 +311,7 @@ def _layer_out(tokenizer: Tokenizer, form: SampleForm, say: Callable[[str], None
         if isinstance(documents, list):
             return token_blocks(documents, size, form.vocabulary, packing=packing)
         if "conversation" in documents.column_names:
-            return make_samples(documents, tokenizer, size, how, packing=packing)
+            return make_samples(documents, tokenizer, size, how, packing=packing, vocabulary=form.vocabulary)
         return make_blocks(documents, tokenizer, size, how, packing=packing)
 
     return lay_out

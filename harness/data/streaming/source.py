@@ -28,7 +28,7 @@ from harness.data.packing import best_fit_decreasing
 from harness.data.piece_encoder import PieceEncoder
 from harness.data.samples import laid_out
 from harness.data.streaming.rows import Mark, Row, Rows
-from harness.data.tokenizer import Tokenizer
+from harness.data.tokenizer import Tokenizer, padding_id
 from harness.errors import UserError
 from harness.parallel.generators import seed_of
 from harness.resilience.process.activity import beat
@@ -129,11 +129,12 @@ class TextBlocks(SampleMaker):
 class ConversationSamples(SampleMaker):
     """Conversations, each padded on the right; or packed without cutting any, 256 consecutive ones at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, block_size: int, *, packing: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, block_size: int, *, packing: bool, vocabulary: int | None = None) -> None:
         self._chat = ConversationEncoder(tokenizer)
+        self._pad = padding_id(tokenizer, vocabulary)
         self._size = block_size
         self._packing = packing
-        self.key = ("conversations", block_size, packing, self._chat.template)
+        self.key = ("conversations", block_size, packing, self._chat.template, self._pad)
 
     def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
         """Yield the samples from a position on; padded ones have an `attention_mask`, packed ones `position_ids`."""
@@ -141,7 +142,7 @@ class ConversationSamples(SampleMaker):
         if not self._packing:
             for encoded, following in usable:
                 sample += 1
-                made = laid_out([encoded], self._size, self._chat.end)
+                made = laid_out([encoded], self._size, self._pad)
                 del made["position_ids"]
                 made["attention_mask"] = (torch.arange(self._size) < len(encoded.ids)).long()
                 yield made, StreamPosition(sample, *following)
@@ -151,7 +152,7 @@ class ConversationSamples(SampleMaker):
                 sample += 1
                 # There is no position between samples packed together: a resume packs the 256 conversations again.
                 position = StreamPosition(sample, *together[-1][1]) if number == len(bins) - 1 else None
-                yield laid_out([together[i][0] for i in bins[number]], self._size, self._chat.end), position
+                yield laid_out([together[i][0] for i in bins[number]], self._size, self._pad), position
 
     def _usable(self, rows: Rows, origin: StreamPosition) -> Iterator[tuple[Encoded, tuple[int, int]]]:
         """Yield conversations with an answer within a sample's length, each with (section, number) of the next row."""
@@ -171,10 +172,13 @@ class ConversationSamples(SampleMaker):
                 )
 
 
-def sample_maker(kind: str | None, tokenizer: Tokenizer, block_size: int, *, packing: bool) -> SampleMaker:
-    """Return the maker of samples for rows of this kind, text or conversations."""
-    maker = TextBlocks if kind == TEXT else ConversationSamples
-    return maker(tokenizer, block_size, packing=packing)
+def sample_maker(
+    kind: str | None, tokenizer: Tokenizer, block_size: int, *, packing: bool, vocabulary: int | None = None
+) -> SampleMaker:
+    """Return the maker of samples for rows of this kind, text or conversations; `vocabulary`: see `make_samples`."""
+    if kind == TEXT:
+        return TextBlocks(tokenizer, block_size, packing=packing)
+    return ConversationSamples(tokenizer, block_size, packing=packing, vocabulary=vocabulary)
 
 
 def _neighbours(rows: Rows, origin: StreamPosition) -> Iterator[tuple[Row, Row, tuple[int, int], Row]]:

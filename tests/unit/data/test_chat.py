@@ -228,7 +228,9 @@ def test_samples_are_padded_on_the_right_cut_at_the_end_and_counted(tmp_path):
     samples = make_samples(documents, ByteTokenizer(), 32, Preparation(tmp_path))
     padded, cut = samples  # of the third nothing would be left to learn
     assert set(padded) == {"input_ids", "labels"}
-    assert padded["input_ids"].tolist()[26:] == [97, 256, 10, 256, 256, 256]
+    assert padded["input_ids"].tolist()[26:] == [97, 256, 10, 257, 257, 257]
+    without = make_samples(documents, ByteTokenizer(), 32, Preparation(tmp_path), vocabulary=257)  # without this id
+    assert without[0]["input_ids"].tolist()[26:] == [97, 256, 10, 256, 256, 256]
     assert padded["labels"].tolist() == [IGNORED] * 26 + [97, 256] + [IGNORED] * 4
     assert cut["labels"].tolist() == [IGNORED] * 26 + [98] * 6
     assert samples.summary == (

@@ -1,6 +1,7 @@
 """Sources are copied in parts: however they are cut, the documents are the same, and parts that are done are kept."""
 
 import json
+import os
 import random
 
 import numpy as np
@@ -96,6 +97,17 @@ def test_a_copy_that_was_interrupted_goes_on_where_it_was(tmp_path, monkeypatch)
     stop_at(None)
     assert read_documents(file, cache, workers=1)["text"][:] == [f"text {index}" for index in range(100)]
     assert len(seen) < 100 + 60 / 4  # not read again from the beginning
+
+
+def test_a_data_set_whose_file_was_replaced_is_not_the_old_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    file, found = tmp_path / "rows.arrow", []
+    for text in ("old", "new"):
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, pa.schema({"text": pa.string()})) as writer:
+            writer.write_table(pa.table({"text": [text]}))
+        os.utime(file, ns=(1, 1))
+        found.append(as_documents(Dataset.from_file(str(file)), "train_dataset")["text"][:])
+    assert found == [["old"], ["new"]]
 
 
 def test_a_data_set_on_disk_is_copied_in_parts_too(tmp_path, monkeypatch):
