@@ -153,12 +153,33 @@ def places() -> dict[str, tuple[str, ...]]:
     return {name: tuple(pointers) for name, pointers in found.items()}
 
 
+@dataclass(frozen=True)
+class Signature:
+    """The arguments of an optimizer's or a schedule's class; `defaults` are given for DeepSpeed's schedules only."""
+
+    params: tuple[str, ...]
+    required: tuple[str, ...]
+    defaults: JsonObject
+
+
 @cache
-def signatures() -> dict[str, dict[str, dict[str, list[str]]]]:
-    """Return the arguments of the optimizer and scheduler classes, by group and class name."""
+def signatures() -> dict[str, dict[str, Signature]]:
+    """Return the arguments of the optimizer and schedule classes, by group and class name."""
     data: JsonObject = json.loads((FOLDER.parent / "signatures.json").read_text("utf-8"))
     data.pop("comment")
-    return data
+    return {
+        group: {
+            name: Signature(tuple(has["params"]), tuple(has["required"]), has.get("defaults", {}))
+            for name, has in classes.items()
+        }
+        for group, classes in data.items()
+    }
+
+
+@cache
+def torch_modules() -> tuple[str, ...]:
+    """Return the names of the classes of torch.nn."""
+    return tuple(json.loads((FOLDER.parent / "torch_modules.json").read_text("utf-8")))
 
 
 def supported() -> tuple[str, str]:

@@ -24,15 +24,23 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     return by_plain[found[0]] if found else None
 
 
-def elsewhere(name: str, section: str) -> str | None:
-    """Return the pointer of the key in another section that `name` in `section` was meant to be, or None."""
+def elsewhere(name: str, section: str, value: object) -> str | None:
+    """Return the pointer of the key in another section that `name` in `section` was meant to be, or None.
+
+    An object is never meant as a number or a switch.
+    """
     meant = schema.aliases().get(plain(name))
-    if meant is not None and meant.rsplit("/", 1)[0] != section:
+    if meant is not None and meant.rsplit("/", 1)[0] != section and _takes(meant, value):
         return meant
-    pointers = [p for p in schema.places().get(plain(name), ()) if p.rsplit("/", 1)[0] != section]
+    pointers = [p for p in schema.places().get(plain(name), ()) if p.rsplit("/", 1)[0] != section and _takes(p, value)]
     if plain(name) in _EVERYWHERE or not pointers or len(pointers) > 2:
         return None
     return min(pointers, key=len)
+
+
+def _takes(pointer: str, value: object) -> bool:
+    key = schema.find(pointer)
+    return not isinstance(value, dict) or (key is not None and (key.is_section or "object" in key.types))
 
 
 def alias_here(name: str, section: str) -> str | None:

@@ -162,7 +162,8 @@ def _missing(programs: Sequence[str]) -> list[str]:
 
 def torch_adam_params(params: JsonObject) -> JsonObject:
     """Convert the options of DeepSpeed's Adam into those that make DeepSpeed use torch's fused Adam."""
-    kept = {key: value for key, value in params.items() if key not in ("bias_correction", "set_grad_none")}
+    left_out = ("bias_correction", "set_grad_none", "torch_adam")
+    kept = {key: value for key, value in params.items() if key not in left_out}
     return {"torch_adam": True, **({} if kept.get("foreach") else {"fused": True}), **kept}
 
 

@@ -186,7 +186,7 @@ REFUSED = [
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}, "DS108"),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "DS108"),
     ({"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 1000}}, "DS108"),
-    ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "DS108"),
+    ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "DS513"),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "DS108"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 2}}, "DS404"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True, "reduce_scatter": False}}, "DS108"),

@@ -316,9 +316,9 @@ def test_the_nearest_name_is_near_enough(name: str, candidates: list[str], meant
 
 
 def test_a_name_that_many_sections_have_says_nothing_about_its_place() -> None:
-    assert elsewhere("enabled", "/pipeline") is None and elsewhere("device", "") is None
-    assert elsewhere("loss_scale", "/bf16") == "/fp16/loss_scale"
-    assert elsewhere("loss_scale", "/fp16") is None  # it is there
+    assert elsewhere("enabled", "/pipeline", True) is None and elsewhere("device", "", "cpu") is None
+    assert elsewhere("loss_scale", "/bf16", 0) == "/fp16/loss_scale"
+    assert elsewhere("loss_scale", "/fp16", 0) is None  # it is there
     assert alias_here("frobnicate", "") is None
     assert plain("Zero-Optimisation of all") == "zero_optimization_of_all"
 

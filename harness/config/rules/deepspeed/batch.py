@@ -65,6 +65,28 @@ def batch_sizes_disagree(view: RunView) -> Iterator[Finding]:
     yield Finding(pointer=TRAIN, message=message, hint=hint, deepspeed="raises AssertionError", on_value=True)
 
 
+@rule("DS306", "batch-counts-tensor-parallel-ranks", Severity.WARNING, claim="elsewhere", target="deepspeed")
+def batch_counts_tensor_parallel_ranks(view: RunView) -> Iterator[Finding]:
+    """train_batch_size is given together with DeepSpeed's AutoTP, which trains a smaller batch.
+
+    DeepSpeed compares train_batch_size with micro-batch x accumulation x all ranks, but the ranks of a tensor-parallel
+    group read the same samples. The harness counts only ranks that read different ones; with it this is not reported.
+
+    Wrong: {"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}}
+    Right: {"train_micro_batch_size_per_gpu": 4, "tensor_parallel": {"autotp_size": 2}}
+    """
+    size = whole(view.as_read(TRAIN))
+    if view.target != "harness" and view.tp_size > 1 and size is not None and size > 0:
+        yield Finding(
+            pointer=TRAIN,
+            message=f"train_batch_size is {size}, but with autotp_size {view.tp_size} a step trains "
+            + (f"{size // view.tp_size} samples" if size % view.tp_size == 0 else "fewer samples"),
+            hint="remove train_batch_size, and set train_micro_batch_size_per_gpu and gradient_accumulation_steps",
+            deepspeed="counts every rank as data-parallel, also those of one tensor-parallel group",
+            on_value=True,
+        )
+
+
 def _some_ranks(train: int, micro: int | None, steps: int | None) -> int:
     """Return the largest number of ranks for which the micro-batches do not exceed the global batch; at least 1."""
     return max(1, train // (micro * steps)) if micro and steps else 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from harness.config.rules.deepspeed.offload import offloads
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
-from harness.config.schema import signatures
+from harness.config.schema import Signature, signatures
 from harness.config.schema.coercion import as_float
 from harness.config.schema.suggest import nearest
 from harness.config.text import edits
@@ -18,13 +18,9 @@ from harness.wording import one_of
 TYPE, PARAMS = "/optimizer/type", "/optimizer/params"
 OWN = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 _REMOVED = {"onebitadam": "AdamW", "onebitlamb": "Lamb", "zerooneadam": "AdamW"}
-# parameters that the engine reads itself and does not pass to the class
-_ENGINE = {
-    "adam": ("torch_adam", "adam_w_mode", "fp32_optimizer_states"),
-    "adamw": ("torch_adam", "adam_w_mode", "fp32_optimizer_states"),
-}
-_OF_MUON = ("lr", "muon_lr", "adam_lr", "momentum", "betas", "eps", "weight_decay", "ns_method", "per_head_muon",
-            *_ENGINE["adam"])  # fmt: skip
+# parameters that the engine reads itself and does not pass to the class; Muon brings an Adam of its own
+_ENGINE = dict.fromkeys(("adam", "adamw", "muon"), ("torch_adam", "adam_w_mode", "fp32_optimizer_states"))
+_WITHOUT_AMSGRAD = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLamb")
 _ZERO_TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
 
 
@@ -52,7 +48,13 @@ def _class_name(view: RunView, name: str) -> str | None:
         return "DeepSpeedCPUAdagrad" if cpu else "Adagrad"
     if name == "lion":
         return "DeepSpeedCPULion" if cpu else "FusedLion"
-    return "FusedLamb" if name == "lamb" else name
+    return {"lamb": "FusedLamb", "muon": "MuonWithAuxAdam"}.get(name, name)
+
+
+def _signature(class_name: str | None) -> Signature | None:
+    """Return the arguments of a class; None if they are not known."""
+    known = signatures()["deepspeed_optimizers"] | signatures()["torch_optimizers"]
+    return known.get(class_name or "")
 
 
 def _unknown(view: RunView) -> str | None:
@@ -110,22 +112,20 @@ def unknown_optimizer_parameter(view: RunView) -> Iterator[Finding]:
     """The optimizer's class has no argument of this name.
 
     The config decides which class is built: Adam is FusedAdam, with an offloaded optimizer DeepSpeedCPUAdam, and with
-    `"torch_adam": true` torch's own. These classes take different arguments.
+    `"torch_adam": true` torch's own. These classes take different arguments. Muon ignores an argument that it does not
+    know without a word; the harness refuses it.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.99]}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
     """
     name = kind(view)
-    if name == "muon" and view.target == "harness":
-        yield from _unknown_to_muon(view)
     class_name = _class_name(view, name) if name is not None and _unknown(view) is None else None
-    known = signatures()["deepspeed_optimizers"].get(class_name or "") or signatures()["torch_optimizers"].get(
-        class_name or ""
-    )
-    if known is None or name is None or name.startswith("mu"):
+    known = _signature(class_name)
+    if known is None or name is None:
         return
-    allowed = {*known["params"], *_ENGINE.get(name, ())}
+    allowed = {*known.params, *_ENGINE.get(name, ()), *(("foreach",) if view.on(f"{PARAMS}/torch_adam") else ())}
     own_mode = {"FusedAdam": "adam_w_mode", "DeepSpeedCPUAdam": "adamw_mode"}.get(class_name or "")
+    shown, dropped = ("Muon", True) if name == "muon" else (class_name, False)
     for param in view.section(PARAMS):
         twice = param == own_mode and param != "adam_w_mode"
         if (param in allowed and not twice) or param == "max_grad_norm":
@@ -133,22 +133,11 @@ def unknown_optimizer_parameter(view: RunView) -> Iterator[Finding]:
         close = nearest(param, allowed)
         yield Finding(
             pointer=f"{PARAMS}/{param}",
-            message=f"{class_name} has no parameter {param}" if not twice else f"the engine sets {param} itself",
+            message=f"{shown} has no parameter {param}" if not twice else f"the engine sets {param} itself",
             hint=f"did you mean {close}?" if close and close not in view.section(PARAMS) else "remove it",
-            deepspeed="raises TypeError when the engine builds the optimizer",
+            severity=Severity.WARNING if dropped and view.target != "harness" else None,
+            deepspeed="silently ignores it" if dropped else "raises TypeError when the engine builds the optimizer",
         )
-
-
-def _unknown_to_muon(view: RunView) -> Iterator[Finding]:
-    for param in view.section(PARAMS):
-        if param not in _OF_MUON and param != "max_grad_norm":
-            close = nearest(param, _OF_MUON)
-            yield Finding(
-                pointer=f"{PARAMS}/{param}",
-                message=f"Muon has no parameter {param}",
-                hint=f"did you mean {close}?" if close and close not in view.section(PARAMS) else "remove it",
-                deepspeed="silently ignores it",
-            )
 
 
 @rule("DS804", "max-grad-norm-in-optimizer", Severity.ERROR, claim="engine")
@@ -234,4 +223,103 @@ def offload_without_cpu_optimizer(view: RunView) -> Iterator[Finding]:
             message=f"the offloaded step of {'torch.optim.AdamW' if by_torch else name} runs in PyTorch on the CPU",
             hint="remove torch_adam" if by_torch else "use Adam, AdamW, Adagrad or Lion",
             deepspeed="runs it without its vectorised CPU step",
+        )
+
+
+@rule("DS815", "amsgrad-that-deepspeed-lacks", Severity.ERROR, claim="engine", target="deepspeed")
+def amsgrad_that_deepspeed_lacks(view: RunView) -> Iterator[Finding]:
+    """amsgrad is on, but DeepSpeed's own Adam and Lamb do not have it.
+
+    Their constructors accept the argument only to refuse it. torch's Adam has it, and the harness uses torch's unless
+    the optimizer state is offloaded.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "amsgrad": true}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "amsgrad": true,
+           "torch_adam": true}}}
+    """
+    name = kind(view)
+    class_name = _class_name(view, name) if name is not None else None
+    by_torch = view.target == "harness" and name in ("adam", "adamw") and not offloads(view, "offload_optimizer")
+    if view.on(f"{PARAMS}/amsgrad") and class_name in _WITHOUT_AMSGRAD and not by_torch:
+        torch_too = name in ("adam", "adamw")
+        yield Finding(
+            pointer=f"{PARAMS}/amsgrad",
+            message=f"{class_name} does not have amsgrad",
+            hint="remove it" + (", or set torch_adam to true" if torch_too else ""),
+            deepspeed="raises RuntimeError when the engine builds the optimizer",
+        )
+
+
+@rule("DS819", "parameters-that-exclude-each-other", Severity.ERROR, claim="engine")
+def parameters_that_exclude_each_other(view: RunView) -> Iterator[Finding]:
+    """Two parameters of an optimizer of torch exclude each other, or one cannot work in DeepSpeed's step.
+
+    Nesterov momentum needs a momentum and no dampening; `fused` and `foreach` name two implementations. A
+    `differentiable` step changes the weights where autograd forbids it.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": true}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": true,
+           "momentum": 0.9}}}
+    """
+    name = kind(view)
+    class_name = _class_name(view, name) if name is not None else None
+    params = view.section(PARAMS)
+    if class_name not in signatures()["torch_optimizers"]:
+        return
+    found = []
+    if params.get("nesterov") is True and class_name == "SGD":
+        if not params.get("momentum"):
+            found.append(("nesterov", "nesterov needs a momentum above 0", "set momentum to 0.9, or remove nesterov"))
+        elif params.get("dampening"):
+            found.append(("dampening", "nesterov excludes dampening", "remove dampening"))
+    if params.get("fused") is True and params.get("foreach") is True:
+        found.append(("foreach", "fused and foreach exclude each other", "remove foreach"))
+    if params.get("differentiable") is True:
+        found.append(("differentiable", "DeepSpeed cannot take a differentiable step", "remove differentiable"))
+    for param, message, hint in found:
+        yield Finding(
+            pointer=f"{PARAMS}/{param}",
+            message=message,
+            hint=hint,
+            deepspeed="fails when the engine builds the optimizer, or at the first step",
+        )
+
+
+@rule("DS820", "partial-offload-without-cpu-adam", Severity.ERROR, claim="elsewhere", target="deepspeed")
+def partial_offload_without_cpu_adam(view: RunView) -> Iterator[Finding]:
+    """offload_optimizer.ratio divides the optimizer state between devices, which only DeepSpeed's CPU Adam can.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}},
+           "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}},
+           "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
+    """
+    pointer = "/zero_optimization/offload_optimizer/ratio"
+    ratio, name = as_float(view.get(pointer)), kind(view)
+    class_name = _class_name(view, name) if name is not None else None
+    partial = ratio is not None and ratio < 1 and view.zero_stage == 3 and offloads(view, "offload_optimizer")
+    if partial and view.target != "harness" and class_name not in (None, "DeepSpeedCPUAdam"):
+        yield Finding(
+            pointer=pointer,
+            message=f"offload_optimizer.ratio {ratio} needs DeepSpeed's CPU Adam, but the optimizer is {class_name}",
+            hint="remove torch_adam, or remove ratio" if name in ("adam", "adamw") else "use AdamW, or remove ratio",
+            deepspeed="raises AssertionError when the engine starts",
+            on_value=True,
+        )
+
+
+@rule("DS821", "optimizer-of-another-package", Severity.INFO, claim="engine")
+def optimizer_of_another_package(view: RunView) -> Iterator[Finding]:
+    """The optimizer comes from the package mup, which DeepSpeed imports and does not install.
+
+    Without it DeepSpeed logs a line, and then fails on a variable that it has not set.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "MuSGD", "params": {"lr": 0.1}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    """
+    if kind(view) in ("muadam", "muadamw", "musgd"):
+        yield about_type(
+            message=f"{view.get(TYPE)} needs the package mup",
+            hint="pip install mup, or use AdamW",
+            deepspeed="raises UnboundLocalError when the engine builds the optimizer, unless mup is installed",
         )

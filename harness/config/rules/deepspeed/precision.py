@@ -8,7 +8,9 @@ from harness.config.rules.deepspeed.offload import offloads
 from harness.config.rules.deepspeed.optimizer import is_tested_with_zero
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
+from harness.config.schema import torch_modules
 from harness.config.schema.coercion import as_float, as_int
+from harness.config.schema.suggest import nearest
 from harness.config.text import edits
 from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import AUTO
@@ -18,11 +20,12 @@ _KINDS = {
     "fp16": FLOAT16,
     "bf16": ("torch.bfloat16", "bf16", "bfloat16"),
     "fp32": ("torch.float32", "fp32", "float32", "float"),
+    "int8": ("torch.int8", "int8"),
 }
 
 
 def _kind(name: object) -> str | None:
-    """fp16, bf16 or fp32 for any of their names."""
+    """fp16, bf16, fp32 or int8 for any of their names."""
     return next((kind for kind, names in _KINDS.items() if name in names), None)
 
 
@@ -147,9 +150,10 @@ def param_dtype_conflict(view: RunView) -> Iterator[Finding]:
 
 @rule("DS406", "accumulation-in-another-type", Severity.ERROR, claim="engine")
 def accumulation_in_another_type(view: RunView) -> Iterator[Finding]:
-    """grad_accum_dtype differs from the model's dtype, without ZeRO.
+    """grad_accum_dtype differs from the model's dtype, without ZeRO; or it is int8.
 
-    Only ZeRO has a buffer of another dtype to accumulate gradients in.
+    Only ZeRO has a buffer of another dtype to accumulate gradients in. int8 is a dtype that DeepSpeed knows, but
+    gradients cannot be added up in it.
 
     Wrong: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"},
@@ -157,7 +161,15 @@ def accumulation_in_another_type(view: RunView) -> Iterator[Finding]:
     """
     wanted = _kind(view.get("/data_types/grad_accum_dtype"))
     undecided = AUTO in (view.get("/bf16/enabled"), view.get("/fp16/enabled"))
-    if wanted is not None and wanted != view.precision and view.zero_stage == 0 and not undecided:
+    if wanted == "int8":
+        yield Finding(
+            pointer="/data_types/grad_accum_dtype",
+            message="gradients cannot be accumulated in int8",
+            hint="write fp32, or remove it",
+            deepspeed="raises NotImplementedError when the engine starts, or RuntimeError at the first step",
+            on_value=True,
+        )
+    elif wanted is not None and wanted != view.precision and view.zero_stage == 0 and not undecided:
         yield Finding(
             pointer="/data_types/grad_accum_dtype",
             message=f"gradients in {wanted} for a model in {view.precision} need ZeRO",
@@ -189,3 +201,53 @@ def fp16_without_zero(view: RunView) -> Iterator[Finding]:
         severity=None if tested else Severity.ERROR,
         deepspeed="clips by a norm that depends on the layout",
     )
+
+
+_MODULES = "/torch_autocast/lower_precision_safe_modules"
+
+
+@rule("DS408", "module-that-cannot-be-imported", Severity.ERROR, claim="engine")
+def module_that_cannot_be_imported(view: RunView) -> Iterator[Finding]:
+    """torch_autocast names a class that DeepSpeed cannot import.
+
+    DeepSpeed imports each entry of `lower_precision_safe_modules` as PACKAGE.CLASS. Names of torch.nn are compared with
+    those that torch has; other packages may be your own, and are not looked at.
+
+    Wrong: {"train_batch_size": 8, "torch_autocast": {"enabled": true, "lower_precision_safe_modules": ["Linear"]}}
+    Right: {"train_batch_size": 8, "torch_autocast": {"enabled": true,
+           "lower_precision_safe_modules": ["torch.nn.Linear"]}}
+    """
+    names = view.get(_MODULES)
+    if not view.get("/torch_autocast/enabled") or not isinstance(names, list):
+        return
+    for index, name in enumerate(names):
+        package, dot, class_name = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+        if dot and (package != "torch.nn" or class_name in torch_modules()):
+            continue
+        close = nearest(class_name or str(name), torch_modules())
+        yield Finding(
+            pointer=f"{_MODULES}/{index}",
+            message=f"torch.nn has no {class_name}" if dot else f"{name} is not a class with its package",
+            hint=f"write torch.nn.{close}" if close else "write PACKAGE.CLASS, such as torch.nn.Linear",
+            deepspeed="raises ValueError when the engine starts",
+            on_value=True,
+        )
+
+
+@rule("DS409", "auto-cast-without-fp16", Severity.ERROR, claim="elsewhere", target="deepspeed")
+def auto_cast_without_fp16(view: RunView) -> Iterator[Finding]:
+    """fp16.auto_cast is on, but fp16 is off: DeepSpeed still casts the model's inputs to fp16.
+
+    The model then multiplies them with weights of another dtype. The harness casts inputs itself; with it this is not
+    reported.
+
+    Wrong: {"train_batch_size": 8, "bf16": {"enabled": true}, "fp16": {"enabled": false, "auto_cast": true}}
+    Right: {"train_batch_size": 8, "bf16": {"enabled": true}, "fp16": {"enabled": false}}
+    """
+    if view.target != "harness" and view.on("/fp16/auto_cast") and view.precision != "fp16":
+        yield Finding(
+            pointer="/fp16/auto_cast",
+            message=f"fp16.auto_cast casts inputs to fp16, but the model is in {view.precision}",
+            hint="remove it, or enable fp16" if view.precision == "fp32" else "remove it",
+            deepspeed="fails in the first forward pass",
+        )

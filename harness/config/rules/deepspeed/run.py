@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
@@ -43,7 +44,10 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
     kind = view.get("/scheduler/type")
     same = SCHEDULERS.get(kind) if isinstance(kind, str) else None
     if "lr_scheduler_type" in values.given and same not in (None, values.lr_scheduler_type):
-        yield _conflict("/scheduler/type", "lr_scheduler_type", values.lr_scheduler_type, kind)
+        yield replace(
+            _conflict("/scheduler/type", "lr_scheduler_type", values.lr_scheduler_type, kind),
+            hint="give one of them: remove the flag, or remove scheduler from the file",
+        )
 
 
 def _other_betas(in_file: object, values: AutoValues) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
-from harness.config.schema import signatures
+from harness.config.schema import Signature, signatures
 from harness.config.schema.suggest import nearest
 from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import AUTO, whole
@@ -15,12 +15,19 @@ from harness.wording import one_of
 TYPE, PARAMS = "/scheduler/type", "/scheduler/params"
 
 
-def _known(view: RunView) -> tuple[str | None, dict[str, list[str]] | None]:
+def _known(view: RunView) -> tuple[str | None, Signature | None]:
     """Return the schedule's name and arguments; no arguments if it is unknown."""
     name = view.get(TYPE)
     if not isinstance(name, str):
         return None, None
     return name, signatures()["deepspeed_schedulers"].get(name) or signatures()["torch_schedulers"].get(name)
+
+
+def _wrapper(view: RunView) -> str | None:
+    """Return what wraps the optimizer in one of DeepSpeed's own, which torch's schedules refuse; None if nothing."""
+    if view.zero_stage:
+        return f"ZeRO stage {view.zero_stage}"
+    return view.precision if view.precision != "fp32" and view.zero_stage == 0 else None
 
 
 @rule("DS811", "unknown-scheduler", Severity.ERROR, claim="engine")
@@ -36,11 +43,13 @@ def unknown_scheduler(view: RunView) -> Iterator[Finding]:
     if name is None or arguments is not None:
         return
     own = list(signatures()["deepspeed_schedulers"])
-    close = nearest(name, (*own, *signatures()["torch_schedulers"]))
+    of_torch = () if _wrapper(view) else tuple(signatures()["torch_schedulers"])
+    close = nearest(name, (*own, *of_torch))
+    others = ", or a class of torch.optim.lr_scheduler" if of_torch else ""
     yield Finding(
         pointer=TYPE,
         message=f"unknown scheduler {name}",
-        hint=f"did you mean {close}?" if close else f"use {one_of(own)}, or a class of torch.optim.lr_scheduler",
+        hint=f"did you mean {close}?" if close else f"use {one_of(own)}{others}",
         deepspeed="raises AssertionError when the engine starts",
         on_value=True,
     )
@@ -62,10 +71,10 @@ def parameter_of_another_scheduler(view: RunView) -> Iterator[Finding]:
         return
     given = view.section(PARAMS)
     for param in given:
-        if param in arguments["params"]:
+        if param in arguments.params:
             continue
-        owners = [other for other, has in signatures()["deepspeed_schedulers"].items() if param in has["params"]]
-        close = nearest(param, arguments["params"])
+        owners = [other for other, has in signatures()["deepspeed_schedulers"].items() if param in has.params]
+        close = nearest(param, arguments.params)
         hint = f"did you mean {close}?" if close and close not in given and not owners else "remove it"
         yield Finding(
             pointer=f"{PARAMS}/{param}",
@@ -79,7 +88,8 @@ def parameter_of_another_scheduler(view: RunView) -> Iterator[Finding]:
 def missing_scheduler_parameter(view: RunView) -> Iterator[Finding]:
     """The schedule needs an argument that is not given, or `params` is missing altogether.
 
-    WarmupDecayLR and WarmupCosineLR need total_num_steps; `"auto"` takes it from the arguments.
+    WarmupDecayLR and WarmupCosineLR need total_num_steps; `"auto"` takes it from the arguments. OneCycleLR needs
+    total_steps, or epochs and steps_per_epoch.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
            "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}}}
@@ -90,7 +100,9 @@ def missing_scheduler_parameter(view: RunView) -> Iterator[Finding]:
     if arguments is None:
         return
     given = {param for param, value in view.section(PARAMS).items() if value != AUTO or param == "total_num_steps"}
-    missing = [param for param in arguments["required"] if param not in given]
+    missing = [param for param in arguments.required if param not in given]
+    if name == "OneCycleLR" and "total_steps" not in given and not {"epochs", "steps_per_epoch"} <= given:
+        missing.append("total_steps")
     if view.get(PARAMS) is None and not missing:
         missing = ["params"]
     if missing:
@@ -126,5 +138,116 @@ def no_warmup_steps(view: RunView) -> Iterator[Finding]:
             hint="write 1, which has the same effect" if steps == 0 else "use a whole number of at least 1",
             severity=Severity.WARNING if steps == 0 and view.target == "harness" else None,
             deepspeed="raises ValueError when the engine builds the schedule",
+            on_value=True,
+        )
+
+
+@rule("DS816", "torch-schedule-of-a-wrapped-optimizer", Severity.ERROR, claim="engine")
+def torch_schedule_of_a_wrapped_optimizer(view: RunView) -> Iterator[Finding]:
+    """A schedule of torch is named, but DeepSpeed wraps the optimizer.
+
+    torch's schedules take nothing but a torch.optim.Optimizer. DeepSpeed hands them the optimizer of ZeRO, bf16 or
+    fp16, which is not one; its own schedules look inside it.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "zero_allow_untested_optimizer": true, "zero_optimization": {"stage": 1},
+           "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "zero_allow_untested_optimizer": true, "zero_optimization": {"stage": 1},
+           "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100}}}
+    """
+    name, arguments = _known(view)
+    wrapper = _wrapper(view)
+    if arguments is not None and name in signatures()["torch_schedulers"] and wrapper is not None:
+        own = one_of(list(signatures()["deepspeed_schedulers"]))
+        yield Finding(
+            pointer=TYPE,
+            message=f"{name} is a schedule of torch, which cannot set the rate of an optimizer that {wrapper} wraps",
+            hint=f"remove scheduler, or use {own}",
+            deepspeed="raises TypeError when the engine builds the schedule",
+            on_value=True,
+        )
+
+
+@rule("DS817", "schedule-of-a-metric", Severity.WARNING, claim="runs")
+def schedule_of_a_metric(view: RunView) -> Iterator[Finding]:
+    """ReduceLROnPlateau waits for a metric to improve, but DeepSpeed hands it the batch size.
+
+    The batch size never improves, so the learning rate falls after every `patience` steps whatever the loss does.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "ReduceLROnPlateau", "params": {}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100}}}
+    """
+    if view.get(TYPE) == "ReduceLROnPlateau":
+        yield Finding(
+            pointer=TYPE,
+            message="ReduceLROnPlateau never sees the loss: the learning rate falls whatever that does",
+            hint="use WarmupCosineLR or WarmupDecayLR",
+            deepspeed="passes the global batch size where the schedule expects a metric",
+            on_value=True,
+        )
+
+
+_PEAKS = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr",
+          "LRRangeTest": "lr_range_test_min_lr"}  # fmt: skip
+"""DeepSpeed's schedules that set the learning rate themselves -> the parameter that says how high."""
+
+
+@rule("DS818", "two-learning-rates", Severity.WARNING, claim="runs")
+def two_learning_rates(view: RunView) -> Iterator[Finding]:
+    """The optimizer and the schedule name different learning rates.
+
+    These schedules set the rate themselves, so that of the optimizer is never used. WarmupDecayLR and LRRangeTest use
+    0.001 if they name none; WarmupLR then takes the optimizer's.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}
+    """
+    name, arguments = _known(view)
+    peak = _PEAKS.get(name or "")
+    rate = view.get("/optimizer/params/lr")
+    if peak is None or arguments is None or view.get(PARAMS) is None:
+        return
+    stated = view.section(PARAMS).get(peak)
+    used = arguments.defaults.get(peak) if stated in (None, AUTO) and not view.has(f"{PARAMS}/{peak}") else stated
+    if not _is_number(rate) or not _is_number(used) or rate == used:
+        return
+    yield Finding(
+        pointer=f"{PARAMS}/{peak}" if stated is not None else TYPE,
+        message=f"optimizer.params.lr is {rate}, but {name} "
+        + (f"sets the rate by {peak} {used}" if stated is not None else f"uses {peak} {used}, its default"),
+        hint=f"set scheduler.params.{peak} to {rate}, or remove optimizer.params.lr",
+        deepspeed="never uses the optimizer's rate",
+        on_value=True,
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@rule("DS822", "schedule-that-starts-in-the-middle", Severity.ERROR, claim="engine")
+def schedule_that_starts_in_the_middle(view: RunView) -> Iterator[Finding]:
+    """A schedule of torch is to start behind its first step, for which it wants rates that a new optimizer lacks.
+
+    A run that continues restores the schedule from its checkpoint by itself.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "StepLR", "params": {"step_size": 10, "last_epoch": 5}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "StepLR", "params": {"step_size": 10}}}
+    """
+    name, _ = _known(view)
+    start = whole(view.get(f"{PARAMS}/last_epoch"))
+    if name in signatures()["torch_schedulers"] and start is not None and start > -1:
+        yield Finding(
+            pointer=f"{PARAMS}/last_epoch",
+            message=f"last_epoch is {start}, but a new {name} starts at its first step",
+            hint="remove it",
+            deepspeed="raises KeyError when the engine builds the schedule",
             on_value=True,
         )

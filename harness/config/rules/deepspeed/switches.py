@@ -103,8 +103,8 @@ NEEDS = (
         "remove it",
     ),
 )
-SWITCHED = ("/comms_logger", "/flops_profiler", "/torch_autocast", "/compile", "/expert_parallel", "/timers/throughput")
-"""Sections that do nothing while their `enabled` is absent, and that no argument of a run turns on."""
+_BY_ARGUMENT = ("/fp16", "/bf16", "/bfloat16", "/tensorboard", "/csv_monitor", "/wandb", "/comet")
+"""Sections that an argument of a run of the harness turns on, such as --bf16 or --report_to."""
 
 
 @rule("DS110", "setting-without-its-switch", Severity.WARNING, claim="runs")
@@ -112,8 +112,9 @@ def setting_without_its_switch(view: RunView) -> Iterator[Finding]:
     """A key has no effect because the key that it depends on is off.
 
     Examples are settings of the swap to NVMe if nothing is swapped, of a section that is not enabled, and of a dynamic
-    loss scale if the scale is fixed. DeepSpeed accepts them and does nothing. A section whose `enabled` is false is off
-    on purpose, and is not reported.
+    loss scale if the scale is fixed. DeepSpeed accepts them and does nothing. The switch is `enabled` in most sections;
+    it is `device` of an offload section, `autotp_size` of tensor_parallel and `deepcompile` of compile. A section whose
+    switch is given and off is off on purpose, and is not reported.
 
     Wrong: {"train_batch_size": 8, "flops_profiler": {"profile_step": 5}}
     Right: {"train_batch_size": 8, "flops_profiler": {"enabled": true, "profile_step": 5}}
@@ -124,15 +125,27 @@ def setting_without_its_switch(view: RunView) -> Iterator[Finding]:
         for name in needs.names:
             if _asks(view, pointer := f"{needs.section}/{name}"):
                 yield _finding(pointer, needs.why, needs.hint)
-    for section in SWITCHED:
-        if view.has(f"{section}/enabled"):
+    yield from _without_switch(view)
+
+
+def _without_switch(view: RunView) -> Iterator[Finding]:
+    """Yield a finding for each section whose switch is absent although a setting in it asks for something."""
+    for visit in view.visits:
+        switches = visit.key.spec.get("x-switch") if visit.key is not None else None
+        section = view.get(visit.pointer)
+        by_argument = view.target == "harness" and visit.pointer in _BY_ARGUMENT
+        if switches is None or not isinstance(section, dict) or by_argument or section.keys() & set(switches):
             continue
-        for name in view.section(section):
-            key = find(pointer := f"{section}/{name}")
-            if key is not None and not key.is_section and _asks(view, pointer):
-                off = f"{name_of(section)} is off"
-                yield _finding(pointer, off, 'add "enabled": true to the section, or remove it')
-                break
+        asked = next((name for name in section if _acts_alone(view, f"{visit.pointer}/{name}")), None)
+        if asked is not None:
+            switch = switches[0] if view.target == "harness" else switches[-1]
+            off = f"{name_of(visit.pointer)} is off"
+            yield _finding(f"{visit.pointer}/{asked}", off, f"set {name_of(visit.pointer)}.{switch}, or remove {asked}")
+
+
+def _acts_alone(view: RunView, pointer: str) -> bool:
+    key = find(pointer)
+    return key is not None and not key.is_section and pointer != "/fp16/auto_cast" and _asks(view, pointer)
 
 
 def _asks(view: RunView, pointer: str) -> bool:

@@ -9,7 +9,7 @@ from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.text import edits
 from harness.config.text.diagnostic import Severity
-from harness.config.values.pointers import AUTO
+from harness.config.values.pointers import AUTO, whole
 from harness.wording import counted, one_of
 
 ZERO = "/zero_optimization"
@@ -25,7 +25,8 @@ def key_of_another_stage(view: RunView) -> Iterator[Finding]:
     """A key that has no effect at this ZeRO stage.
 
     DeepSpeed accepts the key and ignores it. `stage3_*` keys, sub_group_size and ZeRO++ (zero_hpz_partition_size,
-    zero_quantized_*) act at stage 3 only; round_robin_gradients and parameter_alignment at stages 1 and 2.
+    zero_quantized_*) act at stage 3 only; round_robin_gradients and parameter_alignment at stages 1 and 2. Under AutoTP
+    the HuggingFace Trainer needs stage3_gather_16bit_weights_on_model_save at every stage, to save a model at all.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9}}
     Right: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9}}
@@ -33,10 +34,14 @@ def key_of_another_stage(view: RunView) -> Iterator[Finding]:
     stage = view.zero_stage
     if stage is None or isinstance(view.get(ZERO), bool):
         return
+    if view.target == "harness" and view.precision != "fp32":
+        stage = max(stage, 1)  # the harness never runs 16 bits at stage 0
     for visit in view.visits:
         if not visit.pointer.startswith(f"{ZERO}/") or visit.key is None:
             continue
         stages = visit.key.spec.get("x-stages")
+        if view.target != "harness" and view.tp_size > 1 and visit.key.spec.get("x-saves"):
+            continue
         if stages and stage not in stages and _acts(visit.value, visit.key.spec.get("default")):
             where = one_of([str(number) for number in stages]).replace(" or ", " and ")
             yield Finding(
@@ -190,4 +195,24 @@ def quantized_weights_under_autocast(view: RunView) -> Iterator[Finding]:
             message="zero_quantized_weights does not work under torch_autocast",
             hint="replace torch_autocast with bf16, or remove zero_quantized_weights",
             deepspeed="raises AssertionError when the engine starts",
+        )
+
+
+@rule("DS516", "odd-allgather-bucket", Severity.ERROR, claim="engine")
+def odd_allgather_bucket(view: RunView) -> Iterator[Finding]:
+    """allgather_bucket_size is odd, but ZeRO-1 and ZeRO-2 align their buffers to two elements.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},
+           "zero_optimization": {"stage": 2, "allgather_bucket_size": 500000001}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},
+           "zero_optimization": {"stage": 2, "allgather_bucket_size": 500000000}}
+    """
+    size = whole(view.as_read(f"{ZERO}/allgather_bucket_size"))
+    if view.zero_stage in (1, 2) and size is not None and size % 2:
+        yield Finding(
+            pointer=f"{ZERO}/allgather_bucket_size",
+            message=f"allgather_bucket_size {size} is odd",
+            hint=f"set allgather_bucket_size to {size + 1}",
+            deepspeed="raises AssertionError when the engine starts",
+            on_value=True,
         )

@@ -113,16 +113,6 @@ _REFUSED = (
         "raises AssertionError with another optimizer",
     ),
     _Refusal(
-        f"{ZERO}/zenflow",
-        lambda view: (
-            view.get(f"{ZERO}/zenflow") not in (None, AUTO)
-            and not (view.zero_stage in (1, 2, 3) and view.as_read(f"{ZERO}/offload_optimizer/device") == "cpu")
-        ),
-        "zenflow needs ZeRO with offload_optimizer on the CPU",
-        'set offload_optimizer.device to "cpu", or remove zenflow',
-        "raises ValueError when the engine starts",
-    ),
-    _Refusal(
         f"{ZERO}/stage3_module_granularity_threshold",
         lambda view: (
             _zero_3(view)

@@ -79,7 +79,7 @@ def misplaced_key(view: RunView) -> Iterator[Finding]:
     for visit in unknown(view):
         if _meant(visit) is not None:
             continue
-        place = elsewhere(visit.name, visit.parent)
+        place = elsewhere(visit.name, visit.parent, visit.value)
         if place is None or (visit.name == "loss_scale" and visit.parent in ("/bf16", "/bfloat16")):
             continue
         severity, deepspeed = _consequence(visit)
@@ -119,7 +119,7 @@ def unknown_key(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8}
     """
     for visit in unknown(view):
-        if _meant(visit) is not None or elsewhere(visit.name, visit.parent) is not None:
+        if _meant(visit) is not None or elsewhere(visit.name, visit.parent, visit.value) is not None:
             continue
         severity, deepspeed = _consequence(visit)
         yield Finding(

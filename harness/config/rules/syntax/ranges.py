@@ -62,9 +62,9 @@ KINDS = {
     "exponent": Bounds(0, 126),  # a loss times 2 to the power of 127 overflows float32
 }
 _TABLE: JsonObject = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-OPTIMIZER, SCHEDULER, OTHERS = (
+OPTIMIZER, SCHEDULER, OTHERS, _WITHOUT_THE_HARNESS = (
     {name: KINDS[kind] for kind, names in _TABLE[part].items() for name in names}
-    for part in ("optimizer", "scheduler", "others")
+    for part in ("optimizer", "scheduler", "others", "others_without_the_harness")
 )
 """Bounds by name, for a parameter of any optimizer or scheduler class; by pointer, for a number in another section for
 which DeepSpeed's parser has no bounds."""
@@ -108,7 +108,8 @@ def impossible_value(view: RunView) -> Iterator[Finding]:
                 on = "on" if value else "off"
                 told = _finding(pointer, f"is {show(value)}, which is {on} whatever it says", "true or false")
                 yield replace(told, severity=Severity.WARNING)
-    for pointer, bounds in OTHERS.items():
+    others = OTHERS if view.target == "harness" else OTHERS | _WITHOUT_THE_HARNESS
+    for pointer, bounds in others.items():
         yield from _outside(pointer, view.as_read(pointer), bounds)
     for visit, reading in unchecked_ranges(view):
         yield _finding(visit.pointer, f"is {show(visit.value)}", f"a value that is {reading.wanted}")

@@ -39,7 +39,17 @@ def _readings(view: RunView) -> Iterator[tuple[KeyOccurrence, Reading]]:
 
 def _is_refused(visit: KeyOccurrence) -> bool:
     """Return whether DeepSpeed's parser stops at a wrong value here."""
-    return visit.section.is_pydantic or bool(visit.key and visit.key.spec.get("x-crashes"))
+    return visit.section.is_pydantic or (visit.key is not None and visit.key.spec.get("x-crashes") is True)
+
+
+def _later_end(view: RunView, visit: KeyOccurrence) -> str:
+    """Return when a wrong value that the parser accepts ends every run; empty if it may do no harm."""
+    crashes = visit.key.spec.get("x-crashes") if visit.key is not None else None
+    if visit.value == AUTO and view.target == "harness":
+        return ""  # the harness leaves the key out
+    if crashes == "engine in 16 bits":
+        crashes = "engine" if view.precision != "fp32" else None
+    return {"engine": "when the engine starts", "step": "at the first step"}.get(crashes, "")
 
 
 def _faults(view: RunView, fault: str) -> Iterator[tuple[KeyOccurrence, Reading, Severity, str]]:
@@ -48,6 +58,8 @@ def _faults(view: RunView, fault: str) -> Iterator[tuple[KeyOccurrence, Reading,
             continue
         if _is_refused(visit):
             yield visit, reading, Severity.ERROR, "refuses the config at start"
+        elif end := _later_end(view, visit):
+            yield visit, reading, Severity.ERROR, f"takes any value, and fails {end}"
         else:
             yield (
                 visit,
@@ -69,8 +81,9 @@ def wrong_type(view: RunView) -> Iterator[Finding]:
     """A value has a type that DeepSpeed cannot use.
 
     The rule accepts what DeepSpeed accepts: 5e8 is a whole number, and in sections that DeepSpeed checks 1 is true. A
-    number in quotes is an error if DeepSpeed computes with it at once, as with batch sizes. In sections that DeepSpeed
-    does not check, a wrong value is only a warning, because it may never be used.
+    number in quotes is an error if DeepSpeed computes with it at once, as with batch sizes, or in every run, as with
+    gradient_clipping. Elsewhere a wrong value in a section that DeepSpeed does not check is only a warning, because it
+    may never be used.
 
     Wrong: {"train_batch_size": 8, "fp16": {"enabled": "maybe"}}
     Right: {"train_batch_size": 8, "fp16": {"enabled": true}}
@@ -84,7 +97,7 @@ def wrong_type(view: RunView) -> Iterator[Finding]:
             deepspeed=deepspeed,
             on_value=True,
             edits=_number(view, visit, reading),
-            is_safe=severity is Severity.ERROR,
+            is_safe=_is_refused(visit),
         )
 
 

@@ -55,5 +55,6 @@ def test_parameters_of_deepspeeds_adam_are_those_of_torchs_fused_one() -> None:
     given = {"lr": 0.1, "bias_correction": True, "set_grad_none": True, "weight_decay": 0.2}
     assert optimizer.torch_adam_params(given) == {"torch_adam": True, "fused": True, "lr": 0.1, "weight_decay": 0.2}
     assert "fused" not in optimizer.torch_adam_params({"foreach": True})
+    assert optimizer.torch_adam_params({"torch_adam": False}) == {"torch_adam": True, "fused": True}  # its default
     biased = {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}
     assert not optimizer.makes_adam_by_torch(biased, GPU)  # torch always corrects

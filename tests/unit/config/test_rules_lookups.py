@@ -1,0 +1,233 @@
+"""What DeepSpeed imports, looks up or hands on by name is resolved as it does; each case was run through DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.config.said import said
+
+ADAM: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}
+CPU = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+def schedule(kind: str, config: dict[str, Any] | None = None, **params: object) -> dict[str, Any]:
+    return {**ADAM, "scheduler": {"type": kind, "params": params}, **(config or {})}
+
+
+@pytest.mark.parametrize("kind", ["CosineAnnealingLR", "LinearLR", "OneCycleLR"])
+@pytest.mark.parametrize(
+    ("config", "wrapper"),
+    [
+        ({"zero_optimization": {"stage": 1}}, "ZeRO stage 1"),
+        ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3"),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": True}}, "fp16"),
+        ({}, ""),
+    ],
+)
+def test_a_schedule_of_torch_needs_an_optimizer_of_torch(kind: str, config: dict[str, Any], wrapper: str) -> None:
+    found = said(schedule(kind, config), "DS816")
+    assert [f"an optimizer that {wrapper} wraps" in item for item in found] == ([True] if wrapper else [])
+
+
+def test_a_schedule_of_torch_is_advised_only_where_it_works() -> None:
+    zero = {"zero_optimization": {"stage": 2}}
+    assert "CosineAnnealingLR" in said(schedule("CosineAnealingLR"), "DS811")[0]
+    assert "torch" not in said(schedule("Linear", zero), "DS811")[0]
+    assert "a class of torch.optim.lr_scheduler" in said(schedule("nothing like it"), "DS811")[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "is_said"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 1e-3}, True),
+        ("WarmupLR", {"warmup_max_lr": 1e-4}, False),
+        ("WarmupLR", {}, False),  # takes the optimizer's
+        ("WarmupLR", {"warmup_max_lr": None}, False),
+        ("WarmupLR", {"warmup_max_lr": "auto"}, False),
+        ("WarmupDecayLR", {"total_num_steps": 9}, True),  # its default is 0.001
+        ("WarmupCosineLR", {"total_num_steps": 9}, False),  # scales the optimizer's
+        ("OneCycle", {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3}, True),
+        ("LRRangeTest", {"lr_range_test_min_lr": 1e-4}, False),
+        ("StepLR", {"step_size": 9}, False),
+    ],
+)
+def test_the_schedule_sets_the_rate_that_the_optimizer_names(kind: str, params: dict[str, Any], is_said: bool) -> None:
+    assert bool(said(schedule(kind, **params), "DS818")) is is_said
+
+
+@pytest.mark.parametrize("target", ["harness", "hf", "deepspeed"])
+def test_what_muon_drops_is_said_for_every_target(target: str) -> None:
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.1, "ns_steps": 3, "nesterov": False}}}
+    severity = "error" if target == "harness" else "warning"
+    assert [item.split(":")[0] for item in said(muon, "DS803", target=target)] == [
+        f"{severity} /optimizer/params/ns_steps",
+        f"{severity} /optimizer/params/nesterov",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("zero", "code"),
+    [
+        ({"stage": 2}, "DS513"),
+        ({"stage": 2, "offload_optimizer": {"device": "none"}}, "DS513"),
+        ({**CPU, "stage": 0}, "DS513"),
+        (CPU, ""),
+    ],
+)
+def test_zenflow_needs_zero_and_offload(zero: dict[str, Any], code: str) -> None:
+    config = {**ADAM, "zero_optimization": {**zero, "zenflow": {}}}
+    assert bool(said(config, "DS513", target="deepspeed")) is bool(code)
+
+
+@pytest.mark.parametrize(
+    ("zenflow", "code"),
+    [
+        ({"select_strategy": "step"}, "DS209"),
+        ({"select_strategy": "epoch", "select_interval": "auto"}, "DS209"),
+        ({"select_interval": 2}, "DS209"),
+        ({"select_strategy": "auto", "select_interval": 2}, "DS209"),
+        ({"select_strategy": "step", "select_interval": 2, "update_interval": 4}, "DS514"),
+        ({"select_strategy": "step", "select_interval": 4, "update_interval": 4}, ""),
+        ({"select_strategy": "epoch", "select_interval": 1, "update_interval": 4}, ""),
+        ({"select_strategy": "step", "select_interval": 4}, ""),
+        ({}, ""),
+    ],
+)
+def test_zenflows_intervals_fit_each_other(zenflow: dict[str, Any], code: str) -> None:
+    config = {**ADAM, "zero_optimization": {**CPU, "zenflow": zenflow}}
+    assert [each for each in ("DS209", "DS514") if said(config, each, target="deepspeed")] == ([code] if code else [])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "where"),
+    [
+        ({"type": "SGD"}, "/optimizer/type"),
+        ({"type": "AdamW", "params": {"bias_correction": True}}, "/optimizer/params/bias_correction"),
+        ({"type": "AdamW", "params": {"eps": 1e-8}}, ""),
+        (None, "/zero_optimization/zenflow"),
+    ],
+)
+def test_zenflow_hands_the_optimizers_parameters_on(optimizer: dict[str, Any] | None, where: str) -> None:
+    named = {"optimizer": optimizer} if optimizer is not None else {}
+    found = said({**named, "zero_optimization": {**CPU, "zenflow": {}}}, "DS515", target="deepspeed")
+    assert [item.split(":")[0] for item in found] == ([f"error {where}"] if where else [])
+
+
+LTD: dict[str, Any] = {
+    "enabled": True,
+    "total_layer_num": 4,
+    "random_ltd_layer_num": 2,
+    "random_ltd_schedule": {
+        "min_value": 16,
+        "max_value": 64,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 10, "seq_per_step": 8},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("", {"enabled": True}, "random_ltd needs total_layer_num, random_ltd_layer_num and random_ltd_schedule"),
+        ("random_ltd_schedule", {}, "needs min_value, max_value, schedule_type and schedule_config"),
+        ("random_ltd_schedule/schedule_config", {"require_steps": 1}, "schedule_config needs seq_per_step"),
+        ("random_ltd_schedule/schedule_type", "cosine", 'is "cosine", not "fixed_linear"'),
+        ("random_ltd_schedule/schedule_config/seq_per_step", 0, "is 0, not more than 0"),
+        ("layer_token_lr_schedule", {"enabled": True}, "is true, not false: DeepSpeed does not implement it"),
+        ("total_layer_num", 4, ""),
+        ("enabled", False, ""),
+    ],
+)
+def test_random_ltd_has_what_deepspeed_looks_up(path: str, value: object, message: str) -> None:
+    import copy
+
+    from harness.config.values.pointers import put
+
+    data: dict[str, Any] = {"random_ltd": copy.deepcopy(LTD)}
+    put(data, "/random_ltd" + (f"/{path}" if path else ""), value)
+    found = said({"data_efficiency": {"data_routing": data}}, "DS209", target="deepspeed")
+    assert [message in item for item in found] == ([True] if message else [])
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        ({"gradient_clipping": "1.0"}, "DS201"),
+        ({"steps_per_print": "10"}, "DS201"),
+        ({"log_level": "loud"}, "DS202"),
+        ({"data_types": {"grad_accum_dtype": "half16"}}, "DS202"),
+        ({"data_types": {"grad_accum_dtype": "int8"}, "zero_optimization": {"stage": 1}}, "DS406"),
+        ({"data_types": {"buffer_dtype": "x"}, "bf16": {"enabled": True}}, "DS202"),
+        ({"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Liner"]}}, "DS408"),
+        ({"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["mine.Layer"]}}, ""),
+        ({"torch_autocast": {"enabled": False, "lower_precision_safe_modules": ["Linear"]}}, ""),
+        ({"data_types": {"buffer_dtype": "x"}}, ""),  # nothing reads it in fp32
+    ],
+)
+def test_a_name_that_deepspeed_cannot_resolve_is_an_error(config: dict[str, Any], code: str) -> None:
+    codes = ("DS201", "DS202", "DS406", "DS408")
+    found = {each for each in codes for item in said(config, each, target="deepspeed") if item.startswith("error")}
+    assert found == ({code} if code else set())
+
+
+@pytest.mark.parametrize(
+    ("target", "tp_size", "is_said"),
+    [("deepspeed", 2, True), ("hf", 2, True), ("deepspeed", 1, False), ("harness", 2, False)],
+)
+def test_deepspeed_counts_tensor_parallel_ranks_in_a_batch(target: str, tp_size: int, is_said: bool) -> None:
+    config = {"train_batch_size": 8, "tensor_parallel": {"autotp_size": tp_size}}
+    assert bool(said(config, "DS306", target=target)) is is_said
+
+
+@pytest.mark.parametrize(
+    ("target", "tp_size", "is_said"), [("hf", 2, False), ("hf", 1, True), ("deepspeed", 2, False), ("harness", 2, True)]
+)
+def test_what_saves_a_model_under_autotp_is_never_removed(target: str, tp_size: int, is_said: bool) -> None:
+    config = {
+        "zero_optimization": {"stage": 1, "stage3_gather_16bit_weights_on_model_save": True},
+        "tensor_parallel": {"autotp_size": tp_size},
+    }
+    assert bool(said(config, "DS503", target=target)) is is_said
+
+
+@pytest.mark.parametrize(
+    ("config", "severity"),
+    [
+        ({"tensorboard": {"enabled": True, "output_path": "/data/tb"}}, "warning"),
+        ({"csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "../../x"}}, "error"),
+        ({"csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "../x"}}, ""),
+        ({"tensorboard": {"enabled": False, "output_path": "/data/tb"}}, ""),
+        ({"flops_profiler": {"output_file": "/tmp/profile"}}, "warning"),
+        ({"tensorboard": {"enabled": True}}, ""),
+    ],
+)
+def test_a_run_writes_only_below_its_folder(config: dict[str, Any], severity: str) -> None:
+    assert [item.split()[0] for item in said(config, "DS111")] == ([severity] if severity else [])
+    assert not said(config, "DS111", target="deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        ({"compile": {"passes": ["z1"]}}, "/compile/passes"),
+        ({"tensor_parallel": {"preset_model": "llama"}}, "/tensor_parallel/preset_model"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"pin_memory": False}}},
+         "/zero_optimization/offload_optimizer/pin_memory"),
+        ({"tensorboard": {"output_path": "tb"}}, "/tensorboard/output_path"),
+        ({"hybrid_engine": {"max_out_tokens": 9}}, "/hybrid_engine/max_out_tokens"),
+        ({"tensor_parallel": {"autotp_size": 0, "preset_model": "llama"}}, ""),  # off on purpose
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none", "pin_memory": False}}}, ""),
+    ],
+)  # fmt: skip
+def test_a_switch_need_not_be_called_enabled(config: dict[str, Any], where: str) -> None:
+    found = said(config, "DS110", target="deepspeed")
+    assert [item.split(":")[0] for item in found] == ([f"warning {where}"] if where else [])
+
+
+def test_an_object_is_not_sent_to_a_switch_of_the_same_name() -> None:
+    assert not said({"sequence_parallel": {"size": 4}}, "DS102")
+    assert said({"sequence_parallel": {"size": 4}}, "DS103")
