@@ -112,7 +112,8 @@ def test_experts_that_ranks_cannot_share_equally_are_counted(model: str) -> None
         (tensor(3, 3), ""),
         (
             tensor(4, 4),
-            "4 expert-parallel ranks, but the model has only 3 experts; set autoep_size to at most 3",
+            "4 expert-parallel ranks, but the model has only 3 experts; remove expert_parallel, "
+            "so that each expert is split",
         ),
         (tensor(4), ""),
     ],
@@ -249,8 +250,8 @@ def test_a_schedule_that_was_removed_is_refused_with_another_one(name: str, inst
     [
         (
             {"chunks_per_stage": 2},
-            "the schedule 1f1b has 1 model chunk a stage; remove the key, or use the schedule interleaved, which "
-            "takes it",
+            "the schedule 1f1b has 1 model chunk a stage; remove the key, or set pipeline.schedule to "
+            '"interleaved", which takes it',
         ),
         ({"chunks_per_stage": 1}, ""),
         (
@@ -262,7 +263,7 @@ def test_a_schedule_that_was_removed_is_refused_with_another_one(name: str, inst
         (
             {"chunks_per_stage": 3, "schedule": "zero-bubble-v"},
             "the schedule zero-bubble-v has 2 model chunks a stage; remove the "
-            "key, or use the schedule interleaved, which takes it",
+            'key, or set pipeline.schedule to "interleaved", which takes it',
         ),
         ({"chunks_per_stage": 9, "schedule": "zb"}, ""),  # another rule's
     ],

@@ -68,7 +68,7 @@ def test_adaptive_loss_scaling_has_a_window_and_a_floor(fp16: dict[str, Any], wo
 
 MASTERS, STATES = "bf16_master_weights_and_grads", "bf16_optimizer_states"
 STAGE, CPU = "set zero_optimization.stage to 1, 2 or 3", {"offload_optimizer": {"device": "cpu"}}
-NAMED = 'set offload_optimizer.device to "cpu" and name the optimizer AdamW, or remove it'
+NAMED = 'set offload_optimizer.device to "cpu" and optimizer.type to "AdamW", or remove it'
 
 
 @pytest.mark.parametrize(

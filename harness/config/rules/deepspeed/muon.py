@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.rules.deepspeed.optimizer import PARAMS, TYPE, about_type, kind
+from harness.config.rules.deepspeed.optimizer import PARAMS, TYPE, about_type, instead, kind
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.text.diagnostic import Severity
@@ -31,7 +31,7 @@ def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
     if kind(view) == "muon" and view.tp_size > 1 and view.target != "harness":
         yield about_type(
             message=f"Muon needs whole matrices, but each of {view.tp_size} tensor-parallel ranks holds a part",
-            hint="use AdamW, or train without tensor parallelism",
+            hint=f"{instead(view, 'AdamW')}, or train without tensor parallelism",
             deepspeed="trains, but with different updates than on one rank",
         )
 
@@ -69,7 +69,7 @@ def optimizer_cannot_train(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
     """
     name = kind(view)
-    reason, hint = _CANNOT_TRAIN.get(name or ""), "use AdamW"
+    reason, hint = _CANNOT_TRAIN.get(name or ""), instead(view, "AdamW")
     if name == "muon":
         reason, hint = _muon_reason(view)
     if reason:

@@ -29,10 +29,11 @@ def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     """
     if offloads(view, "offload_param") and view.zero_stage in (0, 1, 2):
+        name = "offload_param" if view.has(f"{ZERO}/offload_param") else "cpu_offload_param"
         yield Finding(
             pointer=f"{ZERO}/offload_param",
-            message=f"offload_param works at ZeRO-3 only, but the stage is {view.zero_stage}",
-            hint="set stage to 3, or remove offload_param",
+            message=f"{name} works at ZeRO-3 only, but the stage is {view.zero_stage}",
+            hint=f"set stage to 3, or remove {name}",
             severity=Severity.ERROR if view.target == "harness" else None,
             deepspeed="ignores it: the parameters stay on the accelerator",
         )
@@ -74,7 +75,7 @@ def partial_offload_below_stage_3(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=f"{ZERO}/offload_optimizer/ratio",
             message=f"offload_optimizer.ratio {ratio} works at ZeRO-3 only, but the stage is {view.zero_stage}",
-            hint="set stage to 3, or remove ratio",
+            hint="remove ratio" if view.target == "harness" else "set stage to 3, or remove ratio",
             deepspeed="refuses the config",
             on_value=True,
         )

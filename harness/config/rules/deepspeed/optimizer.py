@@ -21,6 +21,7 @@ _REMOVED = {"onebitadam": "AdamW", "onebitlamb": "Lamb", "zerooneadam": "AdamW"}
 # parameters that the engine reads itself and does not pass to the class; Muon brings an Adam of its own
 _ENGINE = dict.fromkeys(("adam", "adamw", "muon"), ("torch_adam", "adam_w_mode", "fp32_optimizer_states"))
 _WITHOUT_AMSGRAD = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLamb")
+_OF_ELEMENTS = ("Adam", "AdamW", "Adagrad", "Lion")  # they update each element by itself
 _ZERO_TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
 
 
@@ -57,6 +58,20 @@ def _signature(class_name: str | None) -> Signature | None:
     return known.get(class_name or "")
 
 
+def _allowed(view: RunView, name: str) -> set[str] | None:
+    """Return the parameters that the class of this name may be given; None if they are not known."""
+    known = _signature(_class_name(view, name))
+    extra = ("foreach",) if view.on(f"{PARAMS}/torch_adam") else ()
+    return None if known is None else {*known.params, *_ENGINE.get(name, ()), *extra}
+
+
+def instead(view: RunView, *names: str) -> str:
+    """Return the advice to use one of DeepSpeed's optimizers: those that take the parameters that are given."""
+    given = set(view.section(PARAMS))
+    fitting = [name for name in names if given <= (_allowed(view, name.lower()) or set())]
+    return f"use {one_of(fitting)}" if fitting else f"use {one_of(list(names))} with its own parameters"
+
+
 def _unknown(view: RunView) -> str | None:
     """Return the optimizer's name if neither DeepSpeed nor torch.optim has it, else None."""
     name = kind(view)
@@ -71,6 +86,14 @@ def is_tested_with_zero(view: RunView) -> bool:
     return is_tested or bool(view.get("/zero_allow_untested_optimizer"))
 
 
+def _meant(view: RunView, name: str) -> str:
+    """Return the advice to use another name, and other parameters if those that are given are not of its class."""
+    own = next((each.lower() for each in OWN if each == name), name)
+    allowed = _allowed(view, own)
+    fits = allowed is None or allowed >= set(view.section(PARAMS))
+    return f"did you mean {name}?" if fits else f"use {name} with its own parameters"
+
+
 @rule("DS801", "unknown-optimizer", Severity.ERROR, claim="engine")
 def unknown_optimizer(view: RunView) -> Iterator[Finding]:
     """The optimizer is neither DeepSpeed's own nor a class of torch.optim.
@@ -83,9 +106,10 @@ def unknown_optimizer(view: RunView) -> Iterator[Finding]:
     name = _unknown(view)
     if name is not None and name.lower().replace("_", "") not in _REMOVED:
         close = nearest(name, (*OWN, *signatures()["torch_optimizers"]))
+        own = [each for each in OWN if not each.startswith("Mu") and (not view.zero_stage or each != "Lamb")]
         yield about_type(
             message=f"unknown optimizer {name}",
-            hint=f"did you mean {close}?" if close else f"use {one_of(list(OWN))}, or a class of torch.optim",
+            hint=_meant(view, close) if close else f"{instead(view, *own)}, or a class of torch.optim",
             deepspeed="raises AssertionError when the engine starts",
         )
 
@@ -98,11 +122,11 @@ def removed_optimizer(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
     """
     name = _unknown(view)
-    instead = _REMOVED.get(name.lower().replace("_", "")) if name is not None else None
-    if instead is not None:
+    successor = _REMOVED.get(name.lower().replace("_", "")) if name is not None else None
+    if successor is not None:
         yield about_type(
             message=f"{name} is an optimizer that DeepSpeed has removed",
-            hint=f"use {instead}, and remove the compression parameters",
+            hint=instead(view, successor),
             deepspeed="raises AssertionError when the engine starts",
         )
 
@@ -120,10 +144,9 @@ def unknown_optimizer_parameter(view: RunView) -> Iterator[Finding]:
     """
     name = kind(view)
     class_name = _class_name(view, name) if name is not None and _unknown(view) is None else None
-    known = _signature(class_name)
-    if known is None or name is None:
+    allowed = _allowed(view, name) if class_name is not None and name is not None else None
+    if allowed is None:
         return
-    allowed = {*known.params, *_ENGINE.get(name, ()), *(("foreach",) if view.on(f"{PARAMS}/torch_adam") else ())}
     own_mode = {"FusedAdam": "adam_w_mode", "DeepSpeedCPUAdam": "adamw_mode"}.get(class_name or "")
     shown, dropped = ("Muon", True) if name == "muon" else (class_name, False)
     for param in view.section(PARAMS):
@@ -178,7 +201,7 @@ def untested_optimizer(view: RunView) -> Iterator[Finding]:
         return
     yield about_type(
         message=f"DeepSpeed has not tested ZeRO with {view.get(TYPE)}",
-        hint="use Adam, AdamW, Adagrad or Lion, or set zero_allow_untested_optimizer to true",
+        hint=f"{instead(view, *_OF_ELEMENTS)}, or set zero_allow_untested_optimizer to true",
         deepspeed="raises AssertionError when the engine starts",
     )
 
@@ -221,7 +244,7 @@ def offload_without_cpu_optimizer(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=f"{PARAMS}/torch_adam" if by_torch else TYPE,
             message=f"the offloaded step of {'torch.optim.AdamW' if by_torch else name} runs in PyTorch on the CPU",
-            hint="remove torch_adam" if by_torch else "use Adam, AdamW, Adagrad or Lion",
+            hint="remove torch_adam" if by_torch else instead(view, *_OF_ELEMENTS),
             deepspeed="runs it without its vectorised CPU step",
         )
 
@@ -269,7 +292,8 @@ def parameters_that_exclude_each_other(view: RunView) -> Iterator[Finding]:
     found = []
     if params.get("nesterov") is True and class_name == "SGD":
         if not params.get("momentum"):
-            found.append(("nesterov", "nesterov needs a momentum above 0", "set momentum to 0.9, or remove nesterov"))
+            remedy = "" if params.get("dampening") else "set momentum to 0.9, or "
+            found.append(("nesterov", "nesterov needs a momentum above 0", f"{remedy}remove nesterov"))
         elif params.get("dampening"):
             found.append(("dampening", "nesterov excludes dampening", "remove dampening"))
     if params.get("fused") is True and params.get("foreach") is True:
@@ -302,7 +326,8 @@ def partial_offload_without_cpu_adam(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=pointer,
             message=f"offload_optimizer.ratio {ratio} needs DeepSpeed's CPU Adam, but the optimizer is {class_name}",
-            hint="remove torch_adam, or remove ratio" if name in ("adam", "adamw") else "use AdamW, or remove ratio",
+            hint=("remove torch_adam" if name in ("adam", "adamw") else 'set optimizer.type to "AdamW"')
+            + ", or remove ratio",
             deepspeed="raises AssertionError when the engine starts",
             on_value=True,
         )
@@ -320,6 +345,6 @@ def optimizer_of_another_package(view: RunView) -> Iterator[Finding]:
     if kind(view) in ("muadam", "muadamw", "musgd"):
         yield about_type(
             message=f"{view.get(TYPE)} needs the package mup",
-            hint="pip install mup, or use AdamW",
+            hint=f"pip install mup, or {instead(view, 'AdamW')}",
             deepspeed="raises UnboundLocalError when the engine builds the optimizer, unless mup is installed",
         )

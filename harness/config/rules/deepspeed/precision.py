@@ -117,7 +117,7 @@ def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
             yield Finding(
                 pointer=pointer,
                 message=f"{pointer.rsplit('/', 1)[1]} needs offload_optimizer and DeepSpeed's CPU Adam",
-                hint='set offload_optimizer.device to "cpu" and name the optimizer AdamW, or remove it',
+                hint='set offload_optimizer.device to "cpu" and optimizer.type to "AdamW", or remove it',
                 deepspeed="raises AssertionError when the engine starts",
             )
         elif pointer == states and view.on(states) and not view.on(masters):

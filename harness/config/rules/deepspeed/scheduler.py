@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.syntax.ranges import FUNCTIONS
 from harness.config.rules.view import RunView
 from harness.config.schema import Signature, signatures
 from harness.config.schema.suggest import nearest
@@ -30,6 +31,14 @@ def _wrapper(view: RunView) -> str | None:
     return view.precision if view.precision != "fp32" and view.zero_stage == 0 else None
 
 
+def _meant(view: RunView, name: str) -> str:
+    """Return the advice to use another schedule, and its parameters if those that are given are not its own."""
+    meant = signatures()["deepspeed_schedulers"].get(name) or signatures()["torch_schedulers"][name]
+    given = view.section(PARAMS).keys()
+    fits = view.has(PARAMS) and given <= set(meant.params) and given >= set(meant.required)
+    return f"did you mean {name}?" if fits else f"use {name} with its own parameters"
+
+
 @rule("DS811", "unknown-scheduler", Severity.ERROR, claim="engine")
 def unknown_scheduler(view: RunView) -> Iterator[Finding]:
     """The schedule is neither DeepSpeed's own nor a class of torch.optim.lr_scheduler.
@@ -49,7 +58,7 @@ def unknown_scheduler(view: RunView) -> Iterator[Finding]:
     yield Finding(
         pointer=TYPE,
         message=f"unknown scheduler {name}",
-        hint=f"did you mean {close}?" if close else f"use {one_of(own)}{others}",
+        hint=_meant(view, close) if close else f"use {one_of(own)} with its own parameters{others}",
         deepspeed="raises AssertionError when the engine starts",
         on_value=True,
     )
@@ -109,9 +118,15 @@ def missing_scheduler_parameter(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=PARAMS if view.has(PARAMS) else TYPE,
             message=f"{name} needs {one_of(missing).replace(' or ', ' and ')}",
-            hint='add "params": {}' if missing == ["params"] else f"add {missing[0]} to scheduler.params",
+            hint=_remedy(missing),
             deepspeed="raises TypeError when the engine builds the schedule",
         )
+
+
+def _remedy(missing: list[str]) -> str:
+    if set(missing) & set(FUNCTIONS):  # no JSON holds one
+        return f"use {one_of(list(signatures()['deepspeed_schedulers']))} with its own parameters"
+    return 'add "params": {}' if missing == ["params"] else f"add {' and '.join(missing)} to scheduler.params"
 
 
 @rule("DS814", "no-warmup-steps", Severity.ERROR, claim="engine")
@@ -163,7 +178,7 @@ def torch_schedule_of_a_wrapped_optimizer(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=TYPE,
             message=f"{name} is a schedule of torch, which cannot set the rate of an optimizer that {wrapper} wraps",
-            hint=f"remove scheduler, or use {own}",
+            hint=f"remove scheduler, or use {own} with its own parameters",
             deepspeed="raises TypeError when the engine builds the schedule",
             on_value=True,
         )
@@ -184,7 +199,7 @@ def schedule_of_a_metric(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=TYPE,
             message="ReduceLROnPlateau never sees the loss: the learning rate falls whatever that does",
-            hint="use WarmupCosineLR or WarmupDecayLR",
+            hint="use WarmupCosineLR or WarmupDecayLR with its own parameters",
             deepspeed="passes the global batch size where the schedule expects a metric",
             on_value=True,
         )

@@ -103,6 +103,8 @@ NEEDS = (
         "remove it",
     ),
 )
+_ON = {"device": '"cpu"', "autotp_size": "2 or more"}
+"""Switches that are not true when they are on -> an example of a value."""
 _BY_ARGUMENT = ("/fp16", "/bf16", "/bfloat16", "/tensorboard", "/csv_monitor", "/wandb", "/comet")
 """Sections that an argument of a run of the harness turns on, such as --bf16 or --report_to."""
 
@@ -140,7 +142,9 @@ def _without_switch(view: RunView) -> Iterator[Finding]:
         if asked is not None:
             switch = switches[0] if view.target == "harness" else switches[-1]
             off = f"{name_of(visit.pointer)} is off"
-            yield _finding(f"{visit.pointer}/{asked}", off, f"set {name_of(visit.pointer)}.{switch}, or remove {asked}")
+            hint = f"set {name_of(visit.pointer)}.{switch} to {_ON.get(switch, 'true')}, or remove {asked}"
+            excluded = view.target == "harness" and visit.name == "compile" and view.zero_stage == 3
+            yield _finding(f"{visit.pointer}/{asked}", off, "remove it" if excluded else hint)
 
 
 def _acts_alone(view: RunView, pointer: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.rules.deepspeed.optimizer import PARAMS, TYPE, kind
+from harness.config.rules.deepspeed.optimizer import PARAMS, TYPE, instead, kind
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.schema import signatures
@@ -89,7 +89,9 @@ def zenflow_with_another_optimizer(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=TYPE if name is not None else ZENFLOW,
             message=f"zenflow works with Adam and AdamW only{f', not with {name}' if name is not None else ''}",
-            hint="name AdamW as the optimizer, with its parameters" if name is None else "use AdamW, or remove zenflow",
+            hint='set optimizer.type to "AdamW", or remove zenflow'
+            if name is None
+            else f"{instead(view, 'AdamW')}, or remove zenflow",
             deepspeed="fails when the engine starts, or at the first step",
             on_value=True,
         )

@@ -57,7 +57,7 @@ def no_effect_in_the_harness(view: RunView) -> Iterator[Finding]:
                     pointer=f"/activation_checkpointing/{name}",
                     message=f"{name} has no effect: it distributes activations over tensor-parallel ranks, and"
                     " there is only one",
-                    hint="remove it, or set tensor_parallel.autotp_size",
+                    hint="remove it, or set tensor_parallel.autotp_size to 2 or more",
                     deepspeed="never reads it in a run of the harness",
                 )
     forced = view.on("/zero_force_ds_cpu_optimizer") and not view.has("/optimizer")

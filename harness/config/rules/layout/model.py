@@ -63,7 +63,9 @@ def fewer_heads_than_ranks(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer="/tensor_parallel/autotp_size",
             message=f"{view.tp_size} tensor-parallel ranks, but the model has only {counted(heads, 'attention head')}",
-            hint=f"set tensor_parallel.autotp_size to at most {heads}",
+            hint=f"set tensor_parallel.autotp_size to {heads} and expert_parallel.autoep_size to {heads}"
+            if view.ep_size > 1
+            else f"set tensor_parallel.autotp_size to at most {heads}",
             deepspeed="does nothing here: the harness splits the layers itself",
             on_value=True,
         )
@@ -127,7 +129,11 @@ def fewer_experts_than_ranks(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer="/expert_parallel/autoep_size",
             message=f"{view.ep_size} expert-parallel ranks, but the model has only {counted(experts, 'expert')}",
-            hint=f"set autoep_size to at most {experts}",
+            hint=f"set autoep_size to at most {experts}"
+            if view.tp_size == 1
+            else f"set autoep_size to {experts // view.tp_size * view.tp_size}"
+            if view.tp_size <= experts
+            else "remove expert_parallel, so that each expert is split",
             deepspeed="does nothing here: the harness distributes the experts itself",
             on_value=True,
         )

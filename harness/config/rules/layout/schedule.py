@@ -97,7 +97,7 @@ def chunks_of_another_schedule(view: RunView) -> Iterator[Finding]:
             ),
             hint="write 2 or more, or remove the key"
             if several
-            else f"remove the key, or use the schedule {INTERLEAVED}, which takes it",
+            else f'remove the key, or set pipeline.schedule to "{INTERLEAVED}", which takes it',
             severity=Severity.ERROR,
             deepspeed="does nothing with it",
             on_value=True,

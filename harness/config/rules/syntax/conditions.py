@@ -7,7 +7,7 @@ file has a section with conditions; few have one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.syntax.values import show
@@ -40,15 +40,15 @@ def _violations(view: RunView, *, by_engine: bool) -> Iterator[tuple[KeyOccurren
 def _findings(view: RunView, *, by_engine: bool, deepspeed: str) -> Iterator[Finding]:
     seen: set[tuple[str, str]] = set()
     for visit, error in _violations(view, by_engine=by_engine):
-        pointer = "/".join([visit.pointer, *map(str, error.absolute_path)])
-        if (pointer, error.validator) in seen:
+        pointer, broken = "/".join([visit.pointer, *map(str, error.absolute_path)]), str(error.validator)
+        if (pointer, broken) in seen:
             continue  # jsonschema reports each missing key by itself
-        seen.add((pointer, error.validator))
-        why = error.schema.get("x-why", f"{visit.name} is on")
+        seen.add((pointer, broken))
+        why = error.schema.get("x-why") if isinstance(error.schema, dict) else None
         message, hint = _words(pointer, error)
         yield Finding(
             pointer=pointer,
-            message=f"{message}: {why}",
+            message=f"{message}: {why or f'{visit.name} is on'}",
             hint=hint,
             deepspeed=deepspeed,
             on_value=error.validator != "required",
@@ -57,9 +57,9 @@ def _findings(view: RunView, *, by_engine: bool, deepspeed: str) -> Iterator[Fin
 
 def _words(pointer: str, error: ValidationError) -> tuple[str, str]:
     """Return what is wrong at a pointer, and the remedy."""
-    name, wanted = name_of(pointer), error.validator_value
+    name, wanted, section = name_of(pointer), cast("Any", error.validator_value), cast("Any", error.instance)
     if error.validator == "required":
-        missing = [key for key in wanted if key not in error.instance]
+        missing = [key for key in wanted if key not in section]
         return f"{name} needs {one_of(missing).replace(' or ', ' and ')}", "add " + " and ".join(missing)
     if error.validator == "const":
         return f"{name} is {show(error.instance)}, not {show(wanted)}", f"set {name} to {show(wanted)}"

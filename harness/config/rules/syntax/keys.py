@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from harness.config import schema
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import KeyOccurrence, RunView, is_comment
+from harness.config.schema.coercion import as_bool
 from harness.config.schema.suggest import alias_here, elsewhere, nearest
 from harness.config.text import edits
 from harness.config.text.diagnostic import Edit, Severity
 from harness.config.values.pointers import AUTO, name_of
+
+_OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def unknown(view: RunView) -> Iterator[KeyOccurrence]:
@@ -174,7 +177,7 @@ def deprecated_key(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=visit.pointer,
             message=f"{name_of(visit.pointer)} is deprecated",
-            hint="remove it" if shadowed else hint,
+            hint="remove it" if shadowed or (new in _OFFLOADS and as_bool(visit.value) is not True) else hint,
             deepspeed="ignores it because bf16 is set"
             if shadowed
             else "does nothing with either name"
@@ -197,8 +200,8 @@ def _modern(view: RunView, visit: KeyOccurrence, new: str | None) -> tuple[Edit,
     """Return the edits that replace the old form by the new one; none if that would change the training."""
     if new is None or view.file_has(f"{visit.parent}/{new}"):
         return ()
-    if new in ("offload_optimizer", "offload_param"):
-        if visit.value is not True:
+    if new in _OFFLOADS:
+        if as_bool(visit.value) is not True:
             return edits.remove(view.document, visit.pointer)
         value = edits.replace(view.document, visit.pointer, {"device": "cpu"})
         return (*edits.rename(view.document, visit.pointer, new), *value)

@@ -13,6 +13,8 @@ from harness.config.text.diagnostic import Edit, Severity
 from harness.config.values.layout_keys import GRADIENT_BITS, size_fault
 from harness.config.values.pointers import AUTO, name_of
 
+_UNADVISED = ("int8", "torch.int8")  # names that DeepSpeed knows, but cannot train with
+
 
 def show(value: object) -> str:
     """Return a value for a message: as JSON, shortened."""
@@ -49,7 +51,7 @@ def _later_end(view: RunView, visit: KeyOccurrence) -> str:
         return ""  # the harness leaves the key out
     if crashes == "engine in 16 bits":
         crashes = "engine" if view.precision != "fp32" else None
-    return {"engine": "when the engine starts", "step": "at the first step"}.get(crashes, "")
+    return {"engine": "when the engine starts", "step": "at the first step"}.get(str(crashes), "")
 
 
 def _faults(view: RunView, fault: str) -> Iterator[tuple[KeyOccurrence, Reading, Severity, str]]:
@@ -104,6 +106,8 @@ def wrong_type(view: RunView) -> Iterator[Finding]:
 def _type_hint(visit: KeyOccurrence, reading: Reading) -> str:
     if visit.name == "min_loss_scale":
         return "write a whole number of at least 1: the loss scale never needs to fall below 1"
+    if visit.key is not None and "enum" in visit.key.core:
+        return "use one of " + ", ".join(str(each) for each in visit.key.core["enum"] if each not in _UNADVISED)
     return f"write {reading.wanted}"
 
 
@@ -125,11 +129,13 @@ def unknown_choice(view: RunView) -> Iterator[Finding]:
     for visit, reading, severity, deepspeed in _faults(view, "choice"):
         key = visit.key
         choices = (key.core.get("enum") or key.spec.get("x-items", [])) if key is not None else []
-        names = [str(choice) for choice in choices]
+        names = [str(choice) for choice in choices if choice not in _UNADVISED]
         yield Finding(
             pointer=visit.pointer,
             message=f"{name_of(visit.pointer)} is {show(visit.value)}",
-            hint="use one of " + ", ".join(names) if len(names) > 1 else f"use {reading.wanted}",
+            hint=f"use {reading.wanted}"
+            if isinstance(visit.value, list) or len(names) == 1
+            else "use one of " + ", ".join(names),
             severity=severity,
             deepspeed=deepspeed,
             on_value=True,
