@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
@@ -235,15 +236,30 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
         return config
     text: PretrainedConfig = config.text_config
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or text.is_encoder_decoder:
-        raise UserError(
-            f"model type {config.model_type!r} has several parts, but transformers has no causal decoder for its text "
-            f"part ({text.model_type}) alone, so it cannot be trained here"
-        )
+        raise UserError(_without_decoder(config, text))
     warn(f"only the text decoder ({text.model_type}) of this {config.model_type} model is trained and saved")
     text = copy.deepcopy(text)
     if (tied := getattr(config, "tie_word_embeddings", None)) is not None:  # some configs leave it to their parts
         text.tie_word_embeddings = tied
     return text
+
+
+def _without_decoder(config: PretrainedConfig, text: PretrainedConfig) -> str:
+    """Return why the text part `text` of a model cannot be trained from a directory."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    names = [known] if isinstance(known, str) else list(known or ())
+    classes = [getattr(transformers, name, None) for name in names]
+    decoder = next((kind for kind in classes if getattr(kind, "config_class", None) is type(text)), None)
+    if decoder is None:
+        return (
+            f"model type {config.model_type!r} has several parts, but transformers has no causal decoder for its text "
+            f"part ({text.model_type}) alone, so it cannot be trained here"
+        )
+    name, kind = decoder.__name__, type(text).__name__
+    return (
+        f"model type {config.model_type!r} has several parts, and AutoModelForCausalLM does not find the decoder of its "
+        f"text part ({name}): call AutoModelForCausalLM.register({kind}, {name}), and give the Trainer a {name} in memory"
+    )
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

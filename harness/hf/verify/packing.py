@@ -18,7 +18,7 @@ from harness.errors import UserError
 from harness.hf.forward.lifted import takes_positions
 from harness.hf.layers.attention import attention_of, choose_attention, is_flash, usual_attention
 from harness.hf.layers.call import CANNOT_RUN
-from harness.hf.verify.comparison import on_device
+from harness.hf.verify.comparison import NOT_CAUSAL, looks_ahead, on_device
 from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
 from harness.parallel.context.masks import documents_apart
 
@@ -59,6 +59,8 @@ def require_flash_apart(config: PretrainedConfig, rows: int, device: torch.devic
 
 
 def _seen(config: PretrainedConfig, worst: float) -> UserError:
+    if looks_ahead(shrink(config), torch.device("cpu")):
+        return UserError(f"model type {config.model_type!r}: {NOT_CAUSAL}")
     return UserError(
         f"model type {config.model_type!r} does not separate packed documents: in a tiny copy other documents in "
         f"the row change the logits by {worst:.1%} of the largest: train without packing"

@@ -40,7 +40,12 @@ def tiny_config(model_type: str, *, tensor: int = 1) -> PretrainedConfig:
     grouped = copy.deepcopy(tiny)
     grouped.num_key_value_heads = heads // 2
     try:
-        require_running(tiny_model(grouped))
+        model = tiny_model(grouped)
+        require_running(model)
+        # only with a mask does torch's attention repeat each key for its group of queries
+        mask = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
+        mask[:, -1] = 0
+        model(input_ids=tiny_ids(model), attention_mask=mask, use_cache=False)
     except Exception:  # attention that makes keys from a compressed form has one key per head
         return tiny
     return grouped

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
 from harness.hf.verify.packing import require_documents_apart, require_flash_apart
-from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
+from harness.hf.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model
 from tests.unit.hf.test_decoder import build, prepare, run
 
 CPU = torch.device("cpu")
@@ -41,6 +41,15 @@ def test_models_whose_masks_transformers_makes_keep_documents_apart(family: str,
 def test_models_whose_documents_see_each_other_are_refused(family: str, settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"'{family}' does not separate packed documents: .* train without"):
         require_documents_apart(CONFIG_MAPPING[family](**settings))
+
+
+def test_a_model_that_is_not_causal_is_refused_as_such() -> None:
+    with pytest.raises(UserError, match="'gemma': its logits depend on later tokens, so it is not a causal decoder"):
+        require_documents_apart(CONFIG_MAPPING["gemma"](use_bidirectional_attention=True))
+
+
+def test_keys_from_a_compressed_form_keep_documents_apart_in_a_tiny_copy() -> None:
+    require_documents_apart(tiny_config("minicpm3"))  # whose queries cannot share keys
 
 
 def test_flash_attention_takes_one_packed_sample_at_a_time() -> None:

@@ -53,6 +53,18 @@ def test_code_in_a_directory_is_not_run(tmp_path):
         read_source(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("emu3", r"\(Emu3ForCausalLM\): call AutoModelForCausalLM.register\(Emu3TextConfig, Emu3ForCausalLM\)"),
+        ("qwen3_vl", r"transformers has no causal decoder for its text part \(qwen3_vl_text\)"),
+    ],
+)
+def test_a_text_part_that_no_automatic_class_builds_is_refused_with_what_there_is(family, reason):
+    with pytest.raises(UserError, match=reason):
+        text_decoder(CONFIG_MAPPING[family]())
+
+
 @pytest.mark.filterwarnings("ignore:only the text decoder")
 @pytest.mark.parametrize(("family", "text"), [("inkling_mm_model", "inkling_text"), ("aria", "aria_text")])
 def test_of_a_model_of_several_parts_the_text_decoder_is_trained(family, text):
