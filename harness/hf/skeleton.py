@@ -257,8 +257,9 @@ def _without_decoder(config: PretrainedConfig, text: PretrainedConfig) -> str:
         )
     name, kind = decoder.__name__, type(text).__name__
     return (
-        f"model type {config.model_type!r} has several parts, and AutoModelForCausalLM does not find the decoder of its "
-        f"text part ({name}): call AutoModelForCausalLM.register({kind}, {name}), and give the Trainer a {name} in memory"
+        f"model type {config.model_type!r} has several parts, and AutoModelForCausalLM does not find the decoder of "
+        f"its text part ({name}): call AutoModelForCausalLM.register({kind}, {name}), and give the Trainer a {name} in "
+        "memory"
     )
 
 
