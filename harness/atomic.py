@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import os
 import shutil
@@ -53,6 +54,25 @@ def exchange(one: Path, other: Path) -> bool:
     return (
         rename is not None and rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
     )
+
+
+def rename_folder(folder: Path, target: Path) -> Path:
+    """Rename a folder; return its new path. Where the file system cannot, copy and delete it.
+
+    overlayfs cannot rename a folder of a lower layer, as one that came with a container's image.
+    """
+    try:
+        return folder.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+    try:
+        shutil.copytree(folder, target, symlinks=True)
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    shutil.rmtree(folder)
+    return target
 
 
 def free_name(path: Path) -> Path:

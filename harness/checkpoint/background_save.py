@@ -15,7 +15,6 @@ The memory for the copies is allocated at the first save and kept: allocating it
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -254,7 +253,7 @@ class BackgroundSave:
     def _open_folder(self, target: Target) -> None:
         if self._first:
             lock_directory(target.output_dir)
-            shutil.rmtree(self._folder, ignore_errors=True)  # left by a run that was killed during a save
+            remove([self._folder])  # left by a run that was killed during a save; or a file or link of that name
             self._folder.mkdir(parents=True)
             if target.write_others is not None:
                 target.write_others(self._folder)
@@ -270,7 +269,7 @@ class BackgroundSave:
                     # Count free inodes before this checkpoint's files are deleted, and free bytes afterwards.
                     full = room(self._folder.parent) if lacks_inodes(self._folder) else ""
                     needed = self._needed_bytes()
-                    shutil.rmtree(self._folder, ignore_errors=True)
+                    remove([self._folder])
                     if NO_MEMORY not in text:
                         text += f" ({full or f'it needs {needed:,} bytes, {room(self._folder.parent)}'})"
             raise NotSaved(value_of_first(text)) from error

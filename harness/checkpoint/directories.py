@@ -8,6 +8,7 @@ holds the state of the run (`TrainingProgress`). Imports no torch.
 from __future__ import annotations
 
 import builtins
+import errno
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from xxhash import xxh3_128
 
-from harness.atomic import exchange, free_name, sync_file, sync_folder
+from harness.atomic import exchange, free_name, rename_folder, sync_file, sync_folder
 from harness.config import Resolved
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
@@ -101,6 +102,7 @@ def checksum(path: Path) -> str:
 NAME = re.compile(r"checkpoint-([0-9]+)")
 UNFINISHED_NAME = re.compile(r"writing-(checkpoint|replaced|removed)-[0-9]+")
 STATE = "state.json"
+MODEL, ADAPTERS = "model", "adapter_model"  # names, without suffix, of the files of weights
 OLD_STATE = "trainer_state.json"  # in checkpoints of old versions, which resumed only in the same layout
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
@@ -302,7 +304,12 @@ def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tup
     if not os.path.lexists(final):  # `exists` would miss a broken link of that name
         partial.rename(final)
     elif not exchange(partial, final):  # else two renames; between them no folder has the final name
-        final.rename(replaced)
+        try:
+            final.rename(replaced)
+        except OSError as error:
+            if error.errno != errno.EXDEV:  # overlayfs: see `rename_folder`
+                raise
+            remove([final])
         partial.rename(final)
     remove([partial, replaced])
     sync_folder(output_dir)
@@ -325,22 +332,25 @@ def set_aside_foreign(paths: Sequence[Path]) -> list[tuple[Path, Path]]:
 
 def _renamed(checkpoint: Path, word: str) -> Path:
     target = checkpoint.with_name(f"{word}-{checkpoint.name}")
-    return checkpoint.rename(free_name(target) if os.path.lexists(target) else target)
+    return rename_folder(checkpoint, free_name(target) if os.path.lexists(target) else target)
 
 
 def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = None) -> list[Path]:
     """Rename checkpoints older than all of `kept` (None: keep all), except the best one.
 
-    Returns the folders to delete, including leftovers of unfinished saves. Deleting takes long, so the caller does it
-    in the background.
+    Returns the folders to delete, including leftovers of unfinished saves and what cannot be renamed (overlayfs).
+    Deleting takes long, so the caller does it in the background.
     """
+    fixed = []
     for step, path in numbered(output_dir) if kept else []:
         if kept and path in kept:
             break
         if path != best:
-            with suppress(OSError):  # the next save tries again
+            try:
                 path.rename(output_dir / f"writing-removed-{step}")
-    return [path for path in output_dir.glob("writing-*") if UNFINISHED_NAME.fullmatch(path.name)]
+            except OSError as error:  # the next save tries again
+                fixed += [path] if error.errno == errno.EXDEV else []
+    return [*fixed, *(path for path in output_dir.glob("writing-*") if UNFINISHED_NAME.fullmatch(path.name))]
 
 
 def remove(folders: Sequence[Path]) -> None:
@@ -363,4 +373,4 @@ def set_aside(path: Path) -> Path | None:
     """Rename an earlier run's file or folder to a free name such as `metrics.1.jsonl`; return it, None if empty."""
     if not path.is_dir() and not (path.is_file() and path.stat().st_size):
         return None
-    return path.rename(free_name(path))
+    return rename_folder(path, free_name(path)) if path.is_dir() else path.rename(free_name(path))

@@ -8,23 +8,27 @@ torch.
 from __future__ import annotations
 
 import itertools
+import re
 import stat
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
 from harness.atomic import sync_folder
 from harness.checkpoint.directories import (
+    ADAPTERS,
     MANIFEST,
     METRICS,
+    MODEL,
     NAME,
     OLD_STATE,
     RUN,
     STATE,
+    TrainingProgress,
     checksum,
     numbered,
     read_manifest,
@@ -33,6 +37,7 @@ from harness.checkpoint.directories import (
 from harness.config.values.json_file import read_json
 from harness.errors import UserError
 
+MOST_A_STEP = 1 << 24  # samples in a global batch
 SEEN_S = 90.0  # an NFS client caches a folder's entries for up to 60 s (acdirmax)
 
 
@@ -49,7 +54,10 @@ def damage(checkpoint: Path) -> str | None:
         wrong = next(
             filter(None, (_wrong_size(checkpoint, name, file[0]) for name, file in manifest.files.items())), None
         )
-        steps = {MANIFEST: manifest.step, STATE: manifest.step if wrong else read_progress(checkpoint).step}
+        progress = None if wrong else read_progress(checkpoint)
+        if progress is not None:
+            wrong = _unlisted(manifest.files, progress) or _implausible(progress)
+        steps = {MANIFEST: manifest.step, STATE: manifest.step if progress is None else progress.step}
     except UserError as error:
         return str(error)
     except OSError as error:  # a folder without permission, a path that is too long
@@ -246,6 +254,30 @@ def _wrong_size(checkpoint: Path, name: str, saved: int) -> str | None:
     if _is_special(found.st_mode):
         return f"{name} is not a file"
     return None if found.st_size == saved else f"{name} has {found.st_size:,} bytes of {saved:,}"
+
+
+def _unlisted(files: Collection[str], progress: TrainingProgress) -> str | None:
+    """Return what a manifest should list besides, None if it lists all that a run needs to go on."""
+    if STATE not in files:
+        return f"{MANIFEST} does not list {STATE}"
+    for stem in (ADAPTERS if progress.adapters else MODEL, *progress.optimizer_states):
+        name = re.compile(rf"{re.escape(stem)}(?:-\d{{5}}-of-(\d{{5}}))?\.safetensors")
+        parts = list(filter(None, map(name.fullmatch, files)))
+        if not parts or len(parts) != int(parts[0][1] or 1):
+            return f"{MANIFEST} does not list {'all files of ' * bool(parts)}{stem}"
+    return None
+
+
+def _implausible(progress: TrainingProgress) -> str | None:
+    """Return which count no run can have reached, None if all are possible: the file was edited."""
+    for name in ("step", "consumed_samples", "skipped_steps"):
+        if getattr(progress, name) < 0:
+            return f"{STATE}: {name} is {getattr(progress, name)}"
+    if any(len(each) != 2 or not 0 <= each[0] < each[1] for each in progress.skipped_samples):
+        return f"{STATE}: skipped_samples is {progress.skipped_samples}"
+    if not progress.step <= progress.consumed_samples or progress.trained_samples > progress.step * MOST_A_STEP:
+        return f"{STATE}: consumed_samples is {progress.consumed_samples} at step {progress.step}"
+    return None
 
 
 def _is_special(mode: int) -> bool:

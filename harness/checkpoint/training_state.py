@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from harness.checkpoint.directories import TrainingProgress, read_manifest, read_progress
+from harness.checkpoint.directories import ADAPTERS, MODEL, TrainingProgress, read_manifest, read_progress
 from harness.checkpoint.integrity import changed_file, damage, newest_whole, wait_until_seen
 from harness.checkpoint.tensors.local_shard import LocalShard, local_shards
 from harness.checkpoint.tensors.tensor_writer import require_storable
@@ -53,8 +53,6 @@ from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.host import numbers
 from harness.topology.agreement import all_or_none, value_of_first, values_of_all
 from harness.topology.groups import Groups
-
-MODEL, ADAPTERS = "model", "adapter_model"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128
 
-from harness.atomic import exchange
+from harness.atomic import exchange, rename_folder
 from harness.data.on_disk.progress import PreparationProgress
 from harness.errors import UserError
 from harness.topology.env import use_one_core_for_tokenizers
@@ -124,7 +124,7 @@ def _take_name(made: Path, folder: Path) -> None:
                 continue
             damaged = _beside(folder)  # the file system cannot exchange names: move the damaged one away
             with suppress(FileNotFoundError):  # another process did so first
-                folder.rename(damaged)
+                rename_folder(folder, damaged)
             shutil.rmtree(damaged, ignore_errors=True)
         else:
             break

@@ -18,7 +18,7 @@ def save(folder: Path, step: int, run_id: str = "") -> Path:
     """Save a checkpoint of two files, one of them in a folder of its own."""
     partial = folder / partial_name(step)
     (partial / "deep").mkdir(parents=True)
-    (partial / "weights.safetensors").write_bytes(b"w" * 100 + bytes([step]))
+    (partial / "model.safetensors").write_bytes(b"w" * 100 + bytes([step]))
     (partial / "deep" / "other.json").write_bytes(b"r" * 50)
     return finish(folder, progress(step, run_id=run_id), contents(partial))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +50,16 @@ def test_steps_that_follow_do_not_change_what_is_saved(zero_stage: int, groups: 
     said = read_progress(run / "checkpoint-2")
     assert (said.optimizer_states, said.counters) == (STATES, {"step": 2.0})
     assert damage(saving.path) is None and changed_file(saving.path, 0, 1) is None
+
+
+@pytest.mark.parametrize("plant", [Path.touch, lambda path: path.symlink_to("nowhere")], ids=["file", "link"])
+def test_what_has_the_name_of_the_unfinished_one_makes_room(
+    plant: Callable[[Path], object], groups: Groups, run: Path
+) -> None:
+    run.mkdir(exist_ok=True)
+    plant(run / partial_name(0))
+    saving = BackgroundSave(engine_state(groups), Target(output_dir=run, keep=None), progress(0), Writer())
+    assert damage(saving.finish()) is None
 
 
 def test_it_has_its_name_when_all_is_written_and_not_before(groups: Groups, run: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -123,10 +124,10 @@ def test_whatever_has_the_name_makes_room(
     left.mkdir()
     (left / "weights").write_text("old")
     (partial := tmp_path / partial_name(4)).mkdir()
-    (partial / "new").write_text("new")
+    (partial / "model.safetensors").write_text("new")
     final = finish(tmp_path, progress(4), contents(partial))
     assert damage(final) is None and not final.is_symlink()
-    assert sorted(path.name for path in final.iterdir()) == ["manifest.json", "new", "state.json"]
+    assert sorted(path.name for path in final.iterdir()) == ["manifest.json", "model.safetensors", "state.json"]
     assert not partial.exists() and not list(tmp_path.glob("writing-*"))
 
 
@@ -184,6 +185,38 @@ def test_one_whose_new_name_is_taken_goes_the_next_time(tmp_path: Path) -> None:
     assert [step for step, _ in numbered(tmp_path)] == [1, 2]
     remove(prune(tmp_path, [newest]))
     assert [step for step, _ in numbered(tmp_path)] == [2]
+
+
+@pytest.fixture
+def overlay(tmp_path: Path) -> Iterator[Path]:
+    """A folder on overlayfs, with two checkpoints in its lower layer as in a container's image."""
+    lower, upper, work, merged = (tmp_path / name for name in ("lower", "upper", "work", "merged"))
+    for folder in (lower, upper, work, merged):
+        folder.mkdir()
+    for step in (1, 2):
+        save(lower, step)
+    options = f"lowerdir={lower},upperdir={upper},workdir={work},redirect_dir=off"
+    mount = ["mount", "-t", "overlay", "overlay", "-o", options, str(merged)]
+    if shutil.which("mount") is None or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("overlayfs cannot be mounted here")
+    yield merged
+    subprocess.run(["umount", "-l", merged], check=True)
+
+
+def test_folders_that_overlayfs_cannot_rename_make_room_all_the_same(overlay: Path) -> None:
+    with pytest.raises(OSError, match="Invalid cross-device link"):
+        (overlay / "checkpoint-1").rename(overlay / "other")
+    (partial := overlay / partial_name(2)).mkdir()
+    (partial / "model.safetensors").write_text("new")
+    again = finish(overlay, progress(2), contents(partial))
+    assert damage(again) is None and (again / "model.safetensors").read_text() == "new"
+    ((_, moved),) = set_aside_foreign([overlay / "checkpoint-1"])
+    assert damage(moved) is None and [step for step, _ in numbered(overlay)] == [2]
+
+
+def test_older_ones_that_overlayfs_cannot_rename_are_removed(overlay: Path) -> None:
+    remove(prune(overlay, [overlay / "checkpoint-2"]))
+    assert [path.name for path in overlay.iterdir()] == ["checkpoint-2"]
 
 
 def test_removing_what_is_gone_is_no_error(tmp_path: Path) -> None:

@@ -56,7 +56,21 @@ def replaced_by(path: Path, target: Path | None) -> None:
         change(listed, files={**files, path.name: [0, "0" * 32]})
 
 
-WEIGHTS = "weights.safetensors"
+def listing(path: Path, *names: str) -> None:
+    """Edit the list of files, after which whatever is listed is there."""
+    for name in names:
+        (path / name).touch()
+    change(path / MANIFEST, files={name: [(path / name).stat().st_size, "0" * 32] for name in names})
+
+
+def stating(path: Path, **values: object) -> None:
+    """Edit what a checkpoint says of its run, and its size in the list of files."""
+    change(path / STATE, **values)
+    files = json.loads((path / MANIFEST).read_text())["files"]
+    change(path / MANIFEST, files={**files, STATE: [(path / STATE).stat().st_size, "0" * 32]})
+
+
+WEIGHTS = "model.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +90,7 @@ WEIGHTS = "weights.safetensors"
             lambda path: linked(path / WEIGHTS, path / WEIGHTS), f"{WEIGHTS} is missing", id="a link to itself"
         ),
         pytest.param(
-            lambda path: (path / WEIGHTS).rename(path / "Weights.safetensors"), f"{WEIGHTS} is missing", id="renamed"
+            lambda path: (path / WEIGHTS).rename(path / "Model.safetensors"), f"{WEIGHTS} is missing", id="renamed"
         ),
         pytest.param(lambda path: shutil.rmtree(path / "deep"), "deep/other.json is missing", id="a folder missing"),
         pytest.param(
@@ -96,6 +110,29 @@ WEIGHTS = "weights.safetensors"
             lambda path: change(path / MANIFEST, files={"a\0b": [1, "a"]}),
             "is not a file inside it",
             id="a name with a zero",
+        ),
+        pytest.param(lambda path: listing(path), "manifest.json does not list state.json", id="an empty list"),
+        pytest.param(lambda path: listing(path, STATE), "does not list model", id="a list without weights"),
+        pytest.param(
+            lambda path: stating(path, optimizer_states=["exp_avg"]),
+            "does not list exp_avg",
+            id="no optimizer",
+        ),
+        pytest.param(
+            lambda path: listing(path, STATE, "model-00001-of-00002.safetensors"),
+            "does not list all files of model",
+            id="a list without some weights",
+        ),
+        pytest.param(
+            lambda path: stating(path, consumed_samples=-5),
+            "state.json: consumed_samples is -5",
+            id="negative",
+        ),
+        pytest.param(
+            lambda path: stating(path, consumed_samples=10**15), f"samples is {10**15} at step 4", id="too many samples"
+        ),
+        pytest.param(
+            lambda path: stating(path, skipped_samples=[[9, 2]]), "skipped_samples is [[9, 2]]", id="a range backwards"
         ),
         pytest.param(
             lambda path: shutil.copy(path.parent / "checkpoint-2" / MANIFEST, path),
@@ -278,8 +315,8 @@ def test_a_checkpoint_is_no_model_with_weights_that_it_was_not_saved_with(tmp_pa
     saved = save(tmp_path, 2)
     (saved / "notes.txt").write_text("mine")
     require_listed_weights(saved)
-    (saved / "model.safetensors").write_text("planted")
-    with pytest.raises(UserError, match=r"contains model\.safetensors, which it was not saved with: move it"):
+    (saved / "pytorch_model.bin").write_text("planted")
+    with pytest.raises(UserError, match=r"contains pytorch_model\.bin, which it was not saved with: move it"):
         require_listed_weights(saved)
     (saved / MANIFEST).unlink()  # some other directory
     require_listed_weights(saved)

@@ -175,11 +175,11 @@ def flip(path: Path) -> None:
 def test_a_changed_one_is_passed_over_and_named(run: Path) -> None:
     paths = [save(run, step) for step in (1, 2, 3)]
     assert first_unchanged(paths[2], run, auto=True) == (paths[2], [])
-    flip(paths[2] / "weights.safetensors")
+    flip(paths[2] / "model.safetensors")
     (paths[1] / MANIFEST).unlink()
-    words = f"{paths[2]} is damaged (weights.safetensors differs from what was saved)"
+    words = f"{paths[2]} is damaged (model.safetensors differs from what was saved)"
     assert first_unchanged(paths[2], run, auto=True) == (paths[0], [words])
-    with pytest.raises(UserError, match=r"weights\.safetensors differs .*: resume from another checkpoint"):
+    with pytest.raises(UserError, match=r"model\.safetensors differs .*: resume from another checkpoint"):
         first_unchanged(paths[2], run, auto=False)
     flip(paths[0] / "deep" / "other.json")
     assert first_unchanged(paths[2], run, auto=True)[0] is None
@@ -193,7 +193,7 @@ def test_one_that_vanishes_before_it_is_read_is_passed_over(run: Path) -> None:
     chosen, (words,) = first_unchanged(newer, run, auto=True)
     assert chosen == older and f"{newer} is damaged" in words
     elsewhere = save(run.with_name("elsewhere"), 1)
-    flip(elsewhere / "weights.safetensors")  # to which a rollback would go back
+    flip(elsewhere / "model.safetensors")  # to which a rollback would go back
     assert first_unchanged(elsewhere, run, auto=True)[0] is None
 
 

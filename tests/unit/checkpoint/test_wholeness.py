@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,11 +24,11 @@ from tests.unit.checkpoint.saved import change, save
 
 
 def cut(path: Path) -> None:
-    (path / "weights.safetensors").write_bytes((path / "weights.safetensors").read_bytes()[:60])
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:60])
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a file cut off": (cut, "weights.safetensors has 60 bytes of 101"),
+    "a file cut off": (cut, "model.safetensors has 60 bytes of 101"),
     "a file missing": (lambda path: (path / "deep" / "other.json").unlink(), "deep/other.json is missing"),
     "its state missing": (lambda path: (path / STATE).unlink(), "state.json is missing"),
     "its list missing": (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
@@ -60,11 +61,11 @@ def test_auto_goes_back_to_the_newest_whole_one_and_says_why(case: str, tmp_path
 def test_changed_content_is_found_by_the_rank_whose_share_it_is(tmp_path: Path) -> None:
     older, newer = save(tmp_path, 9), save(tmp_path, 10)
     assert [changed_file(newer, share, 2) for share in (0, 1)] == [None, None]
-    (newer / "weights.safetensors").write_bytes(b"x" * 101)
+    (newer / "model.safetensors").write_bytes(b"x" * 101)
     assert damage(newer) is None
     assert sorted(map(str, (changed_file(newer, share, 2) for share in (0, 1)))) == [
         "None",
-        "weights.safetensors differs from what was saved",
+        "model.safetensors differs from what was saved",
     ]
     assert newest_whole(tmp_path, before=newer) == older
     assert newest_whole(tmp_path, before=older) is None
@@ -75,7 +76,8 @@ def test_a_later_version_may_say_more(tmp_path: Path) -> None:
     size = (saved / STATE).stat().st_size
     change(saved / STATE, later=1)
     assert damage(saved) == f"state.json has {(saved / STATE).stat().st_size} bytes of {size}"
-    change(saved / MANIFEST, later=1, files={})
+    files = json.loads((saved / MANIFEST).read_text())["files"]
+    change(saved / MANIFEST, later=1, files={**files, STATE: [(saved / STATE).stat().st_size, "0" * 32]})
     assert damage(saved) is None
     assert read_progress(saved).step == 3
 

@@ -73,6 +73,7 @@ def saved_checkpoint(folder: Path, step: int) -> None:
     made = folder / f"checkpoint-{step}"
     made.mkdir(parents=True)
     stated = {"step": step, "consumed_samples": 8, "layout": "", "zero_stage": 0, "precision": "fp32", "seed": 1}
+    (made / "model.safetensors").touch()
     (made / "state.json").write_text(json.dumps({**stated, "data": ""}))
     write_manifest(made, step, contents(made), "run")
 

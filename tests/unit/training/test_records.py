@@ -40,7 +40,7 @@ def progress(step: int, layout: str = "pp1 x dp1 x tp1") -> TrainingProgress:
 
 def save(folder: Path, step: int) -> Path:
     (folder / partial_name(step)).mkdir()
-    (folder / partial_name(step) / "weights").write_text(str(step))
+    (folder / partial_name(step) / "model.safetensors").write_text(str(step))
     return finish(folder, progress(step), contents(folder / partial_name(step)))
 
 

@@ -17,6 +17,7 @@ from harness import TrainingArguments, UserError
 from harness.arguments.configure import read_run_config
 from harness.checkpoint.directories import (
     TrainingProgress,
+    contents,
     finish,
     optimizer_name,
     partial_name,
@@ -112,8 +113,9 @@ def test_values_of_the_json_count_like_arguments() -> None:
 
 def saved_by(folder: Path, **changes: Any) -> Path:
     (folder / partial_name(1)).mkdir(parents=True)
+    (folder / partial_name(1) / "model.safetensors").touch()
     told = dict(step=1, consumed_samples=8, layout="pp1 x dp1 x tp1", zero_stage=0, precision="fp32", seed=42, data="")
-    return finish(folder, TrainingProgress(**{**told, **changes}), {})
+    return finish(folder, TrainingProgress(**{**told, **changes}), contents(folder / partial_name(1)))
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
