@@ -280,7 +280,7 @@ def assemble(
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     vocab_size = next(end.get_parameter("weight").shape[0] for end in (head, embedding) if end is not None)
     if adaptation is not None:
-        inject(model, adaptation.config, keep_ties=isinstance(source.weights, Path))
+        inject(model, adaptation, keep_ties=isinstance(source.weights, Path))
         weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
     in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes out the layers and their buffers
     noise = embedding_noise(model, noise_alpha)

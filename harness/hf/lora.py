@@ -29,12 +29,12 @@ from transformers.pytorch_utils import Conv1D
 from harness.console import warn
 from harness.errors import UserError
 from harness.hf.layers.call import CANNOT_RUN
-from harness.hf.skeleton import ModelSource
+from harness.hf.skeleton import ModelSource, forget_broken_ties, require_plain, skeleton_of
 from harness.hf.weights.layer_weights import WeightSource, fill_local
 from harness.hf.weights.lazy_tensor import LazyTensor
 from harness.hf.weights.tensor_files import Stored, open_tensors
 from harness.parallel.generators import own_generators
-from harness.parallel.plans.lora import is_wrapper, lifted
+from harness.parallel.plans.lora import Wrapper, is_wrapper, lifted, without_adapters
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -61,10 +61,12 @@ class Adaptation:
     Attributes:
         config: peft's LoraConfig.
         tensors: values of adapters by name in the model; others are initialised by peft's rule (A random, B zero).
+        trained: whether a parameter is trained, by name in the model; by peft's rule for those that are not named.
     """
 
     config: LoraConfig
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    trained: Mapping[str, bool] = field(default_factory=dict)
 
 
 def lora_config(given: object) -> LoraConfig:
@@ -93,10 +95,13 @@ def lora_config(given: object) -> LoraConfig:
 def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
     """Return source and adaptation of a model in memory with adapters; None for a model without.
 
-    Such a model is a PeftModel, or one that transformers has loaded from an adapter's directory.
+    Such a model is a PeftModel, or one that transformers has loaded from an adapter's directory. The base model's own
+    modules are trained, as without adapters, and parameters of it that are not frozen. If nothing at all is trained,
+    the adapters were loaded for inference, and are trained.
 
     Raises:
-        UserError: not exactly one adapter is active, or its config is not supported.
+        UserError: not exactly one adapter is active, its config is not supported, or its layers are not those that peft
+            makes of the config.
     """
     peft = sys.modules.get("peft")  # without it no model has adapters
     if peft is not None and isinstance(model, peft.PeftModel):
@@ -109,24 +114,83 @@ def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
     if len(active) != 1:
         raise UserError(f"active adapters: {', '.join(active) or 'none'}: select the one to train with set_adapter()")
     (name,) = active
+    require_plain(model)
     source = ModelSource.of_model(base)
     weights: dict[str, Tensor] = {}
     adapters: dict[str, Tensor] = {}
+    trained: dict[str, bool] = {}
     for key, tensor in cast(dict[str, Tensor], source.weights).items():
         if is_adapter(key):
             if f".{name}." in key:
                 adapters[key.replace(f".{name}.", f".{NAME}.")] = tensor
         elif ".modules_to_save." not in key:
             weights[plain_name(key).replace(".original_module.", ".")] = tensor
+            trained[key.replace(".original_module.", ".")] = tensor.requires_grad
     for key, tensor in cast(dict[str, Tensor], source.weights).items():
         if f".modules_to_save.{name}." in key:
-            weights[key.replace(f".modules_to_save.{name}.", ".")] = tensor
-    config = lora_config(model.peft_config[name])
-    return replace(source, weights=weights, model=None), Adaptation(config=config, tensors=adapters)
+            own = key.replace(f".modules_to_save.{name}.", ".")
+            weights[own], trained[own] = tensor, tensor.requires_grad
+    if not any(tensor.requires_grad for tensor in model.parameters()):
+        trained = {}
+    elif frozen := sorted(key for key, tensor in adapters.items() if not tensor.requires_grad):
+        raise UserError(f"{frozen[0]} is frozen, but an adapter is trained as a whole: set its requires_grad")
+    adaptation = Adaptation(config=lora_config(model.peft_config[name]), tensors=adapters, trained=trained)
+    plain = _without_adapters(base, name)
+    _require_as_configured(base, name, plain, adaptation)
+    return replace(source, weights=weights, model=plain), adaptation
 
 
-def inject(model: PreTrainedModel, config: LoraConfig, *, keep_ties: bool) -> None:
-    """Put peft's layers into `model`, on meta, and freeze the rest; peft fills the open fields of `config`.
+def _without_adapters(base: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Return a copy of a model on meta without peft's layers, and with the adapter's copies of modules_to_save."""
+    from peft.utils import ModulesToSaveWrapper
+
+    plain = skeleton_of(base, base.config)
+    for path, module in list(plain.named_modules()):
+        if isinstance(module, ModulesToSaveWrapper):
+            plain.set_submodule(path, module.modules_to_save[name])
+        elif is_wrapper(module) and not path.endswith(".base_layer"):
+            plain.set_submodule(path, without_adapters(module))
+    for mark in ("peft_config", "_hf_peft_config_loaded"):
+        vars(plain).pop(mark, None)
+    forget_broken_ties(plain)
+    return plain
+
+
+def _require_as_configured(base: PreTrainedModel, name: str, plain: PreTrainedModel, adaptation: Adaptation) -> None:
+    """Raise UserError for a layer with adapters that peft would not make of the config: its settings were changed."""
+    made = copy.deepcopy(plain)
+    inject(made, replace(adaptation, config=copy.deepcopy(adaptation.config)), keep_ties=False)
+    given, expected = _settings(base, name), _settings(made, NAME)
+    for path in sorted(given.keys() ^ expected.keys()):
+        raise UserError(
+            f"{path}: the adapter's config {'adapts' if path in expected else 'does not adapt'} it, unlike the model"
+        )
+    for path, settings in given.items():
+        for setting, value in settings.items():
+            if value != expected[path][setting]:
+                raise UserError(
+                    f"{path}: its {setting} is {value}, but the adapter's config makes {expected[path][setting]}: "
+                    "change the config before get_peft_model"
+                )
+
+
+def _settings(model: nn.Module, name: str) -> dict[str, dict[str, str]]:
+    """Return the settings of each layer with adapters, as text by name, for the adapter `name`."""
+    wrappers: dict[str, Wrapper] = {path: module for path, module in model.named_modules() if is_wrapper(module)}
+    return {
+        path: {
+            "class": type(module).__name__,
+            "scaling": str(module.scaling.get(name)),
+            "merged adapters": str(module.merged_adapters),
+            "disable_adapters": str(module.disable_adapters),
+            **{part: repr(getattr(module, part)[name]) for part in ("lora_A", "lora_B", "lora_dropout")},
+        }
+        for path, module in wrappers.items()
+    }
+
+
+def inject(model: PreTrainedModel, adaptation: Adaptation, *, keep_ties: bool) -> None:
+    """Put peft's layers into `model`, on meta, and freeze the rest; peft fills the open fields of the config.
 
     Args:
         keep_ties: whether tied weights must stay tied, because the checkpoint has values for only one of them.
@@ -139,6 +203,7 @@ def inject(model: PreTrainedModel, config: LoraConfig, *, keep_ties: bool) -> No
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    config = adaptation.config
     config.inference_mode = False
     tied = _tied(model)
     try:
@@ -163,6 +228,8 @@ def inject(model: PreTrainedModel, config: LoraConfig, *, keep_ties: bool) -> No
             )
     _require_found(model, config)
     _train_whole(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(adaptation.trained.get(name, parameter.requires_grad))
     for name, other in sorted(tied - _tied(model)) if keep_ties else ():
         raise UserError(
             f"modules_to_save would untie {name} from {other}: set "

@@ -44,7 +44,7 @@ HARMLESS = ("transformers", "peft")
 
 
 def require_plain(model: PreTrainedModel) -> None:
-    """Raise UserError if a model in memory has anything that its trained copy would lose: hooks, forwards, DTensors."""
+    """Raise UserError if a model in memory has anything that its trained copy would lose: hooks, forwards, a loss."""
     for name, module in model.named_modules():
         where = name or type(model).__name__
         for place, kind in HOOKS.items():
@@ -65,6 +65,11 @@ def require_plain(model: PreTrainedModel) -> None:
             raise UserError(f"{name} is already distributed over ranks: give a model that is complete on every rank")
         if parameter.is_meta:
             raise UserError(f"{name} has no values (it is on the meta device): load the model without device_map")
+    if "_loss_function" in vars(model):  # where transformers keeps it
+        raise UserError(
+            f"this {type(model).__name__} has a loss_function of its own, which training would not call: give the "
+            "Trainer a loss_fn or compute_loss_func"
+        )
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(f"the weights of this {type(model).__name__} are quantized: dequantize them first")
 
@@ -91,7 +96,7 @@ def skeleton_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedM
             skeleton.set_attn_implementation(wanted)
         except ValueError as error:
             raise UserError(f"--attn_implementation {wanted}: {error}") from error
-    _forget_broken_ties(skeleton)
+    forget_broken_ties(skeleton)
     skeleton.train()
     return skeleton
 
@@ -109,7 +114,7 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
 
 
-def _forget_broken_ties(model: PreTrainedModel) -> None:
+def forget_broken_ties(model: PreTrainedModel) -> None:
     """Remove ties from the model's list that the user has broken by hand."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, other in list(model.all_tied_weights_keys.items()):

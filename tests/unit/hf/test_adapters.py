@@ -103,6 +103,52 @@ def test_a_model_with_adapters_in_memory_is_taken_as_it_is(family: str, peft: di
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_what_was_changed_in_a_model_beside_its_adapters_is_kept() -> None:
+    """Replaced modules, attributes and unfrozen parameters of the base, before and after peft's layers were added."""
+    base = model_of("llama")
+    base.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+    model: Any = get_peft_model(base, LoraConfig(**ALL))
+    base.model.norm.variance_epsilon = 0.5
+    base.model.layers[1].self_attn.q_proj.base_layer.bias = torch.nn.Parameter(torch.ones(64), requires_grad=False)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.requires_grad = True
+        elif ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    found = adapted_model(model.eval())
+    assert found is not None
+    built = build(adapt(*found))
+    logits = run(built, IDS)
+    assert torch.equal(logits, model(IDS).logits)
+    ours = {saved_name(n): p for m in built.modules.values() for n, p in m.named_parameters() if p.requires_grad}
+    theirs = {name.replace(".default.", "."): p for name, p in model.named_parameters() if p.requires_grad}
+    assert ours.keys() == theirs.keys()
+    logits.logsumexp(-1).mean().backward()
+    model(IDS).logits.logsumexp(-1).mean().backward()
+    assert all(torch.allclose(ours[name].grad, theirs[name].grad, atol=1e-7) for name in theirs)
+
+
+def test_changed_adapters_are_refused_by_name() -> None:
+    def changed(change: Any) -> str:
+        model: Any = get_peft_model(model_of("llama"), LoraConfig(**ALL))
+        change(model, model.base_model.model.model.layers[0].mlp.up_proj)
+        with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj|PeftModel") as caught:
+            adapted_model(model)
+        return str(caught.value)
+
+    assert "its scaling is 5.0, but the adapter's config makes 2.0" in changed(
+        lambda _, layer: layer.set_scale("default", 2.5)
+    )
+    assert "merged adapters" in changed(lambda _, layer: layer.merge())
+    assert "lora_dropout" in changed(lambda _, layer: layer.lora_dropout.update({"default": torch.nn.Dropout(0.5)}))
+    assert "lora_A.default.weight is frozen" in changed(lambda _, layer: layer.lora_A.requires_grad_(False))
+    plain = torch.nn.Linear(64, 96, bias=False)
+    assert "unlike the model" in changed(
+        lambda model, _: model.base_model.model.set_submodule("model.layers.0.mlp.up_proj", plain)
+    )
+    assert "forward hook" in changed(lambda model, _: model.register_forward_hook(lambda *_: None))
+
+
 def test_experts_of_any_width_have_adapters() -> None:
     """peft's wrapper of experts asks for values, and on a CPU grouped products want rows of whole 16 bytes."""
     names = parameters(fresh("mixtral", ALL, intermediate_size=37), 2, 3)

@@ -46,6 +46,13 @@ def test_what_would_be_lost_is_refused_by_name(what: str) -> None:
         ModelSource.of_model(model)
 
 
+def test_a_loss_of_the_models_own_is_refused() -> None:
+    model = tiny()
+    model.loss_function = lambda logits, labels, **_: logits.mean()
+    with pytest.raises(UserError, match="has a loss_function of its own"):
+        ModelSource.of_model(model)
+
+
 def test_hooks_of_transformers_are_no_obstacle() -> None:
     model = tiny()
     model.gradient_checkpointing_enable()
