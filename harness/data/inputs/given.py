@@ -13,6 +13,7 @@ from harness.data.batches.collate import MapDataset, tokens_of, too_long
 from harness.data.batches.stream import dataset_length
 from harness.data.streaming.rows import is_iterable
 from harness.errors import UserError
+from harness.wording import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -104,6 +105,31 @@ def require_short(dataset: MapDataset, limit: int) -> None:
         # `dataset.data` is the table before shuffle() and select(): in `dataset` this row may be another, or missing
         if row < len(dataset) and (tokens_of(dataset[row]) or 0) > limit:
             raise too_long(row, int(lengths[row]), limit)
+
+
+def require_one_length(dataset: MapDataset) -> None:
+    """Raise UserError for samples with different numbers of tokens, if these are known without reading the samples."""
+    lengths = [tokens_of(sample) for sample in dataset] if isinstance(dataset, list | tuple) else _selected(dataset)
+    for row, length in enumerate(lengths):
+        if length is not None and lengths[0] is not None and length != lengths[0]:
+            raise UserError(
+                f"sample {row} has {counted(length, 'token')} and sample 0 has {lengths[0]}: with pipeline stages all "
+                "samples have one length: pad them on the right (labels -100), or give text, which is cut into blocks"
+            )
+
+
+def _selected(dataset: MapDataset) -> list[int | None]:
+    """Return the number of input_ids of each row of a `datasets.Dataset`; [] for others and for transformed rows."""
+    if type(dataset).__module__ != "datasets.arrow_dataset":
+        return []
+    rows = cast("Dataset", dataset)
+    if rows.format["type"] == "custom":
+        return []
+    lengths = _stored_lengths(rows.remove_columns([name for name in rows.column_names if name == "position_ids"]))
+    indices = rows._indices  # noqa: SLF001  # rows and order after select(); datasets has no public name for it
+    chosen = lengths if indices is None or not len(lengths) else lengths[indices.column(0).to_numpy()]
+    found: list[int | None] = chosen.tolist()
+    return found
 
 
 def _stored_lengths(dataset: Dataset) -> npt.NDArray[np.integer]:

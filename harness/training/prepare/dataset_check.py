@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from harness.config.values.arguments import BLOCK_SIZE
-from harness.data.batches.collate import IGNORED, Collator, MapDataset, MicroBatch
+from harness.data.batches.collate import IGNORED, Collator, MapDataset, MicroBatch, TokenCollator, collate
 from harness.data.batches.stream import dataset_length, read_micro_batch
-from harness.data.inputs.given import require_short
+from harness.data.inputs.given import require_one_length, require_short
 from harness.errors import UserError
 from harness.hf.context.sequence import require_enough
 from harness.hf.forward.payload import Tokens
@@ -46,7 +46,8 @@ class DatasetCheck:
 
         Raises:
             UserError: a sample cannot be collated, has fewer tokens than context ranks, or is longer than the model's
-                positions; samples are packed and the model cannot keep documents apart; or labels are shifted already.
+                positions; samples are packed and the model cannot keep documents apart; labels are shifted already; or
+                samples differ in length, and pipeline stages cannot.
         """
         if dataset is None or not dataset_length(dataset):
             return None
@@ -54,6 +55,8 @@ class DatasetCheck:
         if self.source is not None:
             if (limit := position_limit(self.source.config)) is not None:
                 require_short(dataset, limit)
+            if self._reads_rows and self.context.groups.layout.pp_size > 1:
+                require_one_length(dataset)
             if not self.own_loss and meaning_of(batch) == SHIFTED:
                 raise UserError(
                     "the labels of a data set are shifted already: label i is token i + 1. The loss shifts them: "
@@ -64,6 +67,12 @@ class DatasetCheck:
             if tokens.positions is not None:
                 self._require_apart(self.source, tokens.ids)
         return batch
+
+    @property
+    def _reads_rows(self) -> bool:
+        """Whether samples reach the model as they are: a collator of the user's may pad them."""
+        collator = self.collator.collator if isinstance(self.collator, TokenCollator) else self.collator
+        return collator is collate
 
     def _require_apart(self, source: ModelSource, ids: Tensor) -> None:
         args, device, dtype = self.context.args, self.context.device, self.context.dtype

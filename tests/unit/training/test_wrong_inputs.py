@@ -14,7 +14,7 @@ from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.cli import main
 from harness.data.batches.collate import TokenCollator, collate
 from harness.data.batches.stream import read_micro_batch
-from harness.data.inputs.given import require_short, require_types
+from harness.data.inputs.given import require_one_length, require_short, require_types
 from harness.training.callbacks import instances, take_out
 from harness.training.evaluate import mean_loss
 
@@ -110,6 +110,14 @@ def test_a_long_sample_is_found_before_a_run_begins(form: Any) -> None:
     require_short(form(LONG), 6)
     with pytest.raises(UserError, match="sample 2 has 5 tokens, but the model has 4 positions"):
         require_short(form(LONG), 4)
+
+
+@pytest.mark.parametrize("form", [list, Dataset.from_list, lambda rows: Dataset.from_list(rows).select([1, 0, 2, 3])])
+def test_pipeline_stages_want_samples_of_one_length(form: Any) -> None:
+    with pytest.raises(UserError, match=r"sample 1 has [34] tokens and sample 0 has [34]: with pipeline stages"):
+        require_one_length(form([{"input_ids": [1] * size} for size in (3, 4, 4, 3)]))
+    require_one_length(Dataset.from_list([{"input_ids": [1] * size} for size in (3, 4, 4)]).select([1, 2]))
+    require_one_length([{"input_ids": [1] * 4}] * 3)
 
 
 @pytest.mark.parametrize(
