@@ -100,11 +100,11 @@ def _write(output: Path, text: str, mode: Literal["w", "a"] = "w") -> None:
 def table(found: JsonObject) -> str:
     """Return a certificate as text: what was compared, and the largest differences."""
     names = ("loss", "norm", "evaluation", "weights")
-    rows = [("compared", "ranks", "steps", *names, "")]
+    rows = [("compared", "layout", "steps", *names, "")]
     for row in found["compared"]:
         numbers = row["largest"] or {}
         shown = [f"{numbers[name]:.1e}" if name in numbers else "-" for name in names]
-        rows.append((row["what"], str(row["ranks"]), str(row["steps"]), *shown, row["verdict"]))
+        rows.append((row["what"], row["layout"], str(row["steps"]), *shown, row["verdict"]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines = lines if found["compared"] else []

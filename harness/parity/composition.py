@@ -109,6 +109,12 @@ class Execution(Words):
         """Number of ranks."""
         return self.pp * self.tp * self.dp
 
+    @property
+    def sizes(self) -> str:
+        """The sizes of its layout above 1, as text."""
+        found = {name: getattr(self, name) for name in ("pp", "tp", "dp", "cp", "ep")}
+        return " ".join(f"{name}={size}" for name, size in found.items() if size > 1) or "one rank"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Words):

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
+from math import lcm
 from tempfile import TemporaryDirectory
 
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig, read_config, read_run_config
+from harness.config import Resolved
 from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN
 from harness.config.values.idle_keys import accelerated
 from harness.config.values.json_object import JsonObject
+from harness.config.values.layout_keys import CONTEXT, DEEPSPEED_CONTEXT, EXPERTS
 from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource, read_source
@@ -30,6 +34,7 @@ from harness.training.prepare.trainable import shaping
 from harness.training.recording.files import versions
 
 MOST_RANKS = 8
+MOST_CHUNKS = 4  # of a tiny copy, which may have four layers
 SECTIONS = (
     "pipeline",
     "tensor_parallel",
@@ -71,12 +76,18 @@ class Reduced:
     """A user's config at a small size.
 
     Attributes:
+        executions: the layouts to try; several if the sizes of the config need too many ranks together.
         left_out: the settings that are not tried, each in a few words.
     """
 
     training: Training
-    execution: Execution
+    executions: list[Execution]
     left_out: list[str]
+
+    @property
+    def execution(self) -> Execution:
+        """The first of the layouts, which is tried in every way."""
+        return self.executions[0]
 
 
 def certify(
@@ -101,10 +112,10 @@ def certify(
     }
     with TemporaryDirectory(prefix="verify_") as folder:
         try:
-            run = _run_config(model, arguments, world_size)
+            run = run_config(model, arguments, world_size)
             found["subject"] = certificate.subject(document.data, certificate.layout_of(run.resolved), shape)
             reduced = reduce(run)
-            tiny = shrink(source.config, tensor=reduced.execution.tp)
+            tiny = shrink(source.config, tensor=lcm(*(each.tp for each in reduced.executions)))
         except UserError as error:
             return {**found, "verdict": certificate.REFUSED, "reason": str(error), "compared": [], "left_out": []}
         tiny.save_pretrained(folder)
@@ -112,13 +123,13 @@ def certify(
         return {
             **found,
             **conclude(verdicts),
-            "tried": {"ranks": reduced.execution.ranks, "layout": str(reduced.execution)},
+            "tried": [{"ranks": each.ranks, "layout": str(each)} for each in reduced.executions],
             "compared": [_row(verdict, folder) for verdict in verdicts],
             "left_out": reduced.left_out,
         }
 
 
-def _run_config(model: str, arguments: TrainingArguments, world_size: int | None) -> RunConfig:
+def run_config(model: str, arguments: TrainingArguments, world_size: int | None) -> RunConfig:
     """Read and check the config for `world_size` ranks; None: the fewest that it runs on, with two data ranks if its
     batch sizes allow that."""
     if world_size is not None:
@@ -126,24 +137,34 @@ def _run_config(model: str, arguments: TrainingArguments, world_size: int | None
     data = read_config(arguments.deepspeed_config).data
     pp = arguments.pipeline_parallel_size or whole(lookup(data, "/pipeline/stages")) or 1
     tp = arguments.tensor_parallel_size or whole(lookup(data, "/tensor_parallel/autotp_size")) or 1
+    cp = arguments.context_parallel_size or whole(lookup(data, CONTEXT)) or whole(lookup(data, DEEPSPEED_CONTEXT)) or 1
+    stated = whole(lookup(data, f"{EXPERTS}/autoep_size")) if lookup(data, f"{EXPERTS}/enabled") is True else None
+    fewest = data_ranks(tp, cp, arguments.expert_parallel_size or stated or 1)
     train, micro, accumulation = (whole(lookup(data, at)) for at in (TRAIN, MICRO, ACCUMULATION))
-    stated = train // (micro * accumulation) if train and micro and accumulation else None
+    # ranks that share a sequence read the same samples
+    dp = train // (micro * accumulation) * cp if train and micro and accumulation else max(fewest, 2)
     try:
-        return read_run_config(arguments, world_size=pp * tp * (stated or 2), model=model)
+        return read_run_config(arguments, world_size=pp * tp * dp, model=model)
     except UserError:
-        return read_run_config(arguments, world_size=pp * tp, model=model)
+        if dp == fewest:
+            raise
+        return read_run_config(arguments, world_size=pp * tp * fewest, model=model)
+
+
+def data_ranks(tp: int, cp: int, ep: int) -> int:
+    """Return the fewest data-parallel ranks over which `cp` ranks share a sequence and `ep` the experts."""
+    return lcm(max(cp, 1), max(ep // max(tp, 1), 1))
 
 
 def reduce(run: RunConfig) -> Reduced:
     """Return the config at a small size, with the list of what is left out."""
-    resolved, data, left_out = run.resolved, run.document.data, []
-    execution = _execution(run)
-    asked = {
-        "pipeline stages": (resolved.pp_size, execution.pp),
-        "tensor-parallel ranks": (resolved.tp_size, execution.tp),
-    }
-    asked["ranks that share a sequence"] = (resolved.cp_size, execution.cp)
-    left_out += [f"{there} {name}: {here} are tried" for name, (there, here) in asked.items() if there != here]
+    resolved, data = run.resolved, run.document.data
+    pp = resolved.pp_size
+    while pp > max(1, MOST_CHUNKS // resolved.chunks.per_stage):
+        pp //= 2
+    sizes = tried_sizes(Sizes(pp=pp, tp=resolved.tp_size, cp=resolved.cp_size, ep=resolved.ep_size))
+    executions = [_execution(run, each) for each in sizes]
+    left_out = list(_sizes_left_out(resolved, sizes))
     if any(lookup(data, f"/zero_optimization/{name}/device") == "nvme" for name in OFFLOADS):
         left_out.append("offload to nvme: to the host's memory instead")
     precision = resolved.precision
@@ -164,30 +185,100 @@ def reduce(run: RunConfig) -> Reduced:
     left_out.append("batch sizes, rate and schedule of the learning rate: small ones, and a constant rate, are tried")
     training = Training(
         data="masked",
-        micro=2 if execution.dp < 4 else 1,
+        batch=lcm(8, *(each.dp // each.cp for each in executions)),
+        micro=1 if any(each.dp // each.cp > 3 for each in executions) else 2,
         steps=STEPS,
         precision=precision,
         sums=str(lookup(data, "/data_types/grad_accum_dtype") or "") if precision == "bf16" else "",
         optimizer=optimizer,
         clip=float(resolved.config.get("gradient_clipping", 1.0)),
     )
-    return Reduced(training=training, execution=execution, left_out=left_out)
+    return Reduced(training=training, executions=executions, left_out=left_out)
 
 
-def _execution(run: RunConfig) -> Execution:
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a layout that are tried as they are."""
+
+    pp: int
+    tp: int
+    cp: int
+    ep: int
+
+    @property
+    def fewest(self) -> int:
+        """The fewest ranks that have these sizes."""
+        return self.pp * self.tp * data_ranks(self.tp, self.cp, self.ep)
+
+    def halved(self, axis: str) -> Sizes:
+        """Return the sizes with that of an axis halved; experts stay on whole groups of tensor-parallel ranks."""
+        if self.ep == 1 or axis in ("pp", "cp"):
+            return replace(self, **{axis: getattr(self, axis) // 2})
+        tp, groups = self.tp, self.ep // self.tp
+        tp, groups = (tp // 2, groups) if axis == "tp" else (tp, groups // 2)
+        return replace(self, tp=tp, ep=tp * groups)
+
+
+AXES = {
+    "cp": "ranks that share a sequence",
+    "ep": "expert-parallel ranks",
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+}
+
+
+def tried_sizes(given: Sizes) -> list[Sizes]:
+    """Return the sizes to try: those given or, if they need too many ranks, several in which each axis is kept once.
+
+    An axis that alone needs too many ranks is halved until it fits.
+    """
+    found = [_fitting(given, kept) for kept in AXES if getattr(given, kept) > 1] or [given]
+    return list(dict.fromkeys(found))
+
+
+def _fitting(given: Sizes, kept: str) -> Sizes:
+    """Halve the sizes, the axis `kept` last and the largest of the others first, until the ranks are few enough."""
+    sizes = given
+    while sizes.fewest > MOST_RANKS:
+        others = [axis for axis in AXES if axis != kept and _may_halve(sizes, axis)]
+        sizes = sizes.halved(max(others, key=partial(getattr, sizes), default=kept))
+    return sizes
+
+
+def _may_halve(sizes: Sizes, axis: str) -> bool:
+    return getattr(sizes, axis) > (sizes.tp if axis == "ep" else 1)
+
+
+def _sizes_left_out(resolved: Resolved, tried: Sequence[Sizes]) -> Iterator[str]:
+    """Yield the sizes of the layout that no execution has, and whether sizes are tried together."""
+    given = Sizes(pp=resolved.pp_size, tp=resolved.tp_size, cp=resolved.cp_size, ep=resolved.ep_size)
+    for axis, name in AXES.items():
+        most = max(getattr(each, axis) for each in tried)
+        if getattr(given, axis) != most:
+            yield f"{getattr(given, axis)} {name}: {most} are tried"
+    if len(tried) > 1:
+        yield f"all sizes together need {given.fewest} ranks: each is tried with smaller others"
+    if resolved.dp_size not in (ranks := {_dp(each) for each in tried}):
+        yield f"{resolved.dp_size} data-parallel ranks: {' and '.join(map(str, sorted(ranks)))} are tried"
+
+
+def _dp(sizes: Sizes) -> int:
+    """Return the number of data-parallel ranks to try: two if that is not too many."""
+    fewest = data_ranks(sizes.tp, sizes.cp, sizes.ep)
+    return 2 if fewest == 1 and sizes.pp * sizes.tp * 2 <= MOST_RANKS else fewest
+
+
+def _execution(run: RunConfig, sizes: Sizes) -> Execution:
     resolved, data = run.resolved, run.document.data
-    pp, tp = resolved.pp_size, resolved.tp_size
-    while pp * tp > MOST_RANKS:  # stages and tensor-parallel ranks remain
-        pp, tp = (pp // 2, tp) if pp >= tp else (pp, tp // 2)
-    dp = 2 if pp * tp * 2 <= MOST_RANKS else 1
+    pp = sizes.pp
     devices = [lookup(data, f"/zero_optimization/{name}/device") for name in OFFLOADS]
     optimizer, parameters = (device not in (None, "none") for device in devices)
     return Execution(
         pp=pp,
-        tp=tp,
-        dp=dp,
-        cp=2 if resolved.cp_size > 1 and dp == 2 else 1,
-        ep=1 if resolved.ep_size == 1 else tp * (dp if resolved.ep_size > resolved.tp_size else 1),
+        tp=sizes.tp,
+        dp=_dp(sizes),
+        cp=sizes.cp,
+        ep=sizes.ep,
         zero=resolved.zero_stage,
         offload="all" if parameters else "optimizer" if optimizer else "none",
         schedule=resolved.schedule if pp > 1 else "1f1b",
@@ -223,11 +314,14 @@ def _rest(data: JsonObject) -> JsonObject:
 
 
 def compositions(model: str, reduced: Reduced, source: ModelSource) -> list[Composition]:
-    """Return the compositions to try: in float32, saved and resumed; in 16 bits; with dropout; with a router loss."""
-    plain = {name: value for name, value in reduced.execution.rest.items() if name not in ("bf16", "data_types")}
-    exact = replace(reduced.execution, rest=plain)
+    """Return the compositions to try: every layout in float32, saved and resumed; the first of them also with label
+    smoothing, in 16 bits, with dropout and with a router loss."""
+    exact, *others = (_in_float32(each) for each in reduced.executions)
     training = replace(reduced.training, precision="fp32", sums="")
-    found: list[tuple[Training, tuple[Execution, ...]]] = [(replace(training, evaluate=2), (exact, exact))]
+    found: list[tuple[Training, tuple[Execution, ...]]] = [
+        (replace(training, evaluate=2), (each, each)) for each in (exact, *others)
+    ]
+    found.append((replace(training, smoothing=0.1), (exact,)))
     if reduced.training.precision != "fp32":
         found.append((replace(reduced.training, data="blocks"), (reduced.execution,)))
     fields: JsonObject = source.config.to_dict()
@@ -236,6 +330,11 @@ def compositions(model: str, reduced: Reduced, source: ModelSource) -> list[Comp
     if fields.get("output_router_logits"):
         found.append((replace(training, router=0.05), (exact,)))
     return [Composition(model=model, training=each, executions=executions) for each, executions in found]
+
+
+def _in_float32(execution: Execution) -> Execution:
+    kept = {name: value for name, value in execution.rest.items() if name not in ("bf16", "data_types")}
+    return replace(execution, rest=kept)
 
 
 def conclude(verdicts: Sequence[TrialResult]) -> JsonObject:
@@ -255,6 +354,7 @@ def described(verdict: TrialResult) -> str:
     training, executions = verdict.composition.training, verdict.composition.executions
     words = [{"fp32": "float32"}.get(training.precision, training.precision)]
     words += ["saved and resumed"] if len(executions) > 1 else []
+    words += ["with label smoothing"] if training.smoothing else []
     words += ["with dropout"] if training.dropout else []
     words += ["with the router loss"] if training.router else []
     return ", ".join(words)
@@ -265,6 +365,7 @@ def _row(verdict: TrialResult, folder: str) -> JsonObject:
         "what": described(verdict),
         "line": str(verdict.composition).replace(folder, "MODEL"),
         "ranks": verdict.composition.ranks,
+        "layout": verdict.composition.executions[0].sizes,
         "steps": verdict.composition.training.steps,
         "verdict": verdict.kind if verdict.kind != RIGHT else certificate.EQUAL,
         "reason": verdict.reason.replace(folder, "MODEL"),

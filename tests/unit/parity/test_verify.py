@@ -10,11 +10,12 @@ import pytest
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import read_run_config
 from harness.errors import UserError
+from harness.hf.skeleton import read_source
 from harness.parity.commands import table, verify
 from harness.parity.composition import Composition
 from harness.parity.subject import deepspeed_config
 from harness.parity.trial import TrialResult
-from harness.parity.verify import Reduced, certify, conclude, reduce
+from harness.parity.verify import Reduced, certify, compositions, conclude, data_ranks, reduce, run_config
 from harness.report import certificate
 
 
@@ -39,6 +40,7 @@ def test_a_config_keeps_what_it_says_of_the_computation_and_names_what_it_loses(
         32,
     )
     execution = found.execution
+    assert found.executions == [execution]
     assert (execution.pp, execution.tp, execution.dp, execution.zero, execution.schedule) == (4, 2, 1, 1, "gpipe")
     assert execution.rest == {
         "communication_data_type": "fp32",
@@ -51,6 +53,63 @@ def test_a_config_keeps_what_it_says_of_the_computation_and_names_what_it_loses(
         assert word in said
     config = deepspeed_config(found.training, execution)
     assert config["pipeline"]["stages"] == 4 and config["zero_optimization"]["reduce_bucket_size"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ((1, 1, 4, 1), [(1, 1, 4, 1, 4)]),
+        ((1, 1, 1, 4), [(1, 1, 1, 4, 4)]),
+        ((1, 2, 1, 4), [(1, 2, 1, 4, 2)]),
+        ((1, 1, 4, 2), [(1, 1, 4, 2, 4)]),
+        ((1, 1, 3, 2), [(1, 1, 3, 2, 6)]),
+        ((2, 2, 4, 1), [(2, 1, 4, 1, 4), (2, 2, 2, 1, 2)]),
+        ((1, 1, 16, 1), [(1, 1, 8, 1, 8)]),
+        ((1, 4, 1, 16), [(1, 2, 1, 8, 4), (1, 4, 1, 8, 2)]),
+    ],
+)
+def test_every_size_is_tried_as_it_is_if_eight_ranks_can(
+    sizes: tuple[int, int, int, int], wanted: list[tuple[int, int, int, int, int]]
+) -> None:
+    """Pipeline, tensor, context and expert sizes, and the data-parallel ranks that they need."""
+    pp, tp, cp, ep = sizes
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "pipeline": {"stages": pp},
+        "tensor_parallel": {"autotp_size": tp},
+        "context_parallel": {"size": cp},
+        "expert_parallel": {"enabled": True, "autoep_size": ep},
+    }
+    found = reduced(config, pp * tp * data_ranks(tp, cp, ep))
+    assert sorted((each.pp, each.tp, each.cp, each.ep, each.dp) for each in found.executions) == sorted(wanted)
+    for each in found.executions:
+        read_run_config(
+            TrainingArguments(deepspeed_config=deepspeed_config(found.training, each)), world_size=each.ranks
+        )
+    assert any("all sizes together" in text for text in found.left_out) == (len(wanted) > 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "world"),
+    [
+        ({"expert_parallel": {"enabled": True, "autoep_size": 4}}, 4),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 4}, "tensor_parallel": {"autotp_size": 2}}, 4),
+        ({"context_parallel": {"size": 4}}, 4),
+        ({"context_parallel": {"size": 4}, "train_batch_size": 8, "gradient_accumulation_steps": 2}, 16),
+        ({"sequence_parallel_size": 3, "pipeline": {"stages": 2}}, 6),
+        ({}, 2),
+    ],
+)
+def test_guessed_ranks_fit_the_layout(config: dict[str, Any], world: int) -> None:
+    arguments = TrainingArguments(deepspeed_config={"train_micro_batch_size_per_gpu": 1, **config})
+    assert run_config("tiny-mixtral", arguments, None).values.world_size == world
+
+
+def test_label_smoothing_is_tried() -> None:
+    found = reduced({"train_micro_batch_size_per_gpu": 1}, 2)
+    tried = compositions("MODEL", found, read_source("tiny-llama"))
+    assert [each.training.smoothing for each in tried] == [0.0, 0.1]
 
 
 def test_offload_and_16_bits_are_kept() -> None:
