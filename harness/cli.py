@@ -37,8 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = args[0] if args else ""
     if verb not in VERBS:
         return _help(verb)
-    from harness.errors import UserError
+    from harness.errors import UserError, reason
+    from harness.preconditions import establish
 
+    try:
+        establish()
+    except UserError as error:
+        print(f"ds-harness {verb}: {error}", file=sys.stderr)
+        return 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file may hold what the terminal cannot show
     module = import_module(VERBS[verb][0])
@@ -49,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         sys.stderr.close()
+        return 1
+    except OSError as error:  # of a file or a folder that the verb did not expect to fail
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"ds-harness {verb}: {where}{reason(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

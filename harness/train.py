@@ -21,6 +21,7 @@ from harness.arguments.configure import RunConfig
 from harness.arguments.themes.script import ScriptArguments
 from harness.console import Console, plain_console, quiet
 from harness.errors import UserError
+from harness.preconditions import establish
 from harness.resilience.process import activity, records, signals
 from harness.resilience.watch.meeting import tell_the_others, watching_for_stopped_ranks
 from harness.topology.env import LaunchEnv
@@ -43,20 +44,20 @@ NOTHING_GIVEN = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script with these arguments; returns the exit code."""
-    console = plain_console(0)
     try:
+        establish()
         env = LaunchEnv.from_environ(os.environ)
     except UserError as error:
-        console.fail(str(error))
+        plain_console(0).fail(str(error))
         records.record_failure(error)
         return 1
+    console = plain_console(env.rank)
     records.THIS_RANK.rank = env.rank
     records.expect_success()
     if all(word.startswith("--local_rank") for word in (sys.argv[1:] if argv is None else argv)):
         if env.rank == 0:
             console.fail(NOTHING_GIVEN)
         return 2
-    console = plain_console(env.rank)
     with signals.listening(console.say, env.parent):
         code = _main(argv, env, console)
     if code == 0:

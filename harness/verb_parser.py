@@ -3,28 +3,57 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from itertools import islice
 from math import isfinite
+from pathlib import Path
 from typing import NoReturn, TypeVar, get_type_hints
 
 from harness.config.values.arguments import BETAS, LEAST, OPTIMIZERS, SCHEDULES, AutoValues
+from harness.config.values.paths import usable_path
 from harness.config.values.typed import FALSE, TRUE, takes, typed
+from harness.errors import printable
 
 LARGEST = 10**7  # of any size
+DIGITS = re.compile(r"[+-]?[0-9]{1,20}")
 ActionT = TypeVar("ActionT", bound=argparse.Action)
 
 
-def positive(text: str) -> int:
-    """Return a whole number of at least 1, given as an argument."""
-    if not text.isdecimal() or int(text[:20]) < 1:
-        raise argparse.ArgumentTypeError("must be a whole number of at least 1")
-    if len(text) > len(str(LARGEST)) or int(text) > LARGEST:
-        raise argparse.ArgumentTypeError(f"must be at most {LARGEST:,}")
+def integer(text: str) -> int:
+    """Return a whole number, given as an argument in decimal digits: not in Python's own ways to write one."""
+    if not DIGITS.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"invalid int value: {text[:80]!r}")
     return int(text)
+
+
+def whole_number(text: str, *, least: int = 0, most: int = LARGEST) -> int:
+    """Return a whole number from `least` to `most`, given as an argument in decimal digits."""
+    if not re.fullmatch(r"[+-]?[0-9]+", text) or (value := int(text[:21])) < least:  # however many digits it has
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be at most {most:,}")
+    return value
+
+
+positive = partial(whole_number, least=1)
+
+
+def path_argument(text: str) -> Path:
+    """Return the path that an argument gives, of a file that exists or not."""
+    try:
+        return usable_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{printable(text[:80])}: no file can have this name: {error}") from error
+
+
+def name_or_path(text: str) -> str:
+    """Return an argument that may be a path, or a name: of a preset, a device, an id of the hub."""
+    path_argument(text)
+    return text
 
 
 def argument_in_type(hint: object, text: str) -> object:
@@ -33,6 +62,9 @@ def argument_in_type(hint: object, text: str) -> object:
         return typed(hint, text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is {error}") from error
+
+
+number = partial(argument_in_type, float)
 
 
 def with_default(text: str, default: object) -> str:

@@ -67,9 +67,9 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
 def kind_of(read: object) -> str:
     """Return in a word what an argument takes, from the function that reads it: as argparse has it in `type`."""
-    if isinstance(read, partial):  # of argument_in_type: its first argument is the type
-        read = read.args[0]
-    elif isinstance(read, FunctionType):
+    if isinstance(read, partial):  # argument_in_type's first argument is the type
+        read = read.args[0] if read.args else read.func
+    if isinstance(read, FunctionType):
         read = get_type_hints(read).get("return", str)
     kinds = {int: "whole number", float: "number", Path: "path"}
     return next((word for kind, word in kinds.items() if takes(read, kind)), "text")

@@ -21,7 +21,7 @@ from harness.arguments.themes.flags import ALIASES, Flags, Help, flags_of, group
 from harness.config.values.json_object import JsonObject
 from harness.config.values.typed import takes
 from harness.errors import UserError, UserErrors, refuse_all
-from harness.verb_parser import Boolean, FlagParser, argument_in_type, with_default
+from harness.verb_parser import Boolean, FlagParser, argument_in_type, whole_number, with_default
 
 _NOT_FLAGS = {"local_rank", "help", "h", "config"}  # local_rank: DeepSpeed's launcher adds it
 Known = Mapping[str, Field[object]]
@@ -69,7 +69,9 @@ def parse(
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    parser.add_argument(
+        "--local_rank", type=whole_number, default=0, help=argparse.SUPPRESS
+    )  # the deepspeed launcher adds it
     parser.add_argument("--config", metavar="FILE", help="flags in a YAML or JSON file, or the run.json of a run")
     for kind in kinds:
         add_flags(parser, kind)

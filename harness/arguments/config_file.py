@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from harness.arguments.other_programs import advice, is_section
 from harness.arguments.themes.flags import ALIASES, default_of, require_one_name
 from harness.config.values.json_file import regular_bytes
+from harness.config.values.paths import usable_path
 from harness.config.values.typed import takes
 from harness.errors import UserError, UserErrors
 
@@ -44,7 +45,10 @@ def read_config_file(file: str, known: Mapping[str, Field[object]]) -> list[Conf
     """
     import yaml
 
-    path = Path(file)
+    try:
+        path = usable_path(file)
+    except ValueError as error:
+        raise UserError(f"--config {file[:80]}: no file can have this name: {error}") from error
     if path.suffix == ".toml":
         _refuse_toml(path, known)
     try:

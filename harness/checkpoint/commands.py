@@ -13,7 +13,7 @@ from harness.checkpoint.directories import read_manifest, read_progress, set_asi
 from harness.checkpoint.integrity import changed_file, damage, listed_files, unlisted
 from harness.config.values.json_file import read_json
 from harness.errors import UserError, reason
-from harness.verb_parser import VerbParser
+from harness.verb_parser import VerbParser, path_argument
 from harness.wording import counted
 
 DESCRIPTION = """Show, verify or export a checkpoint of a run. `verify` exits with 1 if a file has changed since it
@@ -33,8 +33,8 @@ def checkpoint(argv: Sequence[str]) -> int:
     """
     parser = VerbParser("checkpoint", DESCRIPTION, EXAMPLE)
     parser.add_argument("action", choices=("show", "verify", "export"), help="what to do with the checkpoint")
-    parser.add_argument("directory", type=Path, metavar="DIR", help="output_dir/checkpoint-STEP")
-    parser.add_argument("--output_dir", type=Path, help="export: where the model is written")
+    parser.add_argument("directory", type=path_argument, metavar="DIR", help="output_dir/checkpoint-STEP")
+    parser.add_argument("--output_dir", type=path_argument, help="export: where the model is written")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="export: of the weights")
     args = parser.parse_args(argv)
     if args.action != "export" and args.output_dir is not None:

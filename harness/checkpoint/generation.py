@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from harness.checkpoint.integrity import is_checkpoint, listed_files, require_li
 from harness.errors import UserError
 from harness.hf.locate import ADAPTERS, model_directory, require_vocabulary
 from harness.hf.template_process import TemplateProcess
-from harness.verb_parser import Boolean, VerbParser
+from harness.verb_parser import Boolean, VerbParser, name_or_path, number, whole_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,11 +27,15 @@ EXAMPLE = """example:
 def generate(argv: Sequence[str]) -> int:
     """Print the prompt with its continuation, or the answer of a chat model. UserError if the model does not load."""
     parser = VerbParser("generate", "Let a trained model continue a prompt, or answer it.", EXAMPLE)
-    parser.add_argument("model", metavar="MODEL_DIR", help="output_dir of a run, a checkpoint of it, or any model")
+    parser.add_argument(
+        "model", type=name_or_path, metavar="MODEL_DIR", help="output_dir of a run, a checkpoint of it, or any model"
+    )
     parser.add_argument("--prompt", required=True, help='text to continue or to answer; "-": standard input')
-    parser.add_argument("--max_new_tokens", type=int, default=300, help="most tokens to add")
-    parser.add_argument("--temperature", type=float, default=0.5, help="0: always the most likely token")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of tokens")
+    parser.add_argument("--max_new_tokens", type=whole_number, default=300, help="most tokens to add")
+    parser.add_argument("--temperature", type=number, default=0.5, help="0: always the most likely token")
+    parser.add_argument(
+        "--seed", type=partial(whole_number, most=2**63 - 1), default=0, help="seed of the choice of tokens"
+    )
     parser.add_argument(
         "--chat",
         action=Boolean,

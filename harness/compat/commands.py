@@ -14,7 +14,7 @@ from pathlib import Path
 from harness.errors import UserError
 from harness.hf.locate import plan_file
 from harness.hf.matrix import CELLS, STORED, YES, Matrix, installed_transformers, read_matrix, write_matrix
-from harness.verb_parser import Boolean, VerbParser
+from harness.verb_parser import Boolean, VerbParser, number, path_argument
 
 DESCRIPTION = """Print what works for each family of HuggingFace decoders: pipeline stages, tensor parallelism, ZeRO-3,
 reading a checkpoint, writing one. Every cell was run on a tiny random model: three training steps against the same
@@ -41,11 +41,13 @@ def models(argv: Sequence[str]) -> int:
     parser.add_argument("--run", action=Boolean, help="run the cells now instead of printing the stored matrix")
     parser.add_argument("--compare", action=Boolean, help="with --run: show what differs from the stored matrix")
     parser.add_argument("--write", action=Boolean, help=f"with --run: store the rows and write {PAGE}")
-    parser.add_argument("--results", type=Path, help="with --run: a file of rows; rows in it are not run again")
+    parser.add_argument(
+        "--results", type=path_argument, help="with --run: a file of rows; rows in it are not run again"
+    )
     parser.add_argument(
         "--only", choices=("tensor", "experts"), help="with --run: run only this cell, keep the others as stored"
     )
-    parser.add_argument("--limit_s", type=float, default=120.0, help="time limit per family in seconds")
+    parser.add_argument("--limit_s", type=number, default=120.0, help="time limit per family in seconds")
     parser.add_argument("--format", choices=FORMATS, default="text", help="output format")
     args = parser.parse_args(argv)
     stored = read_matrix()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from harness.console import quiet
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv
 from harness.training.prepare.preflight import check_inputs
-from harness.verb_parser import Boolean, VerbParser, positive
+from harness.verb_parser import Boolean, VerbParser, positive, whole_number
 
 if TYPE_CHECKING:
     from harness.dry_run.rank import DryRun
@@ -82,9 +81,7 @@ def _parser() -> VerbParser:
 
 def _rank(text: str) -> int | None:
     """Return the rank that `--rank` names; None for `all`."""
-    if text != "all" and not text.isdecimal():
-        raise ArgumentTypeError("must be a rank, from 0, or all")
-    return None if text == "all" else int(text)
+    return None if text == "all" else whole_number(text)
 
 
 def _plan(

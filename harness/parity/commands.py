@@ -13,7 +13,7 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.hf.locate import DEFAULT_MODEL
 from harness.topology.env import inherited, replace_environment
-from harness.verb_parser import VerbParser, positive
+from harness.verb_parser import VerbParser, name_or_path, path_argument, positive
 
 if TYPE_CHECKING:
     from harness.parity.trial import TrialResult
@@ -39,14 +39,18 @@ example:
 def verify(argv: Sequence[str]) -> int:
     """Certify a config, or compare two runs; return 0 if all is equal."""
     parser = VerbParser("verify", DESCRIPTION, EXAMPLE)
-    parser.add_argument("run", nargs="?", type=Path, help="with --against: an output_dir, or a metrics file")
-    parser.add_argument("--model_name_or_path", help="a preset's name, or a directory with HuggingFace's config.json")
-    parser.add_argument("--deepspeed_config", help="DeepSpeed JSON: a file or a preset's name")
+    parser.add_argument("run", nargs="?", type=path_argument, help="with --against: an output_dir, or a metrics file")
+    parser.add_argument(
+        "--model_name_or_path", type=name_or_path, help="a preset's name, or a directory with HuggingFace's config.json"
+    )
+    parser.add_argument("--deepspeed_config", type=name_or_path, help="DeepSpeed JSON: a file or a preset's name")
     parser.add_run_arguments(ARGUMENTS)
     parser.add_argument("--world_size", type=positive, help="ranks of the run (default: as few as the config runs on)")
     cache = "only the cache in which runs look for it"
-    parser.add_argument("--output", type=Path, help=f"file of the certificate (default: {cache})")
-    parser.add_argument("--against", type=Path, help="metrics of another program: .jsonl, .json, .csv or a log")
+    parser.add_argument("--output", type=path_argument, help=f"file of the certificate (default: {cache})")
+    parser.add_argument(
+        "--against", type=path_argument, help="metrics of another program: .jsonl, .json, .csv or a log"
+    )
     args = parser.parse_args(argv)
     if args.against is not None:
         if args.run is None:

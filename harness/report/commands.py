@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 from harness.atomic import replace_text
@@ -14,7 +13,7 @@ from harness.planner.hardware import load_hardware, names
 from harness.report.page import charts_of, page
 from harness.report.png import write_pngs
 from harness.report.run_files import read_runs
-from harness.verb_parser import VerbParser
+from harness.verb_parser import VerbParser, name_or_path, path_argument
 
 EXAMPLE = """example:
   ds-harness report runs/mine
@@ -25,11 +24,13 @@ def report(argv: Sequence[str]) -> int:
     """Write the report of one or several runs and return the exit code; UserError if it cannot be written."""
     description = "Show runs in one HTML file, which needs no network: curves, the step of a profiled run, memory."
     parser = VerbParser("report", description, EXAMPLE)
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="the --output_dir of a run")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first RUN_DIR")
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write the charts as PNG files, too")
+    parser.add_argument("run_dirs", nargs="+", type=path_argument, metavar="RUN_DIR", help="the --output_dir of a run")
+    parser.add_argument(
+        "--output", type=path_argument, metavar="FILE", help="default: report.html in the first RUN_DIR"
+    )
+    parser.add_argument("--png", type=path_argument, metavar="FOLDER", help="write the charts as PNG files, too")
     devices = f"{', '.join(names())}, or the path of a device file"
-    parser.add_argument("--hardware", help=f"predict the time of a step on it: {devices}")
+    parser.add_argument("--hardware", type=name_or_path, help=f"predict the time of a step on it: {devices}")
     args = parser.parse_args(argv)
     runs = read_runs(args.run_dirs)
     for problem in filter(None, (run.problem for run in runs)):

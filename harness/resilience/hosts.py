@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 import subprocess
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,9 +17,10 @@ from harness.errors import UserError
 from harness.resilience.options import HOSTFILE, Options
 from harness.topology.env import SECRET, inherited
 from harness.topology.interfaces import address_towards, listen_at
-from harness.topology.placement import read_hostfile
+from harness.topology.placement import MOST_SLOTS, read_hostfile
 from harness.topology.processes import own_python
 from harness.topology.slurm import Allocation, address_of
+from harness.verb_parser import integer
 
 LAUNCH = tuple(own_python("-m", "harness.cli", "launch"))
 LOCALHOST = "localhost"
@@ -147,9 +149,12 @@ def _node_list(spec: str) -> list[tuple[str, list[int]]]:
     for node in filter(None, spec.split("@")):
         name, _, devices = node.partition(":")
         try:
-            nodes.append((name, [int(device) for device in devices.split(",") if device]))
-        except ValueError:
+            numbers = [integer(device) for device in devices.split(",") if device]
+        except ArgumentTypeError:
             raise UserError(f"{node!r} is not HOST or HOST:NUMBER,NUMBER") from None
+        if max(numbers, default=0) >= MOST_SLOTS:
+            raise UserError(f"{node!r}: a host has at most {MOST_SLOTS:,} devices")
+        nodes.append((name, numbers))
     return nodes
 
 

@@ -64,6 +64,7 @@ def start(options: Options) -> int:
     _have_secret(options)
     if len(hosts) > 1 or not hosts[0].is_here:
         return Starter(options, hosts, control.received).run()
+    script.require_startable(module=options.module, command=options.no_python)
     code = run_agent(options, hosts[0], script, control)
     with suppress(OSError):
         sys.stdout.flush()

@@ -6,15 +6,17 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from harness.arguments.other_programs import other_programs
 from harness.config.values.json_object import JsonObject
+from harness.config.values.paths import usable_file
 from harness.errors import UserError
 from harness.topology.env import inherited
+from harness.topology.interfaces import is_host
 from harness.topology.launchers import HostAssignment
-from harness.verb_parser import Boolean, VerbParser
+from harness.topology.placement import MOST_SLOTS
+from harness.verb_parser import LARGEST, Boolean, VerbParser, integer
 
 T = TypeVar("T")
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}  # else each failed request to a store prints a page of C++ frames
@@ -91,6 +93,7 @@ class Options:
         return int(least), int(most or least)
 
 
+_TYPES = {int: integer, str: str}
 BY_STARTER = {  # flags with a value which a launch that starts others by ssh or srun applies itself
     name
     for each in fields(Options)
@@ -165,26 +168,33 @@ def _require(options: Options) -> None:
         raise UserError("--num_nodes and --num_accelerators cannot be combined with --include or --exclude")
     for name in ("max_restarts", "min_ranks", "num_accelerators", "num_nodes", "node_rank"):
         value, least = getattr(options, name), 0 if name in ("max_restarts", "node_rank") else 1
+        most = MOST_SLOTS if name == "num_accelerators" else LARGEST
         if value is not None and value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
+        if value is not None and value > most:
+            raise UserError(f"--{name} {value}: must be at most {most:,}")
     for name in ("master_port", "ssh_port"):
         port = getattr(options, name)
         if port is not None and not 0 < port < 2**16:
             raise UserError(f"--{name} {port}: must be a port, from 1 to {2**16 - 1}")
     _require_meeting(options)
-    if options.hostfile and not Path(options.hostfile).is_file():
+    for name in ("master_addr", "local_addr"):
+        if (given := getattr(options, name)) and not is_host(given):
+            raise UserError(f"--{name} {given}: must be a host's name or address")
+    if options.hostfile and not usable_file(options.hostfile):
         raise UserError(f"--hostfile {options.hostfile}: no such file")
 
 
 def _require_meeting(options: Options) -> None:
     """Raise UserError for wrong or missing flags of several hosts that meet."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", options.nnodes or "1")
+    match = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", options.nnodes or "1")
     if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise UserError(f"--nnodes {options.nnodes}: must be a number of hosts, or the least and the largest, as 2:4")
     if options.nnodes not in (None, "1", "1:1") and not options.rdzv_endpoint:
         raise UserError(f"--nnodes {options.nnodes}: give --rdzv_endpoint HOST:PORT too, the same on all hosts")
     host, _, port = options.rdzv_endpoint.rpartition(":")
-    if options.rdzv_endpoint and not (host and port.isdigit() and 0 < int(port) < 2**16):
+    is_port = re.fullmatch(r"[0-9]{1,5}", port) is not None and 0 < int(port) < 2**16
+    if options.rdzv_endpoint and not (is_port and is_host(host)):
         raise UserError(f"--rdzv_endpoint {options.rdzv_endpoint}: must be HOST:PORT")
     chosen = [name for name in ("hostfile", "num_nodes") if getattr(options, name)]
     if options.rdzv_endpoint and chosen:
@@ -211,7 +221,7 @@ def add_launch_flags(parser: argparse._ActionsContainer, *, of_any_script: bool 
         if not of_any_script and (each.name in OF_SCRIPTS or about["help"] == argparse.SUPPRESS):
             continue
         flags = sorted([f"--{each.name}", *about["names"]], key=lambda name: name[1] == "-")  # -H before --hostfile
-        more = {"action": Boolean} if kind is bool else {"type": kind, "metavar": about["metavar"]}
+        more = {"action": Boolean} if kind is bool else {"type": _TYPES[kind], "metavar": about["metavar"]}
         parser.add_argument(*flags, default=each.default, help=about["help"], **more)
     for names, takes in other_programs().ignored_by_launch.items():
         ignored = {"action": Boolean} if takes == "true or false" else {"choices": None if takes == "any" else takes}

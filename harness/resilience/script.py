@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from harness.arguments import TrainingArguments, expanded, parse
@@ -12,6 +15,7 @@ from harness.arguments.fewer_ranks import KINDS, on_fewer_ranks
 from harness.arguments.words import RESUME, value_of, with_resume
 from harness.checkpoint.directories import MANIFEST, METRICS, numbered, set_aside
 from harness.checkpoint.integrity import newest_whole
+from harness.config.values.paths import usable_file
 from harness.errors import UserError
 from harness.resilience.options import TRAIN
 from harness.topology.layout import Layout
@@ -66,6 +70,19 @@ class Script:
     def hang_seconds(self) -> float:
         """Seconds without progress after which the run is ended; 0: never."""
         return (self.args or TrainingArguments).hang_seconds  # the default for a script with arguments of its own
+
+    def require_startable(self, *, module: bool, command: bool) -> None:
+        """Raise UserError if there is no such script, module or command; the ranks would find out late."""
+        name = self.words[0]
+        if command:
+            found, what = shutil.which(name) is not None, "command"
+        elif module:
+            package = name.partition(".")[0]
+            found, what = PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is not None, "module"
+        else:
+            found, what = usable_file(name), "file"
+        if not found:
+            raise UserError(f"{name}: no such {what}")
 
     def require_resumable(self) -> None:
         """Raise UserError if the checkpoints of this run cannot be resumed."""

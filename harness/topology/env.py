@@ -34,6 +34,7 @@ TIMEOUT_MINUTES = 30
 DEEPSPEED_PORT = 29500  # the default of its launcher's --master_port
 RECORDS = "DS_HARNESS_RECORDS"  # folder in which the ranks of one attempt leave records for their supervisor
 SECRET = "DS_HARNESS_SECRET"  # known to the agents and ranks of one run alone; signs what they send each other
+MOST = 10**9  # of any number that a launcher gives
 PORTS = range(15000, 31000)  # for runs without a given port; below the ports that Linux assigns to clients
 
 
@@ -261,9 +262,14 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
     for name in names:
         if name in environ:
             try:
-                return int(environ[name])
+                value = int(environ[name])
             except ValueError:
                 raise UserError(f"{name} is {environ[name]!r}: set a whole number") from None
+            if abs(value) > MOST or (name.endswith("_PORT") and not 0 <= value < 2**16):
+                raise UserError(
+                    f"{name} is {value}: {'a port is below 65536' if name.endswith('_PORT') else 'too large'}"
+                )
+            return value
     return None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 
@@ -17,12 +19,26 @@ def interface_to(host: str, port: int) -> str | None:
     """Return the interface by which packets to a host would leave; None if unknown."""
     try:
         ours = address_towards(host, port)
-    except OSError:
+    except (OSError, UnicodeError):
         return None
     for name, addresses in psutil.net_if_addrs().items():
         if ours in (each.address.partition("%")[0] for each in addresses):
             return str(name)
     return None
+
+
+def is_host(name: str) -> bool:
+    """Return whether a text may be a host's name, or an address (one of IPv6 also in brackets)."""
+    if name.startswith("[") or ":" in name:
+        bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
+        try:
+            return ipaddress.ip_address(bare.partition("%")[0]).version == 6
+        except ValueError:
+            return False
+    try:
+        return re.fullmatch(r"[\w.-]+", name) is not None and len(name.encode("idna")) < 254
+    except UnicodeError:  # a part of the name is empty or longer than 63 characters
+        return False
 
 
 def address_towards(host: str, port: int) -> str:

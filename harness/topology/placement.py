@@ -22,6 +22,7 @@ from harness.config.values.json_file import regular_bytes
 from harness.errors import UserError
 from harness.topology.layout import Layout
 
+MOST_SLOTS = 1024  # ranks of a host: more is a typing error, and would start so many processes
 HOST_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
 
 
@@ -56,8 +57,10 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         if not text or text.startswith("#"):
             continue
         match = HOST_LINE.match(text)
-        if match is None or int(match["slots"]) < 1:
+        if match is None or int(match["slots"][:9]) < 1:
             raise UserError(f"{path}:{number}: {text!r} is not `host slots=N` with N of at least 1")
+        if int(match["slots"][:9]) > MOST_SLOTS:
+            raise UserError(f"{path}:{number}: {text[:80]!r}: a host has at most {MOST_SLOTS:,} slots")
         if match["name"] in hosts:
             raise UserError(f"{path}:{number}: host {match['name']} appears twice: add its slots up in one line")
         hosts[match["name"]] = Host(name=match["name"], slots=int(match["slots"]))

@@ -104,9 +104,10 @@ def _reachable(host: str) -> str:
     """Return the host's name, or its address by Slurm if name resolution fails. UserError if neither is known."""
     try:
         socket.getaddrinfo(host, None)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
         if (address := address_of(host)) is None:
-            raise UserError(f"MASTER_ADDR {host}: no such host: {error.strerror}") from error
+            why = getattr(error, "strerror", None) or error
+            raise UserError(f"MASTER_ADDR {host}: no such host: {why}") from error
         return address
     return host
 

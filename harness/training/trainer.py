@@ -30,6 +30,7 @@ from harness.data.inputs.datasets import UserData, own_tokenizer
 from harness.data.tokenizer import Tokenizer
 from harness.device.memory import peak_memory_gib
 from harness.errors import UserError
+from harness.preconditions import establish
 from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
 from harness.resilience.watch.meeting import telling_of_a_failure
@@ -124,6 +125,7 @@ class Trainer(ScriptMethods):
         **others: tuple[None, None] | None,  # HuggingFace's with its defaults; refused with the reason otherwise
     ) -> None:
         show_in_one_line()
+        establish()
         require_ours(type(self), Trainer, others)
         env = LaunchEnv.from_environ(os.environ)
         inputs = RunInputs(

@@ -45,6 +45,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 ENVIRONMENT_READERS = {
     "harness/config/cli/verbs.py": "NO_COLOR, the terminal's word on colours",
     "harness/config/values/secrets.py": "passwords and tokens in it, which are kept out of what a run writes",
+    "harness/preconditions.py": "the name and the home of a user id that the system does not know, before all else",
 }
 
 # Who seeds the global random generators, besides harness/parallel/generators.py, which puts them back, and why.

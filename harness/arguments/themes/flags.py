@@ -8,6 +8,7 @@ from functools import cache
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
+from harness.config.values.paths import usable_path
 from harness.config.values.typed import typed
 from harness.errors import UserError, refuse_all
 
@@ -60,7 +61,7 @@ def flag(
         text: the help text.
         least: the smallest allowed value.
         choices: the only allowed values.
-        paths: the values are paths, so a comma does not separate them.
+        paths: the value is a path, or the name of something that may also be one; a comma does not separate several.
         hf_only: the flag acts on HuggingFace models only, and is refused for a model given as a list of layers.
     """
     about = Help(text.replace("%", "%%"))
@@ -165,7 +166,9 @@ class Flags:
             try:
                 group.check(self)
             except UserError as error:
-                problems.append(str(error))
+                flag = str(error).partition(" ")[0]
+                if not any(problem.startswith(f"{flag} ") for problem in problems):  # else it is refused already
+                    problems.append(str(error))
             except (TypeError, ValueError, AttributeError):
                 if not problems:  # otherwise a value of a wrong type, already among the problems, confused this check
                     raise
@@ -238,4 +241,16 @@ def _allowed(item: Field[object], hint: object, value: object) -> object:
         raise UserError(f"--{item.name} {value}: must be at least {least}")
     if choices and value not in choices:
         raise UserError(f"--{item.name} {value}: not one of {', '.join(choices)}")
+    if Help.of(item).paths:
+        _require_usable(item.name, value)
     return value
+
+
+def _require_usable(name: str, value: object) -> None:
+    """Raise UserError for a path that no file can have; a mapping and a JSON text stand for a file's content."""
+    for path in value if isinstance(value, list) else [value]:
+        if isinstance(path, str) and not path.lstrip().startswith("{"):
+            try:
+                usable_path(path)
+            except ValueError as error:
+                raise UserError(f"--{name} {path[:80]}: no file can have this name: {error}") from error

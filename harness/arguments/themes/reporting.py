@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from harness.arguments.themes.flags import Flags, flag
 from harness.config.values.json_object import JsonObject
+from harness.config.values.paths import usable_path
 from harness.errors import UserError
 
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv": "csv_monitor", "comet": "comet"}
@@ -43,6 +44,7 @@ class ReportingArguments(Flags):
     sample_prompts: str | None = flag(
         None,
         "file of prompts to continue at each evaluation: one a line, or .jsonl with prompt or messages",
+        paths=True,
         hf_only=True,
     )
     sample_tokens: int = flag(
@@ -70,7 +72,11 @@ def within(output_dir: str, path: str, what: str) -> str:
 
     A config may come from somebody else, and must not write anywhere else.
     """
-    root, found = Path(output_dir).resolve(), Path(output_dir, path).resolve()
+    try:
+        found = usable_path(str(Path(output_dir, path))).resolve()
+    except ValueError as error:
+        raise UserError(f"{what} {path[:80]!r}: no file can have this name: {error}") from error
+    root = Path(output_dir).resolve()
     if not found.is_relative_to(root):
         raise UserError(f"{what} {path!r}: is outside of --output_dir {output_dir}: give a path in it, as 'logs/mine'")
     return str(found)

@@ -17,11 +17,13 @@ class RunArguments(Flags):
 
     TITLE: ClassVar[str] = "The run"
 
-    output_dir: str = flag("runs/default", "where checkpoints, metrics and the trained model go")
+    output_dir: str = flag("runs/default", "where checkpoints, metrics and the trained model go", paths=True)
     _: KW_ONLY  # programs written for HuggingFace pass output_dir by position
-    deepspeed_config: Mapping[str, object] | str | None = flag(None, "DeepSpeed JSON: a file or a preset's name")
+    deepspeed_config: Mapping[str, object] | str | None = flag(
+        None, "DeepSpeed JSON: a file or a preset's name", paths=True
+    )
     resume_from_checkpoint: str | None = flag(
-        None, "auto: the newest complete checkpoint in output_dir; or a checkpoint's path"
+        None, "auto: the newest complete checkpoint in output_dir; or a checkpoint's path", paths=True
     )
     overwrite_output_dir: bool = flag(
         False, "start a new run in an output_dir that holds a run, whose checkpoints are renamed"

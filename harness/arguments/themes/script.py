@@ -22,12 +22,14 @@ class ScriptArguments(Flags):
     model_name_or_path: str = flag(
         DEFAULT_MODEL,
         "a preset's name, a directory with HuggingFace's config.json, or an id of the hub",
+        paths=True,
     )
     model_revision: str | None = flag(None, "branch, tag or commit of a model of the hub (default: main)")
     tokenizer_name: str | None = flag(
         None,
         "bytes, a directory, or an id of the hub (default: the model directory's tokenizer; bytes for a model without "
         "weights)",
+        paths=True,
     )
     train_file: list[str] = flag(
         [PYTHON_STDLIB],

@@ -24,7 +24,7 @@ from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.document import MAX_BYTES, Document, from_bytes, from_text, load
 from harness.config.values.arguments import AutoValues
 from harness.errors import UserError
-from harness.verb_parser import Boolean, VerbParser, positive, run_arguments
+from harness.verb_parser import Boolean, VerbParser, name_or_path, positive, run_arguments
 from harness.wording import counted
 
 
@@ -37,11 +37,17 @@ def check(argv: Sequence[str]) -> int:
     example = "ds-harness check ds_configs --world_size 8 --strict"
     parser = _parser("check", "Check DeepSpeed configs and report every problem, before any process starts.", example)
     parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="files, directories, globs or presets; - is standard input"
+        "files",
+        nargs="+",
+        type=name_or_path,
+        metavar="FILE",
+        help="files, directories, globs or presets; - is standard input",
     )
     parser.add_argument("--world_size", type=positive, help="number of ranks that the run will have")
     parser.add_argument(
-        "--model", help="a preset, a directory with config.json, or a model type: check that the layout fits it"
+        "--model",
+        type=name_or_path,
+        help="a preset, a directory with config.json, or a model type: check that the layout fits it",
     )
     parser.add_argument("--target", choices=TARGETS, default="harness", help="program that will read the file")
     parser.add_argument("--format", choices=FORMATS, default="text", help="output format")
@@ -145,7 +151,7 @@ def resolve(argv: Sequence[str]) -> int:
     """Print the config with every "auto" replaced, for DeepSpeed without the harness, and the source of each value."""
     example = "ds-harness resolve zero3 --world_size 8 --learning_rate 1e-4 --hidden_size 4096"
     parser = _parser("resolve", 'Replace every "auto" with its value and show where the value comes from.', example)
-    parser.add_argument("file", metavar="FILE", help="a config or a preset")
+    parser.add_argument("file", type=name_or_path, metavar="FILE", help="a config or a preset")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     parser.add_run_arguments(item.name for item in fields(AutoValues) if item.name != "given")
     args = parser.parse_args(argv)

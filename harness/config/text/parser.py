@@ -18,6 +18,7 @@ MAX_DEPTH = 100  # a config is four or five levels deep; beyond this a reader wo
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?[\t ]*")
 _SURROGATES = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+_NO_CHARACTER = re.compile(r"0000|[dD][89a-fA-F][0-9a-fA-F]{2}")  # NUL, and half of a surrogate pair
 _CHUNK = re.compile(r"[^'\"\\\x00-\x1f]*")
 _ESCAPES = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _LITERALS = {"true": True, "false": False, "null": None}
@@ -237,6 +238,8 @@ class _Reader:
                 return chr(0x10000 + (high << 10) + low), at + 12
             digits = self.text[at + 2 : at + 6]
             if re.fullmatch(r"[0-9a-fA-F]{4}", digits):
+                if _NO_CHARACTER.fullmatch(digits):
+                    raise TextError(f"\\u{digits} is not a character that a name or a path can have", at)
                 return chr(int(digits, 16)), at + 6
         raise TextError(f"unknown escape \\{code} in a string", at)
 

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from harness.config import load, resolve
 from harness.config.model.families import require_trainable_family
@@ -37,7 +36,7 @@ from harness.planner.search import (
 from harness.planner.shape import DecoderShape
 from harness.planner.step import strategy_stages
 from harness.planner.workload import ELEMENT_BYTES, HABITS, Strategy
-from harness.verb_parser import Boolean, VerbParser, positive, run_arguments
+from harness.verb_parser import Boolean, VerbParser, name_or_path, path_argument, positive, run_arguments
 from harness.wording import counted
 
 
@@ -181,9 +180,13 @@ PLAN_EXAMPLE = """example:
 
 def _parser(verb: str, description: str, example: str) -> VerbParser:
     parser = VerbParser(verb, description, example)
-    parser.add_argument("--model", required=True, help="a preset, a directory with config.json, or a model type")
+    parser.add_argument(
+        "--model", type=name_or_path, required=True, help="a preset, a directory with config.json, or a model type"
+    )
     parser.add_argument("--world_size", type=positive, required=True, help="number of ranks")
-    parser.add_argument("--hardware", required=True, help=f"{', '.join(names())}, or the path of a device file")
+    parser.add_argument(
+        "--hardware", type=name_or_path, required=True, help=f"{', '.join(names())}, or the path of a device file"
+    )
     parser.add_argument(
         *("--block_size", "--sequence_length"),
         type=positive,
@@ -207,7 +210,9 @@ def estimate(argv: Sequence[str]) -> int:
     """Print the prediction for one config and return the exit code."""
     description = "Predict memory and speed of one DeepSpeed config, before anything is started."
     parser = _parser("estimate", description, ESTIMATE_EXAMPLE)
-    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="a config or a preset")
+    parser.add_argument(
+        "--deepspeed_config", type=name_or_path, required=True, metavar="FILE", help="a config or a preset"
+    )
     parser.add_run_arguments(
         (
             "per_device_train_batch_size",
@@ -259,9 +264,9 @@ def plan(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--top", type=positive, default=10, help="rows of the table")
     parser.add_argument("--row", type=positive, default=1, help="with --write: the row to write; 1 is the best")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the DeepSpeed JSON of a row")
+    parser.add_argument("--write", type=path_argument, metavar="FILE", help="write the DeepSpeed JSON of a row")
     parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="write a page that plans in a browser, without a server"
+        "--page", type=path_argument, metavar="FILE", help="write a page that plans in a browser, without a server"
     )
     args = parser.parse_args(argv)
     require_trainable_family(args.model)
@@ -290,7 +295,7 @@ def plan(argv: Sequence[str]) -> int:
 def _calibrate(argv: Sequence[str]) -> int:
     """Write the device file of this machine's CPU, and print how to use it."""
     parser = VerbParser("plan", "Measure this machine's CPU, in a minute.")
-    parser.add_argument("--calibrate", type=Path, required=True, metavar="FILE", help="device file to write")
+    parser.add_argument("--calibrate", type=path_argument, required=True, metavar="FILE", help="device file to write")
     path = parser.parse_args(argv).calibrate
     calibrate(path)
     print(f"wrote {path}: use it as --hardware {path}")

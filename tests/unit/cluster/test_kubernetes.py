@@ -12,6 +12,7 @@ from harness.cli import main
 from harness.resilience.options import read_options
 
 SCRIPT = ("scripts/train.py", "--deepspeed_config", "zero3", "--output_dir", "/data/run")
+OF_8, OF_6 = (("--volume", "claim", "--gpus", ranks) for ranks in ("8", "6"))
 KINDS = {
     "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
     "TrainJob": "TrainerV1alpha1TrainJob",
@@ -22,7 +23,8 @@ KINDS = {
 def written(*flags: str, folder: Path, script: tuple[str, ...] = SCRIPT) -> list[dict[str, Any]]:
     """Return the documents of the file."""
     path = folder / "job.yaml"
-    assert main(["cluster", "kubernetes", *flags, "--output", str(path), "--", *script]) == 0
+    volume = () if "--volume" in flags else ("--volume", "claim")
+    assert main(["cluster", "kubernetes", *volume, *flags, "--output", str(path), "--", *script]) == 0
     return list(yaml.safe_load_all(path.read_text()))
 
 
@@ -147,7 +149,21 @@ def test_the_fewest_hosts_are_those_of_the_launch(tmp_path: Path) -> None:
             "must lie in the volume, for instance /runs/run",
         ),
         (("--gpus", "8"), (*SCRIPT, "--resume_from_checkpoint=auto"), "leave out --resume_from_checkpoint"),
-        (("--gpus", "8", "--output", "/no/job"), SCRIPT, "/no/job: cannot be written: No such file or directory"),
+        (("--gpus", "8"), SCRIPT, "--output_dir /data/run: lies in the pod and is lost with it: give --volume CLAIM"),
+        ((*OF_8, "--memory", "900GB"), SCRIPT, "--memory: must be a size in Kubernetes' units, as 900Gi or 900G"),
+        ((*OF_8, "--cpus", "0"), SCRIPT, "--cpus: must be a number of processors"),
+        ((*OF_8, "--mount", "data"), SCRIPT, "--mount: must be a folder's absolute path"),
+        (OF_8, (SCRIPT[0], "--output_dir", "/data/../run"), "--output_dir /data/../run: must lie in the volume"),
+        (OF_8, SCRIPT[:1], "--output_dir runs/default: must lie in the volume"),
+        (OF_8, (*SCRIPT, "--lerning_rate", "1"), "unknown flag --lerning_rate: did you mean --learning_rate?"),
+        (OF_8, (*SCRIPT, "--deepspeed_config", "nosuch"), "DS001 no such file or preset"),
+        (OF_8, (*SCRIPT, "--model_name_or_path", "nosuch"), "nosuch"),
+        (
+            OF_6,
+            (*SCRIPT, "--deepspeed_config", "pipeline_3d"),
+            "DS311 6 ranks cannot be divided into copies of 2 pipeline",
+        ),
+        ((*OF_8, "--output", "/no/job"), SCRIPT, "/no/job: cannot be written: No such file or directory"),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -160,6 +176,14 @@ def test_what_cannot_be_is_one_line(
         assert end.code == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
+
+
+def test_what_only_the_pods_see_is_not_looked_for_here(tmp_path: Path) -> None:
+    others = ("--train_file", "/data/rows.jsonl", "--model_name_or_path", "/data/model")
+    written("--gpus", "6", folder=tmp_path, script=(*SCRIPT, "--deepspeed_config", "/data/own.json", *others))
+    written(
+        "--gpus", "8", folder=tmp_path, script=("their/script.py", "--lerning_rate", "1", "--output_dir", "/data/a")
+    )
 
 
 def test_the_time_of_a_save_is_the_one_that_an_earlier_run_measured(

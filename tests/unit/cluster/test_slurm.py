@@ -13,7 +13,7 @@ import pytest
 
 from harness.cli import main
 
-SCRIPT = ["scripts/train.py", "--output_dir", "a run"]
+SCRIPT = ["harness.train", "--output_dir", "a run"]
 
 
 def batch(folder: Path, *flags: str, script: list[str] = SCRIPT) -> str:
@@ -44,6 +44,29 @@ def test_it_asks_for_the_hosts_and_starts_the_same_command_from_the_newest_check
 def test_jobs_on_a_cluster_without_gpus_ask_for_processors(tmp_path: Path) -> None:
     found = asked(batch(tmp_path, "--ranks", "2"))
     assert "cpus-per-task=2" in found and not any("gpus" in each for each in found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "script", "said"),
+    [
+        ((), ["nosuch.py"], "nosuch.py: no such file"),
+        ((), [*SCRIPT, "--deepspeed_config", "nosuch"], "DS001 no such file or preset"),
+        ((), [*SCRIPT, "--train_file", "nosuch.jsonl"], "nosuch.jsonl"),
+        ((), [*SCRIPT, "--deepspeed_config", "pipeline_3d"], "DS311 2 ranks cannot be divided"),
+        (("--nodes", "3"), [*SCRIPT, "--deepspeed_config", "pipeline_3d"], "DS311 6 ranks cannot be divided"),
+        (("--memory", "900Gi"), SCRIPT, "--memory is for kubernetes"),
+    ],
+)
+def test_a_job_that_would_fail_is_not_written(
+    flags: tuple[str, ...], script: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.sbatch"
+    try:
+        assert main(["cluster", "slurm", "--ranks", "2", *flags, "--output", str(path), "--", *script]) == 1
+    except SystemExit as end:
+        assert end.code == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1 and not path.exists()
 
 
 SUPERVISOR = """#!/bin/sh

@@ -176,3 +176,11 @@ def test_yaml_is_called_yaml(tmp_path, name, text):
 def test_json_with_another_suffix_and_hjson_without_braces_are_read(tmp_path):
     (tmp_path / "ds.yaml").write_text('{"train_batch_size": 8}')
     assert load(tmp_path / "ds.yaml").data == from_text("train_batch_size: 8").data
+
+
+@pytest.mark.parametrize("escape", [r"\u0000", r"\ud800", r"\uDFFF", r"\udfff\ud800"])
+def test_a_string_that_no_name_can_be_is_refused_where_it_stands(escape: str) -> None:
+    with pytest.raises(ConfigError, match="is not a character that a name or a path can have") as told:
+        from_text('{\n "csv_monitor": {"output_path": "a' + escape + '"}}', "a.json")
+    assert (told.value.diagnostics[0].code, told.value.diagnostics[0].line) == ("DS001", 2)
+    assert from_text(r'{"wandb": {"project": "\ud83d\ude00"}}', "a.json").data == {"wandb": {"project": "\U0001f600"}}

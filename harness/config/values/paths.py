@@ -1,0 +1,36 @@
+"""Paths that a user gives: the one place in which they are checked."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+IMPOSSIBLE = {errno.ENAMETOOLONG: "it is too long", errno.ELOOP: "it is a loop of links"}
+
+
+def usable_path(text: str) -> Path:
+    """Return a path, of a file that exists or not. ValueError, with the reason, if no file can have it.
+
+    Paths must be UTF-8: libraries that get them, such as tokenizers, take no others.
+    """
+    if "\0" in text:
+        raise ValueError("it contains a NUL character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it is not UTF-8") from None
+    try:
+        os.stat(text)  # noqa: PTH116  # a Path would be the same
+    except OSError as error:
+        if error.errno in IMPOSSIBLE:
+            raise ValueError(IMPOSSIBLE[error.errno]) from None
+    return Path(text)
+
+
+def usable_file(text: str) -> bool:
+    """Return whether a path is that of a file."""
+    try:
+        return usable_path(text).is_file()
+    except (OSError, ValueError):
+        return False
