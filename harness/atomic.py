@@ -48,6 +48,19 @@ def replaced_files(directory: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def open_no_link(path: str | Path, flags: int) -> int:
+    """Open a file as `os.open` does, and as an opener of `open`. OSError for a link.
+
+    Somebody else may have put it into a folder that several write to: its target would be overwritten.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, f"{Path(path).name} is a link: remove it", str(path)) from None
+        raise
+
+
 def exchange(one: Path, other: Path) -> bool:
     """Swap the names of two files or folders atomically; return False if the file system cannot (NFS)."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)  # Python has no wrapper; not every C library has it

@@ -12,6 +12,7 @@ from pathlib import Path
 from harness.checkpoint.directories import read_manifest, read_progress, set_aside
 from harness.checkpoint.integrity import changed_file, damage, listed_files, unlisted
 from harness.config.values.json_file import read_json
+from harness.config.values.secrets import hide_secrets
 from harness.errors import UserError, reason
 from harness.verb_parser import VerbParser, path_argument
 from harness.wording import counted
@@ -93,6 +94,8 @@ def require_as_saved(directory: Path) -> None:
 
 def export(directory: Path, output_dir: Path, dtype: str) -> None:
     """Write the model in `dtype` as a HuggingFace directory, or adapters as peft does. UserError for own layers."""
+    if links := [path for path in output_dir.glob("*") if path.is_symlink() and not path.is_dir()]:
+        raise UserError(f"{links[0]} is a link, through which another file would be overwritten: remove it")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if read_progress(directory).adapters:
         _export_adapters(directory, output_dir, dtype)
@@ -131,3 +134,4 @@ def _copy(directory: Path, output_dir: Path, patterns: Sequence[str]) -> None:
         set_aside(output_dir / "chat_template.jinja")  # it would count as this tokenizer's
     for path in {path for pattern in patterns for path in directory.glob(pattern)}:
         (output_dir / path.name).write_bytes(path.read_bytes())
+    hide_secrets(output_dir)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
+from harness.atomic import open_no_link
 from harness.config.values.json_file import regular_bytes
 from harness.errors import UserError, reason
 
@@ -46,7 +47,7 @@ def lock_directory(directory: Path) -> None:
 def is_lent_twice(directory: Path) -> bool:
     """Return whether this process gets a lock that another host holds: then locks do not work between hosts."""
     try:
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = open_no_link(directory / LOCK, os.O_RDWR)
     except OSError:
         return False
     try:
@@ -77,7 +78,7 @@ def _is_held(directory: Path) -> bool:
     Raises UserError if another process has written its name there since: the file system granted the lock to both.
     """
     with suppress(FileNotFoundError, KeyError):
-        if os.path.samestat((directory / LOCK).stat(), os.fstat(HELD[directory])):
+        if os.path.samestat((directory / LOCK).lstat(), os.fstat(HELD[directory])):
             written = ""
             with suppress(OSError, ValueError):
                 written = regular_bytes(directory / LOCK, 1000).decode()
@@ -97,7 +98,7 @@ def _content() -> str:
 
 def _try_to_lock(directory: Path) -> bool:
     unlock_directory(directory)
-    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = open_no_link(directory / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

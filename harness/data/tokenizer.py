@@ -24,6 +24,7 @@ from harness.checkpoint.directories import set_aside
 from harness.config.model.files import TOKENIZER_FILES, has_tokenizer, has_weights
 from harness.config.model.hub import TEXTS, Wanted, fetch
 from harness.config.values.json_file import read_json, require_regular_files
+from harness.config.values.secrets import hide_secrets
 from harness.errors import UserError
 from harness.hf.locate import require_vocabulary
 
@@ -269,6 +270,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """
     with replaced_files(directory) as folder:
         tokenizer.save_pretrained(folder)
+        hide_secrets(folder)
         if not getattr(tokenizer, "chat_template", None):  # so it has written no such file
             set_aside(directory / "chat_template.jinja")
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from harness.atomic import open_no_link
 from harness.checkpoint.directories import RESTARTS
+from harness.config.values.secrets import Secrets
 from harness.console import print_if_heard
 from harness.errors import UserError
 from harness.resilience.judging import History, Verdict, judge
@@ -174,8 +176,9 @@ class Leader:
         folder = self.script.output_dir
         if cause is not None and len(judged.faults) > len(history.faults) and folder is not None and folder.is_dir():
             line = {"time": time.time(), "step": cause.step, "cause": cause.text, "start": str(team.start)}
-            with suppress(OSError), (folder / RESTARTS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            text = json.dumps(Secrets.known().without(line))
+            with suppress(OSError), open(folder / RESTARTS, "a", encoding="utf-8", opener=open_no_link) as file:
+                file.write(text + "\n")
         return self.publish(verdict, replace(judged, gone=tuple(sorted(lost | leaving))))
 
     def _reports(self, number: int, lost: set[str], seconds: float) -> dict[int, Report]:

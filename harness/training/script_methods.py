@@ -14,7 +14,9 @@ from huggingface_hub import ModelCardData
 from torch.utils.data import DataLoader, Dataset
 
 from harness.arguments import TrainingArguments
+from harness.atomic import replace_text
 from harness.config.values.json_file import read_json
+from harness.config.values.secrets import Secrets
 from harness.data.batches.collate import AnyDataset, Collator, MapDataset
 from harness.data.batches.evaluation import EvaluationData
 from harness.data.batches.stream import BatchStream, read_micro_batch
@@ -235,7 +237,7 @@ class ScriptMethods:
         heading = f"# {model_name or path.parent.name}"
         parts = [f"---\n{data.to_yaml()}\n---", CARD, heading, of_base + of_data, "\n".join(figures)]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
+        replace_text(path, Secrets.known().masked("\n\n".join(filter(None, parts)) + "\n"))
 
 
 def _is_loss(key: str) -> bool:

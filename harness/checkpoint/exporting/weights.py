@@ -29,6 +29,7 @@ from harness.checkpoint.tensors.local_shard import local_shard_of, saved_tensors
 from harness.checkpoint.tensors.not_saved import all_save, saving
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions, index_content
 from harness.checkpoint.tensors.whole_tensors import Share, dealt_regions, plan_files, several_hosts, write_tensors
+from harness.config.values.secrets import hide_secrets
 from harness.deepspeed.zero3_parameters import is_partitioned, unpartitioned_size
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
@@ -137,6 +138,7 @@ def export_config(source: ModelSource, dtype: torch.dtype, directory: Path) -> N
     with replaced_files(directory) as folder:
         _save(config, folder / CONFIG_NAME)
         _save(source.generation or GenerationConfig.from_model_config(config), folder / GENERATION_CONFIG_NAME)
+        hide_secrets(folder)
 
 
 def _save(config: PretrainedConfig | GenerationConfig, path: Path) -> None:
@@ -293,3 +295,4 @@ def export_adapter_config(config: LoraConfig, base: str, directory: Path) -> Non
     config.inference_mode = True
     with replaced_files(directory) as folder:
         config.save_pretrained(str(folder))
+        hide_secrets(folder)

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from harness.atomic import open_no_link
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError, reason
 from harness.hf.weights.tensor_files import DTYPES
@@ -104,7 +105,7 @@ def create(path: Path, header: bytes, regions: Sequence[FileRegion]) -> None:
     """Create the file at full size with its header. UserError if the disk is full or the file cannot be written."""
     size = file_size(header, regions)
     try:
-        with path.open("wb") as file:
+        with open(path, "wb", opener=open_no_link) as file:  # Path.open takes no opener
             file.write(header)
             file.truncate(size)
             reserve(file.fileno(), size)  # find a full disk here, once, rather than on each rank later
@@ -176,8 +177,8 @@ class OpenFiles:
         try:
             if region.path not in self._descriptors:
                 at_once = self._several_hosts and _is_on_nfs(region.path)
-                flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_DSYNC if at_once else 0)
-                self._descriptors[region.path] = os.open(region.path, flags)
+                flags = os.O_WRONLY | (os.O_DSYNC if at_once else 0)
+                self._descriptors[region.path] = open_no_link(region.path, flags)
                 self._shared |= {self._descriptors[region.path]} if at_once else set()
             self._write(self._descriptors[region.path], region, tuple(start), values)
         except OSError as error:

@@ -5,15 +5,18 @@ They are recognised by the name of their key, by the values of environment varia
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from harness.config.values.json_object import JsonObject
 
 HIDDEN = "***"
+CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 SHORTEST = 8  # characters of a secret that is searched for in texts; a shorter one may be an ordinary word
 _NAME = (
     r"(?:[\w.-]*[_.-])?(?:api[_-]?keys?|secrets?(?:[_-]?key)?|pass(?:word|wd|phrase)s?|pwd|credentials?|authorization"
@@ -61,8 +64,12 @@ class Secrets:
         return cls(frozenset(value for value in found.union(*map(_values, configs)) if len(value) >= SHORTEST))
 
     def without(self, content: Mapping[str, object]) -> JsonObject:
-        """Return a copy of a JSON object without keys that name a secret, and with secrets in texts masked."""
-        return {name: self._clean(value) for name, value in content.items() if not is_secret(name, value)}
+        """Return a copy of a JSON object without keys that name a secret, and with secrets in texts and keys masked."""
+        return {
+            self.masked(name) if isinstance(name, str) else name: self._clean(value)
+            for name, value in content.items()
+            if not is_secret(name, value)
+        }
 
     def masked(self, text: str) -> str:
         """Return a text with each secret in it replaced by `***`."""
@@ -85,6 +92,34 @@ class Secrets:
 def is_secret(name: object, value: object) -> bool:
     """Return whether a key of a config names a secret and its value may be one; a switch, a number and null are not."""
     return _KEY.fullmatch(str(name)) is not None and not (value is None or isinstance(value, bool | float))
+
+
+def hide_secrets(folder: Path) -> None:
+    """Remove secrets from the configs of a model, its adapters and its tokenizer that were written into a folder.
+
+    A model's directory may hold a `token` or an `api_key`, and an export of it is published.
+    """
+    for path in filter(Path.is_file, (folder / name for name in CONFIGS)):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if (plain := without_secret_texts(content)) != content:
+            path.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def without_secret_texts(config: Mapping[str, object]) -> JsonObject:
+    """Return a model's config without texts under keys that name a secret, and with those of known forms masked.
+
+    Numbers stay, as a `label2id` may have a label `token`; and templates, which are programs.
+    """
+    kept = {name: value for name, value in config.items() if isinstance(value, int) or not is_secret(name, value)}
+    return {name: _without_texts(value, name) for name, value in kept.items()}
+
+
+def _without_texts(value: object, name: str) -> object:
+    if isinstance(value, Mapping):
+        return without_secret_texts(value)
+    if isinstance(value, list):
+        return [_without_texts(item, name) for item in value]
+    return Secrets(frozenset()).masked(value) if isinstance(value, str) and name != "chat_template" else value
 
 
 def masked_by_name(text: str) -> str:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.atomic import open_no_link
 from harness.console import Console
 from harness.resilience.process.records import HANG, THIS_RANK, Position, record_failure_of
 from harness.resilience.watch.diagnosis import Diagnosis, RankStatus
@@ -48,7 +49,7 @@ def append_stacks(path: Path) -> None:
 def _append(path: Path, text: str) -> None:
     """Append in a single write, because all ranks share the file. A failed write (a full disk) is ignored."""
     with suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = open_no_link(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             os.write(descriptor, text.encode())
         finally:

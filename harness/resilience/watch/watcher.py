@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from harness.arguments import TrainingArguments
+from harness.atomic import replaced_files
 from harness.console import Console
 from harness.device.process_group import shared_store
 from harness.errors import UserError
@@ -299,8 +300,8 @@ class Watcher:
         if verdict.error == HANG:
             append_stacks(path)
             if self.store is not None and (record := flight_record()):
-                with suppress(OSError):
-                    path.with_suffix(f".nccl_{THIS_RANK.rank}").write_bytes(record)
+                with suppress(OSError), replaced_files(path.parent) as folder:
+                    (folder / f"{path.stem}.nccl_{THIS_RANK.rank}").write_bytes(record)
         self.board.watch(self.me, time.monotonic(), 0.0, False, -1.0, True, b"")
         rows = [row for row in range(len(self.members)) if row != self.me]
         until = time.monotonic() + WRITING_S

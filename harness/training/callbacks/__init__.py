@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypedDict, Unpack
 
 from harness.arguments import TrainingArguments
+from harness.atomic import replace_text
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 
@@ -114,7 +115,7 @@ class TrainerState:
 
     def save_to_json(self, json_path: str | Path) -> None:
         """Write the state to a file as JSON."""
-        Path(json_path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        replace_text(Path(json_path), json.dumps(asdict(self), indent=2) + "\n")
 
 
 @dataclass

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from harness.arguments import TrainingArguments
 from harness.config.model.shape import require_countable
 from harness.config.values.json_object import JsonObject
+from harness.config.values.secrets import without_secret_texts
 from harness.console import warn
 from harness.data.batches.collate import MicroBatch
 from harness.deepspeed.pipeline import Layer
@@ -137,7 +138,8 @@ class TrainableModel:
 
 def shaping(config: PretrainedConfig) -> JsonObject:
     """Return the values of a config that change the computation in training."""
-    return {name: value for name, value in config.to_dict().items() if name not in UNSHAPING}
+    content = without_secret_texts(config.to_dict())  # it is written into checkpoints
+    return {name: value for name, value in content.items() if name not in UNSHAPING}
 
 
 def model_source(model: Model) -> ModelSource | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.arguments.themes.script import PYTHON_STDLIB
-from harness.atomic import replace_text
+from harness.atomic import open_no_link, replace_text
 from harness.checkpoint.directories import RUN
 from harness.config.values.json_file import parse_json, read_json
 from harness.config.values.json_object import JsonObject
@@ -149,24 +149,28 @@ class MetricsFile:
         The file is truncated at the first line to drop, which works even on a full disk. Later lines that must stay are
         written again with the next write.
         """
-        if self._path.exists() and not self._path.is_file():  # opening a pipe would block
+        # opening a pipe would block, and a link may lead to a file of others
+        if self._path.is_symlink() or (self._path.exists() and not self._path.is_file()):
             raise UserError(f"{self._path}: it is not a file: move it elsewhere")
         there = self._path.read_bytes() if self._path.is_file() else b""
         lines = (there + self._waiting).splitlines(keepends=True)
         stays = [_is_before(line, first_step) for line in lines]
         size = min(len(there), sum(map(len, itertools.compress(lines, itertools.accumulate(stays, min)))))
         self._waiting = b"".join(itertools.compress(lines, stays))[size:]
-        file = self._path.open("ab", buffering=0)
+        file = self._opened()
         file.truncate(size)
         return file
+
+    def _opened(self) -> FileIO:
+        return FileIO(self._path, "ab", opener=open_no_link)
 
     def _reopen(self) -> None:
         """Continue in a new file if somebody has deleted this one or its folder."""
         with suppress(FileNotFoundError):
-            if not self._file.closed and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+            if not self._file.closed and os.path.samestat(self._path.lstat(), os.fstat(self._file.fileno())):
                 return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        gone, self._file = self._file, self._path.open("ab", buffering=0)
+        gone, self._file = self._file, self._opened()
         gone.close()
         warn(f"{self._path}: it was deleted; metrics continue in a new file")
 

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.atomic import replace_text
+from harness.atomic import open_no_link, replace_text
 from harness.checkpoint.directories import set_aside
 from harness.config.values.json_object import JsonObject
+from harness.config.values.secrets import Secrets
 from harness.console import warn
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Monitors:
         """Write a text to TensorBoard, the only monitor that shows texts."""
         with _warning("TensorBoard's events"):
             if self._tensorboard is not None:
-                self._tensorboard.add_text(name, text, step)
+                self._tensorboard.add_text(name, Secrets.known().masked(text), step)
 
     def rewind(self, step: int) -> None:
         """Drop the values of steps after `step`, if the monitor can."""
@@ -144,7 +145,7 @@ class Tables:
             if path not in self._own:
                 self._take(path, header)
             is_new = not path.exists()
-            with path.open("a", encoding="utf-8", newline="") as file:
+            with open(path, "a", encoding="utf-8", newline="", opener=open_no_link) as file:  # an opener
                 csv.writer(file).writerows([header] * is_new + [[step, value]])
 
     def rewind(self, step: int) -> None:

@@ -25,6 +25,7 @@ from harness.checkpoint.exporting.weights import (
 )
 from harness.checkpoint.tensors.local_shard import saved_tensors
 from harness.checkpoint.tensors.not_saved import NotSaved, all_save
+from harness.config.values.secrets import hide_secrets
 from harness.data.tokenizer import save_tokenizer
 from harness.errors import UserError
 from harness.hf.causal import CausalModel
@@ -48,6 +49,7 @@ def write_configs(run: Run, folder: Path) -> None:
         export_config(causal.source, next(run.module.parameters()).dtype, folder)
     if run.data.tokenizer is not None:
         run.data.tokenizer.save_pretrained(folder)
+        hide_secrets(folder)
 
 
 def write_model(run: Run, directory: Path) -> None:

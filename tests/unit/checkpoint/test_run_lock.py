@@ -112,3 +112,13 @@ def test_whether_a_lock_is_lent_twice_is_seen_and_nothing_is_kept(tmp_path: Path
         assert time.monotonic() < until
     lock_directory(tmp_path)
     unlock_directory(tmp_path)
+
+
+def test_a_link_in_the_place_of_the_lock_is_refused_and_its_target_stays(tmp_path: Path) -> None:
+    """As somebody may plant it in a folder that several write to."""
+    (tmp_path / "run").mkdir()
+    (target := tmp_path / "theirs").write_text("precious")
+    (tmp_path / "run" / LOCK).symlink_to(target)
+    with pytest.raises(UserError, match=r"run: cannot be written: run\.lock is a link: remove it"):
+        lock_directory(tmp_path / "run")
+    assert target.read_text() == "precious" and not is_lent_twice(tmp_path / "run")

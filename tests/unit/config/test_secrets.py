@@ -11,7 +11,7 @@ import pytest
 from harness.config.checking.check import check
 from harness.config.cli.render import text_block
 from harness.config.text.document import from_text
-from harness.config.values.secrets import Secrets, masked_by_name
+from harness.config.values.secrets import Secrets, hide_secrets, masked_by_name
 from harness.console import Console
 from harness.training.recording.files import MetricsFile, write_run
 
@@ -51,13 +51,18 @@ def test_run_json_holds_no_secret_of_the_config_and_none_of_the_environment(tmp_
 
 def test_metrics_and_the_words_of_a_run_hold_no_secret(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl", 1)
-    file.write({"step": 1, "note": f"with {OF_ENVIRONMENT}", "loss": 2.5})
+    file.write({"step": 1, "note": f"with {OF_ENVIRONMENT}", "sizes": {"https://h/x?token=4711": 1}, "loss": 2.5})
     file.close()
     out, error = io.StringIO(), io.StringIO()
     console = Console(out=out, error=error, speaks=True)
     console.say(f"logged in by {OF_ENVIRONMENT}, run 1")
     console.fail(f"401 for {OF_ENVIRONMENT}")
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "note": "with ***", "loss": 2.5}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 1,
+        "note": "with ***",
+        "loss": 2.5,
+        "sizes": {"https://h/x?token=***": 1},
+    }
     assert (out.getvalue(), error.getvalue()) == ("logged in by ***, run 1\n", "error: 401 for ***\n")
 
 
@@ -111,3 +116,18 @@ def test_a_finding_beside_a_secret_does_not_show_it():
 def test_switches_and_measurements_are_no_secrets():
     content = {"use_auth_token": True, "token": None, "eval_secret": 0.5, "hub_token": "x"}
     assert Secrets.known().without(content) == {"use_auth_token": True, "token": None, "eval_secret": 0.5}
+
+
+def test_an_export_does_not_publish_what_a_models_directory_knows(tmp_path):
+    kept = {
+        "label2id": {"token": 0, "password": 1},
+        "eos_token": "</s>",
+        "chat_template": "{{ 'Bearer ' + message.content }}",
+        "token_type_ids": [0],
+    }
+    hub = {"token": "t", "nested": [{"api_key": ["k"]}], "source": "https://me:hunter2@host/x"}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({**kept, **hub}))
+    hide_secrets(tmp_path)
+    for name in ("config.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / name).read_text()) == {**kept, "nested": [{}], "source": "https://me:***@host/x"}

@@ -188,7 +188,9 @@ def test_what_transformers_would_not_save_is_saved_if_it_can_be_read(saved: Path
     for refused in (model.config, model.generation_config):
         with pytest.raises(ValueError, match=r"do_sample|max_length"):
             refused.save_pretrained(saved)
+    model.config.token, model.generation_config.api_key = "of-the-hub", "of-a-server"
     export_config(ModelSource.of_model(model), torch.float32, saved)
+    assert not any("of-" in (saved / f"{name}config.json").read_text() for name in ("", "generation_"))
     assert AutoModelForCausalLM.from_pretrained(saved).generation_config.temperature == 0.7
     model.generation_config.max_new_tokens = 0
     with pytest.raises(UserError, match=r"generation_config of the LlamaForCausalLM in memory .*max_new_tokens"):

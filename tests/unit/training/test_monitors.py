@@ -19,6 +19,24 @@ def text(path: Path) -> str:
     return path.read_text().replace("\r\n", "\n")
 
 
+def test_tensorboard_gets_no_secret_of_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghij")
+    ours = Monitors({"tensorboard": {"output_path": str(tmp_path), "job_name": "events"}}, "run", 1)
+    ours.write_text("samples/1", "the token is hf_abcdefghij", 1)
+    ours.close()
+    (events,) = (tmp_path / "events").iterdir()
+    assert b"the token is ***" in events.read_bytes()
+
+
+def test_a_table_is_not_written_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train_loss.csv").symlink_to(tmp_path / "theirs")
+    with pytest.warns(UserWarning, match=r"train_loss\.csv is a link: remove it; training continues"):
+        monitors(tmp_path).write({"train/loss": 5.0}, 1)
+    assert not (tmp_path / "theirs").exists()
+
+
 def test_a_fresh_start_leaves_the_tables_of_others_alone(tmp_path: Path) -> None:
     folder = tmp_path / "csv"
     folder.mkdir()

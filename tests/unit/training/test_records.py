@@ -54,6 +54,14 @@ def test_a_resumed_file_drops_later_steps_and_a_line_cut_in_the_middle(tmp_path:
     assert rows == [{"step": 1}, {"step": 2}, {"step": 3, "loss": None}]
 
 
+def test_metrics_are_not_written_where_a_link_leads(tmp_path: Path) -> None:
+    (target := tmp_path / "theirs").write_text("precious")
+    (tmp_path / "metrics.jsonl").symlink_to(target)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: it is not a file"):
+        MetricsFile(tmp_path / "metrics.jsonl", first_step=1)
+    assert target.read_text() == "precious"
+
+
 @pytest.mark.filterwarnings("ignore:.*cannot be written")
 def test_metrics_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
