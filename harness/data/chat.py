@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from harness.data.answers import Span, find_answers
+from harness.data.answers import find_answers
+from harness.data.conversation import Span
 from harness.data.files.rows import ASSISTANT
 from harness.data.templates import Template
 from harness.data.tokenizer import ByteTokenizer, SpecialTokens, Tokenizer, end_of_document_id

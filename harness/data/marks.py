@@ -11,47 +11,79 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from harness.config.values.json_object import JsonObject
 from harness.data.files.rows import ASSISTANT
 
 CALLS = "tool_calls"
-_PRIVATE, _TANGUT = range(0x100000, 0x10FFFE), range(0x17000, 0x187F8)
+_PRIVATE, TANGUT = range(0x100000, 0x10FFFE), range(0x17000, 0x187F8)
 """The characters that serve as marks; those in tool calls are from Tangut, a script of the 11th century.
 
 A template may write a tool call's arguments with Python's `str`, which escapes unprintable characters, such as private
 ones, but not Tangut. If a template writes a list of content parts with `str`, that is a mistake: its private marks are
 escaped and not found, so the conversation is refused.
 """
-_MARKS = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}{chr(_TANGUT[0])}-{chr(_TANGUT[-1])}]")
+_MARKS = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}{chr(TANGUT[0])}-{chr(TANGUT[-1])}]")
 _PAIR = re.compile(r"(?<=[^\W_])(?=[^\W_])")  # a position between two letters or digits
 _MOST_PARTS = 64
-_NAMES = frozenset({"role", "id", "type", "tool_call_id", "index", "name"})
-"""Keys whose values get no marks: a template may compare these values, or test the length of an id."""
+Path: TypeAlias = tuple[str | int, ...]
+"""Keys and indices that lead to a value."""
+LINKS = frozenset({"role", "id", "type", "tool_call_id", "index"})
+"""Keys whose values say what a value is, or link two of them: a template may compare them, or test their length."""
+_NAMES = LINKS | {"name"}
+"""Keys of a message whose values get no marks. The name in a tool call gets them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a string in a message: all of it, or what stands between words at which the template may split it.
+
+    Attributes:
+        message: index of the message.
+        path: where the string is in the message; its first key is the message's.
+        text: the string.
+        span: first character and last + 1 of the part in `text`.
+    """
+
+    message: int
+    path: Path
+    text: str
+    span: tuple[int, int]
+
+    @property
+    def field(self) -> str:
+        """Key of the message that holds the string."""
+        return str(self.path[0])
+
+    @property
+    def item(self) -> int:
+        """If that key holds a list, the index in it; else 0."""
+        return self.path[1] if len(self.path) > 1 and isinstance(self.path[1], int) else 0
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A mark in a string of a message, at the beginning or the end of a part of the string.
+    """A mark at the beginning or the end of a part of a string.
 
     Attributes:
-        message: index of the message.
-        field: key of the message that holds the string.
-        item: if the key holds a list, the index in it; else 0.
-        text: the string.
-        offset: number of characters of `text` before the mark.
+        offset: number of characters of the string before the mark.
         begins: whether it marks the beginning of its part, not the end.
-        part: first character and last + 1 of the part in `text`.
     """
 
-    message: int
-    field: str
-    item: int
-    text: str
+    part: Part
     offset: int
     begins: bool
-    part: tuple[int, int]
+
+    @property
+    def message(self) -> int:
+        """Index of the message."""
+        return self.part.message
+
+    @property
+    def field(self) -> str:
+        """Key of the message that holds the string."""
+        return self.part.field
 
 
 @dataclass(frozen=True)
@@ -69,18 +101,18 @@ class FoundMark:
 
     def start(self, output: str) -> int:
         """Return where the marked part begins in the output: extend to the left while text and output agree."""
-        mark, back = self.mark, 0
-        while back < min(mark.offset - mark.part[0], self.at):
-            if output[self.at - back - 1] != mark.text[mark.offset - back - 1]:
+        mark, part, back = self.mark, self.mark.part, 0
+        while back < min(mark.offset - part.span[0], self.at):
+            if output[self.at - back - 1] != part.text[mark.offset - back - 1]:
                 break
             back += 1
         return self.at - back
 
     def end(self, output: str) -> int:
         """Return where the marked part ends in the output: extend to the right while text and output agree."""
-        mark, ahead = self.mark, 0
-        while ahead < min(mark.part[1] - mark.offset, len(output) - self.at):
-            if output[self.at + ahead] != mark.text[mark.offset + ahead]:
+        mark, part, ahead = self.mark, self.mark.part, 0
+        while ahead < min(part.span[1] - mark.offset, len(output) - self.at):
+            if output[self.at + ahead] != part.text[mark.offset + ahead]:
                 break
             ahead += 1
         return self.at + ahead
@@ -138,61 +170,74 @@ def mark(messages: Sequence[JsonObject], words: Sequence[str], *, answers_alone:
         inside: put the marks between letters inside a part, for templates that test how a string begins or ends.
     """
     marks: dict[str, Mark] = {}
-    free = map(chr, _PRIVATE), map(chr, _TANGUT)
+    free = map(chr, _PRIVATE), map(chr, TANGUT)
 
-    def put(index: int, field: str, item: int, text: str) -> str:
+    def put(index: int, path: Path, text: str) -> str:
         written, start = [], 0
-        for offset, begins, part in _places(text, words, inside):
-            character = next(free[field == CALLS], None)
-            if character is None:
-                break
-            marks[character] = Mark(index, field, item, text, offset, begins, part)
-            written += [text[start:offset], character]
-            start = offset
+        for span in parts(text, words):
+            for offset, begins in _places(text, span, inside):
+                character = next(free[path[0] == CALLS], None)
+                if character is None:
+                    break
+                marks[character] = Mark(Part(index, path, text, span), offset, begins)
+                written += [text[start:offset], character]
+                start = offset
         return "".join([*written, text[start:]])
 
     marked: list[JsonObject] = []
     for index, message in enumerate(messages):
-        if message["role"] == ASSISTANT:
-            names = [name for name in message if name not in _NAMES]
-        else:
-            names = [] if answers_alone or "content" not in message else ["content"]
-        marked.append({**message, **{name: _marked(message[name], partial(put, index, name)) for name in names}})
+        names = [name for name in message if name not in _NAMES]
+        if message["role"] != ASSISTANT and answers_alone:
+            names = []
+        marked.append({**message, **{name: mapped(message[name], partial(put, index), (name,)) for name in names}})
     return MarkedMessages(marked, marks)
 
 
-def _marked(value: Any, put: Callable[[int, str], str]) -> Any:
-    """Return the value of a message's key with marks; in a list, `put` gets the index of the item."""
-    if isinstance(value, list):
-        return [_mapped(each, partial(put, item)) for item, each in enumerate(value)]
-    return _mapped(value, partial(put, 0))
+def strings(messages: Sequence[JsonObject]) -> list[tuple[int, Path, str]]:
+    """Return (message, path, string) of each string that gets marks."""
+    found: list[tuple[int, Path, str]] = []
+
+    def note(index: int, path: Path, text: str) -> str:
+        found.append((index, path, text))
+        return text
+
+    for index, message in enumerate(messages):
+        for name in message:
+            if name not in _NAMES:
+                mapped(message[name], partial(note, index), (name,))
+    return found
 
 
-def _mapped(value: Any, put: Callable[[str], str]) -> Any:
-    """Return a JSON value with each string replaced by `put`, except under the keys _NAMES."""
+def mapped(value: Any, change: Callable[[Path, str], str], path: Path = ()) -> Any:
+    """Return a JSON value with each string replaced by `change`, except under the keys LINKS."""
     if isinstance(value, str):
-        return put(value)
+        return change(path, value)
     if isinstance(value, list):
-        return [_mapped(item, put) for item in value]
+        return [mapped(item, change, (*path, number)) for number, item in enumerate(value)]
     if isinstance(value, dict):
-        kept = _NAMES - {"name"}
-        return {name: item if name in kept else _mapped(item, put) for name, item in value.items()}
+        return {name: item if name in LINKS else mapped(item, change, (*path, name)) for name, item in value.items()}
     return value
 
 
-def _places(text: str, words: Sequence[str], inside: bool) -> Iterator[tuple[int, bool, tuple[int, int]]]:
-    """Yield (offset, begins, part) of each mark: two for each part between `words`, without surrounding space."""
+def parts(text: str, words: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the spans of a text between `words`, without surrounding space; none for a blank text."""
     present = [re.escape(word) for word in words if word in text]
     cuts = [match.span() for match in re.finditer("|".join(present), text)][:_MOST_PARTS] if present else []
     starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
-    parts = [_stripped(text, *part) for part in zip(starts, ends, strict=True)]
-    for start, end in [part for part in parts if part[0] < part[1]] or [_stripped(text, 0, len(text))]:
-        if inside:
-            pairs = [start + match.start() for match in _PAIR.finditer(text[start:end])]
-            yield from [(pairs[0], True, (start, end)), (pairs[-1], False, (start, end))] if pairs else []
-        elif start < end:
-            yield start, True, (start, end)
-            yield end, False, (start, end)
+    spans = [_stripped(text, *part) for part in zip(starts, ends, strict=True)]
+    whole = _stripped(text, 0, len(text))
+    return [span for span in spans if span[0] < span[1]] or ([whole] if whole[0] < whole[1] else [])
+
+
+def _places(text: str, span: tuple[int, int], inside: bool) -> Iterator[tuple[int, bool]]:
+    """Yield (offset, begins) of the two marks of a part; none for a part without room inside."""
+    start, end = span
+    if inside:
+        pairs = [start + match.start() for match in _PAIR.finditer(text[start:end])]
+        yield from [(pairs[0], True), (pairs[-1], False)] if pairs else []
+    else:
+        yield start, True
+        yield end, False
 
 
 def _stripped(text: str, start: int, end: int) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +15,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_BRACKETS = (r"<[^<>\s]+>", r"\[[^\[\]\s]+[\[\]]")  # as <|end|>, [/INST] and [e~[
 _END_OF_GENERATION = re.compile(r"\{%-?\s*endgeneration\s*-?%\}")
 
 
 class Template:
     """The chat template that a tokenizer uses with or without tools."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[JsonObject] | None = None) -> None:
         self._source: str = tokenizer.get_chat_template(tools=tools)
         self._names: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self._process = TemplateProcess(self._source, self._names)
+        added = sorted(filter(str.strip, tokenizer.get_added_vocab()), key=len, reverse=True)
+        self._token = re.compile("|".join([*map(re.escape, added), *_BRACKETS]))
+        self.roles: dict[tuple[object, ...], bool] = {}
+        """Whether messages of two roles are written alike, by the roles around them: found once for a data set."""
 
     @property
     def eos(self) -> str:
         """The text of the end-of-sequence token, or ""."""
         return str(self._names.get("eos_token") or "")
+
+    def first_token(self, text: str) -> re.Match[str] | None:
+        """Find the first token that can end a turn: one of the tokenizer's added ones, or a word in brackets."""
+        return self._token.search(text)
+
+    def tokens(self, text: str) -> Iterator[re.Match[str]]:
+        """Find all such tokens."""
+        return self._token.finditer(text)
 
     @cached_property
     def words(self) -> list[str]:
@@ -58,7 +71,7 @@ class Template:
         return not any(isinstance(mark.call.node, nodes.Name) and mark.call.node.name == "generation" for mark in marks)
 
     def write(
-        self, messages: Sequence[JsonObject], tools: list[Any] | None, location: str, *, prompt: bool = False
+        self, messages: Sequence[JsonObject], tools: list[JsonObject] | None, location: str, *, prompt: bool = False
     ) -> str:
         """Render messages as text, with the generation prompt if `prompt`.
 
@@ -68,7 +81,7 @@ class Template:
         return str(text)
 
     def generated(
-        self, messages: Sequence[JsonObject], tools: list[Any] | None, location: str
+        self, messages: Sequence[JsonObject], tools: list[JsonObject] | None, location: str
     ) -> list[tuple[int, int]]:
         """Return the spans (first character, last + 1) of the text that the template marks as generated."""
         _, (spans,) = self._process.write(messages, tools, location, return_assistant_tokens_mask=True)

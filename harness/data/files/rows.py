@@ -31,7 +31,9 @@ _ROLES = MappingProxyType(
 """ShareGPT's role -> the role in chat templates; roles not listed are the same."""
 _CALLING = "function_call"
 """ShareGPT's role of a turn that calls tools."""
-ASSISTANT = "assistant"
+USER, ASSISTANT = "user", "assistant"
+TOOL_ROLES = ("tool", "function", "ipython")
+"""Roles of messages that say what a tool has returned."""
 
 
 def from_sharegpt(turns: object, location: str) -> object:
@@ -116,7 +118,7 @@ BESIDE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 TRAINS = ("train", "training", "loss")
 """Keys of a message that include it in the loss or exclude it; OpenAI's key is `weight`, 0 or 1."""
-ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
+ROLES = ("system", "developer", USER, ASSISTANT, *TOOL_ROLES)
 
 
 def columns_of(kind: str) -> str:

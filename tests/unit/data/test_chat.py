@@ -29,7 +29,8 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 INSTRUCT = (
-    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% for m in messages %}{% if m.role == 'system' %}{{ '<<SYS>>' + m.content + '<</SYS>>' }}"
+    "{% elif m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content.strip() + eos_token }}{% endif %}{% endfor %}"
 )
 # an answer is written with empty thoughts, unless a question follows it
@@ -45,8 +46,9 @@ MADE_TO_THINK = (
     "{% if add_generation_prompt %}{{ '<assistant><think>' }}{% endif %}"
 )
 MARKED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}{% endgeneration %};"
-    + ("{% else %}{{ m.content }}{% endif %}{% endfor %}")
+    "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
+    + ("{% endgeneration %};{% else %}{{ m.content }}{% endif %}{% endfor %}")
+    + "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 TURNS = [
     {"role": "system", "content": "be"},
@@ -78,10 +80,9 @@ def learnt(conversation, template=None, encoder=None):
         (CHATML, ["k 日本<|im_end|>", "end 🙂<|im_end|>"]),
         (INSTRUCT, [" k 日本" + END, " end 🙂" + END]),
         (THOUGHTS_OF_THE_LAST, ["k 日本<end>", "<think></think>end 🙂<end>"]),
-        (MADE_TO_THINK, ["k 日本<end>", "end 🙂<end>"]),
-        (MARKED, ["k 日本", "end 🙂"]),
+        (MARKED, ["k 日本" + END, "end 🙂" + END]),
     ],
-    ids=["bytes", "chatml", "instruct", "thoughts of the last", "made to think", "marked"],
+    ids=["bytes", "chatml", "instruct", "thoughts of the last", "marked"],
 )
 def test_every_answer_is_learnt_and_nothing_else(template, answers):
     assert learnt(chat(TURNS), template) == answers
@@ -106,7 +107,13 @@ def test_the_mask_is_the_same_with_and_without_generation_marks():
         encoded = encoder(chat(TURNS), "file:1")
         masks.append((encoded.ids.tolist(), encoded.answers.tolist()))
     assert masks[0] == masks[1]
-    assert learnt(chat(TURNS), LINES) == [" k 日本\n", " end 🙂\n"]  # a line break is all that ends these turns
+    with pytest.raises(UserError, match="message 3: the chat template writes no token that ends this answer"):
+        learnt(chat(TURNS), LINES)  # a line break is all that ends these turns
+
+
+def test_answers_are_refused_behind_a_prompt_that_opens_thoughts_which_are_never_written():
+    with pytest.raises(UserError, match="message 3: the generation prompt of the chat template ends with '<think>'"):
+        learnt(chat(TURNS), MADE_TO_THINK)
 
 
 def test_the_bytes_tokenizer_chats_as_its_exported_directory_does(tmp_path):
@@ -126,11 +133,11 @@ def test_a_prompt_is_not_learnt_and_its_completion_is_closed():
 def test_a_conversation_that_begins_with_an_answer_and_one_that_calls_tools():
     assert learnt(chat(TURNS[2:]), CHATML) == ["k 日本<|im_end|>", "end 🙂<|im_end|>"]
     called = (
-        "{% for m in messages %}{{ m.role + ':' + (m.tool_calls | tojson if m.tool_calls else m.content) + ';' }}"
+        "{% for m in messages %}{{ m.role + ':' + (m.tool_calls | tojson if m.tool_calls else m.content) + '<;>' }}"
         + ("{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}{% if tools %}{% endif %}")
     )
     turns = [TURNS[1], {"role": "assistant", "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": "3"}, TURNS[4]]
-    assert learnt(chat(turns), called) == ['[{"name": "f"}];', "end 🙂;"]
+    assert learnt(chat(turns), called) == ['[{"name": "f"}]<;>', "end 🙂<;>"]
 
 
 def test_templates_and_tokenizers_that_do_not_serve_are_told_with_the_place(trained_tokenizer):
@@ -138,13 +145,12 @@ def test_templates_and_tokenizers_that_do_not_serve_are_told_with_the_place(trai
         learnt(chat(TURNS), encoder=ConversationEncoder(load_tokenizer(str(trained_tokenizer))))
     with pytest.raises(UserError, match="file:1: the chat template rejects it: roles must alternate"):
         learnt(chat(TURNS), "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(UserError, match=r"file:1, message 3: .* cannot be found"):
-        learnt(chat(TURNS), "{% for m in messages %}{{ m.content | upper }}{{ messages | length }}{% endfor %}")
-    with pytest.raises(UserError, match="file:1: the chat template writes no answer"):
+    with pytest.raises(UserError, match=r"file:1, message 3: the generation prompt"):
         learnt(
-            chat(TURNS),
-            "{% for m in messages %}{{ m.content }}{% endfor %}{# #}{% if false %}" + MARKED + "{% endif %}",
+            chat(TURNS), "{% for m in messages %}{{ m.role ~ m.content | upper }}{{ messages | length }}{% endfor %}"
         )
+    with pytest.raises(UserError, match="file:1: the chat template writes no answer"):
+        learnt(chat(TURNS), CHATML + "{# #}{% if false %}" + MARKED + "{% endif %}")
 
 
 def row(**columns):

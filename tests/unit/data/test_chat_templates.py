@@ -26,22 +26,28 @@ TOOLS = [
     }
 ]
 Messages = list[dict[str, Any]]
+# templates that write no answer without thoughts as it is served, or end none by a token
+REFUSED = {
+    "brackets_and_tildes": r"message 2: the generation prompt of the chat template ends with '<think>\\n'",
+    "thoughts_never_kept": r"message 2: the generation prompt of the chat template ends with '<think>\\n'",
+    "words_that_are_taken_out": r"message 2: the generation prompt of the chat template ends with '<think>\\n'",
+    "reminder_at_the_end": "message 2: the generation prompt of the chat template ends with",
+    "names_of_speakers": "message 2: the chat template writes no token that ends this answer",
+}
+TRAINED = [name for name in TEMPLATES if name not in REFUSED]
 # what is learnt of the first and of the last of two answers, where it is more than the answer and its closing token
 AROUND = {
-    "brackets_and_tildes": ("{}[e~[", "{}[e~["),
-    "closed_by_the_next_question": ("{}<|assistant_end|>", "{}"),
+    "closed_by_the_next_question": ("{}<|assistant_end|>",) * 2,
     "prompt_begins_at_any_end": ("{}<|answer_ends|><|turn_ends|>",) * 2,
     "prompt_behind_a_question_alone": ("{}<|end_of_text|>",) * 2,
     "prompt_opens_thoughts_at_any_end": ("<|answer_begins|>{}<|answer_ends|><|turn_ends|>",) * 2,
-    "reminder_at_the_end": ("{}<|turn_ends|>",) * 2,
     "channels": ("<|channel|>final<|message|>{}", "<|channel|>final<|message|>{}<|return|>"),
     "end_of_text_behind_all": ("{}<|end|>", "{}<|end|>"),
     "header_with_a_date": ("{}<|eot_id|>", "{}<|eot_id|>"),
     "macros_for_roles": ("<think></think>{}<|im_end|>", "<think></think>{}<|im_end|>"),
-    "names_of_speakers": (" {}", " {}"),
     "no_line_break_behind_the_last": ("{}</s>", "{}</s>"),
     "end_of_document_closes": ("{}</s>", "{}</s>"),
-    "nothing_closes": ("\n<think></think>\n{}", "\n<think></think>\n{}"),
+    "nothing_closes": ("\n<think></think>\n{}<|user|>",) * 2,
     "parts_alone": (" {}<end_of_utterance>", " {}<end_of_utterance>"),
     "parts_of_content": ("{}<end_of_turn>", "{}<end_of_turn>"),
     "role_of_a_model": ("{}<end_of_turn>", "{}<end_of_turn>"),
@@ -49,12 +55,9 @@ AROUND = {
     "system_in_the_first_question": (" {} </s>", " {} </s>"),
     "system_in_the_last_question": (" {}</s>", " {}</s>"),
     "system_of_its_own": ("{}</s>", "{}</s>"),
-    "thinking_mode": ("<|im_start|>assistant\n{}<|im_end|>\n", "<|im_start|>assistant\n{}<|im_end|>\n"),
     "prompt_opens_thoughts": ("{}<|im_end|>", "\n</think>\n\n{}<|im_end|>"),
     "thoughts_behind_the_last_question": ("{}<|im_end|>", "<think>\n\n</think>\n\n{}<|im_end|>"),
-    "thoughts_never_kept": ("{}<｜end▁of▁sentence｜>", "{}<｜end▁of▁sentence｜>"),
     "turn_tokens": ("{}<|END_OF_TURN_TOKEN|>", "{}<|END_OF_TURN_TOKEN|>"),
-    "words_that_are_taken_out": ("{}\n<SPECIAL_12>", "{}\n<SPECIAL_12>"),
     "answers_of_tools_in_the_turn": ("{}<turn|>", "{}<turn|>"),
 }
 SAME = (
@@ -110,7 +113,13 @@ def two(first: str, answer: str, second: str, other: str) -> Messages:
     return [user(first), assistant(answer), user(second), assistant(other)]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", REFUSED)
+def test_templates_that_write_answers_otherwise_than_they_are_served_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^a\.jsonl:7, {REFUSED[name]}"):
+        learnt(TEMPLATES[name], two("what", "first", "and", "second"))
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_answers_that_stand_elsewhere_too_are_learnt_where_they_are_said(name: str) -> None:
     first, last = AROUND.get(name, ("{}<|im_end|>", "{}<|im_end|>"))
     for turns in (("what", "first", "and", "second"), *SAME):
@@ -119,18 +128,18 @@ def test_answers_that_stand_elsewhere_too_are_learnt_where_they_are_said(name: s
         assert learnt(TEMPLATES[name], two(*turns), only={3}) == said[1:]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_system_prompt_changes_nothing_or_is_refused(name: str) -> None:
     plain = two("what", "first", "and", "second")
     try:
         said = learnt(TEMPLATES[name], [{"role": "system", "content": "first second"}, *plain])
     except UserError as error:
-        assert str(error) == "a.jsonl:7: the chat template rejects it: no system role"
+        assert "rejects it: no system role" in str(error) or "does not write a message of role system" in str(error)
     else:
         assert said == learnt(TEMPLATES[name], plain)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_an_answer_that_begins_a_conversation_is_learnt_without_its_header(name: str) -> None:
     plain = [user("what"), assistant("first")]
     for beginning in ([assistant("Hello!")], [assistant("assistant"), user("and"), assistant("one")]):
@@ -155,23 +164,29 @@ CALLS = (
 )
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_tool_calls_are_learnt_and_what_tools_say_is_not(name: str) -> None:
-    known = "weather" in "".join(_or_none(TEMPLATES[name], CALLS[3]))
-    for messages in CALLS if known else ():
-        said = learnt(TEMPLATES[name], messages, TOOLS)
+    for messages in CALLS:
         answers = [message for message in messages if message["role"] == "assistant"]
+        try:
+            said = learnt(TEMPLATES[name], messages, TOOLS)
+        except UserError as error:
+            assert str(error).startswith("a.jsonl:7")
+            continue
         assert len(said) == len(answers)
         for span, message in zip(said, answers, strict=True):
             words = ["weather", "Oslo"] if message.get("tool_calls") else [message["content"]]
             assert all(
                 span.count(word) == 1 for word in words if word != "weather" or "reasoning_content" not in message
             )
-            assert "response" not in span.split("</tool_call>")[0] and "<|observation|>" not in span
-    if not known:
-        for messages in CALLS:
-            with pytest.raises(UserError, match=r"^a\.jsonl:7[:,]"):
-                learnt(TEMPLATES[name], messages, TOOLS)
+            assert message.get("reasoning_content", "") in span
+            assert "response" not in span.split("</tool_call>")[0]
+            assert "<|observation|>" not in span.removesuffix("<|observation|>")
+
+
+def test_most_templates_with_tool_calls_are_trained_on() -> None:
+    taken = [name for name in TRAINED if _or_none(TEMPLATES[name], CALLS[0])]
+    assert len(taken) >= 10, taken
 
 
 def _or_none(template: str, messages: Messages) -> list[str]:
@@ -190,11 +205,17 @@ def test_thoughts_are_learnt_where_the_template_keeps_them(name: str, in_content
             else assistant(text, reasoning_content=thought)
         )
 
-    said = learnt(TEMPLATES[name], [user("q"), thinking("hm", "one"), user("hm"), thinking("so", "two")])
+    try:
+        said = learnt(TEMPLATES[name], [user("q"), thinking("hm", "one"), user("hm"), thinking("so", "two")])
+    except UserError as error:
+        reasons = "not write `reasoning_content`", "leaves out a part", "generation prompt", "no token that ends"
+        assert any(reason in str(error) for reason in reasons)
+        return
     assert len(said) == 2
     for span, thought, text in zip(said, ("hm", "so"), ("one", "two"), strict=True):
         assert span.count(text) == 1
         assert span.count(thought) <= 1
+    assert "so" in said[1]
     if name == "thoughts_behind_the_last_question":
         assert said == ["one<|im_end|>", "<think>\nso\n</think>\n\ntwo<|im_end|>"]
 
@@ -202,7 +223,7 @@ def test_thoughts_are_learnt_where_the_template_keeps_them(name: str, in_content
 @pytest.mark.parametrize(
     "end", ["'</think>'", "'</think>' | list | join", "['<', '/', 't', 'h', 'i', 'n', 'k', '>'] | join"]
 )
-def test_thoughts_that_end_as_the_header_does_are_no_part_of_the_header(end: str) -> None:
+def test_thoughts_that_a_template_cuts_off_the_last_answer_are_refused(end: str) -> None:
     turn = "{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>{{ REST }}<|end|>{% endif %}"
     template = (
         "It's the model's or the user's turn.{% for m in messages %}"
@@ -211,30 +232,33 @@ def test_thoughts_that_end_as_the_header_does_are_no_part_of_the_header(end: str
         "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
     )
     conversation = two("a", "<think>\nhm\n</think>one", "b", "<think>\nso\n</think>two")
-    assert learnt(template, conversation) == ["one<|end|>", "two<|end|>"]
+    with pytest.raises(UserError, match=r"message 2: the (chat template leaves out a part|generation prompt)"):
+        learnt(template, conversation)
 
 
 def test_an_answer_of_which_nothing_is_written_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^a.jsonl:7, message 2: this answer cannot be found"):
+    with pytest.raises(UserError, match=r"^a.jsonl:7, message 2: the chat template does not write a message of role"):
         learnt("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", two("a", "b", "c", "d"))
-    with pytest.raises(UserError, match=r"^a.jsonl:7, message 2: this answer cannot be found"):
+    with pytest.raises(UserError, match=r"^a.jsonl:7, message 1: the chat template does not write a message of role"):
         learnt("{% for m in messages %}{{ m.content | length }} e {% endfor %}", two("a", "e", "c", "e"))
 
 
 def test_marks_of_a_template_decide_unless_they_are_counted_wrong() -> None:
-    marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+    marked = "{% generation %}{{ m.content }}</s>{% endgeneration %}"
     turn = "{% if m.role == 'user' %}{{ 'U:' + m.content }}{% else %}A:GENERATED;{% endif %}"
     plain = "{% for m in messages %}" + turn.replace("GENERATED", marked) + "{% endfor %}"
-    assert learnt(plain, two("a", "b", "c", "d")) == ["b", "d"]
-    assert learnt(plain, two("a", "b", "c", "d"), only={3}) == ["d"]
+    assert learnt(plain, two("a", "b", "c", "d")) == ["b</s>", "d</s>"]
+    assert learnt(plain, two("a", "b", "c", "d"), only={3}) == ["d</s>"]
+    with pytest.raises(UserError, match=r"message 2: .* leaves out the token that ends an answer"):
+        learnt(plain.replace("</s>{% endgeneration %}", "{% endgeneration %}</s>"), two("a", "b", "c", "d"))
     # transformers does not count what a macro has written before the mark
     macro = (
         "{% macro one(m) %}"
         + turn.replace("GENERATED", marked)
         + "{% endmacro %}{% for m in messages %}{{ one(m) }}{% endfor %}"
     )
-    assert learnt(macro, two("a", "b", "c", "d")) == ["A:b;", "A:d;"]
-    everything = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    assert learnt(macro, two("a", "b", "c", "d")) == ["A:b</s>", "A:d</s>"]
+    everything = "{% generation %}{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}{% endgeneration %}"
     with pytest.raises(UserError, match=r"^a\.jsonl:7: \{% generation %\} of the chat template does not stand"):
         learnt(everything, two("a", "b", "c", "d"))
 
