@@ -24,7 +24,7 @@ from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
 from harness.config.values.json_object import JsonObject
 from harness.console import Console, plain_console
-from harness.data.batches.collate import AnyDataset, Collator, collate
+from harness.data.batches.collate import AnyDataset, Collator, MicroBatch, collate
 from harness.data.batches.evaluation import by_prefix
 from harness.data.inputs.datasets import UserData, own_tokenizer
 from harness.data.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ from harness.preconditions import establish
 from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
 from harness.resilience.watch.meeting import telling_of_a_failure
-from harness.topology.agreement import all_or_none, largest, value_of_first
+from harness.topology.agreement import all_or_none, any_rank, largest, value_of_first
 from harness.topology.env import LaunchEnv
 from harness.training.callbacks import (
     AnyCallback,
@@ -51,7 +51,7 @@ from harness.training.callbacks import (
 from harness.training.callbacks.early_stopping import EarlyStoppingCallback, own_early_stopping
 from harness.training.callbacks.progress import ProgressCallback
 from harness.training.engine.engine import Engine
-from harness.training.engine.losses import AUX_LOSS, LossFunction
+from harness.training.engine.losses import AUX_LOSS, LossFunction, first_tensor
 from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_data, evaluation_metrics, predict
 from harness.training.huggingface import missing, require_ours, upload
@@ -209,12 +209,12 @@ class Trainer(ScriptMethods):
             self._agree_on_control()  # a signal ends the run after its first step
             if run.evaluation_due and self.eval_dataset is not None:
                 stop = self._evaluate_and_save(recorder, evaluate=True)
-            while state.global_step < state.max_steps and not (stop or self.control.should_training_stop):
+            while self._goes_on(stop):
                 with self.rollback.guarding(recorder, self._settle):  # rolls back a non-finite step
                     record = self.training_step()
                     recorder.step(record)
                     stop = self._after_step(record, recorder)
-                    if rebalancer is not None and not stop and rebalancer.after_step(record):
+                    if rebalancer is not None and self._goes_on(stop) and rebalancer.after_step(record):
                         recorder.describe()
             steps, seconds, loss = state.global_step - first_step, time.perf_counter() - start_time, recorder.mean_loss
             metrics = {
@@ -228,6 +228,20 @@ class Trainer(ScriptMethods):
         if run.resolved.config.get("comms_logger", {}).get("enabled", False):
             deepspeed.comm.log_summary()  # DeepSpeed only collects; printing is left to the training program
         return TrainOutput(state.global_step, loss, metrics)
+
+    def _goes_on(self, stop: int) -> bool:
+        """Whether another step follows; `stop` is the signal that ends the run, 0 without one."""
+        ends = stop or self.control.should_training_stop
+        return not ends and self.state.global_step < self.state.max_steps
+
+    def _warn_without_labels(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Warn of a step whose loss is 0 because its global batch has no label; all ranks call it."""
+        loss = self.run.trainable.loss
+        if not any_rank(any(loss.count(labels, len(first_tensor(labels))) for _, labels in micro_batches)):
+            self.run.console.warn(
+                f"step {self.state.global_step}: the global batch has no label in the loss, so its loss is 0; the "
+                "optimizer still moves the weights, by momentum and weight decay"
+            )
 
     @inside("training", Phase.STEP)
     def training_step(self) -> StepRecord:
@@ -248,6 +262,8 @@ class Trainer(ScriptMethods):
         seconds = time.perf_counter() - start_time  # measured correctly, as train_step has waited for the device
         self.nonfinite.judge(state.global_step + 1, outcome, run.engine)
         state.global_step += 1
+        if outcome.loss == 0.0:
+            self._warn_without_labels(micro_batches)
         state.consumed_samples = stream.consumed
         state.epoch = stream.epoch
         units = sum(run.trainable.loss.units(inputs) for inputs, _ in micro_batches)

@@ -213,7 +213,7 @@ def batch_warning(
 
 
 def report_stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lines: Sequence[StageLine]) -> None:
-    """Report the layout, the batch, and which layers and how many parameters each rank holds."""
+    """Report the layout, the batch, the layers and parameters of each rank, and what weight decay leaves out."""
     named = layout.pp_size > 1 and resolved.schedule != DEEPSPEED_1F1B
     schedule = f", {resolved.schedule}" if named else ""
     console.say(
@@ -223,6 +223,8 @@ def report_stages(console: Console, layout: Layout, resolved: Resolved, steps: i
     )
     for line in lines:
         console.say(f"  {line}")
+    if resolved.config.get("optimizer", {}).get("params", {}).get("weight_decay"):
+        console.say("  the JSON's weight_decay: not of biases and norms, as in HuggingFace; DeepSpeed decays these too")
     order = resolved.schedule, resolved.chunks.per_stage
     warning = batch_warning(layout.pp_size, resolved.micro_batch, resolved.accumulation, *order)
     if warning is not None:

@@ -23,9 +23,10 @@ from harness.data.inputs.datasets import UserData
 from harness.data.tokenizer import ByteTokenizer
 from harness.device.process_group import open_groups
 from harness.topology.env import LaunchEnv
-from harness.training.callbacks import TrainerState
+from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.prepare.plan import RunInputs, plan_run
 from harness.training.prepare.preparation import release
+from harness.training.rebalancing import Rebalancer
 
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(8)]
 CONFIG = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
@@ -35,7 +36,7 @@ CONFIG = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
 def make(tmp_path: Path) -> Callable[..., Trainer]:
     def trainer(name: str = "run", data: object = POINTS, **arguments: object) -> Trainer:
         args = TrainingArguments(
-            str(tmp_path / name), deepspeed_config=CONFIG, **{"max_steps": 1, "save_steps": 0, **arguments}
+            str(tmp_path / name), **{"deepspeed_config": CONFIG, "max_steps": 1, "save_steps": 0, **arguments}
         )
         return Trainer([nn.Linear(2, 1)], args, data, loss_fn=nn.functional.mse_loss)
 
@@ -77,6 +78,39 @@ def test_an_evaluation_set_later_is_used_during_training_too(make: Callable[...,
     with pytest.raises(AttributeError):
         trainer.state = TrainerState()  # type: ignore[misc]
     trainer.close()
+
+
+def test_layers_are_not_moved_after_the_last_step(
+    make: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, after_step = [], Rebalancer.after_step
+
+    def noted(rebalancer: Rebalancer, record: StepRecord) -> bool:
+        seen.append(record.step)
+        return after_step(rebalancer, record)
+
+    monkeypatch.setattr(Rebalancer, "after_step", noted)
+    make(max_steps=3, rebalance_steps=1).train()
+    assert seen == [1, 2]
+
+
+def test_a_run_says_which_parameters_the_jsons_weight_decay_leaves_out(
+    make: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "weight_decay": 0.1}}
+    make(deepspeed_config={**CONFIG, "optimizer": optimizer})
+    assert "the JSON's weight_decay: not of biases and norms" in capsys.readouterr().out
+    make("other")
+    assert "weight_decay" not in capsys.readouterr().out
+
+
+def test_a_step_without_a_label_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    hidden, shown = ({"input_ids": [1, 2, 3], "labels": [label] * 3} for label in (-100, 1))
+    for name, rows in (("hidden", [hidden] * 4), ("shown", [hidden, hidden, hidden, shown])):
+        args = TrainingArguments(str(tmp_path / name), deepspeed_config=CONFIG, max_steps=1, save_steps=0)
+        Trainer("tiny-llama", args, rows).train()
+        out = capfd.readouterr()
+        assert ("step 1: the global batch has no label in the loss" in out.out + out.err) is (name == "hidden")
 
 
 def test_to_let_go_of_a_run_again_leaves_the_next_one_alone(make: Callable[..., Trainer]) -> None:
