@@ -78,7 +78,8 @@ class Script:
             found, what = shutil.which(name) is not None, "command"
         elif module:
             package = name.partition(".")[0]
-            found, what = PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is not None, "module"
+            found = package.isidentifier() and PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is not None
+            what = "module"
         else:
             found, what = usable_file(name), "file"
         if not found:

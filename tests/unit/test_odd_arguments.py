@@ -130,6 +130,8 @@ def test_a_device_beyond_any_host_starts_nothing(capsys: pytest.CaptureFixture[s
 def test_a_script_that_does_not_exist_is_told_before_anything_starts(flag: dict[str, bool], what: str) -> None:
     with pytest.raises(UserError, match=f"^no_such_name: no such {what}$"):
         Script(["no_such_name"]).require_startable(**{"module": False, "command": False, **flag})
+    with pytest.raises(UserError, match=f"^: no such {what}$"):
+        Script([""]).require_startable(**{"module": False, "command": False, **flag})
     Script([__file__]).require_startable(module=False, command=False)
     Script(["harness.train"]).require_startable(module=True, command=False)
     Script(["sh"]).require_startable(module=False, command=True)
