@@ -106,7 +106,7 @@ def read_config(config: str | Mapping[str, object] | None) -> Document:
     if isinstance(config, str):
         return load(config)
     everything = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
-    return from_values(everything if config is None else config)
+    return from_values(everything, path="") if config is None else from_values(config)
 
 
 def max_steps(

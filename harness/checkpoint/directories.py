@@ -103,7 +103,6 @@ NAME = re.compile(r"checkpoint-([0-9]+)")
 UNFINISHED_NAME = re.compile(r"writing-(checkpoint|replaced|removed)-[0-9]+")
 STATE = "state.json"
 MODEL, ADAPTERS = "model", "adapter_model"  # names, without suffix, of the files of weights
-OLD_STATE = "trainer_state.json"  # in checkpoints of old versions, which resumed only in the same layout
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 RESTARTS = "restarts.jsonl"  # one line for each fault that `ds-harness launch` saw

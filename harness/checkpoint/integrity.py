@@ -25,7 +25,6 @@ from harness.checkpoint.directories import (
     METRICS,
     MODEL,
     NAME,
-    OLD_STATE,
     RUN,
     STATE,
     TrainingProgress,
@@ -44,12 +43,10 @@ SEEN_S = 90.0  # an NFS client caches a folder's entries for up to 60 s (acdirma
 def damage(checkpoint: Path) -> str | None:
     """Check names and sizes of a checkpoint's files; return what is wrong, None if nothing is."""
     try:
-        if (checkpoint / OLD_STATE).is_file():
-            return "an earlier version of ds-harness wrote it, which saved for one layout: resume with that version"
         if not checkpoint.is_dir():
             return "no such directory"
         if not (checkpoint / MANIFEST).is_file():
-            return f"{MANIFEST} is missing"
+            return _not_ours(checkpoint) or f"{MANIFEST} is missing"
         manifest = read_manifest(checkpoint)
         wrong = next(
             filter(None, (_wrong_size(checkpoint, name, file[0]) for name, file in manifest.files.items())), None
@@ -68,6 +65,38 @@ def damage(checkpoint: Path) -> str | None:
             (f"{file} is of step {step}" for file, step in steps.items() if step != int(name[1])), None
         )
     return wrong
+
+
+_WRITTEN_BY = {
+    "trainer_state.json": "a checkpoint of the HuggingFace Trainer",
+    "random_states_0.pkl": "a checkpoint of accelerate",
+    "zero_to_fp32.py": "a checkpoint of DeepSpeed",
+    "mp_rank_00_model_states.pt": "a checkpoint of DeepSpeed",
+    ".metadata": "a checkpoint of torch.distributed",
+    "adapter_config.json": "adapters of peft",
+    "config.json": "a model",
+}
+"""Name of a file -> what a directory with it is, if no run of ours wrote it; the first that is there counts."""
+
+
+def _not_ours(directory: Path) -> str | None:
+    """Return what a directory without a manifest is, and what can be done with it; None for an unknown one."""
+    if inside := numbered(directory):
+        return f"the checkpoints are in it: name one, such as {max(inside)[1].name}"
+    names = {path.name for path in directory.iterdir()}
+    written = next((words for name, words in _WRITTEN_BY.items() if name in names), None)
+    if written is None:
+        return None
+    if "config.json" in names and any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        remedy = f"start a new run from its weights with --model_name_or_path {directory}"
+    elif "adapter_config.json" in names:
+        remedy = "merge the adapters into their model with peft, and start a new run from that"
+    elif "zero_to_fp32.py" in names:
+        remedy = "turn its weights into a model with its zero_to_fp32.py, and start a new run from that"
+    else:
+        remedy = "load it where it was written, save the model with save_pretrained, and start a new run from that"
+    whose = ", which only that program can continue" if "checkpoint" in written else ""
+    return f"it is {written}{whose}: {remedy}"
 
 
 def unlisted(checkpoint: Path) -> list[str]:

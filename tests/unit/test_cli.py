@@ -69,7 +69,7 @@ def test_an_error_of_our_own_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> N
     ("files", "words", "said"),
     [
         ({}, ["nowhere.json"], "no such file or preset"),
-        ({"a.json": "{"}, ["a.json"], "expected a key or a closing brace here, not the end of the file"),
+        ({"a.json": "{"}, ["a.json"], "a closing brace is missing here, for the one that opens on line 1"),
         ({"empty/readme": ""}, ["empty"], "empty: no .json file in this directory"),
         ({}, ["*.json"], "*.json: no file matches"),
         ({"[a].json": '{"train_batch_size": 8}'}, ["[a].json"], "1 file checked, no problems found"),

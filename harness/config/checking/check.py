@@ -11,7 +11,7 @@ from harness.config.rules.layout.harness_limits import needs_an_accelerator
 from harness.config.rules.rule import Finding, Rule
 from harness.config.rules.view import RunView, Target
 from harness.config.text.diagnostic import Diagnostic, Severity
-from harness.config.text.document import Document, from_values
+from harness.config.text.document import FROM_PROGRAM, Document, from_values
 
 
 def check(
@@ -58,7 +58,7 @@ def known_shape(model: str | None, target: Target) -> ModelShape | None:
 
 def findings(view: RunView) -> list[Diagnostic]:
     """Return the findings of all rules, in the order of the file."""
-    found = [_diagnostic(view.document, rule, finding) for rule in RULES for finding in rule.check(view)]
+    found = [_placed(view, rule, finding) for rule in RULES for finding in rule.check(view)]
     return sorted(found, key=lambda item: (item.line, item.column, item.severity.rank, item.code))
 
 
@@ -78,6 +78,15 @@ def unsupported_on_cpu(config: Mapping[str, object]) -> list[Diagnostic]:
         _diagnostic(document, needs_an_accelerator, item) for item in needs_an_accelerator.check(RunView(document))
     ]
     return [replace(item, severity=Severity.ERROR, file="") for item in found]
+
+
+def _placed(view: RunView, rule: Rule, finding: Finding) -> Diagnostic:
+    """Return a finding; without a place if an argument of the run alone has caused it, or if there is no file."""
+    found = _diagnostic(view.document, rule, finding)
+    section = finding.pointer.split("/")[1:2]
+    is_absent = finding.span is None and not (section and section[0] in view.document.data)
+    by_argument = is_absent and bool(section) and view.arguments is not None
+    return replace(found, file="") if by_argument or (is_absent and found.file == FROM_PROGRAM) else found
 
 
 def _diagnostic(document: Document, rule: Rule, finding: Finding) -> Diagnostic:

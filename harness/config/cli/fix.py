@@ -11,7 +11,7 @@ It leaves a remedy to the user if that causes a new error or does not remove its
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.config.checking.check import check
 from harness.config.checking.registry import by_code
@@ -50,6 +50,18 @@ def fix(
             document = better
             refused.clear()  # what did not help before may help now
     return Fixed(text=document.text, applied=tuple(applied))
+
+
+def with_usable_remedies(
+    document: Document, findings: list[Diagnostic], *, world_size: int | None = None, target: Target = "harness"
+) -> list[Diagnostic]:
+    """Return findings without the remedies that `fix` would leave to the user."""
+    return [
+        item
+        if not item.edits or _try(document, item, findings, world_size, target) is not None
+        else replace(item, edits=())
+        for item in findings
+    ]
 
 
 def _applies(finding: Diagnostic, unsafe: bool) -> bool:

@@ -56,8 +56,10 @@ def text_block(finding: Diagnostic, text: str, *, colour: bool) -> str:
 
     head = painted(f"{finding.severity.value}[{finding.code}]", "1") + f": {printable(finding.message)}"
     gutter = " " * len(str(finding.line))
-    lines = [head, f"{gutter}--> {printable(finding.file)}:{finding.line}:{finding.column}"]
-    source = masked_by_name(text.split("\n")[finding.line - 1]) if text else ""
+    lines = [head]
+    if finding.file:
+        lines.append(f"{gutter}--> {printable(finding.file)}:{finding.line}:{finding.column}")
+    source = masked_by_name(text.split("\n")[finding.line - 1]) if text and finding.file else ""
     if source.strip():
         start = max(0, finding.column - 1 - _WIDTH // 2) if len(source) > _WIDTH else 0
         shown = source[start : start + _WIDTH].replace("\t", " ").rstrip("\r")

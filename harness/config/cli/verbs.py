@@ -13,7 +13,7 @@ from pathlib import Path
 
 from harness.config.checking.check import check as check_document
 from harness.config.checking.registry import RULES, by_code
-from harness.config.cli.fix import diff, fix
+from harness.config.cli.fix import diff, fix, with_usable_remedies
 from harness.config.cli.render import FORMATS, render, text_block
 from harness.config.model.families import require_trainable_family
 from harness.config.resolving.resolve import resolve as resolve_document
@@ -69,7 +69,10 @@ def check(argv: Sequence[str]) -> int:
             findings += error.diagnostics
             continue
         texts[document.path] = document.text
-        findings += check_document(document, world_size=args.world_size, model=args.model, target=args.target)
+        found = check_document(document, world_size=args.world_size, model=args.model, target=args.target)
+        if args.format == "text":  # which counts the fixes
+            found = with_usable_remedies(document, found, world_size=args.world_size, target=args.target)
+        findings += found
     if (warning := version_warning()) is not None:
         print(f"ds-harness check: {warning}", file=sys.stderr)
     colour = args.format == "text" and sys.stdout.isatty() and "NO_COLOR" not in os.environ

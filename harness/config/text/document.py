@@ -22,6 +22,8 @@ from harness.config.values.json_object import JsonObject
 PRESETS = Path(__file__).resolve().parents[2] / "ds_configs"
 # a section by its indentation
 _YAML = re.compile(r"\A\s*---|^[\w-]+\s*:[ \t]*(#.*)?\n[ \t]+([\w-]+\s*:|- )", re.MULTILINE)
+FROM_PROGRAM = "<config>"
+"""The path of a config that a program has handed over, and that is in no file."""
 MAX_BYTES = 2 * 2**20  # the longest config seen in the wild has 20 kB
 
 
@@ -115,9 +117,9 @@ def from_text(text: str, path: str = "<text>") -> Document:
     return document
 
 
-def from_values(config: Mapping[str, object]) -> Document:
-    """Return values from a program as a document."""
-    return from_text(json.dumps(dict(config), indent=2), "<config>")
+def from_values(config: Mapping[str, object], path: str = FROM_PROGRAM) -> Document:
+    """Return values from a program as a document; an empty `path`: nobody wrote them, and findings name no place."""
+    return from_text(json.dumps(dict(config), indent=2), path)
 
 
 def unreadable(path: str, message: str, hint: str, line: int = 1, column: int = 1) -> Diagnostic:

@@ -177,7 +177,7 @@ class _Reader:
         at = self.skip(start + 1)
         while self.text[at : at + 1] != "]":
             if at >= len(self.text):
-                raise TextError("a list is never closed", start)
+                raise TextError("expected a value or a closing bracket here, not the end of the file", at)
             items.append(self.value(at, depth + 1))
             at = self.separator(self.skip(items[-1].end), items[-1], "]")
         return Node(start, at + 1, items=tuple(items))
@@ -295,7 +295,68 @@ def parse(text: str) -> Parsed:
             if oddity.kind == "bare-word" and word is not None and oddity.end > oddity.start + word.end():
                 message = f"{word[1]} is Python, not JSON: what follows it on the line is read as part of the word"
                 raise TextError(message, oddity.start, f"write {_OF_PYTHON[word[1]]}") from error
+        if (missing := _missing_closer(text, error.offset)) is not None:
+            raise missing from error
         raise
+
+
+_TOKEN = re.compile(
+    r"'{3}.*?'{3}|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|#[^\n]*|//[^\n]*|/\*.*?\*/|[{}\[\]]|\n[ \t]*",
+    re.DOTALL,
+)
+_CLOSERS = {"{": "}", "[": "]"}
+
+
+@dataclass
+class _Open:
+    """An open brace or bracket: its line's number and indentation, and whether what it holds is indented more."""
+
+    bracket: str
+    line: int
+    indent: int
+    is_indented: bool | None = None  # None: nothing on a line of its own has come yet
+
+
+def _missing_closer(text: str, failed: int) -> TextError | None:
+    """Return where a brace or bracket is missing, if that is why reading has failed at an offset; else None.
+
+    A reader notices it only far below, often at the end of the file. The indentation says where it belongs, if there is
+    any: what an object holds is indented more than the line that opens it, and its end is not indented less.
+    """
+    opened: list[_Open] = []
+    line, line_start, indent = 1, 0, len(text) - len(text.lstrip(" \t"))
+    for token in _TOKEN.finditer(text):
+        word, at = token[0], token.start()
+        if word[0] == "\n":
+            line, line_start, indent = line + 1, at + 1, len(word) - 1
+            head = text[token.end() : token.end() + 1]
+            if head and head not in "\r\n}]#/":
+                if opened and opened[-1].is_indented is None:
+                    opened[-1].is_indented = indent > opened[-1].indent
+                if any(each.is_indented and indent <= each.indent for each in opened):
+                    return _never_closed(text, opened[-1], line_start)
+        elif word in _CLOSERS:
+            is_last = text[token.end() : _line_end(text, token.end())].strip() == ""
+            outer = opened[-1].is_indented if opened else None
+            opened.append(_Open(word, line, indent, None if is_last else outer))
+        elif word in ("}", "]"):
+            if not opened or at > failed:
+                return None
+            comes_first = not text[line_start:at].strip()
+            is_outer = comes_first and opened[-1].is_indented and indent < opened[-1].indent
+            if all(_CLOSERS[each.bracket] != word for each in opened):
+                return None  # it closes nothing
+            if _CLOSERS[opened[-1].bracket] != word or is_outer:
+                return _never_closed(text, opened[-1], line_start if comes_first else at)
+            opened.pop()
+    return _never_closed(text, opened[-1], len(text)) if opened and failed >= len(text.rstrip()) else None
+
+
+def _never_closed(text: str, opened: _Open, before: int) -> TextError:
+    name = "brace" if opened.bracket == "{" else "bracket"
+    end = len(text[:before].rstrip().rstrip(",").rstrip())
+    message = f"a closing {name} is missing here, for the one that opens on line {opened.line}"
+    return TextError(message, end, f"add {_CLOSERS[opened.bracket]}")
 
 
 def _parse(text: str, reader: _Reader) -> Parsed:

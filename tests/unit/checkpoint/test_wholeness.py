@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.checkpoint.commands import checkpoint
 from harness.checkpoint.directories import (
     MANIFEST,
-    OLD_STATE,
     RUN,
     STATE,
     prune,
@@ -36,7 +36,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "its list of another form": (lambda path: (path / MANIFEST).write_text('{"format": 1, "files": []}'), "cannot be"),
     "its list of a newer form": (lambda path: change(path / MANIFEST, format=2), "newer version"),
     "another step": (lambda path: change(path / MANIFEST, step=1), "manifest.json is of step 1"),
-    "an older form": (lambda path: (path / OLD_STATE).write_text("{}"), "an earlier version of ds-harness wrote it"),
 }
 
 
@@ -117,3 +116,36 @@ def test_a_damaged_checkpoint_of_a_later_step_is_none_of_those_that_are_kept(tmp
     assert newest(tmp_path, 1, last_step=3) == [resumed]
     remove(prune(tmp_path, newest(tmp_path, 1, last_step=3)))
     assert resumed.is_dir() and not older.exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "what", "remedy"),
+    [
+        (
+            ("trainer_state.json", "config.json", "model.safetensors", "optimizer.pt"),
+            "the HuggingFace Trainer",
+            "--model",
+        ),
+        (("trainer_state.json", "zero_to_fp32.py", "global_step3"), "the HuggingFace Trainer", "zero_to_fp32.py"),
+        (("trainer_state.json", "pytorch_model.bin"), "the HuggingFace Trainer", "save_pretrained"),
+        (("trainer_state.json", "adapter_config.json", "adapter_model.safetensors"), "the HuggingFace Trainer", "peft"),
+        (("adapter_config.json",), "adapters of peft", "merge the adapters"),
+        (("latest", "zero_to_fp32.py"), "a checkpoint of DeepSpeed", "zero_to_fp32.py"),
+        (("config.json", "model.safetensors.index.json"), "a model", "--model_name_or_path"),
+    ],
+)
+def test_a_directory_of_another_program_is_named_with_what_to_do(
+    names: tuple[str, ...], what: str, remedy: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "checkpoint-3"
+    other.mkdir()
+    for name in names:
+        (other / name).touch()
+    with pytest.raises(UserError) as refused:
+        find_resume(tmp_path / "out", str(other))
+    assert what in str(refused.value) and remedy in str(refused.value)
+    with pytest.raises(UserError, match=what):
+        checkpoint(["export", str(other), "--output_dir", str(tmp_path / "model")])
+    assert find_resume(tmp_path, "auto") is None
+    with pytest.raises(UserError, match="name one, such as checkpoint-3"):
+        find_resume(tmp_path / "out", str(tmp_path))

@@ -51,6 +51,24 @@ def test_json_has_the_documented_fields(wrong, capsys):
     }
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        WRONG,
+        '{"train_batch_size": 8, "lr_scheduler": {"type": "cosine"}}',  # the right name would bring an error
+        '{"train_batch_size": 8, // eight\n "fp16": {"enabled": True\n}}',
+    ],
+)
+def test_no_fix_is_offered_that_would_not_be_applied(text, tmp_path, capsys):
+    path = tmp_path / "ds_config.json"
+    path.write_text(text, "utf-8")
+    main(["check", str(path), "--fix", "--unsafe-fixes"])
+    assert "fixes available" not in capsys.readouterr().out
+    path.write_text('{"train_batch_size": 8, "zero_optimisation": {"stage": 3}}', "utf-8")
+    main(["check", str(path)])
+    assert "fixes available: 1 with --fix --unsafe-fixes" in capsys.readouterr().out
+
+
 def test_github_gets_workflow_commands(wrong, capsys):
     main(["check", wrong, "--format", "github"])
     lines = capsys.readouterr().out.splitlines()

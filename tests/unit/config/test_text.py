@@ -184,3 +184,33 @@ def test_a_string_that_no_name_can_be_is_refused_where_it_stands(escape: str) ->
         from_text('{\n "csv_monitor": {"output_path": "a' + escape + '"}}', "a.json")
     assert (told.value.diagnostics[0].code, told.value.diagnostics[0].line) == ("DS001", 2)
     assert from_text(r'{"wandb": {"project": "\ud83d\ude00"}}', "a.json").data == {"wandb": {"project": "\U0001f600"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "missing"),
+    [
+        ('{\n  "a": {\n    "b": 1,\n  "c": 2\n}\n', (3, 11), "brace is missing here, for the one that opens on line 2"),
+        ('{\n  "a": {\n    "b": {\n      "c": 1\n  },\n  "d": 2\n}\n', (4, 13), "opens on line 3"),
+        ('{\n  "a": {\n    "b": {"c": 1,\n    "d": 2\n  }\n}\n', (3, 17), "opens on line 3"),
+        ('{\n\t"a": {\n\t\t"b": 1\n\t"c": 2\n}\n', (3, 9), "opens on line 2"),
+        ('{"a": {"b": 1}', (1, 15), "opens on line 1"),
+        ('{\n  "a": 1\n\n', (2, 9), "opens on line 1"),
+        ('{\n"a": {\n"b": 1\n}\n', (4, 2), "opens on line 1"),  # without indentation only the end tells
+        ('{\n  "a": [1, 2}\n}', (2, 13), "bracket is missing here"),
+        ('{"a": [1, 2', (1, 12), "bracket is missing here"),
+        ('{\n  // {\n  "a": "{",\n  "b": \'{\'', (4, 11), "opens on line 1"),
+    ],
+)
+def test_a_missing_brace_is_reported_where_it_is_missing(text, place, missing):
+    with pytest.raises(ConfigError, match=missing) as refused:
+        from_text(text)
+    (found,) = refused.value.diagnostics
+    assert (found.line, found.column) == place
+    assert found.hint in ("add }", "add ]")
+
+
+@pytest.mark.parametrize("text", ['{"a": 1,, }', '{"a": 1}}', '{"a": "x\n}', '{"a" 1}', '{"a": ]}'])
+def test_another_fault_is_not_called_a_missing_brace(text):
+    with pytest.raises(ConfigError) as refused:
+        from_text(text)
+    assert "missing" not in str(refused.value)
