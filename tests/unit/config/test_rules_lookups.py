@@ -231,3 +231,15 @@ def test_a_switch_need_not_be_called_enabled(config: dict[str, Any], where: str)
 def test_an_object_is_not_sent_to_a_switch_of_the_same_name() -> None:
     assert not said({"sequence_parallel": {"size": 4}}, "DS102")
     assert said({"sequence_parallel": {"size": 4}}, "DS103")
+
+
+@pytest.mark.parametrize(
+    ("config", "is_said"),
+    [
+        ({"zero_optimization": {"stage": 2}}, True),
+        ({"zero_optimization": {"stage": 2}, "gradient_allreduce_op": "Sum"}, False),
+        ({"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "Sum"}, True),  # beside another error
+    ],
+)
+def test_scaled_gradients_are_refused_where_deepspeed_divides_them(config: dict[str, Any], is_said: bool) -> None:
+    assert bool(said({**config, "gradient_predivide_factor": 2.0}, "DS507")) is is_said

@@ -124,6 +124,8 @@ def prescaled_gradients(view: RunView) -> Iterator[Finding]:
     scatters = view.section(ZERO).get("reduce_scatter", True)
     if view.zero_stage not in (2, 3) or not (scatters == AUTO or view.on(f"{ZERO}/reduce_scatter") or scatters is True):
         return
+    if view.zero_stage == 2 and str(view.get("/gradient_allreduce_op")).lower() == "sum":
+        return  # then nothing is divided
     factor = view.get("/gradient_predivide_factor")
     for name, holds in (
         ("prescale_gradients", view.get("/prescale_gradients") is True),
