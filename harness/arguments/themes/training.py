@@ -1,11 +1,20 @@
 """The flags of training: samples and steps, optimizer, model and precision, layout."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.arguments.themes.flags import Flags, flag
-from harness.config.values.arguments import BETAS, BLOCK_SIZE, OPTIMIZERS, SCHEDULES, AutoValues, warmup_of
+from harness.config.values.arguments import (
+    BETAS,
+    BLOCK_SIZE,
+    OPTIMIZERS,
+    SCHEDULES,
+    AutoValues,
+    schedule_fault,
+    warmup_of,
+)
 from harness.errors import UserError
 
 ROUTER_BATCH = 8
@@ -59,6 +68,9 @@ class OptimizerArguments(Flags):
 
     learning_rate: float = flag(AutoValues.learning_rate, "peak learning rate", least=0)
     lr_scheduler_type: str = flag(AutoValues.lr_scheduler_type, ", ".join(SCHEDULES), choices=SCHEDULES)
+    lr_scheduler_kwargs: Mapping[str, object] | str | None = flag(
+        None, 'further values of the schedule, as JSON: {"min_lr": 1e-6}'
+    )
     warmup_steps: float = flag(
         AutoValues.warmup_steps, "steps of linear warm-up; below 1: the fraction of all steps", least=0
     )
@@ -79,6 +91,7 @@ class OptimizerArguments(Flags):
 
     def check(self) -> None:
         """Refuse two lengths of the warm-up, a beta of 1, and optimizers that only the DeepSpeed JSON can name."""
+        self._check_schedule()
         if self.warmup_ratio is not None and self.warmup_steps:
             raise UserError("--warmup_ratio and --warmup_steps are both given: give one of them")
         if self.warmup_ratio is not None and self.warmup_ratio > 1:
@@ -89,6 +102,15 @@ class OptimizerArguments(Flags):
         if self.optim not in OPTIMIZERS:
             known = ", ".join(OPTIMIZERS)
             raise UserError(f"--optim {self.optim}: give {known}, or name another as optimizer.type in the JSON")
+
+    def _check_schedule(self) -> None:
+        options = self.lr_scheduler_kwargs or {}
+        if isinstance(options, str):
+            raise UserError(f"--lr_scheduler_kwargs {options}: give a JSON object, as '{{\"min_lr\": 1e-6}}'")
+        if fault := schedule_fault(self.lr_scheduler_type, options):
+            raise UserError(f"--lr_scheduler_kwargs: {fault}")
+        if "min_lr" in options and not self.learning_rate:
+            raise UserError("--lr_scheduler_kwargs: min_lr needs a --learning_rate above 0")
 
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, isfinite
 
 BLOCK_SIZE = 1024  # tokens of a sample, or the model's positions if it has fewer: run_clm.py's default for --block_size
 
-# transformers' schedules that need nothing but the number of steps and of warm-up steps
-SCHEDULES = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-)
+# transformers' schedules that are functions of the step alone, and the values that each takes in --lr_scheduler_kwargs
+OF_COSINE = ("num_cycles", "min_lr", "min_lr_rate")
+SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": OF_COSINE,
+    "cosine_warmup_with_min_lr": (*OF_COSINE, "warmup_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "constant": (),
+    "constant_with_warmup": (),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": (
+        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type"),
+        *("min_lr_ratio", "num_cycles"),
+    ),
+}
+SCHEDULES = tuple(SCHEDULE_OPTIONS)
+CURVES = ("linear", "cosine", "1-sqrt")  # values of warmup_type and decay_type
 # DeepSpeed's schedules, by the names of HuggingFace's
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
@@ -37,6 +47,26 @@ LEAST = {  # the smallest value of an argument that a run takes; that of each si
 }
 
 
+def schedule_fault(kind: str, options: Mapping[str, object]) -> str | None:
+    """Return why transformers' schedule `kind` cannot be made with these options; None if it can."""
+    takes = SCHEDULE_OPTIONS.get(kind)
+    if takes is None:
+        return None  # refused as a value of --lr_scheduler_type
+    for name, value in options.items():
+        if name not in takes:
+            return f"{kind} takes no {name}" + (f", only {', '.join(takes)}" if takes else "")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if name in ("warmup_type", "decay_type") and value not in CURVES:
+            return f"{name} is {value!r}: give {', '.join(CURVES)}"
+        if name not in ("warmup_type", "decay_type") and not is_number:
+            return f"{name} is {value!r}: give a number"
+    if "min_lr" in takes and ("min_lr" in options) == ("min_lr_rate" in options):
+        return f"{kind} needs min_lr or min_lr_rate, and not both"
+    if "num_decay_steps" in takes and "num_decay_steps" not in options:
+        return f"{kind} needs num_decay_steps"
+    return None
+
+
 def warmup_of(steps: float, max_steps: int) -> int:
     """Return the number of warm-up steps in a run of `max_steps`; `steps` below 1: the fraction of all."""
     return int(steps) if steps >= 1 else ceil(steps * max_steps)
@@ -48,6 +78,7 @@ class AutoValues:
 
     learning_rate: float = 5e-5
     lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: Mapping[str, object] | str | None = None
     warmup_steps: float = 0
     max_steps: int = 1
     weight_decay: float = 0.0

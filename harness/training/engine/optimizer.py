@@ -194,13 +194,20 @@ def own_optimizer(
 def schedule(args: TrainingArguments, max_steps: int) -> Callable[[Optimizer], LRScheduler]:
     """Return a function that makes transformers' schedule `args.lr_scheduler_type` for an optimizer."""
 
+    options = args.lr_scheduler_kwargs
+    assert not isinstance(options, str)
+
     def make(optimizer: Optimizer) -> LRScheduler:
-        scheduler: LRScheduler = get_scheduler(
-            args.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=args.warmup(max_steps),
-            num_training_steps=max_steps,
-        )
+        try:
+            scheduler: LRScheduler = get_scheduler(
+                args.lr_scheduler_type,
+                optimizer,
+                num_warmup_steps=args.warmup(max_steps),
+                num_training_steps=max_steps,
+                scheduler_specific_kwargs=dict(options or {}),
+            )
+        except ValueError as error:  # values that do not fit the optimizer's learning rate
+            raise UserError(f"--lr_scheduler_type {args.lr_scheduler_type}: {error}") from error
         return scheduler
 
     return make

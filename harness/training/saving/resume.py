@@ -150,6 +150,7 @@ def hyperparameters(args: TrainingArguments, resolved: Resolved, max_steps: int)
     if "scheduler" not in config:
         values.update(lr_scheduler_type=args.lr_scheduler_type, warmup_steps=args.warmup(max_steps))
         values.update(max_steps=max_steps)
+        values.update(_flat("lr_scheduler_kwargs", args.lr_scheduler_kwargs or {}))
     for section in SECTIONS:
         if section in config:
             values.update({NAMES.get(name, name): value for name, value in _flat(section, config[section])})

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import pytest
 import transformers
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.trainer_utils import SchedulerType
 
 from harness import TrainingArguments, UserError
 from harness.arguments import SCHEDULES, LoraArguments, parse
 from harness.arguments.configure import max_steps, read_run_config
 from harness.arguments.themes.script import ScriptArguments
 from harness.config import ConfigError
+from harness.config.values.arguments import SCHEDULE_OPTIONS
 
 SAME_AS_HF = (
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
@@ -31,12 +36,40 @@ def test_defaults_are_those_of_huggingface(name: str) -> None:
     assert ours == getattr(theirs[name], "value", theirs[name])
 
 
-def test_every_schedule_is_one_that_transformers_makes_from_steps_alone() -> None:
-    import torch
+OF_STEPS = {"optimizer", "last_epoch", "num_warmup_steps", "num_training_steps"}
 
-    for name in SCHEDULES:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        transformers.get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=10)
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_takes_the_values_that_transformers_takes(name: str) -> None:
+    function = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
+    assert set(SCHEDULE_OPTIONS[name]) == set(inspect.signature(function).parameters) - OF_STEPS
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("linear", {"num_cycles": 1}, "linear takes no num_cycles"),
+        ("cosine", {"cycles": 1}, "cosine takes no cycles, only num_cycles"),
+        ("cosine", {"num_cycles": "two"}, "num_cycles is 'two': give a number"),
+        ("cosine_with_min_lr", {}, "needs min_lr or min_lr_rate, and not both"),
+        ("cosine_warmup_with_min_lr", {"min_lr": 1, "min_lr_rate": 1}, "needs min_lr or min_lr_rate, and not both"),
+        ("warmup_stable_decay", {"num_stable_steps": 3}, "needs num_decay_steps"),
+        ("warmup_stable_decay", {"num_decay_steps": 3, "decay_type": "steep"}, "decay_type is 'steep': give linear"),
+        ("cosine", "fast", "give a JSON object"),
+    ],
+)
+def test_values_that_a_schedule_does_not_take_are_refused(name: str, options: Any, said: str) -> None:
+    with pytest.raises(UserError, match="--lr_scheduler_kwargs.*" + re.escape(said)):
+        TrainingArguments(lr_scheduler_type=name, lr_scheduler_kwargs=options)
+
+
+def test_values_of_a_schedule_beside_a_scheduler_in_the_json_are_a_conflict() -> None:
+    config = {"train_batch_size": 8, "scheduler": {"type": "OneCycle", "params": {}}}
+    args = TrainingArguments(deepspeed_config=config, lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 2})
+    with pytest.raises(ConfigError) as refused:
+        read_run_config(args, world_size=1)
+    assert "--lr_scheduler_type is cosine and scheduler.type is OneCycle" in str(refused.value)
+    assert "--lr_scheduler_kwargs is {'num_cycles': 2} and scheduler.type is OneCycle" in str(refused.value)
 
 
 def test_a_default_that_was_given_contradicts_the_json_all_the_same() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, Trainer
+from transformers import CONFIG_MAPPING, Trainer, get_scheduler
 
+from harness import TrainingArguments, UserError
+from harness.arguments import SCHEDULES
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource, build_skeleton
 from harness.hf.verify.tiny_copy import tiny_config
 from harness.training.engine.gradients import square_sum
-from harness.training.engine.optimizer import LateAdagrad, parameter_groups
+from harness.training.engine.optimizer import LateAdagrad, parameter_groups, schedule
 from tests.unit.hf.test_decoder import build, prepare
 
 # biases of experts in two dimensions, vectors that are no bias, norms of many names, layers of several kinds
@@ -92,3 +95,40 @@ def test_adagrad_whose_state_comes_late_is_torchs() -> None:
             optimizer.zero_grad()
         models.append(model)
     assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
+
+
+GIVEN: dict[str, dict[str, object]] = {
+    "cosine_with_restarts": {"num_cycles": 3},
+    "polynomial": {"power": 2.0, "lr_end": 1e-4},
+    "inverse_sqrt": {"timescale": 7},
+    "cosine_with_min_lr": {"min_lr": 1e-3},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2},
+    "warmup_stable_decay": {"num_decay_steps": 8, "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+}
+
+
+def learning_rates(make: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]) -> list[float]:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2)
+    scheduler, rates = make(optimizer), []
+    for _ in range(22):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_step_has_the_learning_rate_of_transformers(name: str) -> None:
+    options = GIVEN.get(name, {})
+    args = TrainingArguments(
+        lr_scheduler_type=name, lr_scheduler_kwargs=options or None, warmup_ratio=0.25, learning_rate=1e-2
+    )
+    wanted = learning_rates(lambda optimizer: get_scheduler(name, optimizer, 5, 20, options))
+    assert learning_rates(schedule(args, 20)) == wanted
+    assert len(set(wanted)) > 1 or name == "constant"
+
+
+def test_a_schedule_that_does_not_fit_the_learning_rate_is_refused() -> None:
+    args = TrainingArguments(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 1})
+    with pytest.raises(UserError, match="--lr_scheduler_type polynomial: lr_end"):
+        learning_rates(schedule(args, 20))

@@ -42,11 +42,14 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
     if "optim" in values.given and isinstance(kind, str) and kind.lower() not in (AUTO, *_same_as(wanted)):
         yield _conflict("/optimizer/type", "optim", values.optim, kind)
     kind = view.get("/scheduler/type")
-    same = SCHEDULERS.get(kind) if isinstance(kind, str) else None
-    if "lr_scheduler_type" in values.given and same not in (None, values.lr_scheduler_type):
+    if not isinstance(kind, str) or kind == AUTO:
+        return
+    instead = "give one of them: remove the flag, or remove scheduler from the file"
+    if "lr_scheduler_type" in values.given and SCHEDULERS.get(kind) != values.lr_scheduler_type:
+        yield replace(_conflict("/scheduler/type", "lr_scheduler_type", values.lr_scheduler_type, kind), hint=instead)
+    if values.lr_scheduler_kwargs:
         yield replace(
-            _conflict("/scheduler/type", "lr_scheduler_type", values.lr_scheduler_type, kind),
-            hint="give one of them: remove the flag, or remove scheduler from the file",
+            _conflict("/scheduler/type", "lr_scheduler_kwargs", values.lr_scheduler_kwargs, kind), hint=instead
         )
 
 
