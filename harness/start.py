@@ -21,7 +21,7 @@ from harness.errors import UserError
 from harness.resilience.hosts import counts_own_devices, devices_here, find_hosts
 from harness.resilience.launch import start
 from harness.resilience.options import Options, add_launch_flags, training_options
-from harness.topology.env import LaunchEnv, inherited, replace_environment
+from harness.topology.env import ACCELERATOR, LaunchEnv, inherited, replace_environment
 from harness.training.prepare.preflight import check_inputs
 from harness.verb_parser import VerbParser
 from harness.wording import counted
@@ -49,12 +49,14 @@ def train(argv: Sequence[str]) -> int:
     if not words[0].startswith("-"):
         raise UserError(f"{words[0]}: give flags alone; `ds-harness launch` starts a script of your own")
     script, args, lora = parse(KINDS, words, prog="ds-harness train", description="", epilog="")
+    if args.use_cpu:
+        replace_environment({**inherited(), ACCELERATOR: "cpu"})
     if counts_own_devices(options):
         options = _on_devices_here(options, args)
     hosts = find_hosts(options)
     if not options.rdzv_endpoint and len(hosts) == 1 and hosts[0].is_here:
         check_inputs(script, args, LaunchEnv(world_size=len(hosts[0].devices)), lora)
-        if script.trains and args.resume_from_checkpoint is None and not args.overwrite_output_dir:
+        if args.trains and args.resume_from_checkpoint is None and not args.overwrite_output_dir:
             require_unused(Path(args.output_dir))
     return start(options)
 

@@ -24,7 +24,7 @@ from harness.errors import UserError
 from harness.preconditions import establish
 from harness.resilience.process import activity, records, signals
 from harness.resilience.watch.meeting import tell_the_others, watching_for_stopped_ranks
-from harness.topology.env import LaunchEnv
+from harness.topology.env import ACCELERATOR, LaunchEnv, inherited, replace_environment
 from harness.training.prepare.preflight import check_before_start, limit_trial
 from harness.uncaught import GRACE_S, lines_of
 
@@ -77,6 +77,8 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
             description=DESCRIPTION,
             epilog=EXAMPLE,
         )
+        if args.use_cpu:  # before DeepSpeed is imported
+            replace_environment({**inherited(), ACCELERATOR: "cpu"})
         # one rank may be downloading for the whole host
         with watching_for_stopped_ranks(args.hang_seconds, console):
             config = check_before_start(script, args, env, lora)
@@ -105,9 +107,9 @@ def run(
     from harness.training.recording.files import note_wall_clock
     from harness.training.trainer import Trainer
 
-    files = script.train_file if script.trains else script.validation_file or script.train_file
+    files = script.train_file if args.trains else script.validation_file or script.train_file
     console.say(f"preparing {script.model} and {' '.join(files)}")
-    if script.trains and (note := limit_trial(script, args)):
+    if args.trains and (note := limit_trial(script, args)):
         console.say(note)
     require_supported(config.resolved)
     with watching_for_stopped_ranks(args.hang_seconds, console):
@@ -127,7 +129,7 @@ def run(
         config=config,
         flags={**asdict(script), **asdict(lora)},
     )
-    if not script.trains:
+    if not args.trains:
         metrics = trainer.evaluate()
         console.say(", ".join(f"{name} {value:,.4g}" for name, value in metrics.items()))
         _shut_down(trainer)

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from harness.arguments.config_file import ConfigFlag, read_config_file
-from harness.arguments.other_programs import advice, is_idle, refusal
+from harness.arguments.other_programs import advice, is_idle, other_programs, refusal
+from harness.arguments.precision import computes_in_bf16, is_auto
 from harness.arguments.themes.flags import ALIASES, Flags, Help, flags_of, groups, require_one_name, shown_default
 from harness.config.values.json_object import JsonObject
 from harness.config.values.typed import takes
@@ -79,7 +80,25 @@ def parse(
     in_files, words = config_flags(sys.argv[1:] if argv is None else argv, known)
     given = _of_files(parser, in_files, known)
     given |= vars(parser.parse_args(own_words(words, known)))
-    return tuple(kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given}) for kind in kinds)
+    idle = _without_effect([*(word for item in in_files for word in item.words), *words])
+    return tuple(
+        kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given}, _without_effect=idle) for kind in kinds
+    )
+
+
+def _without_effect(words: Sequence[str]) -> dict[str, str]:
+    """Return HuggingFace's flags among the words that exist only for scripts of others, with their values."""
+    found = {}
+    for name, value in map(_name_and_value, _flags(words)):
+        if name in other_programs().not_taken:
+            found[name] = value
+    return found
+
+
+def _name_and_value(flag: Sequence[str]) -> tuple[str, str]:
+    """Return a flag's name without dashes, and its value; "true" without one."""
+    name, equals, value = flag[0].partition("=")
+    return name.removeprefix("--").replace("-", "_"), value if equals else " ".join(flag[1:]) if flag[1:] else "true"
 
 
 def _of_files(parser: Parser, in_files: Sequence[ConfigFlag], known: Known) -> JsonObject:
@@ -150,17 +169,19 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
     problems: list[str] = []
     for flag in _flags(words):
         name, equals, value = flag[0].partition("=")
-        plain = spelled = name.removeprefix("--").replace("-", "_")
+        spelled, given = _name_and_value(flag)
+        plain = spelled
         if not name.startswith("--") or plain in _NOT_FLAGS:
             kept += flag
             continue
-        given = value if equals else " ".join(flag[1:]) if flag[1:] else "true"
         # `--deepspeed FILE` is HuggingFace's deepspeed_config; a bare `--deepspeed` is DeepSpeed's own on-switch.
         plain = ALIASES.get(plain, plain) if given != "true" or plain != "deepspeed" else plain
         negated = plain.removeprefix("no_")
         negated = ALIASES.get(negated, negated)
         if plain in known:
             require_one_name(names, plain, f"--{spelled}")
+            if is_auto(plain, given):
+                flag, equals, value = [name], "=", str(computes_in_bf16())
             kept += [f"--{plain}{equals}{value}", *flag[1:]]
         elif plain != negated and negated in known and takes(known[negated].type, bool):
             require_one_name(names, negated, f"--{spelled.removeprefix('no_')}")
@@ -186,7 +207,7 @@ def own_arguments(given: Mapping[str, object], items: Iterable[Field[object]]) -
             value = str(value)
         if own in known and value is not None:
             require_one_name(names, own, name)
-            kept[own] = value
+            kept[own] = computes_in_bf16() if is_auto(own, value) else value
         elif own not in known and not is_idle(name, value):
             problems.append(f"TrainingArguments takes no {name}: {advice(name, known)}")
     refuse_all(problems)

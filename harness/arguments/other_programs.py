@@ -27,10 +27,12 @@ class NotTaken:
     Attributes:
         advice: what to do instead, or why it cannot be done.
         same: values with which the flag would have no effect here; they are accepted.
+        taken: other values are accepted too, with `advice` as a note: they change nothing that is trained.
     """
 
     advice: str
     same: tuple[object, ...] = ()
+    taken: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ def other_programs() -> OtherPrograms:
         for section in ("programs", "beginnings")
     }
     not_taken = {
-        flag: NotTaken(row["advice"], tuple(row["same"])) for row in content["huggingface"] for flag in row["flags"]
+        flag: NotTaken(row["advice"], tuple(row["same"]), row.get("taken", False))
+        for row in content["huggingface"]
+        for flag in row["flags"]
     }
     rows = [row for rows in content["programs"].values() for row in rows if row.get("acts_if_false")]
     return OtherPrograms(
@@ -83,11 +87,21 @@ def is_idle(name: str, value: object) -> bool:
     """Return whether another program's flag, with this value, asks only for what the harness always does."""
     entry = other_programs().not_taken.get(name)
     if entry is not None:
-        return value is None or _plain(value) in map(_plain, entry.same)
+        return entry.taken or _is_same(entry, value)
     known = name in other_programs().programs["axolotl"] or name.startswith(
         tuple(other_programs().beginnings["axolotl"])
     )
     return known and str(value).lower() == "false" and name not in other_programs().acts_if_false
+
+
+def notes(given: Mapping[str, object]) -> list[str]:
+    """Return a line for each HuggingFace argument that was accepted and changes nothing, although it asks for more."""
+    entries = ((name, value, other_programs().not_taken.get(name)) for name, value in given.items())
+    return [f"{name}: {entry.advice}" for name, value, entry in entries if entry and not _is_same(entry, value)]
+
+
+def _is_same(entry: NotTaken, value: object) -> bool:
+    return value is None or _plain(value) in map(_plain, entry.same)
 
 
 def is_section(name: str) -> bool:

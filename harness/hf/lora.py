@@ -196,7 +196,8 @@ def inject(model: PreTrainedModel, adaptation: Adaptation, *, keep_ties: bool) -
         keep_ties: whether tied weights must stay tied, because the checkpoint has values for only one of them.
 
     Raises:
-        UserError: no module fits the targets, one that fits is no linear layer, or tied weights would be untied.
+        UserError: no module fits the targets, one that fits is not a linear layer or shares its weight, or tied
+            weights would be untied.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import Linear
@@ -214,7 +215,13 @@ def inject(model: PreTrainedModel, adaptation: Adaptation, *, keep_ties: bool) -
             f"model type {model.config.model_type!r} does not fit these LoRA targets: {reason} "
             "(--lora_target_modules all-linear selects every linear layer except the head)"
         ) from error
+    shared = {name: other for pair in tied for name, other in (pair, pair[::-1])}
     for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and (other := shared.get(f"{plain_name(name)}.weight")):
+            raise UserError(
+                f"{name} shares its weight with {other}, which merged adapters would change too: remove it from the "
+                "target modules (--lora_target_modules), or untie the weights of the model"
+            )
         if isinstance(module, BaseTunerLayer) and type(module) not in (Linear, ParamWrapper):
             kind = type(module.get_base_layer()).__name__
             raise UserError(

@@ -32,6 +32,7 @@ from harness.topology.slurm import first_host, in_step, tasks_on_node
 LOOPBACK = "127.0.0.1"
 TIMEOUT_MINUTES = 30
 DEEPSPEED_PORT = 29500  # the default of its launcher's --master_port
+ACCELERATOR = "DS_ACCELERATOR"  # what DeepSpeed is to run on, whatever it finds
 RECORDS = "DS_HARNESS_RECORDS"  # folder in which the ranks of one attempt leave records for their supervisor
 SECRET = "DS_HARNESS_SECRET"  # known to the agents and ranks of one run alone; signs what they send each other
 MOST = 10**9  # of any number that a launcher gives

@@ -12,8 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from harness.data.tokenizer import ByteTokenizer
 from tests.distributed.ranks import script_on_ranks
 from tests.e2e.launching import ROOT, SCRIPT, environment, first_rank, launch, metrics
 
@@ -213,3 +214,20 @@ def test_bad_input_is_one_line_and_no_rank_is_left(case: str, bad_folder: Path, 
     assert "Traceback" not in done.stdout + done.stderr
     listing = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(tmp_path) not in listing
+
+
+def test_a_script_for_huggingfaces_trainer_runs_with_our_imports(tmp_path: Path) -> None:
+    """With the arguments and calls of run_clm.py: one --block_size, which is the script's; --do_train and --do_eval."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ROOT / "models/presets/tiny-llama"))
+    for part in (model, ByteTokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "lines.txt").write_text("the quick brown fox\n" * 40)
+    files = ("--train_file", tmp_path / "lines.txt", "--validation_file", tmp_path / "lines.txt", "--block_size", 32)
+    flags = ("--do_train", "--do_eval", "--max_steps", 3, "--per_device_train_batch_size", 2, "--save_steps", 0.4)
+    command = [sys.executable, ROOT / "tests/e2e/script_for_huggingface.py", "--model_name_or_path", tmp_path / "model"]
+    command += [*files, *flags, "--output_dir", tmp_path / "run"]
+    env = environment(PYTHONPATH=ROOT, HF_HOME=tmp_path / "cache")
+    done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "train_samples" in done.stdout and "eval_accuracy" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from harness.arguments.themes.flags import Flags, flag
+from harness.arguments.themes.intervals import checked_interval
 from harness.errors import UserError
 
 STRATEGIES = ("no", "steps", "epoch")
@@ -21,13 +22,18 @@ class CheckpointArguments(Flags):
         "else only at the end of the run)",
         choices=STRATEGIES,
     )
-    eval_steps: int | None = flag(None, "steps between evaluations (default: logging_steps)", least=1)
+    eval_steps: float | None = flag(
+        None, "steps between evaluations; below 1: the fraction of all steps (default: logging_steps)"
+    )
     save_strategy: str = flag(
         "steps",
         "save every save_steps steps, at the end of each epoch, at each best evaluation, or not at all",
         choices=(*STRATEGIES, "best"),
     )
-    save_steps: int = flag(500, "steps between checkpoints; the last step also saves one; 0: no checkpoints", least=0)
+    save_steps: float = flag(
+        500,
+        "steps between checkpoints; below 1: the fraction of all steps; the last step also saves one; 0: none",
+    )
     save_seconds: float | None = flag(None, "also save when this many seconds have passed since the last checkpoint")
     save_total_limit: int | None = flag(
         None, "number of newest checkpoints to keep, the best one included and always kept (default: all)", least=1
@@ -73,7 +79,10 @@ class CheckpointArguments(Flags):
         return not name.endswith(("loss", "perplexity")) if self.greater_is_better is None else self.greater_is_better
 
     def check(self) -> None:
-        """Refuse flags that contradict each other."""
+        """Refuse flags that contradict each other, and intervals that are not any."""
+        if self.eval_steps is not None:
+            self.eval_steps = checked_interval("eval_steps", self.eval_steps)
+        self.save_steps = checked_interval("save_steps", self.save_steps, least=0)
         if self.save_seconds is not None and not self.save_seconds > 0:
             raise UserError(f"--save_seconds {self.save_seconds}: must be above 0")
         if self.save_seconds is not None and self.save_strategy == "no":

@@ -18,6 +18,7 @@ ALIASES = {
     "deepspeed": "deepspeed_config",
     "evaluation_strategy": "eval_strategy",
     "activation_checkpointing": "gradient_checkpointing",
+    "no_cuda": "use_cpu",
 }
 """Other names of flags in HuggingFace -> the name here."""
 
@@ -54,6 +55,7 @@ def flag(
     choices: Sequence[str] = (),
     paths: bool = False,
     hf_only: bool = False,
+    of_scripts: bool = False,
 ) -> T:
     """Return the dataclass field of a flag.
 
@@ -63,6 +65,8 @@ def flag(
         choices: the only allowed values.
         paths: the value is a path, or the name of something that may also be one; a comma does not separate several.
         hf_only: the flag acts on HuggingFace models only, and is refused for a model given as a list of layers.
+        of_scripts: scripts for HuggingFace's Trainer declare a flag of this name themselves, as run_clm.py does. Then
+            HfArgumentParser must not add it again: it skips fields with `init=False`. Our constructor takes it.
     """
     about = Help(text.replace("%", "%%"))
     about.least = least
@@ -71,7 +75,7 @@ def flag(
     about.hf_only = hf_only
     if isinstance(default, list):
         return field(default_factory=lambda: copy(default), metadata={"help": about})
-    return field(default=default, metadata={"help": about})
+    return field(default=default, init=not of_scripts, metadata={"help": about})
 
 
 def require_one_name(names: dict[str, str], own: str, name: str, where: str = "") -> None:
@@ -93,12 +97,17 @@ def shown_default(item: Field[object]) -> str:
     return "" if default is None or default is MISSING else str(default)
 
 
+def _is_taken(item: Field[object]) -> bool:
+    """Return whether the constructor takes a field: each flag, and a program's own fields but those of `init=False`."""
+    return item.init or isinstance(item.metadata.get("help"), Help)
+
+
 class _Fields:
     """The signature of a class of flags, for `inspect` and `help`: its fields with types and defaults."""
 
     def __get__(self, _made: object, kind: type["Flags"]) -> Signature:
         shown = []
-        for item in (item for item in fields(kind) if item.init):
+        for item in (item for item in fields(kind) if _is_taken(item)):
             default = default_of(item)
             of_theme, _ = flags_of(kind).get(item.name, (item, None))  # a class that changes a default keeps the rest
             by_name = Parameter.KEYWORD_ONLY if of_theme.kw_only else Parameter.POSITIONAL_OR_KEYWORD
@@ -124,6 +133,7 @@ class Flags:
     if not TYPE_CHECKING:  # not for users: `dataclasses.replace` reads them and passes them to the copy
         _given: InitVar[frozenset[str] | None] = None
         _without_effect: InitVar[Mapping[str, object] | None] = None
+        _of_scripts: InitVar[Mapping[str, object] | None] = None
 
     def __init_subclass__(cls) -> None:
         """Keep the constructor: `@dataclass` writes one only into a class that has none of its own."""
@@ -136,8 +146,10 @@ class Flags:
         *args: object,
         _given: frozenset[str] | None = None,
         _without_effect: Mapping[str, object] | None = None,
+        _of_scripts: Mapping[str, object] | None = None,
         **flags: object,
     ) -> None:
+        flags = {**(_of_scripts or {}), **flags}
         values = self.__signature__.bind(*args, **self.own_names(flags)).arguments
         defaults = {item.name: default_of(item) for item in fields(self)}
         everything = {item.name for item in fields(self) if item.init} <= {*values, *flags}
@@ -174,6 +186,7 @@ class Flags:
                     raise
         refuse_all(problems)
         vars(self)["_given"] = given  # flags that a check has set do not count
+        self._note_of_scripts()
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set a flag: the value is checked as in the constructor, and the flag counts as given."""
@@ -182,6 +195,12 @@ class Flags:
             value = self._taken(name, value)
             vars(self)["_given"] = self.given - {name} | given
         super().__setattr__(name, value)
+        self._note_of_scripts()
+
+    def _note_of_scripts(self) -> None:
+        """Keep the flags that `dataclasses.replace` does not pass to a copy where it finds them."""
+        hidden = [item.name for item in fields(self) if not item.init and _is_taken(item)]
+        vars(self)["_of_scripts"] = {name: getattr(self, name) for name in hidden}
 
     def _taken(self, name: str, value: object) -> object:
         """Return the value that a field takes: a flag's in its type, None as the default. UserError as `_allowed`."""

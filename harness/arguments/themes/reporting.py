@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from harness.arguments.themes.flags import Flags, flag
+from harness.arguments.themes.intervals import checked_interval
 from harness.config.values.json_object import JsonObject
 from harness.config.values.paths import usable_path
 from harness.errors import UserError
@@ -29,10 +30,16 @@ class ReportingArguments(Flags):
         "log every logging_steps steps, at the end of each epoch, or not at all",
         choices=("no", "steps", "epoch"),
     )
-    logging_steps: int = flag(
-        10, "steps between log events; if given, output other than a terminal gets a line for each", least=1
+    logging_steps: float = flag(
+        10,
+        "steps between log events, below 1: the fraction of all steps; if given, output other than a terminal gets a "
+        "line for each",
     )
-    report_to: str = flag("none", "none, or a comma-separated list of tensorboard, wandb, comet, csv")
+    logging_first_step: bool = flag(False, "log the first step too")
+    disable_tqdm: bool = flag(False, "print lines instead of a progress bar on a terminal")
+    report_to: str = flag(
+        "none", "none, a comma-separated list of tensorboard, wandb, comet, csv, or all that are installed"
+    )
     run_name: str | None = flag(None, "name of the run in TensorBoard and W&B (default: run; the output_dir's name)")
 
     profile: int = flag(
@@ -56,14 +63,17 @@ class ReportingArguments(Flags):
 
     def reporters(self) -> list[str]:
         """Return the monitors that `report_to` names."""
+        if self.report_to == "all":
+            return [name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is not None]
         return [name.strip() for name in self.report_to.split(",") if name.strip() not in ("", "none")]
 
     def check(self) -> None:
-        """Raise UserError for an unknown monitor."""
+        """Raise UserError for an unknown monitor, and for an interval that is not one."""
+        self.logging_steps = checked_interval("logging_steps", self.logging_steps)
         unknown = set(self.reporters()) - MONITORS.keys()
         if unknown:
             raise UserError(
-                f"--report_to {self.report_to}: {sorted(unknown)[0]} is not one of {', '.join(MONITORS)}, none"
+                f"--report_to {self.report_to}: {sorted(unknown)[0]} is not one of {', '.join(MONITORS)}, none, all"
             )
 
 

@@ -22,6 +22,10 @@ class RunArguments(Flags):
     deepspeed_config: Mapping[str, object] | str | None = flag(
         None, "DeepSpeed JSON: a file or a preset's name", paths=True
     )
+    do_train: bool = flag(False, "train, although --do_eval is given; without both a run trains")
+    do_eval: bool = flag(
+        False, "evaluate on validation_file, or on a held-out part of train_file; given alone, do not train"
+    )
     resume_from_checkpoint: str | None = flag(
         None, "auto: the newest complete checkpoint in output_dir; or a checkpoint's path", paths=True
     )
@@ -29,6 +33,7 @@ class RunArguments(Flags):
         False, "start a new run in an output_dir that holds a run, whose checkpoints are renamed"
     )
     seed: int = flag(42, "seed of initial weights, sample order and dropout", least=0)
+    data_seed: int | None = flag(None, "seed of the sample order (default: seed)", least=0)
     nonfinite: str = flag(
         "stop",
         "if a loss, gradient or weight is not finite: stop the run, skip the step, warn and continue, or rollback to "
@@ -52,6 +57,16 @@ class RunArguments(Flags):
     skip_memory_check: bool = flag(
         False, "start even if parameters, gradients and optimizer states may not fit into memory", hf_only=True
     )
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the sample order."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    @property
+    def trains(self) -> bool:
+        """Whether `ds-harness train` trains (otherwise it only evaluates). A program reads `do_train` itself."""
+        return self.do_train if "do_train" in self.given else not self.do_eval
 
     def check(self) -> None:
         """Refuse an empty output_dir, and make paths absolute: the run may change its working directory."""

@@ -47,27 +47,17 @@ class ScriptArguments(Flags):
         "percentage of train_file to hold out for evaluation; below 1: a fraction "
         f"(default: {HELD_OUT_PERCENT} with eval_steps)",
     )
-    do_train: bool = flag(False, "train, although --do_eval is given; without both a run trains")
-    do_eval: bool = flag(
-        False, "evaluate on validation_file, or on a held-out part of train_file; given alone, do not train"
-    )
-
     preview_samples: int = flag(
         0, "print this many samples of train_file, with the tokens in the loss between [[ and ]], and do not train"
     )
-
-    @property
-    def trains(self) -> bool:
-        """Whether the run trains (otherwise it only evaluates)."""
-        return self.do_train if "do_train" in self.given else not self.do_eval
 
     def holds_out(self, *, evaluates: bool) -> bool:
         """Return whether a part of train_file is held out if there is no validation_file.
 
         Args:
-            evaluates: whether there are evaluations during training.
+            evaluates: whether there are evaluations, during training or alone.
         """
-        return evaluates or self.do_eval or self.validation_split_percentage is not None
+        return evaluates or self.validation_split_percentage is not None
 
     streaming: bool = flag(
         False, "read and tokenise train_file while training, shuffled by shuffle_buffer_size; needs max_steps"
@@ -82,10 +72,6 @@ class ScriptArguments(Flags):
             )
         if self.preview_samples < 0:
             raise UserError(f"--preview_samples {self.preview_samples}: must be 0 or more")
-        if self.preview_samples and not self.trains:
-            raise UserError("--preview_samples shows what is trained: remove --do_eval, or give --do_train")
-        if not (self.trains or self.do_eval):
-            raise UserError("--do_train false: nothing is to be done without --do_eval")
         percentage = self.validation_split_percentage
         if percentage is None:
             return

@@ -31,6 +31,7 @@ class BatchArguments(Flags):
         None,
         f"tokens per sample of text or conversations (default: the model's length, at most {BLOCK_SIZE})",
         hf_only=True,
+        of_scripts=True,
     )
     packing: bool = flag(False, "pack whole documents into blocks; attention stays within each document", hf_only=True)
     max_steps: int = flag(-1, "optimizer steps; -1: as many as num_train_epochs needs", least=-1)
@@ -122,8 +123,9 @@ class ModelArguments(Flags):
 
     TITLE: ClassVar[str] = "Model and precision"
 
-    bf16: bool = flag(AutoValues.bf16, "train in bfloat16")
+    bf16: bool = flag(AutoValues.bf16, "train in bfloat16; auto: where the GPU has it")
     fp16: bool = flag(AutoValues.fp16, "train in float16 with loss scaling")
+    use_cpu: bool = flag(False, "train on the CPU, although there is a GPU")
     tf32: bool | None = flag(
         None, "on a GPU, multiply float32 matrices in TF32: several times as fast, 10 bits of mantissa; default: off"
     )

@@ -126,8 +126,8 @@ def script_datasets(
     lay_out = _layer_out(tokenizer, form, say)
 
     def build() -> Pair:
-        holds_out = script.validation_file is None and script.holds_out(evaluates=args.evaluates)
-        groups = source_groups(script.train_file) if script.trains or holds_out else []
+        holds_out = script.validation_file is None and script.holds_out(evaluates=args.evaluates or args.do_eval)
+        groups = source_groups(script.train_file) if args.trains or holds_out else []
         weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
         held_out: list[Documents] = []
         of_held: list[str] = []  # names of the sources of `held_out`
@@ -140,7 +140,7 @@ def script_datasets(
             split, of_held = [hold_out(each, script.held_out) for _, each in named], [name for name, _ in named]
             documents, held_out = [kept for kept, _ in split], [held for _, held in split]
         evaluation = joined([lay_out(each) for each in held_out], names=of_held) if held_out else None
-        if not script.trains:
+        if not args.trains:
             return None, evaluation
         if script.streaming:
             files = [[file for path in group.paths for file in find_files(path)] for group in groups]

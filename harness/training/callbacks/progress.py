@@ -10,6 +10,7 @@ from typing import NoReturn, Unpack
 from tqdm import tqdm
 
 from harness.arguments import TrainingArguments
+from harness.arguments.themes.intervals import interval
 from harness.console import Console
 from harness.training.callbacks import MomentValues, StepRecord, TrainerCallback, TrainerControl, TrainerState
 
@@ -34,7 +35,7 @@ class ProgressCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         self._last_line = self._last_step = time.monotonic()
-        if self.console.speaks and self.console.is_terminal:
+        if self.console.speaks and self.console.is_terminal and not args.disable_tqdm:
             self.bar = tqdm(
                 total=state.max_steps,
                 initial=state.global_step,
@@ -64,7 +65,7 @@ class ProgressCallback(TrainerCallback):
         if state.global_step in (1, state.max_steps):
             return True
         if "logging_steps" in args.given:
-            return state.global_step % args.logging_steps == 0
+            return state.global_step % interval(args.logging_steps, state.max_steps) == 0
         return now - self._last_line > SECONDS_BETWEEN_LINES
 
     def on_evaluate(

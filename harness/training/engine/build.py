@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
+from harness.arguments.themes.intervals import interval
 from harness.arguments.themes.reporting import MONITORS, within
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
@@ -206,7 +207,8 @@ def deepspeed_config(context: EngineContext) -> JsonObject:
     """Return the resolved config in the form that is passed to DeepSpeed."""
     config = without_idle(Secrets(frozenset()).without(context.resolved.config))  # DeepSpeed prints all of its config
     if not config.get("steps_per_print"):  # the harness prints metrics; only DeepSpeed's timers need this print
-        config["steps_per_print"] = context.args.logging_steps if config.get("wall_clock_breakdown") else 2**31
+        every = interval(context.args.logging_steps, context.max_steps)
+        config["steps_per_print"] = every if config.get("wall_clock_breakdown") else 2**31
         if not config.get("wall_clock_breakdown"):  # this timer synchronises with the device, and nobody reads it
             config.setdefault("timers", {"throughput": {"enabled": False}})
     if context.device.type == "cpu" and context.resolved.zero_stage == 3:

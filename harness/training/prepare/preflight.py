@@ -32,7 +32,7 @@ def check_before_start(
     """
     config = check_inputs(script, args, env, lora)
     output_dir = Path(args.output_dir)
-    args.overwrite_output_dir |= not script.trains  # an evaluation overwrites nothing, so a run there is no error
+    args.overwrite_output_dir |= not args.trains  # an evaluation overwrites nothing, so a run there is no error
     if env.rank == 0:
         lock_directory(output_dir)
     if env.rank == 0 or args.resume_from_checkpoint != "auto":
@@ -49,6 +49,10 @@ def check_inputs(
     """Check config, model and data; return the config. UserError if one of them cannot be used."""
     if lora is not None and lora.use_peft:
         require_peft()
+    if script.preview_samples and not args.trains:
+        raise UserError("--preview_samples shows what is trained: remove --do_eval, or give --do_train")
+    if not (args.trains or args.do_eval):
+        raise UserError("--do_train false: nothing is to be done without --do_eval")
     model = model_directory(script.model)
     require_trainable_family(str(model))
     if (tokenizer := tokenizer_name(script.tokenizer_name, model)) != BYTES:
@@ -65,13 +69,13 @@ def _require_data(script: ScriptArguments, args: TrainingArguments) -> None:
 
     Training data is not checked if a run only evaluates a validation file.
     """
-    if script.validation_file is not None and not script.trains:
+    if script.validation_file is not None and not args.trains:
         validation_group(script.validation_file)
         return
     tokens = [group.paths[0] for group in source_groups(script.train_file) if group.kind == TOKENS]
     if script.validation_file is not None:
         validation_group(script.validation_file)
-    elif script.holds_out(evaluates=args.evaluates) and (tokens or script.streaming):
+    elif script.holds_out(evaluates=args.evaluates or args.do_eval) and (tokens or script.streaming):
         kind = "a stream" if script.streaming else tokens[0]
         raise UserError(f"no part of {kind} can be held out for evaluation: give a --validation_file")
     if not script.streaming:

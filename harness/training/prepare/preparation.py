@@ -21,6 +21,7 @@ import torch.distributed as dist
 import transformers
 
 from harness.arguments.configure import RunConfig
+from harness.arguments.other_programs import notes
 from harness.atomic import room, sync_folder
 from harness.checkpoint import directories
 from harness.checkpoint.integrity import run_id
@@ -112,6 +113,8 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
     # 1. Alone: what needs no other rank, so that a wrong flag fails before the rendezvous.
     plan = plan_run(inputs, given, config)
     args, console = plan.args, plan.console
+    for note in notes(args.without_effect):
+        console.say(note)
     if console.log is None:  # no log file: DeepSpeed would print between the program's own lines
         silence_prints()
 
@@ -197,6 +200,8 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     THIS_RANK.doing = "waiting for the other ranks"
     with watching_for_stopped_ranks(args.hang_seconds, console):
         device = start(env)
+        if plan.args.use_cpu and device.type != "cpu":
+            raise UserError("--use_cpu: DeepSpeed has found a GPU already: set DS_ACCELERATOR=cpu in the environment")
         all_or_none(lambda: require_precision(plan.resolved.precision))  # hosts may have different devices
         all_or_none(lambda: require_device(plan.resolved.config, device))
         require_shared(plan.output_dir, env.rank, env.world_size)
@@ -346,7 +351,7 @@ def training_stream(run: Run) -> BatchStream | None:
         return None
     stream = BatchStream(
         run.data.train,
-        seed=run.args.seed,
+        seed=run.args.order_seed,
         micro_batch=run.resolved.micro_batch,
         accumulation=run.resolved.accumulation,
         dp_rank=run.groups.coordinate.reader,

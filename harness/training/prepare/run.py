@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import nn
 
+from harness.arguments.themes.intervals import interval
 from harness.checkpoint.training_state import EngineState
 from harness.data.batches.stream import BatchStream, dataset_length
 from harness.hf.lora import saved_name
@@ -105,9 +106,9 @@ class Run(RunPlan, EngineContext):
             is_world_process_zero=self.env.rank == 0,
             is_local_process_zero=self.env.local_rank == 0,
             num_train_epochs=-(-self.max_steps * self.resolved.train_batch // samples) if samples else 0,
-            logging_steps=self.args.logging_steps,
-            eval_steps=self.args.eval_steps or self.args.logging_steps,
-            save_steps=self.args.save_steps,
+            logging_steps=interval(self.args.logging_steps, self.max_steps),
+            eval_steps=interval(self.args.eval_steps or self.args.logging_steps, self.max_steps),
+            save_steps=interval(self.args.save_steps, self.max_steps),
             train_batch_size=self.resolved.micro_batch,
         )
 
@@ -122,10 +123,12 @@ class Run(RunPlan, EngineContext):
         samples = dataset_length(self.data.train)
         epoch_ends = consumed // samples > before // samples
 
-        def asks(strategy: str, steps: int) -> bool:
+        def asks(strategy: str, stated: float) -> bool:
+            steps = interval(stated, self.max_steps)
             return epoch_ends if strategy == "epoch" else strategy == "steps" and steps > 0 and step % steps == 0
 
         logs = args.logging_strategy != "no" and (last or asks(args.logging_strategy, args.logging_steps))
+        logs |= args.logging_first_step and step == 1
         evaluates = self.data.evaluation is not None and args.eval_strategy != "no"
         saves = (last and args.save_strategy != "best") or asks(args.save_strategy, args.save_steps)
         return StepEvents(

@@ -258,7 +258,7 @@ def progress_of(run: Run) -> TrainingProgress:
         layout=str(run.layout),
         zero_stage=run.resolved.zero_stage,
         precision=run.resolved.precision,
-        seed=run.args.seed,
+        seed=run.args.order_seed,
         data=run.data_digest,
         adapters=run.adapter_fingerprint,
         base=run.base_checksums,

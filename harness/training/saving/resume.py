@@ -123,7 +123,7 @@ def resume(run: Run, checkpoint: Path) -> None:
         console.say(f"nothing left to train: {counted(run.max_steps, 'step')} done")
     for line in changes(progress.hyperparameters, hyperparameters(run.args, run.resolved, run.max_steps)):
         console.warn(line)
-    if (progress.seed, progress.data) != (run.args.seed, run.data_digest):
+    if (progress.seed, progress.data) != (run.args.order_seed, run.data_digest):
         console.warn(
             f"{checkpoint} was saved with another seed or other training data: "
             "the order of samples does not continue where it stopped"

@@ -243,6 +243,13 @@ def test_what_cannot_be_trained_is_refused(peft: dict[str, Any], wanted: str) ->
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "embed_tokens"]])
+def test_a_tied_weight_gets_no_adapter_because_merging_would_change_both_layers(targets: list[str]) -> None:
+    with pytest.raises(UserError, match=f"{targets[-1]} shares its weight with .*which merged adapters would change"):
+        fresh("llama", {"r": 4, "target_modules": targets}, tie_word_embeddings=True)
+    fresh("llama", {"r": 4, "target_modules": ["lm_head"]}, tie_word_embeddings=False)
+
+
 def test_target_modules_that_are_not_there_are_told() -> None:
     with pytest.warns(UserWarning, match="this llama model has no module named c_attn, v_prj$"):
         fresh("llama", {"r": 4, "target_modules": ["q_proj", "v_prj", "c_attn", "layers.0.self_attn.k_proj"]})

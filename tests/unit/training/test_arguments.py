@@ -14,6 +14,8 @@ from transformers.trainer_utils import SchedulerType
 from harness import TrainingArguments, UserError
 from harness.arguments import SCHEDULES, LoraArguments, parse
 from harness.arguments.configure import max_steps, read_run_config
+from harness.arguments.other_programs import notes
+from harness.arguments.themes.intervals import interval
 from harness.arguments.themes.script import ScriptArguments
 from harness.config import ConfigError
 from harness.config.values.arguments import SCHEDULE_OPTIONS
@@ -72,6 +74,52 @@ def test_values_of_a_schedule_beside_a_scheduler_in_the_json_are_a_conflict() ->
     assert "--lr_scheduler_kwargs is {'num_cycles': 2} and scheduler.type is OneCycle" in str(refused.value)
 
 
+@pytest.mark.parametrize("max_steps", [1, 7, 10, 1000])
+@pytest.mark.parametrize("stated", [0.001, 0.1, 0.3, 0.99, 1, 3, 500])
+def test_an_interval_below_1_is_the_fraction_of_all_steps_as_in_transformers(stated: float, max_steps: int) -> None:
+    state = transformers.TrainerState()
+    args = TrainingArguments(logging_steps=stated, eval_steps=stated, save_steps=stated)
+    state.compute_steps(args, max_steps)
+    assert interval(args.save_steps, max_steps) == state.save_steps == state.eval_steps == state.logging_steps
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("logging_steps", 0), ("eval_steps", 0), ("eval_steps", 1.5), ("save_steps", -1)]
+)
+def test_a_number_of_steps_that_is_no_interval_is_refused(flag: str, value: float) -> None:
+    with pytest.raises(UserError, match=f"--{flag} {value}: must be "):
+        TrainingArguments(**{flag: value})  # type: ignore[arg-type]
+
+
+def test_arguments_that_change_nothing_that_is_trained_are_taken_with_a_note() -> None:
+    given: dict[str, Any] = {"log_level": "info", "logging_dir": "logs", "full_determinism": True}
+    in_python = TrainingArguments(**given).without_effect
+    _, args = command_line("--log_level", "info", "--logging_dir", "logs", "--full_determinism")
+    assert notes(in_python) == notes(args.without_effect) != []
+    assert [note.partition(":")[0] for note in notes(in_python)] == list(given)
+    quiet = TrainingArguments(log_level="passive", full_determinism=False, assistant_only_loss=True)  # type: ignore[call-arg]
+    assert notes(quiet.without_effect) == []
+    with pytest.raises(UserError, match="takes no assistant_only_loss: conversations are trained on the assistant's"):
+        TrainingArguments(assistant_only_loss=False)  # type: ignore[call-arg]
+
+
+def test_bf16_auto_is_what_the_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has in (True, False):
+        monkeypatch.setattr("harness.arguments.command_line.computes_in_bf16", lambda has=has: has)
+        assert TrainingArguments(bf16="auto").bf16 is has  # type: ignore[arg-type]
+        assert command_line("--bf16", "auto", "--seed", "3")[1].bf16 is has
+
+
+def test_all_monitors_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "wandb" or None)
+    assert TrainingArguments(report_to="all").reporters() == ["wandb"]
+
+
+def test_the_order_of_samples_has_a_seed_of_its_own() -> None:
+    assert TrainingArguments(seed=3).order_seed == 3
+    assert TrainingArguments(seed=3, data_seed=0).order_seed == 0
+
+
 def test_a_default_that_was_given_contradicts_the_json_all_the_same() -> None:
     config = {"train_batch_size": 8, "gradient_clipping": 0.5}
     read_run_config(TrainingArguments(deepspeed_config=config), world_size=1)
@@ -94,7 +142,7 @@ def test_the_launchers_own_flag_is_taken_and_booleans_need_no_value() -> None:
         (("--max_steps", "many"), "max_steps"),
         (("--max_steps", "0"), "must be at least 1, or -1"),
         (("--lr_scheduler_type", "nonsense"), "not one of linear"),
-        (("--eval_steps", "0"), "must be at least 1"),
+        (("--eval_steps", "0"), "must be above 0"),
         (("--tensor_parallel_size", "0"), "must be at least 1"),
         (("--report_to", "carrier_pigeon"), "carrier_pigeon"),
         (("--bf16", "maybe"), "is not true or false"),

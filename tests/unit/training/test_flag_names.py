@@ -17,7 +17,9 @@ from harness.arguments.command_line import known_flags
 from harness.arguments.other_programs import other_programs
 from harness.arguments.themes.flags import ALIASES
 from harness.arguments.themes.script import ScriptArguments
+from harness.topology.env import LaunchEnv
 from harness.train import main
+from harness.training.prepare.preflight import check_inputs
 
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
 RUN_CLM = (
@@ -55,8 +57,7 @@ def test_every_flag_that_is_advised_exists() -> None:
     texts = [entry.advice for entry in other_programs().not_taken.values()]
     texts += [text for names in other_programs().programs.values() for text in names.values()]
     assert {flag for text in texts for flag in re.findall(r"--(\w+)", text)} <= known | of_launcher
-    only_of_the_script = {"do_train", "do_eval"}
-    assert other_programs().not_taken.keys() & known == only_of_the_script
+    assert other_programs().not_taken.keys() & known == set()
     assert not [
         name
         for names in other_programs().programs.values()
@@ -207,8 +208,9 @@ def test_a_run_json_repeats_the_run_without_its_defaults(tmp_path: Path) -> None
 
 
 def test_do_eval_alone_evaluates_and_training_is_the_default() -> None:
-    assert ScriptArguments().trains and not ScriptArguments(do_eval=True).trains
-    assert ScriptArguments(do_train=True, do_eval=True).trains
-    assert TrainingArguments(do_train=True, do_eval=False, do_predict=False).given == set()
-    with pytest.raises(UserError, match="nothing is to be done"):
-        ScriptArguments(do_train=False)
+    assert TrainingArguments().trains and not TrainingArguments(do_eval=True).trains
+    assert TrainingArguments(do_train=True, do_eval=True, do_predict=False).trains
+    for flags, said in (("--do_train false", "nothing is to be done"), ("--do_eval --preview_samples 2", "is trained")):
+        script, args, lora = parse(KINDS, flags.split(), prog="", description="", epilog="")
+        with pytest.raises(UserError, match=said):
+            check_inputs(script, args, LaunchEnv(), lora)

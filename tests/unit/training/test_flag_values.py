@@ -318,7 +318,7 @@ def test_a_class_that_a_program_derives_knows_what_is_given_and_other_names() ->
 
 def test_an_argument_that_is_assigned_is_refused_as_one_that_is_passed() -> None:
     args = TrainingArguments()
-    for name, value in (("group_by_length", True), ("torch_compile", True), ("data_seed", 7)):
+    for name, value in (("group_by_length", True), ("torch_compile", True), ("eval_delay", 7)):
         with pytest.raises(UserError, match=f"takes no {name}: "):
             setattr(args, name, value)
         assert getattr(args, name, None) in (None, False)

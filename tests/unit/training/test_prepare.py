@@ -63,14 +63,13 @@ def test_what_cannot_be_prepared_is_told(train: Any, arguments: dict[str, Any], 
 def test_an_evaluation_alone_needs_no_training_data(tmp_path: Path) -> None:
     (tmp_path / "validation.jsonl").write_text('{"text": "words of the validation data"}\n')
     (tmp_path / "train.jsonl").write_text("".join(f'{{"text": "words of line {i}"}}\n' for i in range(40)))
-    args = TrainingArguments(str(tmp_path / "run"), block_size=4)
     missing = ScriptArguments(
-        do_eval=True, train_file=(str(tmp_path / "gone.jsonl"),), validation_file=(str(tmp_path / "validation.jsonl"),)
+        train_file=(str(tmp_path / "gone.jsonl"),), validation_file=(str(tmp_path / "validation.jsonl"),)
     )
-    held_out = ScriptArguments(do_eval=True, train_file=(str(tmp_path / "train.jsonl"),))
-    both = ScriptArguments(do_eval=True, do_train=True, train_file=(str(tmp_path / "train.jsonl"),))
+    held_out = ScriptArguments(train_file=(str(tmp_path / "train.jsonl"),))
     found = {}
-    for name, script in {"missing": missing, "held_out": held_out, "both": both}.items():
+    for name, script in {"missing": missing, "held_out": held_out, "both": held_out}.items():
+        args = TrainingArguments(str(tmp_path / "run"), block_size=4, do_eval=True, do_train=name == "both" or None)
         config = check_inputs(script, args, LaunchEnv(), None)
         found[name] = script_datasets(script, args, config, read_source("tiny-llama"), LaunchEnv(), plain_console(0))
     assert [data.train is None for data in found.values()] == [True, True, False]

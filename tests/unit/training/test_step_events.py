@@ -53,6 +53,8 @@ STEPS = range(1, 10)
         ),
         ({"save_strategy": "best"}, [3, 6, 9], [5, 9], []),  # an evaluation asks for these
         ({"save_steps": 0}, [3, 6, 9], [5, 9], []),
+        ({"logging_steps": 0.3, "eval_steps": 0.5, "save_steps": 0.99}, [3, 6, 9], [5, 9], [9]),  # of 9, rounded up
+        ({"logging_first_step": True, "logging_strategy": "no"}, [1], [5, 9], [4, 8, 9]),
         ({"eval_steps": None, "eval_strategy": "steps"}, [3, 6, 9], [3, 6, 9], [4, 8, 9]),  # as often as logs
     ],
 )

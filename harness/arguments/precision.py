@@ -1,0 +1,17 @@
+"""The word `auto` for --bf16, which axolotl's configs have: bfloat16 where the GPU computes in it, else float32."""
+
+from __future__ import annotations
+
+AUTO, BF16 = "auto", "bf16"
+
+
+def is_auto(name: str, value: object) -> bool:
+    """Return whether a flag is --bf16 with the value `auto`."""
+    return name == BF16 and str(value).lower() == AUTO
+
+
+def computes_in_bf16() -> bool:
+    """Return whether this machine has a GPU with bfloat16. Imports torch."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
