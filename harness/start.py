@@ -39,8 +39,7 @@ THREADS = "OMP_NUM_THREADS"
 def train(argv: Sequence[str]) -> int:
     """Train as the flags ask; return the exit code, as `launch` does. UserError for whatever a run would refuse."""
     if {"-h", "--help"} & set(argv):
-        _parser().print_help()
-        return 0
+        _parser().parse_args(["--help"])
     options = training_options(argv)
     words = options.script[1:]
     if not words:

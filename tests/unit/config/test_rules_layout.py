@@ -341,7 +341,7 @@ def test_compression_without_effect_is_told(options: dict[str, Any], why: str) -
         pytest.param(
             {"scheduler": {"type": "StepLR", "params": {"step_size": 1}}},
             {"lr_scheduler_type": "linear"},
-            "",
+            "--lr_scheduler_type is linear and scheduler.type is StepLR",
             id="a schedule of torch",
         ),
         pytest.param(
