@@ -113,8 +113,6 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
     # 1. Alone: what needs no other rank, so that a wrong flag fails before the rendezvous.
     plan = plan_run(inputs, given, config)
     args, console = plan.args, plan.console
-    for note in notes(args.without_effect):
-        console.say(note)
     if console.log is None:  # no log file: DeepSpeed would print between the program's own lines
         silence_prints()
 
@@ -197,6 +195,8 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         The inputs for building the engine, and the process groups that were open before the run.
     """
     args, console, env = plan.args, plan.console, plan.env
+    for note in notes(args.without_effect):
+        console.say(note)
     THIS_RANK.doing = "waiting for the other ranks"
     with watching_for_stopped_ranks(args.hang_seconds, console):
         device = start(env)
