@@ -99,8 +99,9 @@ def _config(composition: Composition) -> PretrainedConfig:
         for name, value in part.items():
             if "drop" in name and isinstance(value, float) and "layerdrop" not in name:
                 part[name] = training.dropout
+    if training.router or fields.get("output_router_logits"):
+        fields["output_router_logits"] = bool(training.router)
     if training.router:
-        fields["output_router_logits"] = True
         fields["router_aux_loss_coef"] = training.router
     made: PretrainedConfig = type(config).from_dict(fields)
     made.use_cache = False

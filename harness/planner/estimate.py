@@ -208,11 +208,21 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
     """Return the workload and the strategy of a resolved config."""
     summed = lookup(resolved.config, "/data_types/grad_accum_dtype")
     width = ELEMENT_BYTES[resolved.precision]
+    kind = str(lookup(resolved.config, "/optimizer/type") or "adamw").lower()
+    params = lookup(resolved.config, "/optimizer/params")
+    states = kept_states_of(kind, params if isinstance(params, Mapping) else {})
+    halved = {
+        name: lookup(resolved.config, f"/{name}") is True for name in (MASTER_IN_BF16, MASTER_IN_FP16, STATES_IN_BF16)
+    }
     workload = Workload(
         shape=shape,
         sequence=sequence,
         precision=resolved.precision,
         gradient_bytes=ELEMENT_BYTES.get(str(summed), width),
+        states=states,
+        other_states=2 if kind == "muon" else states,  # it steps on other parameters as AdamW does
+        state_bytes=2 if halved[STATES_IN_BF16] else 4,
+        master_bytes=2 if halved[MASTER_IN_BF16] or halved[MASTER_IN_FP16] else 4,
         on_cpu=on_cpu,
     )
     section = resolved.config.get("zero_optimization")
@@ -251,6 +261,24 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
     return workload, strategy
 
 
+MASTER_IN_BF16, STATES_IN_BF16 = "bf16/bf16_master_weights_and_grads", "bf16/bf16_optimizer_states"
+MASTER_IN_FP16 = "fp16/fp16_master_weights_and_grads"
+STATES = {"sgd": 0, "adagrad": 1, "lion": 1, "rmsprop": 1, "rprop": 2, "muon": 1}
+"""Optimizer -> states of an element without momentum; all others keep two, as AdamW does."""
+
+
+def kept_states_of(kind: str, params: Mapping[str, object]) -> int:
+    """Return how many states an optimizer keeps for each element of a matrix.
+
+    Args:
+        kind: its type in lower case; params: `optimizer.params`.
+    """
+    more = [name for name in ("amsgrad", "centered") if params.get(name) is True]
+    if kind in ("sgd", "rmsprop") and params.get("momentum"):
+        more.append("momentum")
+    return STATES.get(kind, 2) + len(more)
+
+
 def sums_whole(precision: str, zero_stage: int) -> bool:
     """Return whether DeepSpeed's optimizer keeps all summed gradients on each rank: only for bf16 at stages 0 and 1."""
     return precision == "bf16" and zero_stage <= 1
@@ -262,15 +290,16 @@ def _offload(zero: Mapping[str, object], stage: int) -> Offload:
     def is_off(key: str) -> bool:
         return lookup(zero, f"/{key}/device") not in (None, "none")
 
-    if stage == 3 and is_off("offload_param"):
-        return "optimizer+parameters"
-    return "optimizer" if stage >= 1 and is_off("offload_optimizer") else "none"
+    states, parameters = stage >= 1 and is_off("offload_optimizer"), stage == 3 and is_off("offload_param")
+    if parameters:
+        return "optimizer+parameters" if states else "parameters"
+    return "optimizer" if states else "none"
 
 
 def _gathers_once(zero: Mapping[str, object], stage: int) -> bool:
     """Return whether the harness keeps ZeRO-3's parameters gathered (harness/deepspeed/zero3_parameters.py)."""
     copies = whole(zero.get("zero_hpz_partition_size")) or 1
-    return stage == 3 and copies == 1 and _offload(zero, stage) != "optimizer+parameters"
+    return stage == 3 and copies == 1 and _offload(zero, stage) in ("none", "optimizer")
 
 
 def require_precision(hardware: Hardware, precision: str) -> None:

@@ -52,7 +52,9 @@ def stage_memory(workload: Workload, strategy: Strategy, stage: Stage, index: in
     """Return the memory of a rank of stage `index`."""
     held = local_parameters(workload, strategy, stage)
     own = owned_parameters(strategy, held, local_experts(strategy, stage))
-    parameters, gradients, optimizer, host = _states(workload, strategy, held, own)
+    parameters, gradients, optimizer, host = _states(
+        workload, strategy, held, own, _kept_states(workload, strategy, stage)
+    )
     host += host_activations(workload, strategy, stage, index)
     activations = stage_activations(workload, strategy, stage, index)
     logits = _logits(workload, strategy) if stage.is_last else 0.0
@@ -149,31 +151,43 @@ def owned_parameters(strategy: Strategy, held: float, experts: float) -> float:
     return (held - experts) / strategy.dp_size + experts / expert_ranks(strategy)
 
 
-def _states(workload: Workload, strategy: Strategy, held: float, own: float) -> tuple[float, float, float, float]:
+def _kept_states(workload: Workload, strategy: Strategy, stage: Stage) -> float:
+    """Return how many states the optimizer keeps for each parameter of a stage, on average."""
+    if workload.states == workload.other_states:
+        return workload.states
+    inside = sum(count * layer_parameters(strategy, layer) for layer, count in stage.layers)
+    held = local_parameters(workload, strategy, stage)
+    return (inside * workload.states + (held - inside) * workload.other_states) / held
+
+
+def _states(
+    workload: Workload, strategy: Strategy, held: float, own: float, kept: float
+) -> tuple[float, float, float, float]:
     """Return the bytes of parameters, gradients and optimizer states on the device, and the offloaded bytes.
 
-    fp32 without ZeRO has AdamW's two moments besides parameters and gradients. ZeRO also keeps an fp32 master copy in
-    every precision. At stage 1 a rank keeps all gradients: bf16 in bf16 and their sums in fp32, fp16 only in fp16. From
-    stage 2 on it keeps only the sums of its part.
+    fp32 without ZeRO has the optimizer's `kept` states (AdamW's two moments) besides parameters and gradients. ZeRO
+    also keeps a master copy in every precision. At stage 1 a rank keeps all gradients: bf16 in bf16 and their sums in
+    fp32, fp16 only in fp16. From stage 2 on it keeps only the sums of its part. Parameters and states are offloaded
+    separately.
     """
     width, stage = workload.element_bytes, strategy.zero_stage
     parameters = (own if stage == 3 else held) * width
+    each = kept * workload.state_bytes + workload.master_bytes
     if stage == 0:
-        gradients, optimizer = held * width, held * 8
-        if width == 2:
-            optimizer += held * 4
+        gradients, optimizer = held * width, held * (each if width == 2 else each - workload.master_bytes)
     elif stage == 1:
         summed = workload.gradient_bytes if workload.precision != "fp16" else 0
-        each = 0 if workload.habits.sums_in_place else width
-        gradients, optimizer = held * (each + (summed if width == 2 else 0)), own * 12
+        own_gradient = 0 if workload.habits.sums_in_place else width
+        gradients, optimizer = held * (own_gradient + (summed if width == 2 else 0)), own * each
     else:
-        gradients, optimizer = own * max(workload.gradient_bytes, width), own * 12
+        gradients, optimizer = own * max(workload.gradient_bytes, width), own * each
     host = 0.0
-    if strategy.offload != "none":
-        again = own * 4 if stage == 3 else 0.0  # ZeRO-3 keeps the copy of the gradients that the optimizer reads
+    if strategy.offloads_states:
+        # ZeRO-3 keeps the copy of the gradients that the optimizer reads
+        again = own * workload.master_bytes if stage == 3 else 0.0
         host, optimizer = optimizer + gradients + again, 0.0
         gradients = gradients if stage < 2 else 0.0
-    if strategy.offload == "optimizer+parameters":
+    if strategy.offloads_parameters:
         host, parameters = host + parameters, 0.0
     return parameters, gradients, optimizer, host
 
@@ -423,7 +437,7 @@ def _at_update(workload: Workload, strategy: Strategy, load: StageLoad) -> float
     exists twice for a moment, in fp16 and in fp32.
     """
     width, zero = workload.element_bytes, strategy.zero_stage
-    if workload.habits.sums_in_place or strategy.offload != "none" or zero == 0 or strategy.whole_gradients:
+    if workload.habits.sums_in_place or strategy.offloads_states or zero == 0 or strategy.whole_gradients:
         return 0.0
     part = load.own
     if zero == 3:
@@ -467,7 +481,7 @@ def _gathered(workload: Workload, strategy: Strategy, stage: Stage, load: StageL
 
     A single data rank gathers none, but copies those that are offloaded to the host.
     """
-    if strategy.dp_size == 1 and strategy.offload != "optimizer+parameters":
+    if strategy.dp_size == 1 and not strategy.offloads_parameters:
         return 0.0
     layer = max((_matrix(strategy, layer) for layer, _ in stage.layers), default=0.0)
     return max(min(load.parameters, GATHERED), 2 * layer) * workload.element_bytes

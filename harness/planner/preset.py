@@ -28,9 +28,9 @@ def preset(strategy: Strategy, precision: str) -> JsonObject:
             "stage3_gather_16bit_weights_on_model_save": True,
         }
     host = {"device": "cpu", "pin_memory": True}
-    if strategy.offload != "none":
+    if strategy.offloads_states:
         zero["offload_optimizer"] = host
-    if strategy.offload == "optimizer+parameters":
+    if strategy.offloads_parameters:
         zero["offload_param"] = host
     config: JsonObject = {
         "train_batch_size": strategy.global_batch,

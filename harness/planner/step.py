@@ -259,9 +259,10 @@ def _optimizer(hardware: Hardware, workload: Workload, strategy: Strategy, held:
     """Return the seconds of the update, which is bound by memory, on the device or on the host."""
     part = own if strategy.zero_stage else held
     moved = part * (ADAM_BYTES + workload.element_bytes) + held * workload.gradient_bytes  # the norm reads all
-    if strategy.offload == "none":
-        return moved / hardware.memory_bytes_per_second
+    fetched = 0.0
+    if strategy.offloads_parameters:
+        fetched = 2 * strategy.accumulation * part * workload.element_bytes / hardware.host_bytes_per_second
+    if not strategy.offloads_states:
+        return moved / hardware.memory_bytes_per_second + fetched
     travel = part * (workload.gradient_bytes + workload.element_bytes) / hardware.host_bytes_per_second
-    if strategy.offload == "optimizer+parameters":
-        travel += 2 * strategy.accumulation * part * workload.element_bytes / hardware.host_bytes_per_second
-    return part * ADAM_BYTES / hardware.host_memory_bytes_per_second + travel
+    return part * ADAM_BYTES / hardware.host_memory_bytes_per_second + travel + fetched

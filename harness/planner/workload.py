@@ -78,7 +78,7 @@ DEEPSPEED = HABITS["deepspeed"]
 
 Recompute = Literal["none", "full"]
 Schedule = Literal["1f1b", "gpipe", "zero-bubble", "zero-bubble-v"]
-Offload = Literal["none", "optimizer", "optimizer+parameters"]
+Offload = Literal["none", "optimizer", "parameters", "optimizer+parameters"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of stored tensors; products may use fewer
 
 
@@ -89,6 +89,9 @@ class Workload:
     Attributes:
         precision: precision of the matrix products: fp32, bf16, fp16, fp8 or fp4.
         gradient_bytes: bytes of one summed gradient.
+        states: states that the optimizer keeps of a matrix in the layers, for each element.
+        other_states: the same of embeddings, head and vectors.
+        state_bytes: bytes of an element of such a state; master_bytes: of the copy of a parameter that ZeRO updates.
         habits: habits of the training program.
         on_cpu: whether ranks are processes on a CPU, which exchange tensors through shared memory.
     """
@@ -97,6 +100,10 @@ class Workload:
     sequence: int
     precision: str = "bf16"
     gradient_bytes: int = 4
+    states: int = 2
+    other_states: int = 2
+    state_bytes: int = 4
+    master_bytes: int = 4
     habits: Habits = DEEPSPEED
     on_cpu: bool = False
 
@@ -171,6 +178,16 @@ class Strategy:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.pp_size * self.tp_size * self.dp_size
+
+    @property
+    def offloads_states(self) -> bool:
+        """Whether the host's memory holds the optimizer's states."""
+        return self.offload in ("optimizer", "optimizer+parameters")
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether the host's memory holds the parameters."""
+        return self.offload in ("parameters", "optimizer+parameters")
 
     @property
     def is_folded(self) -> bool:

@@ -103,7 +103,9 @@ def _cells(number: int, one: Estimate) -> dict[str, str]:
         "accum": str(strategy.accumulation),
         "ckpt": "host" if strategy.host_activations else "yes" if row["activation_checkpointing"] else "no",
         "schedule": _schedule(strategy),
-        "offload": {"none": "no", "optimizer": "states", "optimizer+parameters": "all"}[strategy.offload],
+        "offload": {"none": "no", "optimizer": "states", "parameters": "weights", "optimizer+parameters": "all"}[
+            strategy.offload
+        ],
         "tiles": " ".join(word for word, tile in tiles if tile) or "-",
         "GiB": f"{row['memory_gib']['max']:.1f}",
         "longest": f"{longest(one) // 1024:,}k",

@@ -27,11 +27,10 @@ def forecast(plan: RunPlan, length: int, device: torch.device, local_ranks: int)
     """Predict memory and speed of a run on samples of `length` tokens; None if the planner cannot.
 
     Parameters are counted on the model itself, as the config of an unknown family does not give their number. The
-    planner assumes AdamW and all parameters trained, so there is no prediction for another optimizer, for adapters, or
-    for a model from memory.
+    planner assumes that all parameters are trained, so there is no prediction for adapters or for a model from memory.
     """
-    source, kind = plan.source, str(lookup(plan.resolved.config, "/optimizer/type") or "adamw")
-    if source is None or source.model is not None or plan.adaptation is not None or "adam" not in kind.lower():
+    source = plan.source
+    if source is None or source.model is not None or plan.adaptation is not None:
         return None
     on_cpu, name = device.type == "cpu", _described(device)
     try:

@@ -176,6 +176,29 @@ def test_states_lie_where_deepspeed_puts_them(
 
 
 @pytest.mark.parametrize(
+    ("kept", "strategy", "parameters", "optimizer", "host"),
+    [
+        pytest.param({"states": 0}, Strategy(dp_size=4, zero_stage=2), 2, 1, 0, id="SGD: the master copy alone"),
+        pytest.param({"states": 1}, Strategy(dp_size=4, zero_stage=2), 2, 2, 0, id="Lion"),
+        pytest.param(
+            {"states": 2, "state_bytes": 2, "master_bytes": 2}, Strategy(dp_size=4, zero_stage=2), 2, 1.5, 0, id="bf16"
+        ),
+        pytest.param(
+            {"states": 2}, Strategy(dp_size=4, zero_stage=3, offload="parameters"), 0, 3, 0.5, id="parameters alone"
+        ),
+    ],
+)
+def test_an_optimizer_holds_what_it_keeps(
+    kept: dict[str, int], strategy: Strategy, parameters: float, optimizer: float, host: float
+) -> None:
+    shape = gpt(64, 4)
+    work = Workload(shape=shape, sequence=32, precision="bf16", other_states=kept["states"], **kept)
+    (stage,) = stages_of(shape, 1, "balanced", 32, checkpointed=False)
+    held, memory = local_parameters(work, strategy, stage), stage_memory(work, strategy, stage, 0)
+    assert [size / held for size in (memory.parameters, memory.optimizer, memory.host)] == [parameters, optimizer, host]
+
+
+@pytest.mark.parametrize(
     ("precision", "in_place", "tensor", "each"),
     [
         pytest.param("fp32", True, 1, 4 + 4, id="fp32: a chunk besides"),

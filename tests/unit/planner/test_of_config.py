@@ -53,7 +53,7 @@ def strategy_of(config: dict[str, Any], world_size: int) -> tuple[Workload, Stra
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    return {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **changes}
+    return {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}} | changes
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,8 @@ def config(**changes: Any) -> dict[str, Any]:
         pytest.param({"stage": 0}, "none", id="nothing"),
         pytest.param({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "optimizer", id="states"),
         pytest.param({"stage": 2, "offload_optimizer": {"device": "none"}}, "none", id="states, to nowhere"),
+        pytest.param({"stage": 3, "offload_optimizer": {"device": "cpu"}}, "optimizer", id="states of ZeRO-3"),
+        pytest.param({"stage": 3, "offload_param": {"device": "cpu"}}, "parameters", id="parameters alone"),
         pytest.param(
             {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
             "optimizer+parameters",
@@ -71,6 +73,28 @@ def config(**changes: Any) -> dict[str, Any]:
 )
 def test_what_is_offloaded_is_read(zero: dict[str, Any], offload: str) -> None:
     assert strategy_of(config(zero_optimization=zero), 2)[1].offload == offload
+
+
+@pytest.mark.parametrize(
+    ("changes", "states", "other_states", "state_bytes", "master_bytes"),
+    [
+        ({}, 2, 2, 4, 4),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, 0, 0, 4, 4),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, 1, 1, 4, 4),
+        ({"optimizer": {"type": "Lion", "params": {"lr": 0.1}}}, 1, 1, 4, 4),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}, 1, 2, 4, 4),
+        ({"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}, 2, 2, 2, 2),
+    ],
+    ids=["AdamW", "SGD", "momentum", "Lion", "Muon", "bf16"],
+)
+def test_the_optimizer_s_states_are_counted_as_they_are(
+    changes: dict[str, Any], states: int, other_states: int, state_bytes: int, master_bytes: int
+) -> None:
+    made = config(zero_optimization={"stage": 2}, zero_allow_untested_optimizer=True, **changes)
+    made["bf16"] = {"enabled": True, **changes.get("bf16", {})}
+    work, _ = strategy_of(made, 2)
+    found = (work.states, work.other_states, work.state_bytes, work.master_bytes)
+    assert found == (states, other_states, state_bytes, master_bytes)
 
 
 @pytest.mark.parametrize(
