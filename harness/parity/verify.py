@@ -246,7 +246,8 @@ def _fitting(given: Sizes, kept: str) -> Sizes:
 
 
 def _may_halve(sizes: Sizes, axis: str) -> bool:
-    return getattr(sizes, axis) > (sizes.tp if axis == "ep" else 1)
+    size: int = getattr(sizes, axis)
+    return size > (sizes.tp if axis == "ep" else 1)
 
 
 def _sizes_left_out(resolved: Resolved, tried: Sequence[Sizes]) -> Iterator[str]:
