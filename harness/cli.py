@@ -23,7 +23,7 @@ VERBS = {
     "plan": ("harness.planner.cli.verbs", "rank every layout of a number of ranks by its predicted speed"),
     "estimate": ("harness.planner.cli.verbs", "predict memory and speed of one config"),
     "checkpoint": ("harness.checkpoint.commands", "show, verify or export a checkpoint"),
-    "generate": ("harness.checkpoint.generation", "let a trained model continue a prompt"),
+    "generate": ("harness.data.generate", "let a trained model continue a prompt"),
     "report": ("harness.report.commands", "show runs in one HTML file"),
     "dry-run": ("harness.dry_run.command", "build one rank of a run without the others: memory, messages, errors"),
     "cluster": ("harness.cluster.commands", "write a job file for Kubernetes or Slurm"),

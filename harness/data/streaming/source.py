@@ -222,6 +222,11 @@ class StreamedSource:
         self._go_to(index)
         return self._next()
 
+    @property
+    def learns_conversations(self) -> bool:
+        """Whether the rows are conversations, not text."""
+        return isinstance(self._maker, ConversationSamples)
+
     def seek(self, kept: JsonObject) -> None:
         """Continue from a result of `position`; from the beginning if it is {}."""
         numbers = {name: kept.get(name, 0) for name in ("sample", "section", "row")}

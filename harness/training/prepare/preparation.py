@@ -98,6 +98,7 @@ from harness.training.prepare.plan import (
 from harness.training.prepare.run import Run
 from harness.training.prepare.sample_prompts import sample_prompts
 from harness.training.prepare.stages import choose_boundaries, report_stages, stage_costs, stage_lines
+from harness.training.prepare.stop_at_answers import stop_at_answers
 from harness.training.prepare.trainable import (
     TrainableModel,
     require_compilable,
@@ -139,7 +140,7 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
         console.say(
             "labels are neither the tokens nor the next tokens; the loss shifts them: position i predicts label i + 1"
         )
-
+    stop_at_answers(plan)
     # 4. The model as a list of pipeline layers, not built yet: check that it fits, cut it, and estimate its costs.
     prediction = _predicted(plan, context, sample, list(here.values))
     trainable = _trainable(plan, context, sample)

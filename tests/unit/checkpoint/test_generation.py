@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from harness import Trainer, TrainingArguments
 from harness.checkpoint.directories import contents, finish, partial_name
@@ -101,3 +101,19 @@ def test_what_is_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["generate", str(tmp_path), "--prompt", "hi"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("ds-harness generate: MODEL_DIR") and error.count("\n") == 1
+
+
+def test_a_chat_model_is_exported_to_stop_where_its_template_ends_an_answer(directory: Path, tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer().as_transformers()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|padding|>{% endfor %}" + (
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4
+    args = TrainingArguments(str(tmp_path / "run"), max_steps=1, per_device_train_batch_size=4)
+    trainer = Trainer(str(directory), args, rows, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model(tmp_path / "run")
+    trainer.close()
+    exported = GenerationConfig.from_pretrained(tmp_path / "run").eos_token_id
+    before = GenerationConfig.from_pretrained(directory).eos_token_id
+    assert exported == ByteTokenizer.pad_token_id if before is None else exported[-1] == ByteTokenizer.pad_token_id
