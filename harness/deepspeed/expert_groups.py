@@ -6,10 +6,8 @@ data-parallel ranks. ZeRO-1 and ZeRO-2 divide its optimizer states over those ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -32,31 +30,12 @@ def is_expert(parameter: nn.Parameter) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-@contextmanager
-def knowing_experts(sharing: ProcessGroup | None, copies: ProcessGroup | None, *, marked: bool) -> Iterator[None]:
-    """Have an engine that is built in this context treat the marked parameters as experts.
-
-    By itself DeepSpeed recognises only layers of its own MoE classes. It keeps the groups for the whole process, so
-    they stay set after the context.
+def set_expert_groups(sharing: ProcessGroup | None, copies: ProcessGroup | None) -> None:
+    """Tell DeepSpeed which ranks share experts, for the whole process; its engines read it while they are built.
 
     Args:
         sharing: the ranks over which experts are distributed; None if no experts are.
         copies: the ranks that hold the same experts as this one.
-        marked: whether any parameter of this rank is marked.
     """
     groups._EXPERT_PARALLEL_GROUP = {} if sharing is None else {NAME: sharing}
     groups._EXPERT_DATA_PARALLEL_GROUP = {} if copies is None else {NAME: copies}
-    original = DeepSpeedEngine._configure_distributed_model
-
-    def configure(engine: DeepSpeedEngine, model: nn.Module) -> None:
-        original(engine, model)
-        engine.has_moe_layers = True
-
-    if not marked:
-        yield
-        return
-    DeepSpeedEngine._configure_distributed_model = configure
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._configure_distributed_model = original

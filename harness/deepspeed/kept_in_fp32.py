@@ -7,46 +7,43 @@ gets one tensor and one bucket for each dtype. The attribute `kept_in_fp32` mark
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
-import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero import stage3
-from torch import Tensor
+from torch import Tensor, nn
 
-from harness.deepspeed.flat_tensors import EngineOptimizer
+
+def is_kept(parameter: Tensor) -> bool:
+    """Return whether a parameter stays in float32."""
+    return bool(getattr(parameter, "kept_in_fp32", False))
 
 
 @contextmanager
-def keeping_fp32() -> Iterator[None]:
-    """Leave parameters marked `kept_in_fp32` uncast in an engine that is built in this context."""
-    of_engine, of_zero3 = DeepSpeedEngine._cast_module_mixed_precision, stage3.defragment
+def spared_from_casts(module: nn.Module) -> Iterator[None]:
+    """Put the values of kept parameters back at the end: DeepSpeed casts a module's parameters all at once."""
+    kept = [(p, p.data) for p in module.parameters() if is_kept(p)]
+    yield
+    for parameter, data in kept:
+        parameter.data = data
 
-    def cast(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> None:
-        # DeepSpeed casts a module's parameters all at once, so the float32 values are put back afterwards
-        kept = [(p, p.data) for p in engine.module.parameters() if is_kept(p)]
-        of_engine(engine, *args, **kwargs)
-        for parameter, data in kept:
-            parameter.data = data
 
-    def flatten(tensors: Sequence[Tensor]) -> Tensor | _FlatRuns:
+Flatten = Callable[[Sequence[Tensor]], Tensor]
+
+
+def by_dtype(flatten: Flatten) -> Callable[[Sequence[Tensor]], Tensor | FlatRuns]:
+    """Return a function that flattens tensors of several dtypes: each run of one dtype by `flatten`."""
+
+    def flattened(tensors: Sequence[Tensor]) -> Tensor | FlatRuns:
         # runs of equal dtype, and not one tensor per dtype: DeepSpeed addresses parameters by their offset in this
         # order
         runs = [list(run) for _, run in groupby(tensors, key=lambda tensor: tensor.dtype)]
-        return _FlatRuns([of_zero3(run) for run in runs]) if len(runs) > 1 else of_zero3(tensors)
+        return FlatRuns([flatten(run) for run in runs]) if len(runs) > 1 else flatten(tensors)
 
-    DeepSpeedEngine._cast_module_mixed_precision = cast
-    stage3.defragment = flatten
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._cast_module_mixed_precision = of_engine
-        stage3.defragment = of_zero3
+    return flattened
 
 
-class _FlatRuns:
+class FlatRuns:
     """Flat tensors of different dtypes that stand for one flat tensor; `narrow` is all that DeepSpeed calls on it."""
 
     def __init__(self, runs: Sequence[Tensor]) -> None:
@@ -61,25 +58,3 @@ class _FlatRuns:
                 break
             start -= run.numel()
         return run.narrow(dim, start, length)
-
-
-def reduce_fp32_gradients(optimizer: EngineOptimizer) -> None:
-    """Have ZeRO-3 reduce the gradients of float32 parameters in float32, if there are any beside those in bf16."""
-    if not isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3):
-        return
-    kept = [p for group in optimizer.fp16_groups for p in group if is_kept(p)]
-    if not kept or torch.float32 in optimizer.ipg_buckets:
-        return
-    bucket = stage3.IPGBucketZ3()
-    if optimizer.contiguous_gradients:
-        size = min(optimizer.reduce_bucket_size, sum(p.ds_numel for p in kept))
-        bucket.buffer = torch.empty(size, dtype=torch.float32, device=optimizer.device)
-    optimizer.ipg_buckets[torch.float32] = bucket
-    # without it, float32 gradients would be rounded to bf16 for the reduce-scatter
-    of_others = optimizer.get_param_comm_dtype
-    optimizer.get_param_comm_dtype = lambda p: torch.float32 if is_kept(p) else of_others(p)
-
-
-def is_kept(parameter: Tensor) -> bool:
-    """Return whether a parameter stays in float32."""
-    return bool(getattr(parameter, "kept_in_fp32", False))

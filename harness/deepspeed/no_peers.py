@@ -6,7 +6,7 @@ DeepSpeed itself works out what this rank sends. Received tensors are made here,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -15,14 +15,15 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import TENSOR_META_SIZE, PipelineEngine
-from deepspeed.runtime.pipe.schedule import RecvGrad
 from deepspeed.runtime.utils import PartitionedTensor
 from deepspeed.runtime.zero import utils
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from harness.deepspeed.engine import GRADIENTS
-from harness.deepspeed.instructions import execute_by, executing
+from harness.deepspeed.initialize import replacing
+from harness.deepspeed.instructions import Observer, Operands
+from harness.deepspeed.schedule import ScheduledEngine
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,34 +33,20 @@ Received: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 @contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Give an attribute another value while the context lasts."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
 def trusting_peers() -> Iterator[None]:
     """Compute on the CPU, skip DeepSpeed's cross-rank checks and report fp16 as supported while the context lasts."""
     processor = CPU_Accelerator()
-    changes: tuple[tuple[object, str, object], ...] = (
+    with replacing(
         (real_accelerator, "ds_accelerator", processor),
         (PartitionedTensor.from_meta.__func__, "__defaults__", (processor.device_name(),)),  # the device at its import
         (processor, "is_fp16_supported", lambda: True),
         (utils, "assert_lst_len_same_as_other_ranks", lambda _: None),
         (utils, "get_lst_from_rank0", lambda numbers: numbers),
-    )
-    with ExitStack() as stack:
-        for owner, name, value in changes:
-            stack.enter_context(replaced(owner, name, value))
+    ):
         yield
 
 
-def expect_from_peers(engine: PipelineEngine, received: Mapping[int, Received]) -> None:
+def expect_from_peers(engine: ScheduledEngine, received: Mapping[int, Received]) -> None:
     """Have a stage "receive" tensors with the shapes of `received` from the previous model chunk.
 
     From the next chunk it gets gradients with the shapes of what it sends. The metadata from which a partitioned tensor
@@ -69,14 +56,12 @@ def expect_from_peers(engine: PipelineEngine, received: Mapping[int, Received]) 
         received: tensors by the index of the receiving chunk (the stage, if each has one chunk). The first chunk
             receives nothing.
     """
-    execute = executing(engine, RecvGrad)
 
-    def receive_gradients(self: PipelineEngine, buffer_id: int, **place: int) -> None:
-        execute(self, buffer_id=buffer_id, **place)
-        if self.is_grad_partitioned:
-            self.grad_partition_grad_layer_meta_cache = self.pipe_buffers["outputs"][buffer_id][0]
+    def restore_metadata(name: str, place: Operands) -> None:
+        if name == "RecvGrad" and engine.is_grad_partitioned:
+            engine.grad_partition_grad_layer_meta_cache = engine.pipe_buffers["outputs"][place["buffer_id"]][0]
 
-    execute_by(engine, {RecvGrad: receive_gradients})
+    engine.observe(Observer(begin=lambda _name, _place: None, end=restore_metadata))
 
     def buffers(sender: int) -> Received:
         # The first message of DeepSpeed's protocol: the number, dtypes and shapes of the tensors. They are known here;

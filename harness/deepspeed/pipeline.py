@@ -91,6 +91,12 @@ class GivenStages(PipelineModule):
         """Return this stage's layers, each with its index in the whole pipeline."""
         return list(zip(self._indices, self.forward_funcs, strict=True))
 
+    def chunk_layers(self) -> list[list[tuple[int, LayerCall]]]:
+        """Return the layers of each model chunk of this stage, each with its index in the whole pipeline."""
+        bounds = [self.parts[chunk : chunk + 2] for chunk in self._chunks.of_stage(self.stage_id)]
+        layers = self.indexed_layers()
+        return [[each for each in layers if first <= each[0] < last] for first, last in bounds]
+
     def blocks(self) -> Iterator[tuple[list[tuple[int, LayerCall]], bool]]:
         """Yield runs of the layers of `chunk`, each layer with its index, and whether the run is recomputed."""
         first, stop = self.parts[self.chunk : self.chunk + 2]

@@ -1,10 +1,11 @@
-"""Run other schedules than 1F1B on DeepSpeed's PipelineEngine.
+"""Run the harness's pipeline schedules on DeepSpeed's PipelineEngine.
 
-The engine executes a list of instructions. It gets another list, and three things that it lacks: a backward pass that
-defers its weight gradients, sends that do not block (`Transfers`), and several model chunks per stage (`ChunkSwitch`).
+`ScheduledEngine` replaces the engine's instruction list and adds three features that DeepSpeed lacks: a backward pass
+that defers its weight gradients, sends that do not block (`Transfers`), and several model chunks per stage.
 
-The engine has attributes for one chunk only: buffers, received shapes and the like. They are saved and replaced
-whenever it switches to another chunk. The previous and the next chunk take the place of the neighbouring stages.
+DeepSpeed's engine has attributes for one chunk only: buffers, received shapes and the like. They are saved and
+replaced whenever the engine switches to another chunk. The previous and the next chunk take the place of the
+neighbouring stages.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe import p2p
@@ -23,8 +26,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from harness.config.values.model_chunks import ModelChunks
-from harness.deepspeed.instructions import Execute, InstructionType, execute_by, executing
+from harness.deepspeed.instructions import Observer, Operands
 from harness.topology.env import run_timeout
+
+InstructionType: TypeAlias = type[of_deepspeed.PipeInstruction]
 
 
 @dataclass
@@ -76,15 +81,6 @@ class Transfers:
         """Drop tensors between chunks of this stage that a failed step has left."""
         self._within.clear()
 
-    def carry(self, execute: Execute) -> Execute:
-        """Wrap an instruction of the engine so that it sends and receives by these transfers."""
-
-        def run(engine: PipelineEngine, **kwargs: object) -> None:
-            with _in_place_of_p2p(self):
-                execute(engine, **kwargs)
-
-        return run
-
 
 def open_transfers(engine: PipelineEngine, chunks: ModelChunks) -> tuple[Transfers, Transfers]:
     """Return the transfers of activations and those of gradients; all ranks must call it, as it creates groups."""
@@ -105,7 +101,8 @@ def _new_group(engine: PipelineEngine) -> dist.ProcessGroup | None:
 
 
 @contextmanager
-def _in_place_of_p2p(transfers: Transfers) -> Iterator[None]:
+def in_place_of_p2p(transfers: Transfers) -> Iterator[None]:
+    """Have DeepSpeed send and receive by `transfers` in this context: its methods call functions of one module."""
     before = p2p.send, p2p.recv
     p2p.send = transfers.send
     p2p.recv = transfers.receive
@@ -120,137 +117,18 @@ OF_A_CHUNK = (
     *("first_output_send", "first_gradient_send", "pipe_partition_input_meta_cache"),
     *("pipe_partition_output_meta_cache", "pipe_partition_grad_meta_cache", "grad_partition_grad_layer_meta_cache"),
 )
-"""Attributes of the engine that `ChunkSwitch` saves and replaces for each chunk."""
+"""Attributes of the engine that are saved and replaced for each chunk."""
 
 
-class ChunkSwitch:
-    """Switches a newly built engine from chunk to chunk.
-
-    Args:
-        chunks: the chunks of the whole model. With one chunk per stage the engine is unchanged.
-    """
-
-    def __init__(self, engine: PipelineEngine, chunks: ModelChunks) -> None:
-        self._engine = engine
-        self._last = chunks.count - 1
-        self._own = chunks.of_stage(engine.stage_id)
-        self._at: int | None = None
-        self._buffers = 0
-        self._losses: dict[int, Tensor] = {}
-        self._loaded: dict[int, deque[object]] = {chunk: deque() for chunk in self._own if chunk in (0, self._last)}
-        if chunks.per_stage > 1:
-            state = {name: getattr(engine, name) for name in OF_A_CHUNK}
-            self._kept = {chunk: copy.deepcopy(state) for chunk in self._own}
-            self._take_over(chunks.loss_stage)
-
-    def _take_over(self, loss_stage: int) -> None:
-        """Replace the methods of the engine whose answer depends on the chunk."""
-        engine, reset, next_batch = self._engine, self._engine.reset_activation_shape, self._engine._next_batch
-
-        def reset_activation_shape() -> None:
-            for chunk in self._own:
-                self._enter(chunk)
-                reset()
-            self.leave()
-
-        def load() -> object:
-            # A stage with both the first chunk (which needs the ids) and the last (labels) loads each batch twice in
-            # the schedule, but must read it only once. It keeps a queue for each of the two chunks.
-            if not self._loaded[self._here[0]]:
-                batch = next_batch()
-                for waiting in self._loaded.values():
-                    waiting.append(batch)
-            return self._loaded[self._here[0]].popleft()
-
-        engine.is_first_stage = lambda: 0 in self._here
-        engine.is_last_stage = lambda: self._last in self._here
-        engine._loss_stage_global_rank = lambda: engine.grid.stage_to_global(loss_stage)
-        engine.reset_activation_shape = reset_activation_shape
-        engine._next_batch = load
-
-    @property
-    def _here(self) -> list[int]:
-        """The chunk that the engine works on, as a list; outside of a schedule all chunks of the stage."""
-        return self._own if self._at is None else [self._at]
-
-    def begin(self, buffers: int) -> None:
-        """Begin a schedule in which each chunk holds up to `buffers` micro-batches at a time."""
-        self.leave()
-        self._buffers = buffers
-        self._losses.clear()
-        for waiting in self._loaded.values():
-            waiting.clear()
-
-    def at_chunk(self, execute: Execute) -> Execute:
-        """Wrap an instruction so that the engine switches to its chunk first.
-
-        DeepSpeed's own schedule gives no `chunk`. `micro_batch` is only for wrappers that report instructions, such as
-        the profiler's.
-        """
-
-        def run(
-            engine: PipelineEngine,
-            buffer_id: int,
-            chunk: int | None = None,
-            micro_batch: int | None = None,  # noqa: ARG001
-        ) -> None:
-            if chunk is not None and len(self._own) > 1:
-                self._enter(chunk)
-            execute(engine, buffer_id=buffer_id)
-
-        return run
-
-    def keep_loss(self, forward: Execute) -> Execute:
-        """Wrap a forward pass so that its loss is kept by buffer: the engine itself keeps only the last loss, and other
-        forward passes may come before this one's backward."""
-
-        def run(engine: PipelineEngine, buffer_id: int) -> None:
-            forward(engine, buffer_id=buffer_id)
-            if engine.is_last_stage() and engine.module.training:
-                self._losses[buffer_id] = engine.loss
-
-        return run
-
-    def give_loss(self, backward: Execute) -> Execute:
-        """Wrap a backward pass so that it starts from the loss of its own micro-batch."""
-
-        def run(engine: PipelineEngine, buffer_id: int) -> None:
-            if engine.is_last_stage():
-                engine.loss = self._losses.pop(buffer_id)
-            backward(engine, buffer_id=buffer_id)
-
-        return run
-
-    def leave(self) -> None:
-        """Save the engine's attributes for the chunk that it works on; it then works on none."""
-        if self._at is not None:
-            self._kept[self._at] = {name: getattr(self._engine, name) for name in OF_A_CHUNK}
-        self._at = None
-
-    def _enter(self, chunk: int) -> None:
-        if chunk == self._at:
-            return
-        self.leave()
-        self._at = chunk
-        engine = self._engine
-        for name, value in self._kept[chunk].items():
-            setattr(engine, name, value)
-        engine._reserve_pipe_buffers(self._buffers)
-        # The engine passes these to `p2p.send` and `p2p.recv`; `Transfers` replaces those, and takes chunks, not stages
-        engine.prev_stage = chunk - 1
-        engine.next_stage = chunk + 1
-        engine.module.chunk = chunk
-
-
-class InputGradients(of_deepspeed.BufferOpInstruction):  # type: ignore[misc]  # DeepSpeed has no types
+class InputGradients(of_deepspeed.BufferOpInstruction):
     """Instruction: run a backward pass, but defer the weight gradients that can be deferred."""
 
 
-class WeightGradients(of_deepspeed.BufferOpInstruction):  # type: ignore[misc]  # DeepSpeed has no types
+class WeightGradients(of_deepspeed.BufferOpInstruction):
     """Instruction: compute the weight gradients of the oldest backward pass that has deferred some."""
 
 
-class AwaitSends(of_deepspeed.PipeInstruction):  # type: ignore[misc]  # DeepSpeed has no types
+class AwaitSends(of_deepspeed.PipeInstruction):
     """Instruction: wait until all sends of the step are complete."""
 
 
@@ -272,7 +150,74 @@ class StageProgram:
         return 1 + max((micro_batch for _, micro_batch, _ in self.instructions), default=-1)
 
 
-class OwnSchedule(of_deepspeed.PipeSchedule):  # type: ignore[misc]  # DeepSpeed has no types
+class Deferring(Protocol):
+    """Weight gradients that backward passes leave for later (`parallel/weight_gradients.py`)."""
+
+    def defer(self) -> AbstractContextManager[object]:
+        """Return a context in which a backward pass defers its weight gradients."""
+
+    def compute(self) -> None:
+        """Compute and accumulate the weight gradients of the oldest backward pass that has deferred some."""
+
+    def clear(self) -> None:
+        """Drop all deferred weight gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The schedule of one stage.
+
+    Attributes:
+        training: returns the stage's instructions for a step with a number of micro-batches.
+        evaluation: returns those that evaluate a number of micro-batches.
+        deferred: the weight gradients that backward passes leave for later.
+        defers: whether any do.
+    """
+
+    chunks: ModelChunks
+    training: Callable[[int], StageProgram]
+    evaluation: Callable[[int], StageProgram]
+    deferred: Deferring
+    defers: bool
+
+
+INSTRUCTIONS: Mapping[str, type[of_deepspeed.BufferOpInstruction]] = {
+    kind.__name__: kind
+    for kind in (
+        of_deepspeed.LoadMicroBatch,
+        of_deepspeed.ForwardPass,
+        of_deepspeed.BackwardPass,
+        of_deepspeed.SendActivation,
+        of_deepspeed.RecvActivation,
+        of_deepspeed.SendGrad,
+        of_deepspeed.RecvGrad,
+        InputGradients,
+        WeightGradients,
+    )
+}
+
+# Tied weights first: DeepSpeed sums them over stages before the data-parallel reduction, which must see the sums.
+UPDATE = (AwaitSends, of_deepspeed.ReduceTiedGrads, of_deepspeed.ReduceGrads, of_deepspeed.OptimizerStep)
+
+METHODS: Mapping[str, str] = {
+    "LoadMicroBatch": "_exec_load_micro_batch",
+    "ForwardPass": "_exec_forward_pass",
+    "BackwardPass": "_exec_backward_pass",
+    "InputGradients": "_exec_input_gradients",
+    "WeightGradients": "_exec_weight_gradients",
+    "SendActivation": "_exec_send_activations",
+    "RecvActivation": "_exec_recv_activations",
+    "SendGrad": "_exec_send_grads",
+    "RecvGrad": "_exec_recv_grads",
+    "AwaitSends": "_exec_await_sends",
+    "ReduceTiedGrads": "_exec_reduce_tied_grads",
+    "ReduceGrads": "_exec_reduce_grads",
+    "OptimizerStep": "_exec_optimizer_step",
+}
+"""Name of an instruction -> the engine's method that executes it."""
+
+
+class OwnSchedule(of_deepspeed.PipeSchedule):
     """A stage program in the form of a DeepSpeed schedule; the instructions `last` follow it."""
 
     def __init__(self, engine: PipelineEngine, program: StageProgram, last: Sequence[InstructionType]) -> None:
@@ -291,124 +236,200 @@ class OwnSchedule(of_deepspeed.PipeSchedule):  # type: ignore[misc]  # DeepSpeed
         yield [kind() for kind in self._last]
 
 
-INSTRUCTIONS: Mapping[str, type[of_deepspeed.BufferOpInstruction]] = {
-    kind.__name__: kind
-    for kind in (
-        of_deepspeed.LoadMicroBatch,
-        of_deepspeed.ForwardPass,
-        of_deepspeed.BackwardPass,
-        of_deepspeed.SendActivation,
-        of_deepspeed.RecvActivation,
-        of_deepspeed.SendGrad,
-        of_deepspeed.RecvGrad,
-        InputGradients,
-        WeightGradients,
-    )
-}
+class ScheduledEngine(PipelineEngine):
+    """PipelineEngine that trains by a `Schedule`, with any number of model chunks a stage.
 
-
-# Tied weights first: DeepSpeed sums them over stages before the data-parallel reduction, which must see the sums.
-UPDATE = (AwaitSends, of_deepspeed.ReduceTiedGrads, of_deepspeed.ReduceGrads, of_deepspeed.OptimizerStep)
-
-
-def run_schedule(
-    engine: PipelineEngine,
-    chunks: ModelChunks,
-    training: StageProgram,
-    evaluation: Callable[[int], StageProgram],
-    *,
-    defer: Callable[[], AbstractContextManager[object]],
-    compute: Callable[[], None],
-    clear: Callable[[], None],
-) -> None:
-    """Have the engine train by a program.
-
-    Args:
-        training: this stage's instructions in each training step.
-        evaluation: returns its instructions to evaluate a number of micro-batches.
-        defer: returns a context in which a backward pass defers its weight gradients.
-        compute: computes and accumulates the weight gradients of the oldest backward pass that has deferred some.
-        clear: drops all deferred weight gradients.
+    Attributes:
+        observers: called before and after each instruction.
+        micro_batch: the micro-batch of the instruction that is executed; None for those of the whole step.
     """
-    switch = ChunkSwitch(engine, chunks)
-    transfers = open_transfers(engine, chunks)
-    execute_by(engine, _executors(engine, switch, transfers, defer, compute))
 
-    def begin(program: StageProgram, last: Sequence[InstructionType]) -> OwnSchedule:
-        for each in transfers:
-            each.clear()
-        switch.begin(program.buffers)
-        return OwnSchedule(engine, program, last)
+    grad_layer: object
+    _speaks_of_chunks = False  # DeepSpeed's constructor greets the neighbouring stages, by their own numbers
 
-    def train_schedule() -> OwnSchedule:
-        clear()  # a failed step may have left some
-        return begin(training, UPDATE)
+    def __init__(self, schedule: Schedule, **of_deepspeed: object) -> None:
+        super().__init__(**of_deepspeed)
+        self.schedule = schedule
+        self.observers: list[Observer] = []
+        self.micro_batch: int | None = None
+        self._own = schedule.chunks.of_stage(self.stage_id)
+        self._at: int | None = None
+        self._slots = 0
+        self._losses: dict[int, Tensor] = {}
+        ends = (0, schedule.chunks.count - 1)
+        self._loaded: dict[int, deque[object]] = {chunk: deque() for chunk in self._own if chunk in ends}
+        self._chunk_state: dict[int, dict[str, object]] = {}
+        if len(self._own) > 1:
+            state = {name: getattr(self, name) for name in OF_A_CHUNK}
+            self._chunk_state = {chunk: copy.deepcopy(state) for chunk in self._own}
+        self._transfers = open_transfers(self, schedule.chunks) if schedule.chunks.count > 1 else None
+        self._speaks_of_chunks = True
 
-    engine._train_schedule = train_schedule
-    engine._inference_schedule = lambda micro_batches: begin(evaluation(micro_batches), (AwaitSends,))
+    # What is executed, and who looks on.
 
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Call `observer` around each instruction from now on; return a function that ends this."""
+        self.observers.append(observer)
+        return partial(self.observers.remove, observer)
 
-def _executors(
-    engine: PipelineEngine,
-    switch: ChunkSwitch,
-    transfers: tuple[Transfers, Transfers],
-    defer: Callable[[], AbstractContextManager[object]],
-    compute: Callable[[], None],
-) -> dict[InstructionType, Execute]:
-    """Return the function for each instruction of a schedule that is not DeepSpeed's own."""
-    activations, gradients = transfers
-    own: dict[InstructionType, Execute] = {}
-    for kind in (of_deepspeed.SendActivation, of_deepspeed.RecvActivation):
-        own[kind] = activations.carry(executing(engine, kind))
-    for kind in (of_deepspeed.SendGrad, of_deepspeed.RecvGrad):
-        own[kind] = gradients.carry(executing(engine, kind))
-    backward = switch.give_loss(executing(engine, of_deepspeed.BackwardPass))
-    own |= {
-        of_deepspeed.LoadMicroBatch: executing(engine, of_deepspeed.LoadMicroBatch),
-        of_deepspeed.ForwardPass: switch.keep_loss(executing(engine, of_deepspeed.ForwardPass)),
-        of_deepspeed.BackwardPass: backward,
-    }
+    def _train_schedule(self) -> OwnSchedule:
+        self.schedule.deferred.clear()  # a failed step may have left some
+        return self._begin(self.schedule.training(self.micro_batches), UPDATE)
 
-    def input_gradients(engine: PipelineEngine, buffer_id: int) -> None:
-        received = engine.grad_layer
+    def _inference_schedule(self, micro_batches: int) -> OwnSchedule:
+        return self._begin(self.schedule.evaluation(micro_batches), (AwaitSends,))
+
+    def _begin(self, program: StageProgram, last: Sequence[InstructionType]) -> OwnSchedule:
+        """Drop what a failed step may have left, and return a program as DeepSpeed's engine executes it."""
+        for transfers in self._transfers or ():
+            transfers.clear()
+        self._leave_chunk()
+        self._slots = program.buffers
+        self._losses.clear()
+        for waiting in self._loaded.values():
+            waiting.clear()
+        return OwnSchedule(self, program, last)
+
+    def _exec_schedule(self, pipe_schedule: OwnSchedule) -> None:
+        self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
+        self.fwd_outputs: list[Tensor] = []
+        for commands in pipe_schedule:
+            for command in commands:
+                self._execute(type(command).__name__, command.kwargs)
+
+    def _execute(self, name: str, place: Operands) -> None:
+        for observer in self.observers:
+            observer.begin(name, place)
+        self.micro_batch = place.get("micro_batch")
+        if (chunk := place.get("chunk")) is not None and len(self._own) > 1:
+            self._enter_chunk(chunk)
+        method = getattr(self, METHODS[name])
+        method(place["buffer_id"]) if "buffer_id" in place else method()
+        for observer in self.observers:
+            observer.end(name, place)
+
+    # Passes.
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        ends_here, loss = self.is_last_stage(), self.module.loss_fn
+        # With tiling the last layer computes the loss of each tile, but DeepSpeed passes labels only to the loss
+        loss.expect(self.pipe_buffers["labels"][buffer_id] if ends_here else None)
+        super()._exec_forward_pass(buffer_id)
+        loss.expect(None)
+        if ends_here:
+            # DeepSpeed keeps only the last loss, but in other schedules than 1F1B other forward passes may come before
+            # this one's backward pass
+            self._losses[buffer_id] = self.loss
+            # it would keep the logits of a micro-batch in memory until those of a later one replace them
+            self.pipe_buffers["outputs"][buffer_id] = None
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        if self.is_last_stage():
+            self.loss = self._losses.pop(buffer_id)
+        super()._exec_backward_pass(buffer_id)
+
+    def _exec_input_gradients(self, buffer_id: int) -> None:
+        received = self.grad_layer
         # The engine receives the next gradient into the same tensor, but the deferred weight gradients need this one.
-        engine.grad_layer = tree_map(_copied, received)
-        with defer():
-            backward(engine, buffer_id=buffer_id)
-        engine.grad_layer = received
+        self.grad_layer = tree_map(_copied, received)
+        with self.schedule.deferred.defer():
+            self._exec_backward_pass(buffer_id)
+        self.grad_layer = received
 
-    def weight_gradients(engine: PipelineEngine, buffer_id: int) -> None:  # noqa: ARG001  # always the oldest first
-        _accumulate(engine, compute)
+    def _exec_weight_gradients(self, _buffer_id: int) -> None:
+        """Compute the oldest weight gradients: schedules defer and compute in one order, so no buffer is needed."""
+        # While this is unset, DeepSpeed's gradient hooks would take it for a backward pass of the user's.
+        self._running_engine_backward = True
+        try:
+            self.schedule.deferred.compute()
+        finally:
+            self._running_engine_backward = False
 
-    def await_sends(_engine: PipelineEngine) -> None:
-        for each in transfers:
-            each.finish()
-        switch.leave()  # what follows is of the whole stage: the reductions, the update and the mean loss
+    # Sends and receives: DeepSpeed's, by transfers that do not wait for the receiver.
 
-    own |= {InputGradients: input_gradients, WeightGradients: weight_gradients}
-    # Outermost, because the wrappers inside ask whether the engine is the last stage, and that depends on the chunk.
-    own |= {kind: switch.at_chunk(own[kind]) for kind in INSTRUCTIONS.values()}
-    return {**own, AwaitSends: await_sends}
+    def _exec_send_activations(self, buffer_id: int) -> None:
+        with self._by_transfers(0):
+            super()._exec_send_activations(buffer_id)
+
+    def _exec_recv_activations(self, buffer_id: int) -> None:
+        with self._by_transfers(0):
+            super()._exec_recv_activations(buffer_id)
+
+    def _exec_send_grads(self, buffer_id: int) -> None:
+        with self._by_transfers(1):
+            super()._exec_send_grads(buffer_id)
+
+    def _exec_recv_grads(self, buffer_id: int) -> None:
+        with self._by_transfers(1):
+            super()._exec_recv_grads(buffer_id)
+
+    def _exec_await_sends(self) -> None:
+        for transfers in self._transfers or ():
+            transfers.finish()
+        self._leave_chunk()  # what follows is of the whole stage: the reductions, the update and the mean loss
+
+    def _by_transfers(self, direction: int) -> AbstractContextManager[None]:
+        assert self._transfers is not None, "a model of one chunk neither sends nor receives"
+        return in_place_of_p2p(self._transfers[direction])
+
+    # Several chunks a stage: what DeepSpeed's engine asks of its stage is answered for the chunk that it works on.
+
+    @property
+    def _here(self) -> list[int]:
+        """The chunk that the engine works on, as a list; outside of a schedule all chunks of the stage."""
+        return self._own if self._at is None else [self._at]
+
+    def is_first_stage(self) -> bool:
+        """Return whether the chunk at work, or any of the stage, is the first one."""
+        return 0 in self._here if self._speaks_of_chunks else bool(super().is_first_stage())
+
+    def is_last_stage(self) -> bool:
+        """Return whether the chunk at work, or any of the stage, is the last one."""
+        return self.schedule.chunks.count - 1 in self._here if self._speaks_of_chunks else bool(super().is_last_stage())
+
+    def _loss_stage_global_rank(self) -> int:
+        return int(self.grid.stage_to_global(self.schedule.chunks.loss_stage))
+
+    def reset_activation_shape(self) -> None:
+        """Let the stages exchange shapes anew, for each chunk."""
+        if not self._chunk_state:
+            super().reset_activation_shape()
+        for chunk in self._chunk_state:
+            self._enter_chunk(chunk)
+            super().reset_activation_shape()
+        self._leave_chunk()
+
+    def _next_batch(self) -> object:
+        # A stage with both the first chunk (which needs the ids) and the last (labels) loads each batch twice in the
+        # schedule, but must read it only once. It keeps a queue for each of the two chunks.
+        if len(self._own) == 1:
+            return super()._next_batch()
+        if not self._loaded[self._here[0]]:
+            batch = super()._next_batch()
+            for waiting in self._loaded.values():
+                waiting.append(batch)
+        return self._loaded[self._here[0]].popleft()
+
+    def _enter_chunk(self, chunk: int) -> None:
+        """Switch to a chunk: take its attributes for those of the stage."""
+        if chunk == self._at:
+            return
+        self._leave_chunk()
+        self._at = chunk
+        for name, value in self._chunk_state[chunk].items():
+            setattr(self, name, value)
+        self._reserve_pipe_buffers(self._slots)
+        # DeepSpeed passes these to `p2p.send` and `p2p.recv`; `Transfers` replaces those, and takes chunks, not stages
+        self.prev_stage = chunk - 1
+        self.next_stage = chunk + 1
+        self.module.chunk = chunk
+
+    def _leave_chunk(self) -> None:
+        """Save the attributes of the chunk at work; the engine then works on none."""
+        if self._at is not None and self._chunk_state:
+            self._chunk_state[self._at] = {name: getattr(self, name) for name in OF_A_CHUNK}
+        self._at = None
 
 
 def _copied(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _accumulate(engine: PipelineEngine, compute: Callable[[], None]) -> None:
-    """Call `compute` as the engine calls a backward pass of its own: bf16 gradients are accumulated in float32.
-
-    The engine clears the bf16 gradients before, adds the new ones to its float32 tensors after, and clears them again.
-    While `_running_engine_backward` is unset, its gradient hooks would take this for a backward pass of the user's.
-    """
-    in_float32 = engine.using_bf16_optimizer
-    if in_float32:
-        engine.optimizer.clear_lp_grads(set_to_none=True)
-    engine._running_engine_backward = True
-    try:
-        compute()
-    finally:
-        engine._running_engine_backward = False
-    if in_float32:
-        engine.optimizer.update_hp_grads()
-        engine.optimizer.clear_lp_grads(set_to_none=True)

@@ -21,8 +21,10 @@ from harness.arguments import TrainingArguments
 from harness.config import Resolved
 from harness.config.model.shares import Stretch
 from harness.config.values.layout_keys import DEEPSPEED_1F1B
-from harness.deepspeed.instructions import announce_instructions, watch_instructions
-from harness.deepspeed.no_peers import Received, announce_halves, cut_step, expect_from_peers, replaced
+from harness.deepspeed import gradient_norm
+from harness.deepspeed.initialize import replacing
+from harness.deepspeed.instructions import Observer, announcer
+from harness.deepspeed.no_peers import Received, announce_halves, cut_step, expect_from_peers
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.device.process_group import start
 from harness.dry_run.ledger import Ledger, Message, Traffic
@@ -32,7 +34,7 @@ from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
-from harness.parallel.pipeline.schedules.instructions import follow_schedule, most_in_flight, most_kept
+from harness.parallel.pipeline.schedules.instructions import most_in_flight, most_kept
 from harness.parallel.pipeline.schedules.orders import ORDERS
 from harness.parallel.pipeline.staged_module import build_layers, pack_payload, recomputed_blocks
 from harness.parallel.plans.experts import run_experts_by
@@ -42,7 +44,6 @@ from harness.parallel.values import Value
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
-from harness.training.engine import gradients
 from harness.training.engine.build import build_engine
 from harness.training.engine.context import DTYPES, EngineContext
 from harness.training.engine.engine import Engine, PipelineStages
@@ -103,9 +104,9 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
         groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
         context = EngineContext(
             args=plan.args,
-            # The schedule is set later, once a step is cut to one micro-batch. Layers stay uncompiled: torch's compiler
-            # would ask for values.
-            resolved=replace(plan.resolved, schedule=DEEPSPEED_1F1B, compile_backend=None),
+            # A step is cut to one micro-batch, of which schedules with one chunk a stage have one order. Layers stay
+            # uncompiled: torch's compiler would ask for values.
+            resolved=replace(plan.resolved, schedule=_schedule(plan.resolved), compile_backend=None),
             groups=groups,
             device=device,
             max_steps=plan.max_steps,
@@ -117,9 +118,11 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
         with (
             # These two make loops over blocks one pass over everything: blocks are there to fit into a CPU's cache, and
             # without memory they only cost time.
-            replaced(gradients, "BLOCK", 2**62),
-            replaced(cross_entropy, "IN_CACHE", _logits_at_once(plan)),
-            replaced(Route, "of", partial(_even_routes, layout=plan.layout)),
+            replacing(
+                (gradient_norm, "BLOCK", 2**62),
+                (cross_entropy, "IN_CACHE", _logits_at_once(plan)),
+                (Route, "of", partial(_even_routes, layout=plan.layout)),
+            ),
             fake_tensors(),
             Ledger(plan.layout, env.rank) as ledger,
         ):
@@ -146,6 +149,10 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
             messages=messages,
             notes=[note for note in (untried, EXPERTS if counted_apart else None) if note],
         )
+
+
+def _schedule(resolved: Resolved) -> str:
+    return resolved.schedule if resolved.chunks.per_stage > 1 else DEEPSPEED_1F1B
 
 
 def _logits_at_once(plan: DryRun) -> int:
@@ -185,15 +192,14 @@ def _two_steps(
     ids = torch.zeros((plan.resolved.micro_batch, plan.block_size), dtype=torch.long)
     if pipeline:
         cut_step(deepspeed, 1)
+        deepspeed.overlaps = False  # what one micro-batch sends is counted for each, but gradients are sent once a step
         chunks = plan.resolved.chunks
         own = chunks.of_stage(context.groups.coordinate.stage)
-        if chunks.per_stage > 1:
-            follow_schedule(deepspeed, plan.resolved.schedule, chunks)
         expect_from_peers(deepspeed, {chunk: before(chunk, ids) for chunk in own if chunk})
         if chunks.per_stage > 1:
-            watch_instructions(deepspeed, count.begin_at, count.end)
+            deepspeed.observe(Observer(begin=count.begin_at, end=lambda _name, _place: count.end()))
         else:
-            announce_instructions(deepspeed, count.begin)
+            deepspeed.observe(announcer(count.begin))
     else:
         announce_halves(deepspeed, count.begin)
     micro_batches = 1 if pipeline else min(2, accumulation)

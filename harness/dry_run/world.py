@@ -19,7 +19,8 @@ from torch._subclasses import FakeTensor, fake_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.deepspeed.no_peers import replaced, trusting_peers
+from harness.deepspeed.initialize import replacing
+from harness.deepspeed.no_peers import trusting_peers
 from harness.deepspeed.zero3_parameters import restore_linear
 from harness.parallel.values import Keyword, Operation, Positional
 from harness.topology.env import LaunchEnv, inherited, replace_environment
@@ -58,10 +59,12 @@ def fake_tensors() -> Iterator[None]:
     `Module.to` and the like do nothing: modules are built in the right type already, and have no values to move.
     """
     with (
-        replaced(nn.Module, "_apply", lambda module, *_, **__: module),
-        replaced(Tensor, "__deepcopy__", _copy),
-        replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN_ELEMENTS),
-        replaced(dist, "all_gather_object", _own_of_all),
+        replacing(
+            (nn.Module, "_apply", lambda module, *_, **__: module),
+            (Tensor, "__deepcopy__", _copy),
+            (fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN_ELEMENTS),
+            (dist, "all_gather_object", _own_of_all),
+        ),
         _Shapes(allow_non_fake_inputs=True),
         _Values(),
     ):

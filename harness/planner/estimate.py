@@ -228,8 +228,9 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
     section = resolved.config.get("zero_optimization")
     zero = section if isinstance(section, Mapping) else {}
     interval = resolved.activation_checkpoint_interval
-    overlap = zero.get("overlap_comm", resolved.zero_stage == 3)
-    whole_gradients = sums_whole(resolved.precision, resolved.zero_stage)
+    offload = _offload(zero, resolved.zero_stage)
+    flat_sums = sums_flat(resolved.precision, resolved.zero_stage, offload, workload.gradient_bytes)
+    overlap = zero.get("overlap_comm", resolved.zero_stage == 3 or flat_sums)
     strategy = Strategy(
         pp_size=resolved.pp_size,
         tp_size=resolved.tp_size,
@@ -248,10 +249,11 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         loss_tile=resolved.loss_tile,
         block_tile=resolved.feed_forward_tile,
         attention_tile=resolved.attention_tile,
-        offload=_offload(zero, resolved.zero_stage),
-        overlap_data=bool(overlap) and resolved.zero_stage >= 1 and not whole_gradients,
+        offload=offload,
+        overlap_data=bool(overlap) and (flat_sums or resolved.zero_stage >= 2),
         gathers_once=_gathers_once(zero, resolved.zero_stage),
-        whole_gradients=whole_gradients,
+        flat_sums=flat_sums,
+        sent_bytes=ELEMENT_BYTES.get(str(resolved.config.get("communication_data_type"))),
         bucket=whole(zero.get("reduce_bucket_size")) or 5e8,
         partition=resolved.partition,
         split_table=True,
@@ -279,9 +281,11 @@ def kept_states_of(kind: str, params: Mapping[str, object]) -> int:
     return STATES.get(kind, 2) + len(more)
 
 
-def sums_whole(precision: str, zero_stage: int) -> bool:
-    """Return whether DeepSpeed's optimizer keeps all summed gradients on each rank: only for bf16 at stages 0 and 1."""
-    return precision == "bf16" and zero_stage <= 1
+def sums_flat(precision: str, zero_stage: int, offload: Offload, gradient_bytes: float) -> bool:
+    """Return whether gradients are summed in flat tensors: bf16 below ZeRO-2 and float32 at ZeRO-1, in float32."""
+    if offload != "none" or precision == "fp16":
+        return False
+    return (zero_stage == 1 and gradient_bytes == ELEMENT_BYTES["fp32"]) or (zero_stage == 0 and precision == "bf16")
 
 
 def _offload(zero: Mapping[str, object], stage: int) -> Offload:

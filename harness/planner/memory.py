@@ -165,16 +165,18 @@ def _states(
 ) -> tuple[float, float, float, float]:
     """Return the bytes of parameters, gradients and optimizer states on the device, and the offloaded bytes.
 
-    fp32 without ZeRO has the optimizer's `kept` states (AdamW's two moments) besides parameters and gradients. ZeRO
-    also keeps a master copy in every precision. At stage 1 a rank keeps all gradients: bf16 in bf16 and their sums in
-    fp32, fp16 only in fp16. From stage 2 on it keeps only the sums of its part. Parameters and states are offloaded
-    separately.
+    fp32 has the optimizer's `kept` states (AdamW's two moments) besides parameters and gradients; 16 bits, and
+    DeepSpeed's optimizers for ZeRO, also have a master copy. Flat sums hold all gradients of a rank. From stage 2 on a
+    rank keeps only the sums of its part. Parameters and states are offloaded separately.
     """
     width, stage = workload.element_bytes, strategy.zero_stage
     parameters = (own if stage == 3 else held) * width
     each = kept * workload.state_bytes + workload.master_bytes
     if stage == 0:
         gradients, optimizer = held * width, held * (each if width == 2 else each - workload.master_bytes)
+    elif strategy.flat_sums:
+        gradients = held * max(workload.gradient_bytes, width)
+        optimizer = own * (each if width == 2 else each - workload.master_bytes)
     elif stage == 1:
         summed = workload.gradient_bytes if workload.precision != "fp16" else 0
         own_gradient = 0 if workload.habits.sums_in_place else width
@@ -391,7 +393,7 @@ def _at_backward(workload: Workload, strategy: Strategy, stage: Stage, load: Sta
             return begun - (0.0 if again or _sums_apart(workload) else load.gradients)
         whole = begun + _buckets(workload, strategy, load)
         return whole + (load.gradients if again and not _sums_apart(workload) else 0.0)
-    is_there = again or strategy.whole_gradients or (zero == 0 and width == 2)
+    is_there = again or strategy.flat_sums or (zero == 0 and width == 2)
     return load.made + largest - (0.0 if is_there else load.gradients)
 
 
@@ -400,7 +402,7 @@ def _at_last_layer(workload: Workload, strategy: Strategy, load: StageLoad) -> f
 
     In the step's first backward the gradients of that layer, and of the embedding before it, do not exist yet.
     """
-    again = strategy.accumulation > load.in_flight or strategy.whole_gradients or workload.habits.sums_in_place
+    again = strategy.accumulation > load.in_flight or strategy.flat_sums or workload.habits.sums_in_place
     if strategy.zero_stage >= 2:
         return 0.0  # each gradient is reduced to this rank's part at once: the peak is where the backward begins
     return load.layer - (0.0 if again else load.below * workload.element_bytes)
@@ -409,9 +411,10 @@ def _at_last_layer(workload: Workload, strategy: Strategy, load: StageLoad) -> f
 def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, load: StageLoad) -> float:
     """Return the bytes at the end of the last backward.
 
-    Without ZeRO, and for bf16 at stage 1, gradients are copied into flat buckets; but not in fp32 on a single data rank
-    (harness/deepspeed/gradient_reduction.py). ZeRO-1 and ZeRO-2 copy this rank's part into one flat tensor, and
-    matrices larger than a bucket one by one. ZeRO-3's parameters stay gathered between the micro-batches of a step.
+    Without ZeRO gradients are copied into flat buckets, but not on a single data rank. Flat sums are reduced where they
+    lie, and this rank's part of the means is received apart. DeepSpeed's ZeRO-1 and ZeRO-2 copy this rank's part into
+    one flat tensor, and matrices larger than a bucket one by one. ZeRO-3's parameters stay gathered between the
+    micro-batches of a step.
     """
     width, zero = workload.element_bytes, strategy.zero_stage
     if workload.habits.sums_in_place:
@@ -419,9 +422,12 @@ def _at_reduction(workload: Workload, strategy: Strategy, stage: Stage, load: St
     if zero == 3:
         stay = strategy.accumulation > 1 and strategy.gathers_once and load.parameters <= GATHERED
         return _buckets(workload, strategy, load) + (_gathered(workload, strategy, stage, load) if stay else 0.0)
-    if zero == 0 or strategy.whole_gradients:
-        alone = strategy.dp_size == 1 and zero == 0 and width == 4
-        return 0.0 if alone else min(load.parameters, FLAT_BUCKET) * max(width, workload.gradient_bytes)
+    if strategy.flat_sums:
+        sent = strategy.sent_bytes or workload.gradient_bytes
+        copied = load.parameters * sent if sent != workload.gradient_bytes else 0.0
+        return 0.0 if strategy.dp_size == 1 else copied + load.own * sent
+    if zero == 0:
+        return 0.0 if strategy.dp_size == 1 else min(load.parameters, FLAT_BUCKET) * max(width, workload.gradient_bytes)
     moved = largest_matrix(workload, strategy, stage) * width + _buckets(workload, strategy, load)
     if zero == 1:  # on a CPU a bucket takes memory as it is filled, while the gradients in it free the same
         return (0.0 if workload.on_cpu else moved) + load.own * width
@@ -437,7 +443,7 @@ def _at_update(workload: Workload, strategy: Strategy, load: StageLoad) -> float
     exists twice for a moment, in fp16 and in fp32.
     """
     width, zero = workload.element_bytes, strategy.zero_stage
-    if workload.habits.sums_in_place or strategy.offloads_states or zero == 0 or strategy.whole_gradients:
+    if workload.habits.sums_in_place or strategy.offloads_states or zero == 0 or strategy.flat_sums:
         return 0.0
     part = load.own
     if zero == 3:
@@ -463,7 +469,7 @@ def _buckets(workload: Workload, strategy: Strategy, load: StageLoad) -> float:
     bucket, but gradients accumulate up to the size of one, and their means need memory too.
     """
     ranks = strategy.dp_size
-    if strategy.zero_stage == 0 or strategy.whole_gradients:
+    if strategy.zero_stage == 0 or strategy.flat_sums:
         return 0.0
     filled = min(strategy.bucket, load.parameters)
     if workload.on_cpu or workload.habits.sums_in_place:

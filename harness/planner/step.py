@@ -161,8 +161,9 @@ def _data(
 ) -> float:
     """Return the seconds of data-parallel traffic that are not hidden behind computation.
 
-    ZeRO-0 and 1 reduce gradients once a step, ZeRO-2 after every micro-batch. ZeRO-1 and 2 gather parameters after the
-    update; ZeRO-3 gathers them for every forward and every backward (Rajbhandari et al. 2020, section 7).
+    ZeRO-0 and 1 reduce gradients once a step, ZeRO-2 after every micro-batch. Flat sums are reduced and scattered.
+    ZeRO-1 and 2 gather parameters after the update; ZeRO-3 gathers them for every forward and every backward
+    (Rajbhandari et al. 2020, section 7).
     """
     if data_group(hardware, strategy).size == 1:
         return 0.0
@@ -173,15 +174,16 @@ def _data(
         window *= min(times, strategy.pp_size)
     if stage == 3:
         return _zero_3(hardware, workload, strategy, held, experts, compute)
-    whole = strategy.whole_gradients or not stage
     each = _reduced_bytes(workload, strategy)
-    if whole or hardware.is_host:  # DeepSpeed all-reduces whole buckets, although each rank needs only its part
+    # DeepSpeed all-reduces whole buckets, although each rank needs only its part
+    if not strategy.flat_sums and (stage == 0 or hardware.is_host):
         reduce = _all_reduces(hardware, strategy, held, experts, each)
     else:
         reduce = _half_rings(hardware, strategy, held, experts, each, 1)
     reduce *= times if stage == 2 else 1
-    hidden = (compute * 2 / 3 if stage == 2 else window) if strategy.overlap_data else 0.0
-    gather = _half_rings(hardware, strategy, held, experts, width, 1) if stage else 0.0
+    defers = strategy.flat_sums and strategy.schedule.startswith("zero-bubble")  # weight gradients come last
+    hidden = (compute * 2 / 3 if stage == 2 else window) if strategy.overlap_data and not defers else 0.0
+    gather = _half_rings(hardware, strategy, held, experts, width, 1) if stage or strategy.flat_sums else 0.0
     shown = max(0.0, gather - window / 2) if workload.habits.overlap_parameters else gather
     copied = _copied(hardware, workload, strategy, held * each)
     return max(0.0, reduce - hidden) + contention * min(reduce, hidden) + shown + copied
@@ -232,6 +234,8 @@ def _copied(hardware: Hardware, workload: Workload, strategy: Strategy, gradient
     part = 1 / strategy.dp_size
     if strategy.zero_stage >= 2:
         copies = strategy.accumulation * (2 + part)
+    elif strategy.flat_sums:
+        copies = part  # the means of this rank's part
     else:
         copies = 1 + (part if strategy.zero_stage else 1)
     return 2 * copies * gradients / hardware.memory_bytes_per_second
@@ -251,6 +255,8 @@ def _all_reduces(hardware: Hardware, strategy: Strategy, held: float, experts: f
 
 def _reduced_bytes(workload: Workload, strategy: Strategy) -> float:
     """Return the bytes of one sent gradient: up to stage 1 that of the sum, above that of one micro-batch."""
+    if strategy.sent_bytes is not None:
+        return strategy.sent_bytes
     is_wide = strategy.zero_stage <= 1 or workload.habits.reduces_wide
     return workload.gradient_bytes if is_wide else workload.element_bytes
 

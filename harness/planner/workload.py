@@ -143,7 +143,8 @@ class Strategy:
         overlap_data: whether ZeRO-1 and ZeRO-2 reduce gradients while layers compute.
         gathers_once: whether ZeRO-3 gathers parameters once a step if all fit (`GATHERED`); else for each forward and
             each backward of a micro-batch.
-        whole_gradients: whether each data-parallel rank gets all summed gradients, not only its part.
+        flat_sums: whether gradients are summed in flat tensors of their own (harness/deepspeed/flat_optimizer.py).
+        sent_bytes: bytes of one gradient as data-parallel ranks send it; None: as it is summed.
         bucket: number of gradients that are reduced at once.
         boundaries: boundaries of the model chunks, if the run has chosen them; else `partition` chooses.
     """
@@ -169,7 +170,8 @@ class Strategy:
     split_table: bool = False
     overlap_data: bool = False
     gathers_once: bool = False
-    whole_gradients: bool = False
+    flat_sums: bool = False
+    sent_bytes: float | None = None
     bucket: float = 5e8
     partition: str = "balanced"
     boundaries: tuple[int, ...] | None = None

@@ -7,7 +7,7 @@ layers move. The next comparison reports the gain; without any, the layers move 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
@@ -18,7 +18,7 @@ from torch import nn
 from harness.checkpoint.directories import TrainingProgress
 from harness.checkpoint.tensors.exchange import exchange
 from harness.checkpoint.tensors.local_shard import LocalShard
-from harness.deepspeed.instructions import watch_instructions
+from harness.deepspeed.instructions import Observer, Operands
 from harness.device.moments import Moment, moment, seconds_between
 from harness.parallel.pipeline.partition import balanced
 from harness.report.profile.timeline import pipeline_seconds
@@ -176,10 +176,10 @@ class Rebalancer:
         if self._goes_on:
             stage = self.run.groups.coordinate.stage
 
-            def begin(name: str, place: Mapping[str, int]) -> None:
+            def begin(name: str, place: Operands) -> None:
                 clock.begin(name if engine.module.training else "", place.get("chunk", stage))
 
-            watch_instructions(engine, begin)
+            engine.observe(Observer(begin=begin))
 
 
 def obstacle(run: Run) -> str | None:

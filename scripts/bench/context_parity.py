@@ -94,7 +94,7 @@ def sample(model: PreTrainedModel, packed: bool) -> tuple[Tensor, Tensor, Tensor
     return ids, positions[None], labels, (labels != -100).sum()
 
 
-def whole_gradients(model: PreTrainedModel, packed: bool) -> dict[str, Tensor]:
+def flat_sums(model: PreTrainedModel, packed: bool) -> dict[str, Tensor]:
     """Return the gradients of one process, which is given each document by itself."""
     ids, _, labels, count = sample(model, packed)
     bounds = (0, FIRST, LENGTH) if packed else (0, LENGTH)
@@ -173,7 +173,7 @@ def row(family: str, packed: bool, size: int, program: str) -> str:
     outcome: tuple[str, dict[str, Tensor]] = ("", {})
     try:
         model = tiny_model(config_of(family))
-        whole = whole_gradients(model, packed)
+        whole = flat_sums(model, packed)
         outcome = "", run(model, packed, size)
     except Exception as error:  # whatever a program refuses with
         outcome = f"refused: {type(error).__name__}: {' '.join(str(error).split())[:60]}", {}

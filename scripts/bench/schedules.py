@@ -31,7 +31,7 @@ from harness import Trainer, TrainingArguments  # noqa: E402
 from harness.config.values.batch import bubble  # noqa: E402
 from harness.config.values.layout_keys import SCHEDULES  # noqa: E402
 from harness.config.values.model_chunks import model_chunks  # noqa: E402
-from harness.deepspeed.instructions import announce_instructions  # noqa: E402
+from harness.deepspeed.instructions import announcer  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
@@ -135,7 +135,7 @@ def train(folder: str, schedule: str, steps: int, pass_s: float) -> dict[str, An
     ids = torch.randint(0, SHAPE["vocab_size"], (64, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
     trainer = Trainer(LlamaConfig(**SHAPE), args, [{"input_ids": row} for row in ids])
     clock, chunks = PassClock(), model_chunks(STAGES, schedule)
-    stop = announce_instructions(trainer.run.engine.deepspeed, clock.begin, clock.end)
+    stop = trainer.run.engine.deepspeed.observe(announcer(clock.begin, clock.end))
     losses, spans = [], []
     for step in range(steps):
         clock.wait_s = 0.0 if step < WARM_STEPS else pass_s * SHAPE["num_hidden_layers"] / chunks.count

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness import Trainer
 from harness.cli import main
-from harness.deepspeed.instructions import announce_instructions
+from harness.deepspeed.instructions import announcer
 from harness.deepspeed.no_peers import announce_halves
 from harness.dry_run.ledger import Ledger
 from harness.dry_run.memory import Step
@@ -53,8 +53,10 @@ def counted(job: Job, output_dir: str) -> dict[str, Any]:
         trainer = Trainer(job.model, arguments_of(job, output_dir), rows())
         engine, stream = trainer.engine, trainer.stream
         count = Step(ledger, engine.deepspeed)
-        watch = announce_instructions if trainer.run.is_pipeline else announce_halves
-        watch(engine.deepspeed, count.begin)
+        if trainer.run.is_pipeline:
+            engine.deepspeed.observe(announcer(count.begin))
+        else:
+            announce_halves(engine.deepspeed, count.begin)
         for _ in range(2):
             batches = stream.next_step(read=engine.reads_data)
             gc.collect()

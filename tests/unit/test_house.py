@@ -76,6 +76,7 @@ NO_WORDS = {"cadence", "cadences", "recut", "misfit", "misfits", "sight", "sight
 
 # Names that DeepSpeed, torch or transformers give, where the code hands them on.
 NAMES_OF_OTHERS = {
+    "harness/deepspeed/construction.py": {"dp_world_size"},
     "harness/deepspeed/zero3_parameters.py": {"dp_world_size"},
     "harness/parallel/pipeline/staged_module.py": {"num_pp", "num_mp", "num_dp"},
 }

@@ -11,6 +11,7 @@ PARTITIONS = ("balanced", "measured", "uniform", "parameters")
 PARTITION_FORMS = (*PARTITIONS, "type:REGEX")
 DEEPSPEED_1F1B, GPIPE, ZERO_BUBBLE = "1f1b", "gpipe", "zero-bubble"  # one model chunk a stage
 INTERLEAVED, ZERO_BUBBLE_V, DUALPIPE_V = "interleaved", "zero-bubble-v", "dualpipe-v"  # several model chunks a stage
+DEFERRING_SCHEDULES = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)  # weight gradients may come last
 FOLDED_SCHEDULES = (ZERO_BUBBLE_V, DUALPIPE_V)
 SCHEDULES = (DEEPSPEED_1F1B, GPIPE, ZERO_BUBBLE, INTERLEAVED, *FOLDED_SCHEDULES)
 REMOVED_SCHEDULES = {

@@ -16,14 +16,14 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from harness.deepspeed.engine import gradients_of
-from harness.deepspeed.instructions import watch_instructions
+from harness.deepspeed.instructions import Observer, Operands
 from harness.deepspeed.pipeline import GivenStages
+from harness.deepspeed.schedule import ScheduledEngine
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.device.memory import host_bytes, peak_bytes, reset_peak
 from harness.device.moments import Moment, moment, seconds_between
@@ -224,9 +224,9 @@ KINDS = {
 def log_instructions(engine: DeepSpeedEngine, log: SpanLog, before_update: Callable[[], object]) -> ExitStack:
     """Log what an engine does until the returned stack is closed; call `before_update` before the optimizer's step."""
     stack = ExitStack()
-    if isinstance(engine, PipelineEngine):
+    if isinstance(engine, ScheduledEngine):
         begin = partial(_begin_instruction, log, before_update)
-        stack.callback(watch_instructions(engine, begin, log.end))
+        stack.callback(engine.observe(Observer(begin=begin, end=lambda _name, _place: log.end())))
         return stack
     # a forward ends only when the backward begins, so the loss, computed between the two, counts as forward
     hook = engine.module.register_forward_pre_hook(lambda *_: log.begin("forward", "Forward"))
@@ -251,7 +251,7 @@ def log_instructions(engine: DeepSpeedEngine, log: SpanLog, before_update: Calla
     return stack
 
 
-def _begin_instruction(log: SpanLog, before_update: Callable[[], object], name: str, place: Mapping[str, int]) -> None:
+def _begin_instruction(log: SpanLog, before_update: Callable[[], object], name: str, place: Operands) -> None:
     kind = KINDS.get(name, "other")
     if kind == "step":
         before_update()

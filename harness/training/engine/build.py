@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -12,16 +13,20 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import set_z3_leaf_module
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from harness.arguments.themes.intervals import interval
 from harness.arguments.themes.reporting import MONITORS, within
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
-from harness.deepspeed.expert_groups import mark_experts
-from harness.deepspeed.pipeline import Layer
+from harness.deepspeed.expert_groups import mark_experts, set_expert_groups
+from harness.deepspeed.initialize import initialize
+from harness.deepspeed.instructions import announcer
+from harness.deepspeed.pipeline import Layer, LayerCall
 from harness.deepspeed.process_wide import MpuAdapter, set_secondary_group
+from harness.deepspeed.update import StagedEngine, UpdateParts, WholeEngine
 from harness.deepspeed.zero3_parameters import PartitionInPlace
 from harness.device.process_group import give_timeout, open_groups
 from harness.errors import UserError
@@ -30,22 +35,30 @@ from harness.hf.layers.facts import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
 from harness.parallel.compiling import compile_modules
 from harness.parallel.draws import DrawKeys
+from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.memory import malloc_trim
+from harness.parallel.pipeline.schedules.instructions import make_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology, first_names
+from harness.parallel.tensor.layers import overlap_sums
+from harness.parallel.tensor.partial_gradients import defer_sums, sum_once, sums_gradient
+from harness.parallel.tensor.shard import shard_of
 from harness.parallel.values import Value
-from harness.parallel.zero import Zero3Partition
+from harness.parallel.zero import Zero3Partition, copy_hooked_inputs
+from harness.resilience.process.activity import beat
 from harness.topology.env import run_timeout
-from harness.training.engine.context import EngineContext, LayerTraits
+from harness.training.engine.context import EngineContext, LayerTraits, bucket_size, has_flat_sums
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
+from harness.training.engine.gradients import compressed_reduction
 from harness.training.engine.losses import GuardedLoss, Loss
+from harness.training.engine.muon import find_matrices
 from harness.training.engine.optimizer import (
+    in_buckets,
+    learning_rate_schedule,
     makes_adam_by_torch,
     own_optimizer,
     parameter_groups,
-    schedule,
     torch_adam_params,
 )
-from harness.training.engine.patches import NewEngine, apply_patches, build_patches, over_data
 
 
 def build_engine(
@@ -69,20 +82,14 @@ def build_engine(
     module, grid = _build_module(context, layers, boundaries, guarded, keys, traits.example)
     _compile(module, context)
     _configure_checkpointing(context)
-    new = NewEngine(
-        deepspeed=_initialize(context, config, module, grid, first_names(layers)),
-        module=module,
-        context=context,
-        loss=guarded,
-        traits=traits,
-    )
+    engine, compression = _initialize(context, config, module, grid, first_names(layers))
     give_timeout(open_groups() - groups_before)  # DeepSpeed's own groups have a timeout of 30 minutes
     # All ranks have built their layers from the same seed. From now on data ranks and stages must draw differently.
     coordinate = context.groups.coordinate
     torch.manual_seed(context.args.seed + coordinate.dp_rank + 1000 * coordinate.stage)
-    apply_patches(new)
+    _prepare(engine, module, context, traits)
     kind = PipelineStages if context.is_pipeline else WholeModel
-    return kind(new.deepspeed, context, guarded, keys, new.compression)
+    return kind(engine, context, guarded, keys, compression)
 
 
 def _initialize(
@@ -91,25 +98,93 @@ def _initialize(
     module: nn.Module,
     grid: PipelineParallelGrid | None,
     names: Mapping[str, str],
-) -> DeepSpeedEngine:
-    """Return DeepSpeed's engine around the layers, with the run's optimizer and learning-rate schedule.
+) -> tuple[DeepSpeedEngine, CompressedReduction | None]:
+    """Return DeepSpeed's engine around the layers, with the run's optimizer and learning-rate schedule, and the
+    compressed reduction of its gradients, if there is one.
 
     `names` are those of `first_names`: a tied weight must be in the same parameter group on every stage.
     """
+    groups, resolved = context.groups, context.resolved
     stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", context.args.weight_decay)
     mark_experts(over_data(module))  # before the parameter groups, which keep marked parameters apart
-    groups = parameter_groups(module, stated, names)
-    with build_patches(context, module):
-        engine, *_ = deepspeed.initialize(
-            model=module,
-            model_parameters=groups,
-            optimizer=own_optimizer(config, module, groups, context.args, context.device, names),
-            lr_scheduler=None if "scheduler" in config else schedule(context.args, context.max_steps),
-            mpu=grid,
-            config=config,
-            dist_init_required=False,
+    set_expert_groups(groups.ep_group, groups.ep_copies)
+    optimized = parameter_groups(module, stated, names)
+    if has_flat_sums(resolved) and groups.dp_group is not None:
+        elements = sum(parameter.numel() for group in optimized for parameter in group["params"])
+        optimized = in_buckets(optimized, bucket_size(resolved, elements))
+    skips_nonfinite, compression = context.args.nonfinite != "warn", None
+    build = partial(WholeEngine, skips_nonfinite=skips_nonfinite)
+    if isinstance(module, StagedModule):
+        parameters = list(module.parameters())
+        defer_sums(parameters)  # partial gradients are summed once a step, not in each backward pass
+        compression = compressed_reduction(module, groups, resolved.gradient_bits, context.device)
+        parts = UpdateParts(
+            groups=groups,
+            sum_partial=partial(sum_once, parameters),
+            is_partial=sums_gradient,
+            skips_nonfinite=skips_nonfinite,
+            overlaps=resolved.config.get("zero_optimization", {}).get("overlap_comm") is not False,
+            compression=compression,
         )
-    return engine
+        stage, accumulation = groups.coordinate.stage, resolved.accumulation
+        schedule = make_schedule(module, resolved.schedule, resolved.chunks, stage, accumulation)
+        build = partial(StagedEngine, parts, schedule)
+    engine = initialize(
+        build,
+        zero_stage=resolved.zero_stage,
+        model=module,
+        model_parameters=optimized,
+        optimizer=own_optimizer(config, module, optimized, context.args, context.device, names),
+        lr_scheduler=None if "scheduler" in config else learning_rate_schedule(context.args, context.max_steps),
+        mpu=grid,
+        config=config,
+        dist_init_required=False,
+    )
+    return engine, compression
+
+
+def _prepare(engine: DeepSpeedEngine, module: nn.Module, context: EngineContext, traits: LayerTraits) -> None:
+    """Prepare a new engine and its layers for training; all ranks call it."""
+    find_matrices(engine, context.groups)  # Muon's, in flat tensors and on other ranks
+    if isinstance(engine, StagedEngine):
+        engine.observe(announcer(beat))  # the watchdog finds a hanging rank by its current instruction
+        if context.device.type != "cpu":
+            # A tensor-parallel all-reduce can overlap with the computation of weight gradients. Not on a CPU: there the
+            # same cores compute and sum, and a step took 1.04 times as long.
+            overlap_sums(module)
+    if isinstance(module, LayerSequence):
+        announce_layers(module.calls)
+        if context.resolved.zero_stage == 3 and traits.draws:
+            # ZeRO-3's hooks replace a layer's inputs by views, which autograd does not let dropout change in place
+            copy_hooked_inputs(module)
+
+
+def announce_layers(calls: Sequence[LayerCall]) -> None:
+    """Report the start of each layer's forward and backward as progress.
+
+    For engines without pipeline instructions (ZeRO-2, ZeRO-3), which report nothing else within a step.
+    """
+    for index, call in enumerate(calls):
+        if isinstance(call, nn.Module):
+            call.register_forward_pre_hook(partial(_forward, f"forward of layer {index}"))
+            call.register_forward_hook(partial(_backward, f"backward of layer {index}"))
+
+
+def _forward(doing: str, _layer: nn.Module, _inputs: object) -> None:
+    beat(doing)
+
+
+def _backward(doing: str, _layer: nn.Module, _inputs: object, output: object) -> None:
+    """Report the start of a layer's backward, when the gradient of its output arrives."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _gradient: beat(doing))
+            return
+
+
+def over_data(module: nn.Module) -> list[nn.Parameter]:
+    """Return the experts' parameters of this rank that differ between data-parallel ranks."""
+    return [p for p in module.parameters() if (shard := shard_of(p)) is not None and shard.over_data]
 
 
 def _build_module(

@@ -24,12 +24,7 @@ from torch import Tensor
 from harness.data.batches.collate import MicroBatch
 from harness.data.batches.evaluation import EvaluationBatch
 from harness.data.batches.same_data import require_same_data
-from harness.deepspeed.engine import (
-    count_skipped_step,
-    evaluate_pipeline,
-    scales_loss_dynamically,
-    skips_nonfinite_itself,
-)
+from harness.deepspeed.engine import count_skipped_step, evaluate_pipeline, scales_loss_dynamically
 from harness.deepspeed.zero3_parameters import GatheredParameters
 from harness.errors import UserError
 from harness.parallel.draws import DrawKeys
@@ -198,7 +193,7 @@ class Engine(ABC):
         applied = self.deepspeed.was_step_applied()
         # If a fused torch optimizer has skipped the update on the device, DeepSpeed does not know it: correct its
         # counter, and undo the schedule's step.
-        if applied and not finite and skips_nonfinite_itself(self.deepspeed):
+        if applied and not finite and self.deepspeed.skips_on_device:
             count_skipped_step(self.deepspeed)
             self.schedule.go_to(self.deepspeed.global_steps - self.deepspeed.skipped_steps)
             applied = False
@@ -341,9 +336,9 @@ class PipelineStages(Engine):
     def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
         self._require_one_shape(batches)
         with flops_profile(self.deepspeed):
-            # One call for the whole step. DeepSpeed executes this stage's instructions: forward, backward, send and
+            # One call for the whole step. The engine executes this stage's instructions: forward, backward, send and
             # receive of each micro-batch in the order of `pipeline.schedule`, then ReduceTiedGrads, ReduceGrads and
-            # OptimizerStep, which clips. `patches.py` lists our changes. The returned loss is equal on all ranks.
+            # OptimizerStep, which clips: see `deepspeed/update.py`. The returned loss is equal on all ranks.
             loss = self.deepspeed.train_batch(iter(batches))
         return loss, self.deepspeed.get_additional_losses() or {}
 

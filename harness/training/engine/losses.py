@@ -358,7 +358,6 @@ class GuardedLoss:
     Attributes:
         observer: if set, called with outputs and targets of each micro-batch.
         reported: the loss's other numbers for the last micro-batch; None for those not seen yet.
-        release: frees outputs that an engine keeps; called when the loss is computed.
         tiles: computes the loss inside the last layer, which then returns it instead of logits.
     """
 
@@ -370,7 +369,6 @@ class GuardedLoss:
         self.units = loss.units
         self._parts: Mapping[str, Tensor | None] = dict.fromkeys(loss.reports)
         self.observer: Callable[[Outputs, Targets], None] | None = None
-        self.release: Callable[[], None] = lambda: None
         self._finite: Tensor | None = None
 
     @property
@@ -404,7 +402,6 @@ class GuardedLoss:
             self.observer(outputs, targets)
         value = self.loss(outputs, targets)
         self._parts = self.loss.parts(outputs)
-        self.release()
         if value.requires_grad:
             finite = value.detach().isfinite()
             self._finite = finite if self._finite is None else self._finite & finite

@@ -63,6 +63,24 @@ def parameter_groups(
     return [groups[key] for key in sorted(groups, key=lambda key: (not key[0], *key[1:]))]
 
 
+def in_buckets(groups: list[ParameterGroup], size: int) -> list[ParameterGroup]:
+    """Cut parameter groups into several of about `size` elements; a larger parameter is a group by itself.
+
+    What is one group is reduced over the data-parallel ranks at once, so the reduction of some can begin while the
+    gradients of others are computed.
+    """
+    found: list[ParameterGroup] = []
+    for group in groups:
+        elements = size
+        for parameter in group["params"]:
+            if elements + parameter.numel() > size:
+                found.append({**group, "params": []})
+                elements = 0
+            found[-1]["params"].append(parameter)
+            elements += parameter.numel()
+    return found
+
+
 def adamw(groups: list[ParameterGroup], args: TrainingArguments) -> Optimizer:
     """Return torch's fused AdamW: unlike DeepSpeed's, it needs no compilation on any device."""
     return torch.optim.AdamW(
@@ -191,7 +209,7 @@ def own_optimizer(
     return None
 
 
-def schedule(args: TrainingArguments, max_steps: int) -> Callable[[Optimizer], LRScheduler]:
+def learning_rate_schedule(args: TrainingArguments, max_steps: int) -> Callable[[Optimizer], LRScheduler]:
     """Return a function that makes transformers' schedule `args.lr_scheduler_type` for an optimizer."""
 
     options = args.lr_scheduler_kwargs

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import deepspeed
 import torch
@@ -12,11 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness.config.values.model_chunks import ModelChunks
-from harness.deepspeed.schedule import StageProgram, run_schedule
+from harness.deepspeed.initialize import initialize
+from harness.deepspeed.schedule import Schedule, StageProgram
+from harness.deepspeed.update import StagedEngine, UpdateParts
 from harness.parallel.pipeline.schedules.instructions import buffers, instructions
 from harness.parallel.pipeline.schedules.orders import ORDERS, Kind, Pass
 from harness.parallel.pipeline.staged_module import StagedModule
 from harness.parallel.weight_gradients import DeferredGradients, attach
+from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -24,28 +30,55 @@ LAYERS, WIDTH = 4, 3
 LATE = "weight gradients last"
 
 
-def pipeline(chunks: ModelChunks, micro_batches: int, *, bf16: bool = False) -> PipelineEngine:
-    """Return an engine of four layers, the same in however many chunks they lie."""
+class SquaredError:
+    """A loss as engines of the harness call it."""
+
+    reported: Mapping[str, Tensor] = MappingProxyType({})
+
+    def expect(self, targets: Tensor | None) -> None:
+        """Take the targets of the next forward pass."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean squared error."""
+        return functional.mse_loss(outputs, targets)
+
+
+def staged(chunks: ModelChunks) -> StagedModule:
+    """Return a stage of four layers, the same in however many chunks they lie."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     for number, layer in enumerate(layers):
         nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(number))
         nn.init.zeros_(layer.bias)
-    module = StagedModule(
+    return StagedModule(
         layers,
         layout=Layout(),
         boundaries=[LAYERS * chunk // chunks.count for chunk in range(chunks.count + 1)],
         chunks=chunks,
-        loss_fn=functional.mse_loss,
+        loss_fn=SquaredError(),
         checkpoint_interval=0,
         seed=0,
     )
-    config = {
+
+
+def config_of(micro_batches: int, *, bf16: bool = False, zero_stage: int = 0) -> dict[str, Any]:
+    """Return a config without clipping: DeepSpeed sums the norm in another precision."""
+    return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 1 if bf16 else zero_stage},  # the least that DeepSpeed sums in float32 with
+        "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",  # by itself DeepSpeed rounds these sums to bf16
     }
-    engine: PipelineEngine = deepspeed.initialize(model=module, config=config)[0]
+
+
+def pipeline(micro_batches: int, *, bf16: bool = False) -> PipelineEngine:
+    """Return DeepSpeed's own engine of one chunk."""
+    config = config_of(micro_batches, bf16=bf16)
+    engine: PipelineEngine = deepspeed.initialize(model=staged(ModelChunks(1)), config=config)[0]
     return engine
 
 
@@ -66,19 +99,39 @@ def program(name: str, chunks: ModelChunks, micro_batches: int, *, forwards_only
 
 
 def scheduled(
-    name: str, chunks: ModelChunks, micro_batches: int, *, bf16: bool = False
-) -> tuple[PipelineEngine, DeferredGradients]:
-    """Return an engine that trains by a schedule, and what puts off its weight gradients."""
-    engine, gradients = pipeline(chunks, micro_batches, bf16=bf16), DeferredGradients()
-    attach(engine.module, gradients)
+    name: str, chunks: ModelChunks, micro_batches: int, *, bf16: bool = False, zero_stage: int = 0
+) -> StagedEngine:
+    """Return an engine of the harness that trains by a schedule."""
+    deferred, module = DeferredGradients(), staged(chunks)
+    attach(module, deferred)
+    schedule = Schedule(
+        chunks=chunks,
+        training=lambda count: program(name, chunks, count),
+        evaluation=lambda count: program(name, chunks, count, forwards_only=True),
+        deferred=deferred,
+        defers=True,
+    )
+    return built(module, schedule, config_of(micro_batches, bf16=bf16, zero_stage=zero_stage))
 
-    def evaluation(count: int) -> StageProgram:
-        return program(name, chunks, count, forwards_only=True)
 
-    own = program(name, chunks, micro_batches)
-    hooks = {name: getattr(gradients, name) for name in ("defer", "compute", "clear")}
-    run_schedule(engine, chunks, own, evaluation, **hooks)
-    return engine, gradients
+def built(module: StagedModule, schedule: Schedule, config: dict[str, Any]) -> StagedEngine:
+    """Return the harness's engine around a stage."""
+    parts = UpdateParts(
+        groups=build_groups(Layout()),
+        sum_partial=lambda _gradient_of: None,
+        is_partial=lambda _parameter: False,
+        skips_nonfinite=True,
+    )
+    engine = initialize(
+        partial(StagedEngine, parts, schedule),
+        zero_stage=config["zero_optimization"]["stage"],
+        model=module,
+        model_parameters=[p for p in module.parameters() if p.requires_grad],
+        config=config,
+        dist_init_required=False,
+    )
+    assert isinstance(engine, StagedEngine)
+    return engine
 
 
 def batches(seed: int, dtype: torch.dtype = torch.float32) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,10 +11,10 @@ from deepspeed.runtime.pipe import schedule as of_deepspeed
 from torch import Tensor
 
 from harness.config.values.model_chunks import ModelChunks
-from harness.deepspeed.schedule import INSTRUCTIONS, UPDATE, AwaitSends, OwnSchedule, StageProgram, run_schedule
+from harness.deepspeed.schedule import INSTRUCTIONS, METHODS, UPDATE, AwaitSends, OwnSchedule, Schedule, StageProgram
 from harness.parallel.pipeline.schedules.instructions import Action
 from harness.parallel.weight_gradients import DeferredGradients
-from tests.unit.deepspeed.pipelines import LATE, batches, pipeline, scheduled, weights
+from tests.unit.deepspeed.pipelines import LATE, batches, built, config_of, pipeline, scheduled, staged, weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ONE, TWO, FOUR, FOLDED = ModelChunks(1), ModelChunks(1, 2), ModelChunks(1, 4), ModelChunks(1, 2, folded=True)
@@ -36,7 +36,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "chunks", "micro_batches", "dtype"), CASES)
 def test_no_program_changes_a_number(name: str, chunks: ModelChunks, micro_batches: int, dtype: torch.dtype) -> None:
     bf16 = dtype is torch.bfloat16
-    theirs, (ours, _) = pipeline(ONE, micro_batches, bf16=bf16), scheduled(name, chunks, micro_batches, bf16=bf16)
+    theirs, ours = pipeline(micro_batches, bf16=bf16), scheduled(name, chunks, micro_batches, bf16=bf16)
     for seed in range(2):
         wanted = theirs.train_batch(batches(seed, dtype))
         assert torch.equal(ours.train_batch(batches(seed, dtype)), wanted)
@@ -48,7 +48,7 @@ def test_no_program_changes_a_number(name: str, chunks: ModelChunks, micro_batch
 
 @pytest.mark.parametrize("chunks", [TWO, FOUR], ids=str)
 def test_an_evaluation_may_have_another_number_of_micro_batches(chunks: ModelChunks) -> None:
-    theirs, (ours, _) = pipeline(ONE, 2), scheduled("interleaved", chunks, 2)
+    theirs, ours = pipeline(2), scheduled("interleaved", chunks, 2)
     for count in (1, 5, 2):
         wanted = theirs.eval_batch(batches(count), num_micro_batches=count)
         assert torch.equal(ours.eval_batch(batches(count), num_micro_batches=count), wanted)
@@ -56,7 +56,7 @@ def test_an_evaluation_may_have_another_number_of_micro_batches(chunks: ModelChu
 
 
 def test_each_batch_is_read_once_though_two_parts_need_it() -> None:
-    engine, _ = scheduled("interleaved", FOUR, 3)
+    engine = scheduled("interleaved", FOUR, 3)
     read = 0
 
     def counted() -> Iterator[tuple[Tensor, Tensor]]:
@@ -70,7 +70,7 @@ def test_each_batch_is_read_once_though_two_parts_need_it() -> None:
 
 
 def test_a_step_that_failed_leaves_nothing_to_the_next() -> None:
-    theirs, (ours, gradients) = pipeline(ONE, 4), scheduled("zero-bubble-v", FOLDED, 4)
+    theirs, ours = pipeline(4), scheduled("zero-bubble-v", FOLDED, 4)
 
     def broken(after: int) -> Iterator[tuple[Tensor, Tensor]]:
         for number, batch in enumerate(batches(0)):
@@ -85,11 +85,10 @@ def test_a_step_that_failed_leaves_nothing_to_the_next() -> None:
         ours.timers.timers.clear()  # DeepSpeed's own, which it has left running
     assert torch.equal(ours.train_batch(batches(1)), theirs.train_batch(batches(1)))
     assert all(map(torch.equal, weights(ours), weights(theirs)))
-    assert gradients.keeping is None
 
 
 def test_weight_gradients_of_a_step_that_failed_are_not_computed_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, (ours, _) = pipeline(ONE, 2), scheduled(LATE, TWO, 2)
+    theirs, ours = pipeline(2), scheduled(LATE, TWO, 2)
 
     def fail(_products: object) -> None:
         raise RuntimeError("out of memory")
@@ -105,7 +104,7 @@ def test_weight_gradients_of_a_step_that_failed_are_not_computed_in_the_next(mon
 
 def test_deepspeed_sends_as_before_once_an_instruction_has_ended() -> None:
     before = p2p.send, p2p.recv
-    engine, _ = scheduled("interleaved", TWO, 2)
+    engine = scheduled("interleaved", TWO, 2)
     engine.train_batch(batches(0))
     assert (p2p.send, p2p.recv) == before
     engine.module.loss_fn = None  # the backward pass has nothing to begin with
@@ -119,11 +118,12 @@ def test_deepspeed_sends_as_before_once_an_instruction_has_ended() -> None:
 
 def test_instructions_have_the_names_that_logs_show() -> None:
     assert set(INSTRUCTIONS) == {action.value for action in Action}
+    assert set(METHODS) == {*INSTRUCTIONS, *(kind.__name__ for kind in UPDATE)}
     assert all(issubclass(kind, of_deepspeed.BufferOpInstruction) for kind in INSTRUCTIONS.values())
 
 
 def test_a_program_is_executed_in_order_and_ends_with_the_update() -> None:
-    engine = pipeline(ONE, 3)
+    engine = pipeline(3)
     stated = StageProgram(
         instructions=[("ForwardPass", 0, 0), ("ForwardPass", 2, 0), ("BackwardPass", 1, 0)], buffers=2
     )
@@ -140,17 +140,17 @@ def test_a_program_is_executed_in_order_and_ends_with_the_update() -> None:
 
 
 def test_an_unknown_instruction_is_an_error_at_once() -> None:
-    engine = pipeline(ONE, 1)
     stated = StageProgram([("Teleport", 0, 0)], buffers=1)
-    own = DeferredGradients()
-    run_schedule(engine, ONE, stated, lambda _: stated, defer=own.defer, compute=own.compute, clear=own.clear)
+    own, module = DeferredGradients(), staged(ONE)
+    schedule = Schedule(chunks=ONE, training=lambda _: stated, evaluation=lambda _: stated, deferred=own, defers=False)
+    engine = built(module, schedule, config_of(1))
     with pytest.raises(KeyError, match="Teleport"):
         engine.train_batch(batches(0))
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("zero-bubble", ONE), ("interleaved", TWO)])
 def test_an_evaluation_ends_when_its_sends_have_arrived(name: str, chunks: ModelChunks) -> None:
-    engine, _ = scheduled(name, chunks, 2)
+    engine = scheduled(name, chunks, 2)
     schedule = engine._inference_schedule(2)
     assert isinstance(schedule, OwnSchedule)
     *passes, last = schedule.steps()

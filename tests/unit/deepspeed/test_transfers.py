@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed import schedule
-from harness.deepspeed.schedule import Transfers, open_transfers
+from harness.deepspeed.schedule import Transfers, in_place_of_p2p, open_transfers
 from tests.unit.deepspeed.pipelines import pipeline
 
 ANY: Any = object()
@@ -124,14 +124,11 @@ def test_a_receive_before_its_send_within_a_stage_is_an_error_and_takes_nothing(
 def test_an_instruction_sends_here_and_deepspeed_elsewhere_even_after_an_error() -> None:
     own, before = of_stage(0, ModelChunks(1, 2)), (p2p.send, p2p.recv)
 
-    def execute(_engine: object, *, buffer_id: int) -> None:
-        p2p.send(torch.tensor([float(buffer_id)]), 1)
-        if buffer_id == 2:
-            raise RuntimeError("out of memory")
-
-    own.carry(execute)(ANY, buffer_id=1)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        own.carry(execute)(ANY, buffer_id=2)
+    with in_place_of_p2p(own):
+        p2p.send(torch.tensor([1.0]), 1)
+    with pytest.raises(RuntimeError, match="out of memory"), in_place_of_p2p(own):
+        p2p.send(torch.tensor([2.0]), 1)
+        raise RuntimeError("out of memory")
     assert (p2p.send, p2p.recv) == before
     for expected in (1.0, 2.0):
         own.receive(into := torch.zeros(1), 0)
@@ -141,7 +138,7 @@ def test_an_instruction_sends_here_and_deepspeed_elsewhere_even_after_an_error()
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("each", "groups"), [(1, 0), (2, 2)])
 def test_one_part_a_stage_needs_no_groups_of_its_own(each: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = pipeline(ModelChunks(1, each), 1)
+    engine = pipeline(1)
     made: list[object] = []
     real = dist.new_group
     monkeypatch.setattr(

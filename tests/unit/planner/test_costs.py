@@ -125,7 +125,7 @@ def test_published_peaks_of_sequence_parallel_runs_are_met(dp, tp, gib):
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
     shape = decoder_of(sizes | {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}, "1b")
     work = Workload(shape=shape, sequence=4096)
-    layout = Strategy(dp_size=dp, tp_size=tp, micro_batch=8, zero_stage=1, whole_gradients=True, sequence_parallel=True)
+    layout = Strategy(dp_size=dp, tp_size=tp, micro_batch=8, zero_stage=1, flat_sums=True, sequence_parallel=True)
     assert of(layout, work).peak_bytes / 2**30 == pytest.approx(gib, rel=0.1)
 
 

@@ -98,27 +98,29 @@ def test_the_optimizer_s_states_are_counted_as_they_are(
 
 
 @pytest.mark.parametrize(
-    ("changes", "overlap", "whole"),
+    ("changes", "overlap", "flat"),
     [
-        pytest.param({"zero_optimization": {"stage": 1}}, False, True, id="bf16 at stage 1 sums whole"),
-        pytest.param({"zero_optimization": {"stage": 1, "overlap_comm": True}}, False, True, id="and cannot overlap"),
+        pytest.param({"zero_optimization": {"stage": 1}}, True, True, id="flat sums overlap unless told"),
+        pytest.param({"zero_optimization": {"stage": 1, "overlap_comm": False}}, False, True, id="told not to"),
         pytest.param({"zero_optimization": {"stage": 2}}, False, False, id="stage 2 overlaps when asked"),
         pytest.param({"zero_optimization": {"stage": 2, "overlap_comm": True}}, True, False, id="asked"),
         pytest.param({"zero_optimization": {"stage": 3}}, True, False, id="stage 3 overlaps unless told"),
         pytest.param({"zero_optimization": {"stage": 3, "overlap_comm": False}}, False, False, id="told"),
         pytest.param({"bf16": {"enabled": False}}, False, False, id="fp32"),
         pytest.param(
-            {"zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": False}},
-            True,
-            False,
-            id="stage 1 of fp32, told",
+            {"zero_optimization": {"stage": 1}, "bf16": {"enabled": False}}, True, True, id="stage 1 of fp32 likewise"
         ),
-        pytest.param({"zero_optimization": {"stage": 1, "overlap_comm": True}}, False, True, id="bf16 has no buckets"),
+        pytest.param(
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            False,
+            False,
+            id="offloaded sums are DeepSpeed's",
+        ),
     ],
 )
-def test_what_travels_meanwhile_is_deepspeeds_default(changes: dict[str, Any], overlap: bool, whole: bool) -> None:
+def test_what_travels_meanwhile_is_as_in_a_run(changes: dict[str, Any], overlap: bool, flat: bool) -> None:
     strategy = strategy_of(config(**changes), 2)[1]
-    assert (strategy.overlap_data, strategy.whole_gradients) == (overlap, whole)
+    assert (strategy.overlap_data, strategy.flat_sums) == (overlap, flat)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +183,8 @@ ORDERS: list[tuple[Schedule, int]] = [
 STRATEGIES = st.one_of(
     st.builds(
         lambda p, t, d, m, a, again, order, shares: Strategy(
-            pp_size=p, tp_size=t, dp_size=d, micro_batch=m, accumulation=a, zero_stage=1, whole_gradients=True,
-            recompute="full" if again else "none", sequence_parallel=shares and t > 1,
+            pp_size=p, tp_size=t, dp_size=d, micro_batch=m, accumulation=a, zero_stage=1, flat_sums=True,
+            overlap_data=True, recompute="full" if again else "none", sequence_parallel=shares and t > 1,
             schedule=order[0] if p > 1 else "1f1b", chunks=order[1] if p > 1 else 1,
         ),
         *[st.sampled_from([1, 2])] * 2, *[st.integers(1, 4)] * 3, st.booleans(), st.sampled_from(ORDERS), st.booleans(),

@@ -107,9 +107,11 @@ def test_sums_of_16_bit_gradients_are_copied_as_their_dtypes_ask() -> None:
     moved = 2 * 2 * LARGEST
     assert passing(shared, 2e6, precision="bf16", gradient_bytes=4) == moved  # the flat tensor of sums is stepped on
     assert passing(shared, 1e6, precision="fp16", gradient_bytes=2) == 0.5e6 * (2 + 4)
-    whole = Strategy(dp_size=2, zero_stage=1, whole_gradients=True)
-    assert passing(whole, 6e6, precision="bf16", gradient_bytes=4) == 4e6
-    assert passing(Strategy(zero_stage=1, whole_gradients=True), 6e6, precision="bf16", gradient_bytes=4) == 4e6
+    flat = Strategy(dp_size=2, zero_stage=1, flat_sums=True)
+    assert passing(flat, 4e6, precision="bf16", gradient_bytes=4) == 2e6  # the means of this rank's half
+    rounded = replace(flat, sent_bytes=2)
+    assert passing(rounded, 4e6, precision="bf16", gradient_bytes=4) == 3e6  # all that is sent, and that half
+    assert passing(replace(flat, dp_size=1), 4e6, precision="bf16", gradient_bytes=4) == 2 * LARGEST  # nothing is sent
     assert passing(Strategy(dp_size=2, bucket=7), 4e6, 1e6, habits=HABITS["megatron"]) == 1e6
 
 

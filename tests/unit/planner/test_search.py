@@ -195,7 +195,7 @@ def test_the_fastest_comes_first_and_of_equals_the_smallest() -> None:
 def test_a_plan_like_another_program_has_its_layouts_and_its_habits() -> None:
     asked = task(4, global_batch=8, habits=HABITS["megatron"])
     for one in strategies(asked):
-        assert one.zero_stage == 1 and not one.whole_gradients and one.overlap_data
+        assert one.zero_stage == 1 and not one.flat_sums and one.overlap_data
         assert one.sequence_parallel == (one.tp_size > 1) and one.offload == "none"
     sharded = strategies(task(4, global_batch=8, habits=HABITS["torchtitan"]))
     assert {one.zero_stage for one in sharded if one.pp_size == 1} == {3}

@@ -12,11 +12,11 @@ from transformers import CONFIG_MAPPING, Trainer, get_scheduler
 
 from harness import TrainingArguments, UserError
 from harness.arguments import SCHEDULES
+from harness.deepspeed.gradient_norm import square_sum
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource, build_skeleton
 from harness.hf.verify.tiny_copy import tiny_config
-from harness.training.engine.gradients import square_sum
-from harness.training.engine.optimizer import LateAdagrad, parameter_groups, schedule
+from harness.training.engine.optimizer import LateAdagrad, in_buckets, learning_rate_schedule, parameter_groups
 from tests.unit.hf.test_decoder import build, prepare
 
 # biases of experts in two dimensions, vectors that are no bias, norms of many names, layers of several kinds
@@ -124,11 +124,30 @@ def test_each_step_has_the_learning_rate_of_transformers(name: str) -> None:
         lr_scheduler_type=name, lr_scheduler_kwargs=options or None, warmup_ratio=0.25, learning_rate=1e-2
     )
     wanted = learning_rates(lambda optimizer: get_scheduler(name, optimizer, 5, 20, options))
-    assert learning_rates(schedule(args, 20)) == wanted
+    assert learning_rates(learning_rate_schedule(args, 20)) == wanted
     assert len(set(wanted)) > 1 or name == "constant"
 
 
 def test_a_schedule_that_does_not_fit_the_learning_rate_is_refused() -> None:
     args = TrainingArguments(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 1})
     with pytest.raises(UserError, match="--lr_scheduler_type polynomial: lr_end"):
-        learning_rates(schedule(args, 20))
+        learning_rates(learning_rate_schedule(args, 20))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "buckets"),
+    [
+        ([4, 3, 2], [[4], [3, 2]]),
+        ([9, 1, 1], [[9], [1, 1]]),
+        ([1, 1, 9], [[1, 1], [9]]),
+        ([5], [[5]]),
+        ([2, 3], [[2, 3]]),
+    ],
+    ids=str,
+)
+def test_buckets_hold_as_many_parameters_as_fit_in_their_order(sizes: list[int], buckets: list[list[int]]) -> None:
+    group = {"params": [nn.Parameter(torch.zeros(size)) for size in sizes], "weight_decay": 0.1}
+    found = in_buckets([group], 5)
+    assert [[p.numel() for p in each["params"]] for each in found] == buckets
+    assert [p for each in found for p in each["params"]] == group["params"]
+    assert all(each["weight_decay"] == 0.1 for each in found)

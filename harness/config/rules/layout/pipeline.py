@@ -8,7 +8,13 @@ from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.text.diagnostic import Severity
 from harness.config.values.batch import bubble, idle, micro_batches_wanted
-from harness.config.values.layout_keys import PARTITION_FORMS, SCHEDULES, partition_method, schedule_name
+from harness.config.values.layout_keys import (
+    DEFERRING_SCHEDULES,
+    PARTITION_FORMS,
+    SCHEDULES,
+    partition_method,
+    schedule_name,
+)
 from harness.config.values.pointers import AUTO
 from harness.wording import counted
 
@@ -128,17 +134,26 @@ def unknown_word(view: RunView, key: str, known: Iterable[str], deepspeed: str) 
 
 @rule("DS605", "overlap-in-pipeline", Severity.WARNING, claim="elsewhere")
 def overlap_in_pipeline(view: RunView) -> Iterator[Finding]:
-    """overlap_comm is on in a pipeline, where gradients are reduced once, after the last micro-batch.
+    """overlap_comm is on, but the schedule computes weight gradients last, and nothing is left to overlap with.
 
-    Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2},
+    A zero-bubble schedule defers weight gradients to the end of a step. With the other schedules the harness averages
+    gradients over data-parallel ranks while the backward pass of the last micro-batch runs; DeepSpeed's own pipeline
+    never does.
+
+    Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8,
+           "pipeline": {"stages": 2, "schedule": "zero-bubble"},
            "zero_optimization": {"stage": 1, "overlap_comm": true}}
-    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "pipeline": {"stages": 2},
+    Right: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8,
+           "pipeline": {"stages": 2, "schedule": "zero-bubble"},
            "zero_optimization": {"stage": 1, "overlap_comm": false}}
     """
-    if view.pp_size > 1 and view.zero_stage == 1 and view.on("/zero_optimization/overlap_comm"):
+    overlaps = view.pp_size > 1 and view.zero_stage == 1 and view.on("/zero_optimization/overlap_comm")
+    name = schedule_name(view.get("/pipeline/schedule"))
+    if overlaps and (name in DEFERRING_SCHEDULES or view.target != "harness"):
         yield Finding(
             pointer="/zero_optimization/overlap_comm",
-            message="overlap_comm has no effect with pipeline stages",
+            message="overlap_comm has no effect with pipeline stages"
+            + (f" and the schedule {name}" if name in DEFERRING_SCHEDULES else ""),
             hint="remove it",
             deepspeed="switches it off, with a warning in the log",
             on_value=True,

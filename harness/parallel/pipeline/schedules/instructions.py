@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
 
 from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.config.values.model_chunks import ModelChunks
-from harness.deepspeed.schedule import StageProgram, run_schedule
+from harness.deepspeed.schedule import Schedule, StageProgram
 from harness.parallel.pipeline.schedules.orders import ORDERS, Kind, Pass
 from harness.parallel.weight_gradients import DeferredGradients, attach
 
@@ -98,28 +99,27 @@ def buffers(passes: Iterable[Pass]) -> int:
     return max(map(most_in_flight, by_chunk.values()))
 
 
-def follow_schedule(engine: PipelineEngine, name: str, chunks: ModelChunks) -> None:
-    """Have an engine train by the schedule `name`; do nothing for DeepSpeed's own 1F1B or an engine of one stage."""
-    if name == DEEPSPEED_1F1B or engine.num_stages == 1:
-        return
-    order, stage = ORDERS[name], engine.stage_id
-    passes = list(order(chunks, engine.micro_batches, stage))
-    gradients = DeferredGradients()
-    if any(each.kind is Kind.WEIGHT_GRADIENTS for each in passes):
-        attach(engine.module, gradients)
+def make_schedule(module: nn.Module, name: str, chunks: ModelChunks, stage: int, micro_batches: int) -> Schedule:
+    """Return the schedule `name` for a stage whose layers are in `module`; it may have these defer weight gradients.
+
+    Args:
+        micro_batches: number of micro-batches in a training step.
+    """
+    order, deferred = ORDERS[name if chunks.num_stages > 1 else DEEPSPEED_1F1B], DeferredGradients()
+    defers = any(each.kind is Kind.WEIGHT_GRADIENTS for each in order(chunks, micro_batches, stage))
+    if defers:
+        attach(module, deferred)
+
+    def training(micro_batches: int) -> StageProgram:
+        passes = list(order(chunks, micro_batches, stage))
+        return _program(passes, chunks, buffers(passes))
 
     def evaluation(micro_batches: int) -> StageProgram:
         forwards = [each for each in order(chunks, micro_batches, stage) if each.kind is Kind.FORWARD]
         return _program(forwards, chunks, 1)
 
-    run_schedule(
-        engine,
-        chunks,
-        _program(passes, chunks, buffers(passes)),
-        evaluation,
-        defer=gradients.defer,
-        compute=gradients.compute,
-        clear=gradients.clear,
+    return Schedule(
+        chunks=chunks, training=cache(training), evaluation=cache(evaluation), deferred=deferred, defers=defers
     )
 
 

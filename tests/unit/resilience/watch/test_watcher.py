@@ -14,7 +14,7 @@ from harness.resilience.process.activity import ACTIVITY, Phase, beat, inside
 from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.board import Board
 from harness.resilience.watch.ending import main_frame, stacks
-from harness.training.engine.patches import announce_layers
+from harness.training.engine.build import announce_layers
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from harness import Trainer, TrainingArguments
-from harness.topology.groups import build_groups
+from harness.deepspeed.gradient_norm import BLOCK, counts, global_norm, square_sum
+from harness.deepspeed.update import clip
+from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
-from harness.training.engine.gradients import BLOCK, gradient_norm, square_sum
 
 CPU = torch.device("cpu")
 
@@ -47,19 +48,41 @@ def test_memory_order_changes_nothing() -> None:
     assert square_sum([matrix], CPU).item() == 55.0
 
 
-def test_a_tied_or_frozen_parameter_is_not_counted_again() -> None:
+def norm_of(parameters: list[nn.Parameter], groups: Groups) -> float:
+    counted = [p.grad for p in parameters if p.grad is not None and counts(p, groups.coordinate.tp_rank)]
+    return global_norm(counted, [], groups, CPU).item()
+
+
+def test_a_tied_parameter_is_not_counted_again() -> None:
     groups = build_groups(Layout())
-    frozen = nn.Parameter(torch.ones(4), requires_grad=False)
-    parameters = [parameter(3.0), parameter(4.0), parameter(100.0, ds_pipe_replicated=True), frozen]
-    assert gradient_norm(parameters, groups, CPU).item() == 5.0
+    assert norm_of([parameter(3.0), parameter(4.0), parameter(100.0, ds_pipe_replicated=True)], groups) == 5.0
 
 
 def test_the_other_tensor_parallel_ranks_count_only_their_own_shards() -> None:
     groups = build_groups(Layout())
     second = replace(groups, coordinate=replace(groups.coordinate, tp_rank=1))
     parameters = [parameter(3.0), parameter(6.0, 8.0, tensor_model_parallel=True)]
-    assert gradient_norm(parameters, second, CPU).item() == 10.0
-    assert gradient_norm(parameters, groups, CPU).item() == pytest.approx((9 + 100) ** 0.5)
+    assert norm_of(parameters, second) == 10.0
+    assert norm_of(parameters, groups) == pytest.approx((9 + 100) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("limit", "loss_scale", "wanted"),
+    [(0.0, 1.0, [3.0, 4.0]), (10.0, 1.0, [3.0, 4.0]), (1.0, 1.0, [0.6, 0.8]), (1.0, 5.0, [0.6, 0.8])],
+    ids=["no limit", "below it", "above it", "a scaled loss"],
+)
+def test_gradients_of_every_kind_are_clipped_alike(limit: float, loss_scale: float, wanted: list[float]) -> None:
+    for dtype in (torch.float32, torch.float64):  # of ZeRO's norms, and of the exact one
+        gradients = [torch.tensor([3.0]) * loss_scale, torch.tensor([4.0]) * loss_scale]
+        clip(gradients, torch.tensor(5.0, dtype=dtype) * loss_scale, limit, loss_scale)
+        assert torch.cat(gradients).tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_norm_of_nan_makes_gradients_nan_and_no_gradients_are_no_error() -> None:
+    gradient = torch.ones(2)
+    clip([gradient], torch.tensor(float("nan")), 1.0)
+    assert gradient.isnan().all()
+    clip([], torch.tensor(1.0), 1.0)
 
 
 @pytest.mark.parametrize(("limit", "scale"), [(0.0, 1.0), (10.0, 1.0), (1.0, 0.2)])

@@ -56,14 +56,13 @@ def test_a_loss_remembers_what_was_not_finite_and_can_spoil_its_gradient(
     assert guarded.finite
 
 
-def test_a_loss_lets_go_of_outputs_and_shows_them_first() -> None:
+def test_an_observer_sees_outputs_and_an_evaluation_is_judged_by_itself() -> None:
     events: list[str] = []
     guarded = GuardedLoss(MeanLoss(torch.nn.functional.mse_loss), spoils=False)
     guarded.observer = lambda outputs, targets: events.append("seen")
-    guarded.release = lambda: events.append("released")
     with torch.no_grad():
         guarded(torch.full((2, 1), NAN), targets(torch.zeros(2, 1), 1.0, 2))
-    assert events == ["seen", "released"] and guarded.finite  # an evaluation is judged by itself
+    assert events == ["seen"] and guarded.finite
 
 
 def test_a_stage_watches_its_outputs_and_the_gradients_that_come_back() -> None:

@@ -29,7 +29,7 @@ from harness.topology.groups import Groups
 from harness.topology.layout import Layout
 from harness.training.engine.build import layer_finisher, secondary_size, zero3_partition
 from harness.training.engine.context import EngineContext
-from harness.training.engine.gradients import _kind, compress_gradients, settle_compression
+from harness.training.engine.gradients import _kind, compressed_reduction, settle_compression
 
 CPU = torch.device("cpu")
 
@@ -76,9 +76,9 @@ def test_bits_are_settled_before_the_engine_is_made(
 
 
 @pytest.mark.parametrize("bits", [0, None, 8])
-def test_without_bits_or_other_ranks_deepspeed_averages(bits: int | None) -> None:
-    engine = cast("Any", SimpleNamespace())  # it is not even looked at
-    assert compress_gradients(engine, groups(1), bits, CPU) is None
+def test_without_bits_or_other_ranks_nothing_is_compressed(bits: int | None) -> None:
+    module = cast("Any", SimpleNamespace())  # it is not even looked at
+    assert compressed_reduction(module, groups(1), bits, CPU) is None
 
 
 @pytest.mark.parametrize(

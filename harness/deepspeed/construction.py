@@ -1,0 +1,57 @@
+"""What the harness's engines do otherwise than DeepSpeed's while they are built."""
+
+from __future__ import annotations
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+from torch.optim import Optimizer
+
+from harness.deepspeed.expert_groups import is_expert
+from harness.deepspeed.flat_optimizer import Averaging, FlatOptimizer
+from harness.deepspeed.flat_tensors import EngineOptimizer
+from harness.deepspeed.kept_in_fp32 import spared_from_casts
+
+
+class ConstructedEngine(DeepSpeedEngine):
+    """What both engines do otherwise than DeepSpeed in the steps of its constructor."""
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        super()._configure_distributed_model(model)
+        # By itself DeepSpeed recognises only layers of its own MoE classes, and would average the gradients of experts
+        # over ranks that hold other experts. Its optimizers read this next.
+        if any(is_expert(p) and p.requires_grad for p in self.module.parameters()):
+            self.has_moe_layers = True
+
+    def _cast_module_mixed_precision(self, *args: object, **kwargs: object) -> None:
+        with spared_from_casts(self.module):
+            super()._cast_module_mixed_precision(*args, **kwargs)
+
+    def _configure_bf16_optimizer(self, optimizer: Optimizer) -> EngineOptimizer:
+        return self._flat_optimizer(optimizer, self.get_data_types()[1])
+
+    def _configure_zero_optimizer(self, optimizer: Optimizer) -> EngineOptimizer:
+        plain = self.zero_optimization_stage() == 1 and self.get_data_types() == (torch.float32, torch.float32)
+        if plain and not self.zero_cpu_offload() and not self.zenflow and self.zero_compute_grad_norm():
+            return self._flat_optimizer(optimizer, torch.float32)
+        return super()._configure_zero_optimizer(optimizer)
+
+    def _flat_optimizer(self, optimizer: Optimizer, sums: torch.dtype) -> FlatOptimizer:
+        """Return the optimizer whose sums of gradients have this dtype."""
+        ranks = self.dp_world_size
+        # Unless the config says otherwise, sums over ranks have the precision of the sums over micro-batches, which
+        # DeepSpeed's default rounds to bf16, also on a single rank.
+        dtype = self._config.communication_data_type
+        before = 1.0 / ranks if not self.postscale_gradients() else 1.0 / self.gradient_predivide_factor()
+        return FlatOptimizer(
+            optimizer,
+            self.param_names,
+            Averaging(ranks=ranks, dtype=dtype, before=before),
+            mpu=self.mpu,
+            clip_grad=self.gradient_clipping(),
+            allgather_bucket_size=self.zero_allgather_bucket_size(),
+            dp_process_group=self.seq_data_parallel_group,
+            timers=self.timers,
+            grad_acc_dtype=sums,
+            has_moe_layers=self.has_moe_layers,
+        )

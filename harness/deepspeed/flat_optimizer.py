@@ -1,0 +1,209 @@
+"""The optimizer of ZeRO-1, and of bf16 with ZeRO-0: flat sums of gradients, of which each data rank updates a slice.
+
+Parameters of one group lie one after the other in a flat tensor, and so do the sums of their gradients. A group is also
+what is reduced at once: each data-parallel rank gets the means of its slice (reduce-scatter), updates the slice of the
+weights in float32, and all ranks gather the new weights (all-gather). That is half of what an all-reduce of the
+gradients sends. `build.py` cuts large groups into several, so that the reduction can begin during the backward pass.
+
+Gradients are added to the sums as soon as autograd has computed them, which frees them at once: 10 bytes a parameter
+and micro-batch in bf16, where keeping them until the end of the pass takes 26. The first gradient of a step is written
+over the sums of the last one, so nothing sets them to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from deepspeed import comm
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from harness.deepspeed.expert_groups import is_expert
+from harness.deepspeed.gradient_norm import counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """How gradients become means over the data-parallel ranks.
+
+    Attributes:
+        ranks: number of data-parallel ranks, also for experts, whose copies are on fewer of them.
+        dtype: the precision in which gradients are sent and added up; None for that of the sums.
+        before: factor before the sum over ranks; 1 / ranks with DeepSpeed's `prescale_gradients`.
+    """
+
+    ranks: int
+    dtype: torch.dtype | None = None
+    before: float = 1.0
+
+    @property
+    def after(self) -> float:
+        """Factor after the sum over ranks."""
+        return 1.0 / (self.ranks * self.before)
+
+
+class FlatOptimizer(BF16_Optimizer):
+    """DeepSpeed's optimizer of flat float32 sums, also for float32 parameters, with the parts of its step by name.
+
+    `StagedEngine` calls the parts in order. `step`, which does all at once, is not used.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: dict[Tensor, str], averaging: Averaging, **options: object) -> None:
+        self._averaging = averaging
+        self._averaged: set[int] = set()
+        # DeepSpeed asks for bf16 here, and its arithmetic is right for float32 as well
+        super().__init__(
+            optimizer, names, bfloat16_config=SimpleNamespace(enabled=True, immediate_grad_update=True), **options
+        )
+
+    # 1. Sums over micro-batches, during the backward passes.
+
+    def forget_sums(self) -> None:
+        """Begin a step: the first gradient of each parameter is written over the sum of the last step."""
+        self._averaged.clear()
+        for index, group in enumerate(self.bf16_groups):
+            self.fp32_groups_has_gradients[index] = [False] * len(group)
+
+    def create_grad_acc_hooks(self) -> None:
+        """Add each gradient to its sum when autograd has it; DeepSpeed's constructor calls this."""
+        for group, parameters in enumerate(self.bf16_groups):
+            for index, parameter in enumerate(parameters):
+                parameter._hp_grad = self.fp32_groups_gradients[group][index]  # where DeepSpeed's users look for it
+                hook = partial(self._add, group, index)
+                self._grad_acc_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    @torch.no_grad()
+    def _add(self, group: int, index: int, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:  # a schedule has deferred it
+            return
+        if group in self._averaged:
+            raise RuntimeError(
+                f"a gradient of {self.param_names[parameter]} came after the gradients of its group were sent to the "
+                "other data-parallel ranks: set zero_optimization.overlap_comm to false"
+            )
+        total, gradient = self.fp32_groups_gradients[group][index], parameter.grad.reshape(-1)
+        if self.fp32_groups_has_gradients[group][index]:
+            total.add_(gradient)  # of two precisions: no float32 copy of the gradient is made
+        else:
+            total.copy_(gradient)
+        self.fp32_groups_has_gradients[group][index] = True
+        parameter.grad = None
+
+    # 2. Sums and means over ranks.
+
+    @torch.no_grad()
+    def start_mean(self, group: int) -> Callable[[], None]:
+        """Begin to average the gradients of a group over its data ranks, which all call this in the same order.
+
+        Returns a function that waits; then the slice of this rank holds the means.
+        """
+        self._averaged.add(group)
+        flat, own = self.fp32_groups_gradients_flat[group], self.fp32_groups_gradient_flat_partition[group]
+        how, ranks = self._averaging, self.real_dp_process_group[group]
+        if dist.get_world_size(ranks) == 1:  # nothing is sent, and nothing rounded
+            if how.ranks > 1:  # experts that no other rank holds: their gradients are a mean over all data ranks, too
+                own.mul_(1.0 / how.ranks)
+            return lambda: None
+        sent = flat if how.dtype in (None, flat.dtype) else flat.to(how.dtype)
+        if how.before != 1.0:
+            sent.mul_(how.before)
+        received = torch.empty_like(own, dtype=sent.dtype)
+        work = comm.reduce_scatter_tensor(received, sent, group=ranks, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            with torch.no_grad():
+                own.copy_(received).mul_(how.after)
+
+        return finish
+
+    # 3. Norm and clipping.
+
+    def counted(self, tp_rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's slices of the gradients that it counts in the norm: dense ones, and those of experts."""
+        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for index, parameters in enumerate(self.bf16_groups):
+            own = self.fp32_groups_gradient_flat_partition[index]
+            for start, stop in self._runs(index, [counts(parameter, tp_rank) for parameter in parameters]):
+                found[any(map(is_expert, parameters))].append(own[start:stop])
+        return found
+
+    def _runs(self, index: int, wanted: Sequence[bool]) -> Iterator[tuple[int, int]]:
+        """Yield where the wanted parameters of a group lie in this rank's slice, neighbours as one."""
+        size = self.fp32_groups_gradient_flat_partition[index].numel()
+        first = dist.get_rank(self.real_dp_process_group[index]) * size
+        at, begun = -first, None
+        for parameter, is_wanted in zip([*self.bf16_groups[index], None], [*wanted, False], strict=True):
+            here = min(max(at, 0), size)
+            if is_wanted and begun is None:
+                begun = here
+            elif not is_wanted and begun is not None:
+                if here > begun:
+                    yield begun, here
+                begun = None
+            at += 0 if parameter is None else parameter.numel()
+
+    @property
+    def slices(self) -> list[Tensor]:
+        """This rank's slices of the gradients, flat: those by which it updates weights."""
+        found: list[Tensor] = self.fp32_groups_gradient_flat_partition
+        return found
+
+    # 4. The update.
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update this rank's slices of the weights, group by group, and gather the others while the next is updated."""
+        steps, groups = self.optimizer, self.optimizer.param_groups
+        for group, gradient in zip(groups, self.slices, strict=True):
+            (weights,) = group["params"]
+            weights.grad = gradient if gradient.dtype == weights.dtype else gradient.to(weights.dtype)
+        waits: list[Callable[[], object]] = []
+        together = all(dist.get_world_size(ranks) == 1 for ranks in self.real_dp_process_group)
+        try:
+            for index, group in enumerate(groups):
+                if not together:
+                    steps.param_groups = [group]
+                if not together or index == 0:
+                    steps.step()
+                waits.append(self._start_gather(index))
+        finally:
+            steps.param_groups = groups
+        for wait in waits:
+            wait()
+        for weights in self.fp32_groups_flat_partition:
+            weights.grad = None
+
+    def _start_gather(self, index: int) -> Callable[[], object]:
+        """Begin to bring the updated slices of a group to all its data ranks; return a function that waits for them."""
+        flat, weights = self.bf16_groups_flat[index], self.fp32_groups_flat_partition[index]
+        ranks = self.real_dp_process_group[index]
+        own = self.bf16_partitioned_groups[index][dist.get_rank(ranks)]
+        if own.data_ptr() != weights.data_ptr():  # float32 weights are updated where they lie
+            own.data.copy_(weights.data)
+        if dist.get_world_size(ranks) == 1:
+            return lambda: None
+        wait: Callable[[], object] = comm.all_gather_into_tensor(flat, own, group=ranks, async_op=True).wait
+        return wait
+
+    @torch.no_grad()
+    def update_lp_params(self) -> None:
+        """Bring the values of the float32 weights to the parameters of the model; all ranks call it."""
+        for wait in [self._start_gather(index) for index in range(len(self.bf16_groups))]:
+            wait()
+
+    # Where DeepSpeed's constructor makes the tensors.
+
+    def _link_all_hp_params(self) -> None:
+        """Let float32 parameters be their own float32 weights: DeepSpeed has made copies."""
+        for index, flat in enumerate(self.bf16_groups_flat):
+            if flat.dtype == torch.float32:
+                rank = dist.get_rank(self.real_dp_process_group[index])
+                self.fp32_groups_flat_partition[index].data = self.bf16_partitioned_groups[index][rank].data
+        super()._link_all_hp_params()

@@ -1,0 +1,63 @@
+"""The norm of the whole model's gradient, in which each parameter counts once, whatever the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.topology.groups import Groups
+
+BLOCK = 2**20
+"""Elements that a CPU converts to float64 at once: torch has no sum there that reads float32 and adds in float64."""
+
+
+def global_norm(
+    dense: Iterable[Tensor], experts: Iterable[Tensor], groups: Groups, device: torch.device, *, divided: bool = False
+) -> Tensor:
+    """Return the Euclidean norm of the whole model's gradient, a float64 scalar on `device`; all ranks call it.
+
+    Args:
+        dense: gradients (any shape) of the parameters that all data-parallel ranks hold.
+        experts: gradients of this rank's own experts; the ranks of `ep_group` have others.
+        divided: whether each data-parallel rank brings its own slices of the gradients, not whole ones.
+    """
+    total = square_sum(experts, device)
+    over = groups.dp_group if divided else groups.ep_group
+    if divided:
+        total += square_sum(dense, device)
+    if over is not None:
+        dist.all_reduce(total, group=over)
+    if not divided:
+        total = total + square_sum(dense, device)  # equal on all data ranks: their sum would count it once for each
+    # first within each stage, so that its tensor-parallel ranks bring the same value to the sum over the stages
+    for group in (groups.tp_group, groups.pp_group):
+        if group is not None:
+            dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def square_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the squares of all elements, a float64 scalar on `device`; 0 without tensors.
+
+    In float64 the terms' grouping, which differs by layout, changes the result by far less than float32's precision.
+    One call for all tensors: on a GPU it is one kernel for hundreds of them, and reads them in their own precision.
+    """
+    size = BLOCK if device.type == "cpu" else None
+    parts = [part for tensor in tensors for part in tensor.detach().reshape(-1).split(size or max(1, tensor.numel()))]
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(parts, 2.0, dtype=torch.float64)).square().sum()
+
+
+def counts(parameter: Tensor, tp_rank: int) -> bool:
+    """Return whether this rank counts a parameter in the norm.
+
+    It counts its own shards, and on tensor-parallel rank 0 also parameters that all these ranks hold whole. A tied
+    parameter is counted by the first stage that holds it; DeepSpeed marks the other copies.
+    """
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return tp_rank == 0 or bool(getattr(parameter, "tensor_model_parallel", False))

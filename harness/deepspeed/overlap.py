@@ -1,0 +1,118 @@
+"""Average gradients over data-parallel ranks while the last backward pass of a step still computes others.
+
+A backward pass reaches the layers in reverse order. When it asks a layer's predecessor for the gradient of its output,
+the layer has all of its own gradients: autograd runs first what the forward pass has made last. Then the reduction of
+each parameter group that has nothing in earlier layers can begin.
+
+Reductions begin in one fixed order, the same on all ranks: NCCL and gloo pair collectives by their order. A group waits
+for the end of the pass if its gradients are summed over other ranks first: tied weights, and parameters of which each
+tensor-parallel rank has a partial gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from harness.deepspeed.flat_optimizer import FlatOptimizer
+
+Chunk = Sequence[tuple[int, object]]
+"""The layers of a model chunk, each with its index in the pipeline."""
+Fill = Callable[[Sequence[nn.Parameter]], None]
+"""Gives parameters without a gradient one of zeros."""
+
+
+class OverlappedMeans:
+    """Starts and awaits the averaging of an optimizer's gradients, group by group.
+
+    Attributes:
+        is_last_pass: set while the last micro-batch of a step passes forwards or backwards.
+    """
+
+    def __init__(self, optimizer: FlatOptimizer, chunks: Sequence[Chunk], fill: Fill):
+        self.is_last_pass = False
+        self._optimizer = optimizer
+        self._fill = fill
+        self._layers_of = self._place(chunks)
+        # the group whose earliest layer comes last is ready first; without a known layer, at the very end
+        groups = range(len(optimizer.bf16_groups))
+        self._order = sorted(groups, key=lambda group: -min(self._layers_of[group], default=-1))
+        self._late: frozenset[int] | None = None
+        self._missing: dict[int, set[int]] = {}
+        self._under_way: dict[int, Callable[[], None]] = {}
+
+    def _place(self, chunks: Sequence[Chunk]) -> dict[int, frozenset[int]]:
+        """Have each layer report its backward pass; return the layers that hold parameters of each group.
+
+        Groups with a parameter in no layer, or in the first of a chunk, have the layer -1, which is never reported: its
+        input has no graph, so nothing is asked of it.
+        """
+        layers: dict[int, set[int]] = {}
+        for chunk in chunks:
+            for place, (index, layer) in enumerate(chunk):
+                if not isinstance(layer, nn.Module):
+                    continue
+                for parameter in layer.parameters():
+                    layers.setdefault(id(parameter), set()).add(index if place else -1)
+                if place:
+                    after = [later for later, _ in chunk[place:]]
+                    layer.register_forward_pre_hook(partial(self._watch, after))
+        return {
+            group: frozenset().union(*(layers.get(id(parameter), {-1}) for parameter in parameters))
+            for group, parameters in enumerate(self._optimizer.bf16_groups)
+        }
+
+    def begin_step(self, late: Callable[[], Collection[nn.Parameter]], *, overlaps: bool) -> None:
+        """Begin a step, in which nothing is reduced early unless `overlaps`.
+
+        Args:
+            late: returns the parameters whose gradients are summed over other ranks first; called once.
+        """
+        self._under_way.clear()
+        self._missing = {}
+        if overlaps:
+            if self._late is None:
+                ids = set(map(id, late()))
+                groups = enumerate(self._optimizer.bf16_groups)
+                self._late = frozenset(g for g, parameters in groups if any(id(p) in ids for p in parameters))
+            self._missing = {
+                group: {-1} if group in self._late else set(layers) for group, layers in self._layers_of.items()
+            }
+
+    def finish(self) -> None:
+        """Average the gradients of all groups; then the slices of this rank hold the means."""
+        for group in self._order:
+            if group not in self._under_way:
+                self._start(group)
+        for group in self._order:
+            self._under_way.pop(group)()
+        self._missing = {}
+
+    def _watch(self, layers: Sequence[int], _layer: nn.Module, inputs: object) -> None:
+        """Before a forward pass of the last micro-batch: have the gradient of a layer's input report the layers after.
+
+        In the first pass of a block that is recomputed, only the first layer's input has a graph.
+        """
+        if self.is_last_pass and self._missing:
+            for tensor in tree_leaves(inputs):
+                if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _gradient: self._report(layers))
+                    return
+
+    def _report(self, layers: Sequence[int]) -> None:
+        """Begin what can begin now that the backward passes of these layers are complete."""
+        for missing in self._missing.values():
+            missing.difference_update(layers)
+        for group in self._order:
+            if group in self._under_way:
+                continue
+            if self._missing.get(group, {-1}):
+                return
+            self._start(group)
+
+    def _start(self, group: int) -> None:
+        self._fill(self._optimizer.bf16_groups[group])  # zeros for what this rank has not used in this step
+        self._under_way[group] = self._optimizer.start_mean(group)

@@ -1,0 +1,390 @@
+"""The update of a step, in the order in which it happens: from the last backward pass to the new weights.
+
+`StagedEngine` is the page to read: ZeRO-0 and ZeRO-1, with any number of pipeline stages. DeepSpeed's engine executes
+the three instructions that end a step, and their methods here say what each does. Below it stand the adapters of the
+optimizers that DeepSpeed keeps to itself: ZeRO-2 (and ZeRO-1 with offloaded states or in fp16), and ZeRO-3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from deepspeed import comm
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from harness.deepspeed.construction import ConstructedEngine
+from harness.deepspeed.engine import inner_optimizers
+from harness.deepspeed.expert_groups import is_expert
+from harness.deepspeed.flat_optimizer import FlatOptimizer
+from harness.deepspeed.gradient_norm import counts, global_norm
+from harness.deepspeed.kept_in_fp32 import is_kept
+from harness.deepspeed.overlap import OverlappedMeans
+from harness.deepspeed.schedule import OwnSchedule, Schedule, ScheduledEngine
+from harness.deepspeed.step_gradients import StepGradients, trained_parameters
+from harness.deepspeed.unused_parameters import UnusedParameters
+from harness.topology.agreement import values_of_all
+from harness.topology.groups import Groups
+
+
+def clip(gradients: Sequence[Tensor], norm: Tensor, limit: float, loss_scale: float = 1.0) -> None:
+    """Scale gradients (any shape) in place so that the norm of the whole model's gradient is at most `limit`.
+
+    Args:
+        gradients: those by which this rank updates weights: whole ones, slices, or parts of them.
+        norm: of the whole model's gradient times `loss_scale`, a scalar on the device.
+        limit: 0 clips nothing.
+        loss_scale: gradients are divided by it (fp16).
+    """
+    if gradients and (limit or loss_scale != 1.0):
+        torch._foreach_mul_(list(gradients), (1.0 / clipping_divisor(norm, limit, loss_scale)).float())
+
+
+def clipping_divisor(norm: Tensor, limit: float, loss_scale: float = 1.0) -> Tensor:
+    """Return what `clip` divides gradients by, a scalar on the device."""
+    if not limit:
+        return torch.full_like(norm, loss_scale)
+    # `clamp` and not `if norm > limit`, for which the host would wait for the device; 1e-6 as in torch's
+    # clip_grad_norm_, so that there is no division by zero
+    return torch.clamp((norm / loss_scale + 1e-6) / limit, min=1.0) * loss_scale
+
+
+class Compression(Protocol):
+    """A reduction that sends gradients in a few bits (`parallel/gradients/compressed.py`)."""
+
+    def average(self, gradients: Sequence[Tensor], scale: float = 1.0) -> None:
+        """Replace gradients by their means over the data-parallel ranks, in place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateParts:
+    """What an update needs besides DeepSpeed.
+
+    Attributes:
+        sum_partial: sums the gradients that are partial sums on each tensor-parallel rank; called with a function that
+            returns a parameter's gradient.
+        is_partial: whether a parameter has such a gradient; known after the first forward pass.
+        skips_nonfinite: whether a step whose gradient is not finite changes no weight.
+        overlaps: whether gradients may be averaged while the last backward pass of a step runs.
+        compression: averages gradients over the data-parallel ranks in DeepSpeed's place; None without it.
+    """
+
+    groups: Groups
+    sum_partial: Callable[[Callable[[nn.Parameter], Tensor | None]], None]
+    is_partial: Callable[[nn.Parameter], bool]
+    skips_nonfinite: bool
+    overlaps: bool = True
+    compression: Compression | None = None
+
+
+class StagedEngine(ConstructedEngine, ScheduledEngine):
+    """Pipeline stages, perhaps one, with ZeRO-0 or ZeRO-1.
+
+    Attributes:
+        skips_on_device: whether the device skipped the last update if its gradient was not finite, so that this engine
+            has counted it as made.
+    """
+
+    skips_on_device = False
+
+    def __init__(self, parts: UpdateParts, schedule: Schedule, **of_deepspeed: object) -> None:
+        super().__init__(schedule, **of_deepspeed)
+        self.parts = parts
+        self.trained = trained_parameters(self.module)
+        self.gradients = StepGradients(self.optimizer)
+        self.unused = UnusedParameters(self.module, self.optimizer)
+        self._has_stepped = False
+        self.means: OverlappedMeans | None = None
+        if isinstance(self.optimizer, FlatOptimizer) and parts.compression is None:
+            self.means = OverlappedMeans(self.optimizer, self.module.chunk_layers(), self.gradients.fill)
+        self.overlaps = parts.overlaps
+        if isinstance(self.optimizer, DividedOptimizer):
+            self.optimizer.prepare(skips_nonfinite=parts.skips_nonfinite, compressed=parts.compression is not None)
+            self.optimizer.most_groups = max(values_of_all(len(self.optimizer.param_groups)))
+
+    # During the passes: means over data-parallel ranks begin in the backward pass of the last micro-batch.
+
+    def _train_schedule(self) -> OwnSchedule:
+        if isinstance(self.optimizer, FlatOptimizer):
+            self.optimizer.forget_sums()
+        if self.means is not None:
+            # Not in the first step, in which unused parameters and partial gradients are found, and not if weight
+            # gradients come after the pass that this looks at.
+            overlaps = self.overlaps and self._has_stepped and not self.schedule.defers
+            self.means.begin_step(self._summed_first, overlaps=overlaps)
+        return super()._train_schedule()
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        with self._last_pass():
+            super()._exec_forward_pass(buffer_id)
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        with self._last_pass():  # it may recompute layers
+            super()._exec_backward_pass(buffer_id)
+
+    @contextmanager
+    def _last_pass(self) -> Iterator[None]:
+        if self.means is not None:
+            self.means.is_last_pass = self.module.training and self.micro_batch == self.micro_batches - 1
+        yield
+        if self.means is not None:
+            self.means.is_last_pass = False
+
+    def _summed_first(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients are summed over stages or tensor-parallel ranks."""
+        tied = [weight for weight, _ in self.module.get_tied_weights_and_groups()]
+        return tied + [parameter for parameter in self.trained if self.parts.is_partial(parameter)]
+
+    # The instruction ReduceTiedGrads, after the last backward pass of a step: sums within the model.
+
+    def _exec_reduce_tied_grads(self) -> None:
+        # Only in the first step. Before missing gradients become zeros, which have no gradient for the optimizer to
+        # leave alone: DeepSpeed's would apply weight decay to them.
+        self.unused.look(self.gradients.found)
+        # Ranks may have used different parameters. Those that reduce only existing gradients would call different
+        # collectives, and hang.
+        self.gradients.fill(self.trained)
+        # Gradients that are partial sums on each tensor-parallel rank, in one all-reduce a step.
+        self.parts.sum_partial(self.gradients.found)
+        # Weights that several stages hold. Every stage calls the all-reduce for every such weight, with zeros if it
+        # has no gradient. DeepSpeed sums `grad`, where most of its optimizers do not look, and skips missing ones.
+        for weight, group in self.module.get_tied_weights_and_groups():
+            comm.all_reduce(self.gradients.of(weight), group=group)
+
+    # ReduceGrads: means over the data-parallel ranks.
+
+    def _exec_reduce_grads(self) -> None:
+        if self.parts.compression is not None:
+            scale = self._get_optimizer_loss_scale() or 1.0
+            self.parts.compression.average([self.gradients.of(parameter) for parameter in self.trained], scale)
+        elif self.means is not None:
+            self.means.finish()  # a reduce-scatter of each parameter group, if it has not begun yet
+        elif self.parts.groups.dp_group is not None and not isinstance(self.optimizer, DividedOptimizer):
+            super()._exec_reduce_grads()  # an all-reduce of all gradients, in buckets
+        # On one data-parallel rank nothing is reduced. DeepSpeed would copy all gradients into a flat tensor and back.
+        if isinstance(self.optimizer, DividedOptimizer):
+            super()._exec_reduce_grads()  # also takes this rank's part of the means
+
+    # OptimizerStep: norm, clipping, the update or nothing, and counters.
+
+    @torch.no_grad()
+    def _take_model_step(self, lr_kwargs: Mapping[str, object] | None) -> None:
+        if not self._updates_here:
+            with self.unused.kept(inner_optimizers(self)):
+                super()._take_model_step(lr_kwargs)  # norm, clipping, update and zeroing are inside the optimizer
+            return
+        norm = self._norm()
+        self._global_grad_norm = norm
+        fused = getattr(self.basic_optimizer, "_step_supports_amp_scaling", False)
+        applied = self._clip_and_skip_on_device(norm) if fused else self._clip_and_skip(norm)
+        flat = isinstance(self.optimizer, FlatOptimizer)
+        if applied:
+            with self.unused.kept([self.basic_optimizer]):
+                self.optimizer.update() if flat else self.optimizer.step()
+        if not flat:
+            self.zero_grad()
+        self._count_step(applied, lr_kwargs)
+
+    def _clip_and_skip(self, norm: Tensor) -> bool:
+        """Clip, and return whether the update is to be made; the host waits for the device."""
+        clip(self._stepped_gradients(), norm, self.gradient_clipping())
+        return not self._skips_nonfinite or bool(torch.isfinite(norm))
+
+    def _clip_and_skip_on_device(self, norm: Tensor) -> bool:
+        """Have torch's fused optimizer clip as it reads, and change nothing if the norm is not finite; return True.
+
+        The host waits for nothing; whoever reads the norm later has to call `count_skipped_step`.
+        """
+        optimizer, limit = self.basic_optimizer, self.gradient_clipping()
+        optimizer.found_inf = (~torch.isfinite(norm)).float() if self._skips_nonfinite else None
+        self.skips_on_device = self._skips_nonfinite
+        # On a CPU a multiplication of its own keeps the numbers of other layouts, and takes no longer.
+        inside = self.device.type != "cpu" and bool(limit)
+        optimizer.grad_scale = clipping_divisor(norm, limit).float() if inside else None
+        if not inside:
+            clip(self._stepped_gradients(), norm, limit)
+        return True
+
+    def _stepped_gradients(self) -> list[Tensor]:
+        """Return the gradients by which this rank updates weights: whole ones, or its flat slices."""
+        if isinstance(self.optimizer, FlatOptimizer):
+            return self.optimizer.slices
+        return [p.grad for p in self.trained if p.grad is not None]
+
+    @property
+    def _updates_here(self) -> bool:
+        """Whether the update is the one above: with a plain torch optimizer, or flat sums.
+
+        DeepSpeed's own optimizers for ZeRO-1 with offloaded states, for fp16, and for bf16 without float32 sums
+        reduce, clip and update in their own ways, and so does torch's autocast in fp16.
+        """
+        return self.torch_autocast_z0_gradscaler is None and isinstance(self.optimizer, (FlatOptimizer, Optimizer))
+
+    @property
+    def _skips_nonfinite(self) -> bool:
+        # DeepSpeed's optimizers for ZeRO-1 and bf16 always skip
+        return self.parts.skips_nonfinite or isinstance(self.optimizer, FlatOptimizer)
+
+    def _norm(self) -> Tensor:
+        """Return the norm of the whole model's gradient before clipping, a float64 scalar; all ranks call it.
+
+        DeepSpeed would count a tied weight on each stage that holds it, weights that tensor-parallel ranks hold whole
+        only on the first stage, and sum squares in float32.
+        """
+        groups = self.parts.groups
+        if isinstance(self.optimizer, FlatOptimizer):
+            # compressed means are whole on every rank, but each rank may count its slice alone all the same
+            dense, experts = self.optimizer.counted(groups.coordinate.tp_rank)
+            return global_norm(dense, experts, groups, self.device, divided=True)
+        counted = [p for p in self.trained if counts(p, groups.coordinate.tp_rank)]
+        dense, experts = ([self.gradients.of(p) for p in counted if is_expert(p) is which] for which in (False, True))
+        return global_norm(dense, experts, groups, self.device)
+
+    def _count_step(self, applied: bool, lr_kwargs: Mapping[str, object] | None) -> None:
+        """Count a step, and advance the learning-rate schedule if weights have changed, as DeepSpeed does."""
+        self._has_stepped = True
+        self._step_applied = applied
+        if not applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            try:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            except TypeError:  # ReduceLROnPlateau needs an argument, and DeepSpeed gives it this one
+                self.lr_scheduler.step(self.train_batch_size())
+        self.losses = None
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        every = self.steps_per_print()
+        if every and self.global_rank == 0 and self.global_steps % every == 0:
+            self._report_progress(self.global_steps)
+
+
+class WholeEngine(ConstructedEngine, DeepSpeedEngine):
+    """All layers on every rank, with ZeRO-2 or ZeRO-3.
+
+    DeepSpeed's optimizers reduce gradients by hooks during each backward pass, and divide, clip and update in their
+    `step`. `DividedOptimizer` and `Stage3Optimizer` correct what they do there.
+    """
+
+    skips_on_device = False
+
+    def __init__(self, *, skips_nonfinite: bool, **of_deepspeed: object) -> None:
+        super().__init__(**of_deepspeed)
+        self.unused = UnusedParameters(self.module, self.optimizer)
+        self.unused.note_first_gradients()
+        if isinstance(self.optimizer, DividedOptimizer):
+            self.optimizer.prepare(skips_nonfinite=skips_nonfinite)
+        elif skips_nonfinite and hasattr(self.optimizer, "check_grad_overflow"):
+            self.optimizer.check_grad_overflow = True  # by itself ZeRO-3 looks for non-finite gradients only in fp16
+
+    def _take_model_step(self, lr_kwargs: Mapping[str, object] | None) -> None:
+        with self.unused.kept(inner_optimizers(self)):
+            super()._take_model_step(lr_kwargs)
+
+
+class DividedOptimizer(DeepSpeedZeroOptimizer):
+    """The optimizer of ZeRO-2, and of ZeRO-1 with offloaded states or in fp16.
+
+    Attributes:
+        asks_once: whether a step waits for the device once, for the norm, which is finite only if all gradients are.
+            DeepSpeed copies three results to the host: whether a gradient is not finite, whether their norm is not, and
+            in clipping the norm again, once for each parameter group.
+        compressed: whether gradients are means over the data-parallel ranks already.
+        most_groups: number of parameter groups of the stage that has most of them.
+    """
+
+    asks_once = False
+    compressed = False
+    most_groups = 0
+
+    def prepare(self, *, skips_nonfinite: bool, compressed: bool = False) -> None:
+        """Set what the run decides."""
+        if skips_nonfinite:
+            self.check_grad_overflow = True  # by itself it checks only in fp16
+        self.asks_once = skips_nonfinite and not self.cpu_offload and self.compute_grad_norm
+        self.compressed = compressed
+        if compressed:
+            self.reduce_scatter = False  # then all that is sent goes through `gradient_reduction_w_predivide`
+
+    def allreduce_bucket(self, bucket: Sequence[Tensor], *args: object, **kwargs: object) -> Tensor:
+        """Reduce a bucket in place if its gradients are neighbours in memory: DeepSpeed copies it, and back after."""
+        whole = joined(bucket)
+        reduced: Tensor = super().allreduce_bucket(bucket if whole is None else [whole], *args, **kwargs)
+        return reduced
+
+    def gradient_reduction_w_predivide(self, tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
+        """Average a bucket over the data-parallel ranks, if no compression has done so."""
+        if self.compressed:
+            return tensor
+        averaged: Tensor = super().gradient_reduction_w_predivide(tensor, communication_data_type)
+        return averaged
+
+    def _check_overflow(self, partition_gradients: bool = True) -> None:
+        if self.asks_once:
+            self.overflow = False  # the norm will tell
+        else:
+            super()._check_overflow(partition_gradients)
+
+    def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
+        """Return the norm of the gradients times the loss scale, with as many collectives on each stage.
+
+        DeepSpeed calls one all-reduce for each parameter group, over all stages. A stage with fewer groups (no experts,
+        say) would miss the last ones, and the other stages would hang. Here it adds zeros in those.
+        """
+        found = [super().scaled_global_norm(norm_type)]
+        for _ in range(self.most_groups - len(self.bit16_groups)):
+            if self.cpu_offload:
+                found.append(self.complete_grad_norm_calculation_for_cpu_offload([]))
+            else:
+                found.append(self.get_grad_norm_direct([], []))
+        norm: Tensor = found[0] if len(found) == 1 else combine_grad_norm_groups(found, norm_type=norm_type)
+        return norm
+
+    def unscale_and_clip_grads(self, grad_groups_flat: Sequence[Tensor | Sequence[Tensor]], total_norm: Tensor) -> None:
+        """Clip the gradients of one parameter group, and divide them by the loss scale."""
+        parts = [part for each in grad_groups_flat for part in ([each] if isinstance(each, Tensor) else each)]
+        clip([part.data for part in parts], total_norm, self.clip_grad, self.loss_scale)
+
+
+class Stage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
+    """The optimizer of ZeRO-3."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        kept = [p for group in self.fp16_groups for p in group if is_kept(p)]
+        if kept and torch.float32 not in self.ipg_buckets:
+            bucket = stage3.IPGBucketZ3()
+            if self.contiguous_gradients:
+                size = min(self.reduce_bucket_size, sum(p.ds_numel for p in kept))
+                bucket.buffer = torch.empty(size, dtype=torch.float32, device=self.device)
+            self.ipg_buckets[torch.float32] = bucket
+
+    def get_param_comm_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """Return the precision in which a gradient is reduced: DeepSpeed has one for all; float32 stays float32."""
+        dtype: torch.dtype = torch.float32 if is_kept(param) else super().get_param_comm_dtype(param)
+        return dtype
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Tensor) -> None:
+        """Clip the gradients of a sub-group, and divide them by the loss scale."""
+        clip([self.fp32_partitioned_groups_flat[sub_group_id].grad], total_norm, self.clip_grad, self.loss_scale)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors that are adjacent in one storage as one flat view of it; None if they are not."""
+    first = tensors[0]
+    end = start = first.storage_offset()
+    for tensor in tensors:
+        here = tensor.untyped_storage()._cdata == first.untyped_storage()._cdata and tensor.storage_offset() == end
+        if not here or not tensor.is_contiguous() or tensor.dtype != first.dtype:
+            return None
+        end += tensor.numel()
+    return first.as_strided((end - start,), (1,))

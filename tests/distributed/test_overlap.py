@@ -1,0 +1,83 @@
+"""Gradients are averaged while the last backward pass of a step runs, by flat sums, and come to the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import Trainer
+from harness.deepspeed.flat_optimizer import FlatOptimizer
+from harness.deepspeed.instructions import Observer
+from harness.training.engine.engine import PipelineStages
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows
+
+pytestmark = pytest.mark.ranks
+
+SMALL = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 4096}}
+WHOLE = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 10**9, "overlap_comm": False}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+PLAIN = {"pipeline": {"activation_checkpoint_interval": 0}}
+TWO = [
+    Job("tiny-llama", "dp2z1", SMALL | PLAIN),
+    Job("tiny-llama", "dp2z1", SMALL),  # recomputed layers
+    Job("tiny-gpt2", "dp2z1", SMALL | BF16),  # tied weights, which wait for the end
+]
+INTERLEAVED = {"pipeline": {"stages": 2, "schedule": "interleaved", "chunks_per_stage": 2}}
+FOUR = [
+    Job("tiny-llama", "pp2dp2tp1z1", SMALL),
+    Job("tiny-llama", "pp2dp2tp1z1", SMALL | INTERLEAVED),
+    Job("tiny-llama", "pp2dp2tp1z1", SMALL | {"pipeline": {"stages": 2, "schedule": "zero-bubble"}}),
+    Job("tiny-llama", "dp2tp2z1", SMALL),
+]
+
+
+def train(job: Job, folder: str) -> tuple[Curve, list[list[str]]]:
+    """Losses and norms, and for each step the instructions in which the reduction of a parameter group began."""
+    trainer = Trainer(job.model, arguments_of(job, folder), train_dataset=rows())
+    engine = trainer.engine
+    assert isinstance(engine, PipelineStages)
+    now, began = [""], [[] for _ in range(STEPS)]  # type: tuple[list[str], list[list[str]]]
+    engine.deepspeed.observe(Observer(begin=lambda name, _arguments: now.__setitem__(0, name)))
+    optimizer = engine.deepspeed.optimizer
+    assert isinstance(optimizer, FlatOptimizer)
+    optimizer.start_mean = partial(_noted, optimizer.start_mean, now, began, trainer)  # type: ignore[method-assign]
+    records = [trainer.training_step() for _ in range(STEPS)]
+    trainer.close()
+    return [(record.loss, record.grad_norm) for record in records], began
+
+
+def _noted(
+    start: Callable[[int], Callable[[], None]], now: list[str], began: list[list[str]], trainer: Trainer, group: int
+) -> Callable[[], None]:
+    began[trainer.state.global_step].append(now[0])
+    return start(group)
+
+
+def both(jobs: list[Job], folder: str) -> list[tuple[Curve, list[list[str]], Curve]]:
+    found = []
+    for number, job in enumerate(jobs):
+        early = train(job, f"{folder}/{number}")
+        at_once = Job(job.model, job.layout, {**job.config, **WHOLE}, job.arguments)
+        found.append((*early, train(at_once, f"{folder}/{number}-at-once")[0]))
+    return found
+
+
+@pytest.mark.parametrize("jobs", [TWO, FOUR], ids=["two ranks", "four ranks"])
+def test_groups_are_averaged_during_the_last_backward_pass(jobs: list[Job], tmp_path: Path) -> None:
+    ranks = jobs[0].size("pp") * jobs[0].size("dp") * jobs[0].size("tp")
+    for job, (curve, began, at_once) in zip(jobs, run_ranks(ranks, both, jobs, str(tmp_path))[0], strict=True):
+        first, *later = began
+        assert set(first) == {"ReduceGrads"}  # what is unused and what is partial is found in the first step
+        early = [step.count("BackwardPass") for step in later]
+        defers = job.config.get("pipeline", {}).get("schedule") == "zero-bubble"
+        assert early == [0] * len(early) if defers else min(early) > 0, job
+        assert all(step[-1] == "ReduceGrads" for step in later)  # the first layer has no input to wait for
+        # Buckets of another size end the slices of ranks elsewhere, so sums of squares are grouped otherwise.
+        near = partial(pytest.approx, rel=2e-3 if "bf16" in job.config else 1e-6)
+        for found, wanted in zip(curve, at_once, strict=True):
+            assert tuple(found) == near(tuple(wanted)), job
