@@ -88,6 +88,7 @@ class BarChart:
 
     Attributes:
         axis: what the lengths mean, with their unit.
+        across: what the rows or columns are; no title on their axis if empty.
         dividers: index of a column, and text: a line before the column, with the text to its right.
         note: a sentence below the chart.
     """
@@ -95,6 +96,7 @@ class BarChart:
     key: str
     title: str
     axis: str
+    across: str = ""
     rows: Sequence[str]
     bars: Sequence[Bars]
     is_upright: bool = False

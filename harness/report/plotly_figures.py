@@ -64,11 +64,12 @@ def _line_at(x: float, color: str) -> JsonObject:
 def _bars(chart: BarChart) -> JsonObject:
     along, across = ("y", "x") if chart.is_upright else ("x", "y")
     lengths = {"title": {"text": chart.axis}, "zeroline": False, "tickformat": ",~g"}
-    rows: JsonObject = {"type": "category", "categoryorder": "array", "categoryarray": list(chart.rows), "ticks": ""}
+    rows: JsonObject = {"type": "category", "categoryorder": "array", "categoryarray": list(chart.rows)}
+    rows |= {"ticks": "", "automargin": True}  # names may be long
+    if chart.across:
+        rows["title"] = {"text": chart.across}
     if not chart.is_upright:
-        rows |= {"autorange": "reversed", "automargin": True, "fixedrange": True}
-    else:
-        rows |= {"title": {"text": "layer"}}
+        rows |= {"autorange": "reversed", "fixedrange": True}
     layout: JsonObject = {
         "barmode": "overlay",
         "bargap": 0.22 if chart.is_upright or len(chart.rows) < 9 else 0.1,

@@ -17,6 +17,7 @@ DOTS_PER_INCH = 200
 WIDTH, HEIGHT, ROW = 7.0, 2.6, 0.32  # inches
 OPAQUE = {PALE: "#dfe1e5"}
 NARROWEST_TEXT = 0.02  # bars narrower than this share of the chart's width get no number
+MOST_COLUMN_NAMES, LONGEST_LEVEL_NAME = 16, 4  # names below columns, and letters of one that is not slanted
 STYLE = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 
 
@@ -73,12 +74,16 @@ def _bars(chart: BarChart, pyplot: ModuleType) -> Figure:
             if length > widest * NARROWEST_TEXT:
                 axes.text(start + length / 2, middle, text, color="white", ha="center", va="center", fontsize=6.5)
     if chart.is_upright:
-        axes.set(ylabel=chart.axis, xlabel="layer", xticks=range(0, len(chart.rows), max(1, len(chart.rows) // 16)))
+        named = range(0, len(chart.rows), -(-len(chart.rows) // MOST_COLUMN_NAMES))
+        is_long = max(len(row) for row in chart.rows) > LONGEST_LEVEL_NAME
+        axes.set(ylabel=chart.axis, xlabel=chart.across)
+        axes.set_xticks(named, [chart.rows[number] for number in named], rotation=35 if is_long else 0)
         for before, text in chart.dividers:
             axes.axvline(before - 0.5, color="#8a8f98", lw=0.8, ls=":" if before else "")
             axes.text(before - 0.45, 1.0, text, transform=axes.get_xaxis_transform(), va="bottom", fontsize=7)
     else:
-        axes.set(xlabel=chart.axis, yticks=range(len(chart.rows)), yticklabels=chart.rows, xlim=(0, widest))
+        axes.set(xlabel=chart.axis, ylabel=chart.across, xlim=(0, widest))
+        axes.set_yticks(range(len(chart.rows)), chart.rows)
         axes.invert_yaxis()
     if len(shown) > 1:
         picture.legend(loc="outside upper center", ncols=min(4, len(shown)), handlelength=1.0)

@@ -154,6 +154,7 @@ def _lengths(data: JsonObject) -> Iterator[BarChart]:
         key="lengths",
         title="Lengths of the conversations",
         axis="conversations",
+        across="tokens of a conversation",
         rows=rows,
         bars=[
             Bars(
@@ -323,6 +324,7 @@ def layer_chart(profiles: Sequence[StepProfile]) -> BarChart:
         key="layers",
         title="Layers and stage boundaries",
         axis="milliseconds for a micro-batch",
+        across="layer",
         rows=rows,
         bars=bars,
         is_upright=True,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.report.plotly_figures import figure
 from harness.report.run_charts import data_charts
 from harness.report.run_files import RunFiles
 
@@ -21,6 +22,7 @@ def run(data: Any) -> RunFiles:
 def test_lengths_are_columns_and_sources_rows() -> None:
     lengths, sources = data_charts(run({"lengths": LENGTHS, "sources": [SOURCE, {**SOURCE, "name": ""}]}))
     assert lengths.is_upright and lengths.rows == ["1", "2 to 4"] and lengths.bars[0].lengths == [3, 4]
+    assert figure(lengths)["layout"]["xaxis"]["title"]["text"] == "tokens of a conversation"
     assert sources.rows == ["a.jsonl", "training data"]
     assert [(bars.name, bars.starts[0], bars.lengths[0]) for bars in sources.bars] == [
         ("in the loss", 0.0, 1.0),
