@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 from urllib.parse import quote
 
 from harness.config.checking.registry import RULES
@@ -17,6 +19,11 @@ from harness.errors import printable
 FORMATS = ("text", "json", "github", "sarif")
 _COLOURS = {Severity.ERROR: "31", Severity.WARNING: "33", Severity.INFO: "36"}
 _WIDTH = 160  # longer source lines are cut around the finding
+
+
+def shows_colour(stream: TextIO) -> bool:
+    """Return whether to print colours: on a terminal, unless NO_COLOR is set to anything (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def render(findings: Sequence[Diagnostic], style: str, texts: dict[str, str], *, colour: bool, files: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from harness.config.checking.check import check as check_document
 from harness.config.checking.registry import RULES, by_code
 from harness.config.cli.fix import diff, fix, with_usable_remedies
-from harness.config.cli.render import FORMATS, render, text_block
+from harness.config.cli.render import FORMATS, render, shows_colour, text_block
 from harness.config.model.families import require_trainable_family
 from harness.config.resolving.resolve import resolve as resolve_document
 from harness.config.resolving.resolved import Resolved
@@ -75,8 +75,7 @@ def check(argv: Sequence[str]) -> int:
         findings += found
     if (warning := version_warning()) is not None:
         print(f"ds-harness check: {warning}", file=sys.stderr)
-    colour = args.format == "text" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    print(render(findings, args.format, texts, colour=colour, files=len(sources)))
+    print(render(findings, args.format, texts, colour=shows_colour(sys.stdout), files=len(sources)))
     failing = {Severity.ERROR, Severity.WARNING} if args.strict else {Severity.ERROR}
     return int(any(finding.severity in failing for finding in findings))
 
@@ -109,7 +108,7 @@ def _fix(document: Document, args: argparse.Namespace) -> Document:
     fixed = fix(document, world_size=args.world_size, target=args.target, unsafe=args.unsafe_fixes)
     if fixed.text == document.text:
         return document
-    print(diff(document.path, document.text, fixed.text, colour=sys.stderr.isatty()), file=sys.stderr)
+    print(diff(document.path, document.text, fixed.text, colour=shows_colour(sys.stderr)), file=sys.stderr)
     if document.path != "<stdin>":
         try:
             Path(document.path).write_bytes(fixed.text.encode("utf-8"))
@@ -163,7 +162,7 @@ def resolve(argv: Sequence[str]) -> int:
         resolved = resolve_document(document, run_arguments(args), allow_ignored_keys=True)
     except ConfigError as error:
         for finding in error.diagnostics:
-            print(text_block(finding, document.text, colour=sys.stderr.isatty()), file=sys.stderr)
+            print(text_block(finding, document.text, colour=shows_colour(sys.stderr)), file=sys.stderr)
         return 1
     if args.format == "text":
         _print_filled(resolved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -38,6 +39,26 @@ def test_text_shows_the_line_the_reason_and_the_remedy(wrong, capsys):
     assert "= help: did you mean zero_optimization?" in out
     assert "1 error, 1 warning in 1 file" in out
     assert "\x1b" not in out  # no colour where nobody sees it
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("value", "coloured"), [(None, True), ("", True), ("1", False), ("0", False)])
+@pytest.mark.parametrize("words", [["check"], ["check", "--fix", "--unsafe-fixes"], ["resolve"]], ids=" ".join)
+def test_no_color_holds_for_all_that_is_printed_in_colours(words, value, coloured, wrong, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NO_COLOR", value)
+    assert main([words[0], wrong, *words[1:]]) == 1
+    assert ("\x1b[" in terminal.getvalue()) == coloured
 
 
 def test_json_has_the_documented_fields(wrong, capsys):
