@@ -139,3 +139,15 @@ def test_a_release_under_a_wrong_name_is_refused(tmp_path: Path, tag: str | None
     done, project = release(tmp_path, tag or f"v{PROJECT['version']}", repository)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "urls" not in project
+
+
+def test_an_image_gets_what_is_installed_and_the_script_and_nothing_else() -> None:
+    lines = [line for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
+    links = {path.resolve().name for path in (ROOT / "harness").iterdir() if path.is_symlink()}
+    read = {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"], "harness", *links}
+    assert lines[0] == "*"
+    assert {line.removeprefix("!") for line in lines if line.startswith("!")} == {
+        *read,
+        "constraints.txt",
+        "scripts/train.py",
+    }
