@@ -2,9 +2,11 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +153,22 @@ def test_an_image_gets_what_is_installed_and_the_script_and_nothing_else() -> No
         "constraints.txt",
         "scripts/train.py",
     }
+
+
+def test_an_editable_install_is_a_folder_that_type_checkers_find_and_no_other_folder_hides(tmp_path: Path) -> None:
+    checkout, site = tmp_path / "checkout", tmp_path / "site"
+    shutil.copytree(ROOT / "harness", checkout / "harness", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]):
+        shutil.copy(ROOT / name, checkout)
+    site.mkdir()
+    build = f"from setuptools import build_meta; build_meta.build_editable({str(site)!r})"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", build], cwd=checkout, check=True, capture_output=True)
+    with zipfile.ZipFile(next(site.glob("*.whl"))) as wheel:
+        wheel.extractall(site)
+    assert [path.read_text("utf-8").strip() for path in site.glob("*.pth")] == [str(checkout)]
+    (tmp_path / "elsewhere/harness").mkdir(parents=True)
+    find = f"import site; site.addsitedir({str(site)!r}); import harness; print(harness.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", find], cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == str(checkout / "harness/__init__.py")
