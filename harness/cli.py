@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from harness import completion
+
 VERBS = {
     "train": ("harness.start", "train on all devices of this machine, or of several hosts"),
     "check": ("harness.config.cli.verbs", "check DeepSpeed configs"),
@@ -34,6 +36,8 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if completion.is_asked():
+        args = completion.arguments_for_help(VERBS)
     verb = args[0] if args else ""
     if verb not in VERBS:
         return _help(verb)

@@ -11,12 +11,16 @@ from functools import partial
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import NoReturn, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, NoReturn, TypeVar, get_type_hints
 
+from harness import completion
 from harness.config.values.arguments import BETAS, LEAST, OPTIMIZERS, SCHEDULES, AutoValues
 from harness.config.values.paths import usable_path
 from harness.config.values.typed import FALSE, TRUE, takes, typed
 from harness.errors import printable
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 LARGEST = 10**7  # of any size
 DIGITS = re.compile(r"[+-]?[0-9]{1,20}")
@@ -121,7 +125,7 @@ class FlagParser(argparse.ArgumentParser):
         A boolean that stands alone would otherwise take the next word, such as a file, for its value.
         """
         flags = {name.replace("-", "_"): (name, action) for name, action in self._option_string_actions.items()}
-        has_positionals = any(not action.option_strings for action in self._actions)
+        has_positionals = self._has_positionals()
         kept: list[str] = []
         rest = list(words)
         while rest:
@@ -149,6 +153,9 @@ class FlagParser(argparse.ArgumentParser):
                 kept.append(word)
         return kept
 
+    def _has_positionals(self) -> bool:
+        return any(not action.option_strings for action in self._actions)
+
 
 class VerbParser(FlagParser):
     """Reads a verb's arguments; unusable ones are one line on standard error, and exit code 2.
@@ -168,6 +175,12 @@ class VerbParser(FlagParser):
             usage=usage,
             allow_abbrev=allow_abbrev,
         )
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """Print the help, or complete the line of the shell that asks for it."""
+        if completion.is_asked():
+            completion.complete(self, has_positionals=self._has_positionals())
+        super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         """Say what cannot be used, and end."""

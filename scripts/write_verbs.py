@@ -53,7 +53,7 @@ class HelpAsked(Exception):
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """Return the parser that a verb makes for itself."""
 
-    def keep(self: argparse.ArgumentParser) -> None:
+    def keep(self: argparse.ArgumentParser, *_: object) -> None:
         raise HelpAsked(self)
 
     with mock.patch.object(argparse.ArgumentParser, "print_help", keep):

@@ -43,6 +43,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 
 # Who reads the environment, besides harness/topology/env.py, and why.
 ENVIRONMENT_READERS = {
+    "harness/completion.py": "the line that a shell completes, in argcomplete's variables",
     "harness/config/cli/render.py": "NO_COLOR, the terminal's word on colours",
     "harness/config/values/secrets.py": "passwords and tokens in it, which are kept out of what a run writes",
     "harness/preconditions.py": "the name and the home of a user id that the system does not know, before all else",
