@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _PROGRAM = "_ARGCOMPLETE"  # set by the shell: position of the program in the line, from 1
 _LINE = "COMP_LINE"
@@ -33,6 +33,11 @@ def arguments_for_help(verbs: Iterable[str]) -> list[str]:
         complete(parser, has_positionals=True)
     os.environ[_PROGRAM] = str(program + 1)
     return [verb, "--help"]
+
+
+def propose(action: argparse.Action, values: Collection[str]) -> None:
+    """Let a shell propose these values of an argument, which reads and checks its value itself."""
+    action.completer = lambda **_: values  # type: ignore[attr-defined]  # where argcomplete looks for them
 
 
 def complete(parser: argparse.ArgumentParser, *, has_positionals: bool) -> None:

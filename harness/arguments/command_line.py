@@ -19,6 +19,7 @@ from harness.arguments.config_file import ConfigFlag, read_config_file
 from harness.arguments.other_programs import advice, is_idle, other_programs, refusal
 from harness.arguments.precision import computes_in_bf16, is_auto
 from harness.arguments.themes.flags import ALIASES, Flags, Help, flags_of, groups, require_one_name, shown_default
+from harness.completion import propose
 from harness.config.values.json_object import JsonObject
 from harness.config.values.typed import takes
 from harness.errors import UserError, UserErrors, refuse_all
@@ -52,7 +53,9 @@ def _add_group(parser: argparse._ArgumentGroup, kind: type[Flags]) -> None:
         elif takes(hint, bool):
             add(action=Boolean)
         else:
-            add(type=partial(argument_in_type, hint))
+            action = add(type=partial(argument_in_type, hint))
+            if text.choices:
+                propose(action, text.choices)
 
 
 def parse(

@@ -37,6 +37,8 @@ def test_the_documented_setup_is_the_tested_one() -> None:
         ("ds-harness check a.json --format s", {"sarif"}),
         ("ds-harness check a", {"a.json"}),
         ("ds-harness train --num_train_e", {"--num_train_epochs"}),
+        ("ds-harness train --lr_scheduler_type cosine_wa", {"cosine_warmup_with_min_lr"}),
+        ("ds-harness train --model_name_or_path a", {"a.json"}),
         ("ds-harness launch --max_res", {"--max_restarts"}),
         ("ds-harness check --frob", {""}),
     ],
