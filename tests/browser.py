@@ -35,9 +35,14 @@ class Site(http.server.ThreadingHTTPServer):
         self.found: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def posted_by(self, page: str, seconds: float = 240) -> str:
+    @property
+    def address(self) -> str:
+        """Where it serves its folder."""
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def posted_by(self, page: str, seconds: float = 240, *, from_disk: bool = False) -> str:
         """What a page posts to `/found`; it may take its time, as its workers do."""
-        address = f"http://127.0.0.1:{self.server_address[1]}/{page}"
+        address = f"file://{self.folder / page}" if from_disk else f"{self.address}/{page}"
         with subprocess.Popen([*_started(self.folder), address], stdout=DEVNULL, stderr=DEVNULL) as browser:
             try:
                 return self.found.get(timeout=seconds)

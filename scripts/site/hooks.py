@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 from harness.config.model.shape import read_model_config
 from harness.planner.hardware import load_hardware
 from harness.planner.page.write import page
-from harness.planner.search import task_of
+from harness.planner.search import search, task_of
 
 PYODIDE = Path(__file__).parent / "node_modules/pyodide"
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
@@ -35,4 +35,4 @@ def _page() -> str:
     device = load_hardware(HARDWARE, 16)
     config = read_model_config(MODEL)
     task = task_of(config, MODEL, device, world_size=16, sequence=4096, global_batch=512)
-    return page(MODEL, HARDWARE, task)
+    return page(MODEL, HARDWARE, task, search(task))

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -15,7 +16,7 @@ from harness.config.model.shape import read_model_config
 from harness.planner.hardware import load_hardware
 from harness.planner.page.answer import answer
 from harness.planner.page.write import PYODIDE, devices, models, page
-from harness.planner.search import task_of
+from harness.planner.search import search, task_of
 from tests.browser import Site, needs_browser
 
 pytestmark = needs_browser
@@ -65,13 +66,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 def in_browser(site: Site, script: str) -> Any:
     """What a script returns that runs in the page; it may wait."""
-    task = task_of(read_model_config("llama-1b"), "llama-1b", load_hardware("h100"), world_size=8, sequence=2048)
-    html = page("llama-1b", "h100", task)
-    body = f"const found = await (async () => {{ {VISIT} {script} }})(); "
-    body += "await fetch('/found', { method: 'POST', body: JSON.stringify(found) });"
-    run = f"<script>window.onload = async () => {{ {body} }};</script>"
-    (site.folder / "page.html").write_text(html.replace("</body>", run + "</body>"), encoding="utf-8")
+    (site.folder / "page.html").write_text(page_with(script, "/found"), encoding="utf-8")
     return json.loads(site.posted_by("page.html"))
+
+
+def page_with(script: str, address: str) -> str:
+    """A page with a script in it, whose result is posted to an address."""
+    task = task_of(read_model_config("llama-1b"), "llama-1b", load_hardware("h100"), world_size=8, sequence=2048)
+    html = page("llama-1b", "h100", task, search(task))
+    body = f"const found = await (async () => {{ {VISIT} {script} }})(); "
+    body += f"await fetch('{address}', {{ method: 'POST', mode: 'no-cors', body: JSON.stringify(found) }});"
+    run = f"<script>window.onload = async () => {{ {body} }};</script>"
+    return html.replace("</body>", run + "</body>")
 
 
 def test_the_page_shows_a_choice_and_its_address_holds_it(site: Site) -> None:
@@ -100,6 +106,33 @@ def test_the_page_shows_a_choice_and_its_address_holds_it(site: Site) -> None:
     assert broken["message"].startswith("config.json is not JSON") and broken["verdict"] is None
 
 
+def test_a_page_from_a_disk_shows_its_plan_and_says_what_needs_a_network(tmp_path: Path) -> None:
+    script = """
+      const shown = () => ({
+        chosen: document.querySelector("#rows tr.chosen td").textContent,
+        message: at("message").textContent,
+        stale: at("result").classList.contains("stale"),
+      });
+      const seen = [shown(), (await click(3), shown())];
+      at("gpus").value = "4";
+      at("gpus").dispatchEvent(new Event("input", { bubbles: true }));
+      while (!at("message").className) await pause(100);
+      seen.push(shown());
+      await answered(() => document.querySelector("#message button").click());
+      seen.push(shown());
+      return seen;
+    """
+    with Site(tmp_path) as server:
+        html = page_with(script, f"{server.address}/found")
+        (tmp_path / "page.html").write_text(html.replace("https://cdn.jsdelivr.net", "http://127.0.0.1:9"), "utf-8")
+        first, third, offline, back = json.loads(server.posted_by("page.html", 60, from_disk=True))
+        server.shutdown()
+    assert (first["chosen"], third["chosen"], back["chosen"]) == ("1", "3", "1")
+    assert first["message"] == third["message"] == back["message"] == "" and not back["stale"]
+    assert offline["stale"] and "could not be loaded from http://127.0.0.1:9/pyodide" in offline["message"]
+    assert "ds-harness plan" in offline["message"]
+
+
 def test_the_form_and_the_rows_change_the_plan(site: Site) -> None:
     steps = [
         'enter("model", "Qwen3 8B")',
@@ -116,7 +149,7 @@ def test_the_form_and_the_rows_change_the_plan(site: Site) -> None:
     assert sixteen["address"]["gpus"] == "1,6" and sixteen["chosen"][0] == "1"
     assert third["chosen"][0] == "3" and third["address"]["row"].startswith("pp")
     assert less["address"]["memory_gib"] == "40" and "row" not in less["address"]
-    assert float(less["chosen"][10]) <= 40 < float(sixteen["chosen"][10])
+    assert float(less["chosen"][11]) <= 40 < float(sixteen["chosen"][11])
     assert "memory_gib" not in other["address"] and other["address"]["hardware"] == "l40s"
     assert other["precisions"] == [name for name in ("fp32", "bf16", "fp16") if name in load_hardware("l40s").flops]
     assert empty["message"].startswith("paste the content") and empty["verdict"] is None

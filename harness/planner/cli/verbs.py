@@ -280,7 +280,7 @@ def plan(argv: Sequence[str]) -> int:
     task = _task(args)
     found = search(task)
     if args.page is not None:
-        write_page(args.page, args.model, args.hardware, task)
+        write_page(args.page, args.model, args.hardware, task, found)
     require_fit(task, found)
     if args.row > len(found.fitting):
         raise UserError(f"--row {args.row}: there are {len(found.fitting)} layouts that fit")

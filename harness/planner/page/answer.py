@@ -18,6 +18,7 @@ from harness.planner.model_config import families
 from harness.planner.preset import preset
 from harness.planner.search import LARGEST, Found, Task, more_memory, require_fit, search, task_of
 
+FITTING = 40  # number of rows that fit and that the page shows, until all are asked for
 TOO_LARGE = 10  # number of rows shown that do not fit
 EXPERT_FAMILIES = Path(__file__).parent / "expert_families.json"  # exists only in the page, which has no transformers
 LABELS = {
@@ -41,7 +42,7 @@ def answer(question: str) -> str:
     row, most = asked.pop("row", ""), asked.pop("rows", 0)
     try:
         task, note, found = _searched(json.dumps(asked))
-        return json.dumps(_shown(task, note, found, row, most), default=str)
+        return json.dumps(shown(task, note, found, row, most), default=str)
     except UserError as error:
         return json.dumps({"error": str(error).removeprefix("--model ")})
 
@@ -66,53 +67,74 @@ def _searched(question: str) -> tuple[Task, str, Found]:
     except UserError as error:
         raise UserError(_with_family(str(error), config)) from None
     task = _spread(task, config)
-    note = _note(config)
-    if task.workload.shape.guessed and not note:  # the page has no transformers to build the model
-        note = "the number of parameters is a guess: `ds-harness plan` counts them on the model itself"
-    return task, note, search(task)
+    return task, note_on(task, config), search(task)
 
 
-def _shown(task: Task, note: str, found: Found, row: str, most: int) -> JsonObject:
+def shown(task: Task, note: str, found: Found, row: str = "", most: int = FITTING) -> JsonObject:
+    """Return a plan as the page shows it, or an object with `error` alone if no layout could be tried.
+
+    Args:
+        note: a remark on the model, shown if the plan has no message of its own.
+        row: name of the chosen row; by default the best.
+        most: number of rows that fit (0: all).
+    """
     rows = [*found.fitting, *found.too_large]
+    refusal = _refusal(task, found)
     if not rows:
-        require_fit(task, found)
+        return {"error": refusal}
     least = min(found.too_large, key=lambda one: one.peak_bytes, default=None)
     chosen = next((one for one in rows if name_of(one) == row), found.fitting[0] if found.fitting else least)
     assert chosen is not None
     fitting = found.fitting[: most or None]
     large = sorted(found.too_large, key=lambda one: -one.tokens_per_second)[:TOO_LARGE]
-    shown = [*fitting, *large]
+    listed = [*fitting, *large]
     memory = more_memory(found) if found.fitting else None
     content: JsonObject = {
-        "message": note,
-        "is_error": False,
+        "message": refusal or note,
+        "is_error": bool(refusal),
         "tried": found.tried,
         "fit": len(found.fitting),
         "reasons": found.reasons.most_common(),
-        "rows": [_row(one, found) for one in (shown if any(one is chosen for one in shown) else [*shown, chosen])],
-        "chosen": {**_row(chosen, found), "preset": preset(chosen.strategy, task.workload.precision)},
+        "rows": [
+            _row(one, task, found) for one in (listed if any(one is chosen for one in listed) else [*listed, chosen])
+        ],
+        "chosen": _row(chosen, task, found),
         "more_memory": None,
     }
     if memory is not None:
         gain = memory.tokens_per_second / found.fitting[0].tokens_per_second - 1
         content["more_memory"] = {"gib": memory.gib, "gain": gain}
-    try:
-        require_fit(task, found)
-    except UserError as error:
-        content |= {"message": str(error), "is_error": True}
     return content
 
 
-def _row(one: Estimate, found: Found) -> JsonObject:
+def _refusal(task: Task, found: Found) -> str:
+    """Return why no layout fits; "" if one does."""
+    try:
+        require_fit(task, found)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _row(one: Estimate, task: Task, found: Found) -> JsonObject:
     """Return a row of the table; its `number` is 0 if the layout does not fit."""
-    number = next((n for n, other in enumerate(found.fitting, 1) if other is one), 0)
-    return {**one.row(), "name": name_of(one), "number": number, "fits": one.fits, "verdict": _verdict(one)}
+    return {
+        **one.row(),
+        "name": name_of(one),
+        "number": next((n for n, other in enumerate(found.fitting, 1) if other is one), 0),
+        "fits": one.fits,
+        "verdict": _verdict(one),
+        "preset": preset(one.strategy, task.workload.precision),
+    }
 
 
 def name_of(one: Estimate) -> str:
     """Return the name of a layout in the page's address."""
     s = one.strategy
     more = f".{s.chunks}.{s.sequence_parallel}" if s.chunks > 1 or s.sequence_parallel else ""
+    more += f".cp{s.cp_size}" if s.cp_size > 1 else ""
+    tiles = (s.recompute_every, s.host_activations, s.loss_tile, s.block_tile, s.attention_tile)
+    more += f".{'-'.join(str(int(one)) for one in tiles)}" if tiles != (1, False, 0, 0, 0) else ""
     return (
         f"pp{s.pp_size}.tp{s.tp_size}.dp{s.dp_size}.ep{s.ep_size}.zero{s.zero_stage}.micro{s.micro_batch}"
         f".{s.recompute}.{s.offload}.{s.schedule}{more}"
@@ -168,14 +190,21 @@ def _device(asked: Mapping[str, JsonObject], gpus: int) -> Hardware:
     return device_of(content, str(asked["hardware_name"]), gpus)
 
 
-def _family(config: JsonObject) -> str | None:
+def _family(config: Mapping[str, object]) -> str | None:
     text = config.get("text_config")
     family = (text if isinstance(text, dict) else config).get("model_type")
     return None if family is None else str(family)
 
 
-def _note(config: JsonObject) -> str:
-    """Return a note on the assumptions for a model of an unknown family."""
+def note_on(task: Task, config: Mapping[str, object]) -> str:
+    """Return a note on what was assumed about the model; "" if nothing was."""
+    note = _family_note(config)
+    if task.workload.shape.guessed and not note:  # the page has no transformers to build the model
+        return "the number of parameters is a guess: `ds-harness plan` counts them on the model itself"
+    return note
+
+
+def _family_note(config: Mapping[str, object]) -> str:
     family = _family(config)
     if family in families():
         return ""
@@ -185,7 +214,7 @@ def _note(config: JsonObject) -> str:
 def _with_family(message: str, config: JsonObject) -> str:
     """Add the name of the unknown family to a message about a missing size."""
     _, lacks, rest = message.partition("its config.json gives no")
-    return f"unknown model type {_family(config)!r}, and {lacks}{rest}" if lacks and _note(config) else message
+    return f"unknown model type {_family(config)!r}, and {lacks}{rest}" if lacks and _family_note(config) else message
 
 
 def _spread(task: Task, config: JsonObject) -> Task:

@@ -1,7 +1,8 @@
 """Write the planner's page: one HTML file in which the planner itself runs, in Pyodide, without a server.
 
-The page contains the planner's Python as a zip. It loads Pyodide, CPython for browsers, from `pyodide/` beside the page
-if that exists, as in the project's documentation, and otherwise from Pyodide's own address.
+The page contains the plan of the task with which it is written, and shows that from a disk and without a network. For
+other choices it contains the planner's Python as a zip, and loads Pyodide, CPython for browsers, from `pyodide/` beside
+the page if a server has that, as for the project's documentation, and otherwise from Pyodide's own address.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.hardware import FOLDER, names, read_device
 from harness.planner.model_config import families
-from harness.planner.page.answer import EXPERT_FAMILIES, LABELS
-from harness.planner.search import Task
+from harness.planner.page.answer import EXPERT_FAMILIES, FITTING, LABELS, note_on, shown
+from harness.planner.search import Found, Task
 
 PACKAGE = Path(__file__).resolve().parents[2]
 PARTS = Path(__file__).parent / "parts"
@@ -30,27 +31,30 @@ SOURCES = ("config", "planner", "topology", "parallel/pipeline", "errors.py", "w
 """Folders and files of `harness` that the planner imports."""
 
 
-def write_page(path: Path, model: str, hardware: str, task: Task) -> None:
-    """Write the page, its form filled with a task and the names of its model and device.
+def write_page(path: Path, model: str, hardware: str, task: Task, found: Found) -> None:
+    """Write the page, its form filled with a task and the names of its model and device, and its plan.
 
     Raises UserError if it cannot be written.
     """
-    text = page(model, hardware, task)
+    text = page(model, hardware, task, found)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--page {path}: cannot be written: {(error.strerror or '').lower()}") from None
 
 
-def page(model: str, hardware: str, task: Task) -> str:
+def page(model: str, hardware: str, task: Task, found: Found) -> str:
     """Return the page."""
     folder = Path(model)
     model_name, device_name = folder.resolve().name if folder.exists() else model, Path(hardware).stem.lower()
+    config = _finite(read_model_config(model))
     content = {
-        "models": models() | {model_name: _finite(read_model_config(model))},
+        "models": models() | {model_name: config},
         "hardware": devices() | {device_name: without_sources(read_device(hardware)[0])},
         "labels": LABELS,
         "pyodide": PYODIDE,
+        "rows": FITTING,
+        "plan": shown(task, note_on(task, config), found),
         "start": {
             "model": model_name,
             "gpus": str(task.world_size),
@@ -60,11 +64,12 @@ def page(model: str, hardware: str, task: Task) -> str:
             "precision": task.workload.precision,
         },
     }
-    first, *others = tables((PARTS / "predictions.md").read_text("utf-8"))
+    accuracy = (PARTS / "predictions.md").read_text("utf-8").strip().split("\n\n")
+    short = next(block for block in accuracy if block.startswith("| nodes |"))
     filled = {
         "style": (PARTS / "page.css").read_text("utf-8"),
-        "first_table": first,
-        "other_tables": "\n".join(others),
+        "first_table": as_html(short),
+        "other_tables": "\n".join(as_html(block) for block in accuracy if block is not short),
         "data": json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "planner": base64.b64encode(planner_zip()).decode(),
         "worker": (PARTS / "worker.js").read_text("utf-8"),
@@ -132,14 +137,12 @@ def _finite(config: JsonObject) -> JsonObject:
     return content
 
 
-def tables(markdown: str) -> Iterator[str]:
-    """Yield the tables of a text as HTML."""
-    for block in markdown.strip().split("\n\n"):
-        if not block.startswith("|"):
-            yield f"<p>{escape(block)}</p>"
-            continue
-        head, _, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
-        lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in body]
-        names = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-        rows = "".join(f"<tr>{line}</tr>" for line in lines)
-        yield f'<div class="wide"><table><tr>{names}</tr>{rows}</table></div>'
+def as_html(block: str) -> str:
+    """Return a table or a paragraph of a Markdown text as HTML."""
+    if not block.startswith("|"):
+        return f"<p>{escape(block)}</p>"
+    head, _, *body = [[escape(cell.strip(" `")) for cell in line.strip("|").split("|")] for line in block.splitlines()]
+    lines = ["".join(f"<td>{cell}</td>" for cell in row) for row in body]
+    names = "".join(f"<th>{cell}</th>" for cell in head)
+    rows = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="wide"><table><tr>{names}</tr>{rows}</table></div>'

@@ -102,13 +102,14 @@ def test_an_unknown_family_is_planned_from_its_sizes_and_said() -> None:
 
 
 def test_the_page_carries_all_that_its_python_needs(tmp_path: Path) -> None:
-    """Without site-packages, as in the browser: neither transformers nor anything else is there to be imported."""
+    """Without site-packages and some of the standard library, as in the browser."""
     zipfile.ZipFile(io.BytesIO(planner_zip())).extractall(tmp_path)
     asked_here = question(config=models()["Qwen3 30B-A3B"], model="Qwen3 30B-A3B")
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from harness.planner.page.answer import answer\n"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); sys.modules.update(dict.fromkeys(sys.argv[2:]))\n"
+    code += "from harness.planner.page.answer import answer\n"
     code += "print(answer(sys.stdin.read()))"
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, str(tmp_path)],
+        [sys.executable, "-I", "-S", "-c", code, str(tmp_path), "resource", "termios", "syslog", "curses"],
         input=json.dumps(asked_here), capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout) == json.loads(answer(json.dumps(asked_here)))
@@ -156,6 +157,6 @@ def test_a_custom_device_and_model_are_on_its_page(tmp_path: Path) -> None:
     config = {"model_type": "mamba", "hidden_size": 64, "num_heads": 2, "num_layers": 2, "vocab_size": 9, "limit": inf}
     (tmp_path / "config.json").write_text(json.dumps(config))
     task = task_of(config, "mine", device, world_size=4, sequence=512)
-    html = page(str(tmp_path), str(tmp_path / "mine.json"), task)
+    html = page(str(tmp_path), str(tmp_path / "mine.json"), task, search(task))
     assert '"name":"My GPU","memory_gib":61.5' in html and '"vocab_size":9,"limit":null}' in html
     assert f'"start":{{"model":"{tmp_path.name}","gpus":"4","hardware":"mine"' in html

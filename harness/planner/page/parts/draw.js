@@ -1,20 +1,22 @@
 // Draws a plan: the chosen layout with its memory and its time, and the table of all.
-const SHOWN = 40; // rows that fit, until all are asked for
+const SHOWN = DATA.rows; // rows that fit, until all are asked for
 const FEW_STAGES = 16; // of which each has its bar at once
 const MEMORY = { parameters: "#2b83c6", gradients: "#e0712c", optimizer: "#009e73", activations: "#cc79a7", logits: "#e6b91e", buffers: "#8a8f98" };
 const TIME = { compute: "#2b83c6", bubble: "#8a8f98", tensor: "#cc79a7", pipeline: "#56b4e9", data: "#e0712c", optimizer: "#009e73" };
 const WORDS = { tensor: "tensor-parallel traffic", pipeline: "pipeline traffic", data: "data-parallel traffic" };
+const TILES = { loss: "loss", feed_forward: "ffn", attention: "mask" };
 const COLUMNS = {
   "": (row) => row.number || "–",
   pp: (row) => row.layout.pipeline,
   tp: (row) => row.layout.tensor + (row.expert_parallel_size > 1 ? " ep" : "") + (row.sequence_parallel ? " sp" : ""),
-  dp: (row) => row.layout.data,
+  dp: (row) => row.layout.data + (row.context_parallel_size > 1 ? ` cp${row.context_parallel_size}` : ""),
   ZeRO: (row) => row.zero_stage,
   micro: (row) => row.micro_batch,
   accum: (row) => row.gradient_accumulation_steps,
-  ckpt: (row) => (row.activation_checkpointing ? "yes" : "no"),
+  ckpt: (row) => (row.activations_on_host ? "host" : row.activation_checkpointing ? "yes" : "no"),
   schedule: (row) => (row.layout.pipeline > 1 ? row.schedule : "–"),
   offload: (row) => ({ none: "no", optimizer: "states", parameters: "weights", "optimizer+parameters": "all" })[row.offload],
+  tiles: (row) => Object.entries(TILES).filter(([key]) => row.preset.tiling?.[key]).map(([, word]) => word).join(" ") || "–",
   GiB: (row) => row.memory_gib.max.toFixed(1),
   "step s": (row) => digits(row.step_seconds.total),
   bubble: (row) => percent(row.bubble_fraction),

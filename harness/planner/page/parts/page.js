@@ -1,5 +1,5 @@
-// Reads the form, lets the planner's Python search in a worker, and has the result drawn. The address behind # holds all
-// choices.
+// Reads the form and has its plan drawn: the one that is written into the page, or what the planner's Python finds in a
+// worker. The address behind # holds all choices.
 const PASTED = "paste a config.json";
 const EDITS = DATA.labels;
 const FIELDS = ["model", "gpus", "hardware", "batch", "sequence", "precision"];
@@ -41,7 +41,7 @@ function drawDevice(precision) {
   at("pasted").hidden = at("model").value !== PASTED;
 }
 
-function questionOf(state) {
+function questionOf({ row = "", ...state }) {
   const isPasted = state.model === PASTED;
   return JSON.stringify({
     config: isPasted ? state.config : DATA.models[state.model],
@@ -54,32 +54,87 @@ function questionOf(state) {
   });
 }
 
+const withoutRow = (state) => questionOf({ ...state, row: "" });
+
 function say(text, isError) {
   at("message").textContent = text;
   at("message").className = isError ? "error" : "";
 }
 
-// The worker, its Python, and the number of the last question: older answers are of no use any more.
+// The plan that the page shows without Python: the written one, then the last that was found. The question has no row.
+let latest = { question: withoutRow(DATA.start), found: DATA.plan };
+
+// The worker with its Python, the number of the last question, as older answers are of no use any more, and what it asks.
 let asked = 0;
+let searched = "";
 let worker = null;
 
+// Pyodide runs in module workers alone. A page from a disk may start these from data: addresses only, and a page from a
+// server from blobs only, if the worker shall read files of that server.
 function startWorker() {
-  const text = at("worker").textContent;
-  worker = new Worker(URL.createObjectURL(new Blob([text], { type: "text/javascript" })), { type: "module" });
-  const beside = location.protocol.startsWith("http");
-  const base = beside ? new URL("pyodide/", location).href : `https://cdn.jsdelivr.net/pyodide/v${DATA.pyodide}/full/`;
+  const code = at("worker").textContent;
+  const bases = [`https://cdn.jsdelivr.net/pyodide/v${DATA.pyodide}/full/`];
+  let address = `data:text/javascript,${encodeURIComponent(code)}`;
+  if (location.protocol.startsWith("http")) {
+    bases.unshift(new URL("pyodide/", location).href);
+    address = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
+  }
+  const started = new Worker(address, { type: "module" });
   const archive = Uint8Array.from(atob(at("planner").textContent), (letter) => letter.charCodeAt(0));
-  worker.onmessage = ({ data }) => {
-    if (data.isReady) return;
-    if (data.failed) say(`the planner cannot run here: ${data.failed}`, true);
-    else if (data.number === asked) show(data.found);
+  started.onmessage = ({ data }) => {
+    if (data.notLoaded) withoutPython(data.notLoaded);
+    else if (data.number !== asked) return;
+    else if (data.failed) say(`the planner failed here: ${data.failed}`, true);
+    else {
+      latest = { question: searched, found: data.found };
+      show(data.found);
+    }
   };
-  worker.postMessage({ base, archive: archive.buffer });
+  started.onerror = (event) => withoutPython(`its worker did not start: ${event.message || "this browser refused it"}`);
+  started.postMessage({ bases, archive: archive.buffer });
+  return started;
+}
+
+// Says what is missing, and how to go on. The next change tries again.
+function withoutPython(reason) {
+  worker?.terminate();
+  worker = null;
+  const back = element("button", "back to the plan of this page");
+  back.type = "button";
+  back.addEventListener("click", () => {
+    toForm(DATA.start);
+    changed(0);
+  });
+  say("This choice must be computed by Python in the browser, but ", true);
+  at("message").append(
+    `${reason}. Connect to the internet, or open the page from a server with Pyodide ${DATA.pyodide} in pyodide/ beside it; ` +
+      "or let `ds-harness plan` compute it in a terminal. What is shown below belongs to an earlier choice. ",
+    back,
+  );
+}
+
+// The latest plan if it answers the form's question, with the chosen row; else null.
+function known(state) {
+  const { question, found } = latest;
+  if (withoutRow(state) !== question) return null;
+  if (!state.row || "error" in found) return found;
+  const chosen = found.rows.find((one) => one.name === state.row);
+  return chosen ? { ...found, chosen } : null;
 }
 
 function ask() {
   asked += 1;
-  worker.postMessage({ number: asked, question: questionOf(fromForm()) });
+  const state = fromForm();
+  const found = known(state);
+  if (found) return show(found);
+  say(worker ? "searching…" : "loading Python for the browser, some MB the first time…", false);
+  try {
+    worker ??= startWorker();
+  } catch (error) {
+    return withoutPython(`its worker did not start: ${error.message}`);
+  }
+  searched = withoutRow(state);
+  worker.postMessage({ number: asked, question: questionOf(state) });
 }
 
 function show(found) {
@@ -111,10 +166,7 @@ function changed(wait) {
   count = SHOWN;
   at("result").classList.add("stale");
   keep();
-  timer = setTimeout(() => {
-    say(asked ? "searching…" : "loading Python for the browser, some MB the first time…", false);
-    ask();
-  }, wait);
+  timer = setTimeout(ask, wait);
 }
 
 function start() {
@@ -135,7 +187,12 @@ function start() {
   window.addEventListener("hashchange", () => {
     if (location.hash !== kept) readAddress();
   });
-  startWorker();
+  at("errors").addEventListener("click", (event) => {
+    event.preventDefault(); // the address holds the choices
+    at("accuracy").open = true;
+    at("accuracy").scrollIntoView();
+  });
+  show(latest.found);
   readAddress();
 }
 
