@@ -106,7 +106,7 @@ class Engine(ABC):
         keys: DrawKeys | None = None,
         compression: CompressedReduction | None = None,
     ) -> None:
-        self.deepspeed = deepspeed
+        self.deepspeed: DeepSpeedEngine = deepspeed
         self.context = context
         self.loss = loss
         self.keys = keys
