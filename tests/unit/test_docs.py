@@ -131,6 +131,12 @@ def test_code_and_json_of_a_page_can_be_read(path: Path) -> None:
         json.loads(text if text.lstrip().startswith("{") else f"{{{text}}}")
 
 
+def test_the_start_page_has_a_picture_and_the_planner_and_a_command_that_fits_a_phone() -> None:
+    page = (DOCS / "index.md").read_text()
+    assert "](images/" in page and "](planner.html)" in page
+    assert max(map(len, page.split("```")[1].splitlines())) <= 42  # characters
+
+
 @pytest.mark.parametrize("path", sorted({*DOCS.glob("recipes/*.md")} - {DOCS / "recipes/index.md"}), ids=name_of)
 def test_a_recipe_has_a_command_its_output_and_a_picture(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
