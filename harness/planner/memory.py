@@ -180,7 +180,8 @@ def _states(
     elif stage == 1:
         summed = workload.gradient_bytes if workload.precision != "fp16" else 0
         own_gradient = 0 if workload.habits.sums_in_place else width
-        gradients, optimizer = held * (own_gradient + (summed if width == 2 else 0)), own * each
+        # gradients are summed apart from those of a micro-batch only in a wider precision
+        gradients, optimizer = held * (own_gradient + (summed if summed > width else 0)), own * each
     else:
         gradients, optimizer = own * max(workload.gradient_bytes, width), own * each
     host = 0.0

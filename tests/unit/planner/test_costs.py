@@ -94,6 +94,20 @@ def test_model_states_are_shared_out_as_deepspeed_does(precision, stage, each):
     assert one.parameters + one.gradients + one.optimizer == pytest.approx(each * SHAPE.parameters)
 
 
+@pytest.mark.parametrize(
+    ("precision", "flat", "gradient_bytes", "each"),
+    [
+        ("fp32", True, 4, 4 + 4 + 8 / 4),  # float32 weights are updated where they lie
+        ("bf16", True, 4, 2 + 4 + 12 / 4),  # a gradient is freed when it is added to its sum
+        ("bf16", False, 2, 2 + 2 + 12 / 4),  # sums in bf16 are DeepSpeed's, and no second tensor
+    ],
+)
+def test_states_of_zero_1_depend_on_how_gradients_are_summed(precision, flat, gradient_bytes, each):
+    work = replace(WORKLOAD, precision=precision, gradient_bytes=gradient_bytes)
+    one = of(Strategy(dp_size=4, zero_stage=1, flat_sums=flat), work).stages[0]
+    assert one.parameters + one.gradients + one.optimizer == pytest.approx(each * SHAPE.parameters)
+
+
 @pytest.mark.parametrize(("expert", "copies"), [(1, 8), (4, 2), (8, 1)])
 def test_states_are_shared_out_among_the_ranks_that_hold_copies_of_an_expert(expert, copies):
     layer = LayerShape(
