@@ -1,6 +1,6 @@
 """The harness beside other ways to train the same model on the same cores, in one run.
 
-    python scripts/bench/peers.py [--rounds 3] [--steps 3] [--only NAME ...] [--experts]
+    python scripts/bench/peers.py [--rounds 3] [--steps 3] [--only NAME ...] [--experts | --cable MBIT]
 
 A llama of 17 million parameters in float32, AdamW, clipping, eight micro-batches of 4 x 256 tokens a step. One process
 has a thread for each core, ranks have one. Every round makes some steps with each program, in new processes; the first
@@ -8,6 +8,8 @@ step is left out. The losses of all programs are compared, except those of the t
 show what data parallelism in plain PyTorch could reach at most. Writes results/peers.json, from which `draw_peers.py`
 makes the table and the picture of the docs. With --experts the model is a mixtral of eight experts, of which a token
 meets two, and one process runs them one after the other, or in grouped products; it writes results/experts.json.
+With --cable two hosts have a rank each: network namespaces with a cable of so many Mbit/s between them (0: no limit),
+which take root to make. It writes results/cable-MBIT.json.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from cable import Host, two_hosts
 from peer_programs.task import Task, Work
 from report import RESULTS, write_report
 
@@ -95,16 +100,21 @@ TOLERANCE = 1e-4  # of a loss
 LIMIT_S = 300
 
 
-def train(name: str, folder: Path, steps: int) -> dict[str, list[float]]:
-    """Run a program in processes of its own; return losses and seconds of its steps."""
+def train(name: str, folder: Path, steps: int, hosts: Sequence[Host] = ()) -> dict[str, list[float]]:
+    """Run a program in processes of its own, each on its host if there are any; return losses and seconds of steps."""
     ranks, port = (PROGRAMS | OF_EXPERTS)[name][2], str(free_port())
     threads = (os.cpu_count() or 1) // ranks
     processes = []
     for rank in range(ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks} if ranks > 1 else {}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}
+        on_host = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1} if hosts else {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+        place = {"RANK": rank, "WORLD_SIZE": ranks, **on_host} if ranks > 1 else {}
+        address = hosts[0].address if hosts else "127.0.0.1"
+        meeting = {"MASTER_ADDR": address, "MASTER_PORT": port} if ranks > 1 else {}
+        if hosts and ranks > 1:
+            meeting |= {"GLOO_SOCKET_IFNAME": hosts[rank].interface, "CROSS_RANK": rank, "CROSS_SIZE": ranks}
         own = {"OMP_NUM_THREADS": threads, "DS_ACCELERATOR": "cpu", **place, **meeting}
         command = [sys.executable, __file__, "--program", name, "--folder", str(folder), "--steps", str(steps)]
+        command = hosts[rank].command(command) if hosts and ranks > 1 else command
         environment = {**os.environ, **{key: str(value) for key, value in own.items()}}
         with (folder / f"log-{rank}.txt").open("w") as log:
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
@@ -156,6 +166,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(PROGRAMS | OF_EXPERTS))
     parser.add_argument("--experts", action="store_true", help="a mixture of experts")
+    parser.add_argument("--cable", type=int, metavar="MBIT", help="two hosts, a rank each")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the programs")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--program", help=argparse.SUPPRESS)
@@ -170,18 +181,20 @@ def main() -> int:
         work = replace(work, shape={**work.shape, **SMALL}, length=32)
     names = list(dict.fromkeys([base, *(args.only or known)]))
     rounds = []
-    with tempfile.TemporaryDirectory() as name:
+    between = nullcontext(()) if args.cable is None else two_hosts(args.cable)
+    with tempfile.TemporaryDirectory() as name, between as hosts:
         work.write(Path(name))
         for _ in range(args.rounds):
             rounds.append({})
             for program in names:
-                rounds[-1][program] = found = train(program, Path(name), args.steps)
+                rounds[-1][program] = found = train(program, Path(name), args.steps, hosts)
                 print(f"{program}: {work.tokens / min(found['seconds'][1:]):,.0f} tokens/s", flush=True)
     rows = summary(work, rounds, base)
     worst = max(row["loss_difference"] for name, row in rows.items() if name != BOUND)
     load = [round(each, 1) for each in os.getloadavg()]
-    content = {"work": asdict(work), "cores": os.cpu_count(), "load_average": load}
-    output = args.output or RESULTS / ("experts.json" if args.experts else "peers.json")
+    content = {"work": asdict(work), "cores": os.cpu_count(), "load_average": load, "cable_mbit": args.cable}
+    written = "experts.json" if args.experts else "peers.json" if args.cable is None else f"cable-{args.cable}.json"
+    output = args.output or RESULTS / written
     write_report(output, {**content, "worst_loss_difference": worst, "programs": rows}, what=str(__doc__))
     for name, row in rows.items():
         print(
