@@ -117,7 +117,7 @@ def test_where_one_rank_fails_all_ranks_say_why(tmp_path: Path) -> None:
     assert not_tried.endswith("checkpoints cannot be written there: [Errno 5] Input/output error")
     assert "unfinished-" in not_written
     assert not_written.endswith("model.safetensors: cannot be written: No space left on device")
-    assert not_made == f"the model cannot be written to {out}/file/export: Not a directory"
+    assert not_made == f"the model cannot be written: {out}/file/export: Not a directory"
     assert no_card == f"{out}/README.md: Is a directory"
     assert not_saved == "[Errno 107] not connected"
 

@@ -78,7 +78,7 @@ def test_a_config_is_certified_and_a_run_of_it_says_so(tmp_path: Path, monkeypat
     certificate = json.loads((tmp_path / "c.json").read_text())
     assert certificate["verdict"] == "equal" and certificate["left_out"]
     whats = [row["what"] for row in certificate["compared"]]
-    assert whats == ["float32, saved and resumed", "bf16"]
+    assert whats == ["float32, saved and resumed", "float32, with label smoothing", "bf16"]
     assert all(row["largest"]["loss"] <= row["allowed"]["loss"] for row in certificate["compared"])
     for changes, found in (({}, certificate), ({"gradient_clipping": 0.5}, None)):
         config.write_text(json.dumps({**CONFIG, **changes}))

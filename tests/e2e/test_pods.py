@@ -153,6 +153,7 @@ def test_pods_run_what_the_written_job_says(run: Run, resource: str, tmp_path: P
     script += ["--deepspeed_config", "zero2", "--max_steps", "9"]
     fewest = ["--min_nodes", "1"] if resource == "JobSet" else []
     words = ["kubernetes", "--resource", resource, "--nodes", "2", *fewest, "--ranks", "1", "--output", str(job)]
+    words += ["--volume", "runs", "--mount", str(tmp_path)]
     assert cluster([*words, "--", *script]) == 0
     (*_, document) = yaml.safe_load_all(job.read_text())
     address = run.hosts.hosts[0].address

@@ -60,7 +60,9 @@ def write_model(run: Run, directory: Path) -> None:
     try:
         _write_model(run, directory)
     except NotSaved as error:
-        raise NotSaved(f"the model cannot be written to {directory}: {error}") from error
+        text = str(error)
+        where = "" if text.startswith("/") or str(directory) in text else f" to {directory}"  # it may name a path itself
+        raise NotSaved(f"the model cannot be written{where}: {text}") from error
 
 
 def _write_model(run: Run, directory: Path) -> None:

@@ -156,9 +156,7 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
         pytest.param(lambda t: t.predict({"a": POINTS}), "test_dataset is a dict of a: give one", id="predict-splits"),
         pytest.param(lambda t: t.predict("a"), "test_dataset is the text 'a': give a data set", id="predict-a-file"),
         pytest.param(lambda t: t.predict([]), "the data set to evaluate is empty", id="predict-none"),
-        pytest.param(
-            lambda t: t.save_model("/dev/null/a"), "the model cannot be written to /dev/null/a: Not", id="save"
-        ),
+        pytest.param(lambda t: t.save_model("/dev/null/a"), "the model cannot be written: /dev/null/a: Not", id="save"),
         pytest.param(lambda t: t.train(3), "no whole checkpoint there (no such directory)", id="resume-a-number"),
         pytest.param(lambda t: t.trained_model(), "trained_model() supports HuggingFace models only", id="no-model"),
     ],
