@@ -180,7 +180,8 @@ def all_or_none(action: Callable[[], T]) -> T:
     except (UserError, OSError) as error:
         problem = str(error)
         if isinstance(error, OSError):
-            problem = f"{error.filename}: {reason(error)}" if error.filename else reason(error)
+            path = error.filename2 or error.filename  # of a file that is moved, the place that it is moved to
+            problem = f"{path}: {reason(error)}" if path else reason(error)
     is_somewhere = any_rank(bool(problem))
     if problem or is_somewhere:
         raise UserError(next(filter(None, values_of_all(problem)), "another rank has failed"))

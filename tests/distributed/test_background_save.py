@@ -114,12 +114,12 @@ def test_where_one_rank_fails_all_ranks_say_why(tmp_path: Path) -> None:
     first, second = run_ranks(2, where_one_rank_fails, job, str(out))
     assert first == second
     not_tried, not_written, not_made, no_card, not_saved = first
-    assert not_tried.endswith("checkpoints cannot be written there: [Errno 5] Input/output error")
+    assert not_tried.endswith("checkpoints cannot be written there: Input/output error")
     assert "unfinished-" in not_written
     assert not_written.endswith("model.safetensors: cannot be written: No space left on device")
     assert not_made == f"the model cannot be written: {out}/file/export: Not a directory"
     assert no_card == f"{out}/README.md: Is a directory"
-    assert not_saved == "[Errno 107] not connected"
+    assert not_saved == "not connected"
 
 
 def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
