@@ -43,7 +43,8 @@ def replaced_files(directory: Path) -> Iterator[Path]:
             path.replace(target)
         sync_folder(directory)
     except OSError as error:  # find the reason now: removing the folder frees the inodes that were lacking
-        raise OSError(error.errno, reason(error, folder), error.filename) from error
+        moved_to = error.filename2 or error.filename
+        raise OSError(error.errno, reason(error, folder), moved_to) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
