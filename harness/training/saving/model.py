@@ -60,8 +60,8 @@ def write_model(run: Run, directory: Path) -> None:
     try:
         _write_model(run, directory)
     except NotSaved as error:
-        text = str(error)
-        where = "" if text.startswith("/") or str(directory) in text else f" to {directory}"  # it may name a path itself
+        text = str(error)  # it may name a path itself
+        where = "" if text.startswith("/") or str(directory) in text else f" to {directory}"
         raise NotSaved(f"the model cannot be written{where}: {text}") from error
 
 
