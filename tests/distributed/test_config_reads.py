@@ -14,6 +14,7 @@ pytestmark = pytest.mark.ranks
 
 # Keys that none of these runs can show, by their beginnings: who acts on them, and where that is tested.
 ELSEWHERE = {
+    "/bf16/immediate_grad_update": "the harness adds each gradient at once, whatever it says",
     "/zero_optimization/stage": "the parser, which chooses the optimizer: test_losses",
     "/zero_optimization/cpu_offload": "the parser, to offload_optimizer and offload_param: DS105",
     "/zero_optimization/zenflow": "nobody: refused, or without effect",
