@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -100,8 +100,8 @@ def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
     the adapters were loaded for inference, and are trained.
 
     Raises:
-        UserError: not exactly one adapter is active, its config is not supported, or its layers are not those that peft
-            makes of the config.
+        UserError: not exactly one adapter is active, adapters are merged or disabled, the config is not supported, or
+            the layers with adapters are not those that peft makes of it.
     """
     peft = sys.modules.get("peft")  # without it no model has adapters
     if peft is not None and isinstance(model, peft.PeftModel):
@@ -115,6 +115,7 @@ def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
         raise UserError(f"active adapters: {', '.join(active) or 'none'}: select the one to train with set_adapter()")
     (name,) = active
     require_plain(model)
+    _require_in_use(base)
     source = ModelSource.of_model(base)
     weights: dict[str, Tensor] = {}
     adapters: dict[str, Tensor] = {}
@@ -147,13 +148,23 @@ def _without_adapters(base: PreTrainedModel, name: str) -> PreTrainedModel:
     plain = skeleton_of(base, base.config)
     for path, module in list(plain.named_modules()):
         if isinstance(module, ModulesToSaveWrapper):
-            plain.set_submodule(path, module.modules_to_save[name])
+            is_of_this = name in module.modules_to_save
+            plain.set_submodule(path, module.modules_to_save[name] if is_of_this else module.original_module)
         elif is_wrapper(module) and not path.endswith(".base_layer"):
             plain.set_submodule(path, without_adapters(module))
     for mark in ("peft_config", "_hf_peft_config_loaded"):
         vars(plain).pop(mark, None)
     forget_broken_ties(plain)
     return plain
+
+
+def _require_in_use(model: nn.Module) -> None:
+    """Raise UserError for a layer whose adapters are merged into its weights, or disabled."""
+    for path, wrapper in _wrappers(model):
+        if wrapper.merged:
+            raise UserError(f"{path}: its adapters are merged into its weights: unmerge them first")
+        if wrapper.disable_adapters:
+            raise UserError(f"{path}: its adapters are disabled: enable them first")
 
 
 def _require_as_configured(base: PreTrainedModel, name: str, plain: PreTrainedModel, adaptation: Adaptation) -> None:
@@ -175,18 +186,20 @@ def _require_as_configured(base: PreTrainedModel, name: str, plain: PreTrainedMo
 
 
 def _settings(model: nn.Module, name: str) -> dict[str, dict[str, str]]:
-    """Return the settings of each layer with adapters, as text by name, for the adapter `name`."""
-    wrappers: dict[str, Wrapper] = {path: module for path, module in model.named_modules() if is_wrapper(module)}
+    """Return the settings of the adapter `name` as text, by the layer that it adapts; other adapters may differ."""
     return {
         path: {
-            "class": type(module).__name__,
-            "scaling": str(module.scaling.get(name)),
-            "merged adapters": str(module.merged_adapters),
-            "disable_adapters": str(module.disable_adapters),
-            **{part: repr(getattr(module, part)[name]) for part in ("lora_A", "lora_B", "lora_dropout")},
+            "class": type(wrapper).__name__,
+            "scaling": str(wrapper.scaling[name]),
+            **{part: repr(getattr(wrapper, part)[name]) for part in ("lora_A", "lora_B", "lora_dropout")},
         }
-        for path, module in wrappers.items()
+        for path, wrapper in _wrappers(model)
+        if name in wrapper.lora_A
     }
+
+
+def _wrappers(model: nn.Module) -> Iterator[tuple[str, Wrapper]]:
+    return ((path, module) for path, module in model.named_modules() if is_wrapper(module))
 
 
 def inject(model: PreTrainedModel, adaptation: Adaptation, *, keep_ties: bool) -> None:
@@ -349,8 +362,7 @@ class AdaptedWeights:
         name."""
         device = next(layer.parameters()).device
         tensors = {}
-        wrappers = ((name, wrapper) for name, wrapper in whole.named_modules() if is_wrapper(wrapper))
-        for name, wrapper in wrappers:
+        for name, wrapper in _wrappers(whole):
             scratch = copy.deepcopy(wrapper)
             scratch.base_layer = nn.Identity()
             scratch.to_empty(device=device)

@@ -128,6 +128,21 @@ def test_what_was_changed_in_a_model_beside_its_adapters_is_kept() -> None:
     assert all(torch.allclose(ours[name].grad, theirs[name].grad, atol=1e-7) for name in theirs)
 
 
+def test_an_adapter_is_trained_beside_inactive_ones_of_other_layers() -> None:
+    other = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
+    model: Any = get_peft_model(model_of("llama"), other, adapter_name="other")
+    model.add_adapter("second", LoraConfig(r=4, target_modules=["v_proj"]))
+    model.set_adapter("second")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    found = adapted_model(model.eval())
+    assert found is not None
+    built = build(adapt(*found))
+    assert torch.equal(run(built, IDS), model(IDS).logits)
+    trained = {n for m in built.modules.values() for n, p in m.named_parameters() if p.requires_grad}
+    assert trained and all(".v_proj.lora_" in name for name in trained)
+
+
 def test_changed_adapters_are_refused_by_name() -> None:
     def changed(change: Any) -> str:
         model: Any = get_peft_model(model_of("llama"), LoraConfig(**ALL))
@@ -139,7 +154,8 @@ def test_changed_adapters_are_refused_by_name() -> None:
     assert "its scaling is 5.0, but the adapter's config makes 2.0" in changed(
         lambda _, layer: layer.set_scale("default", 2.5)
     )
-    assert "merged adapters" in changed(lambda _, layer: layer.merge())
+    assert "its adapters are merged into its weights" in changed(lambda _, layer: layer.merge())
+    assert "its adapters are disabled" in changed(lambda _, layer: layer.enable_adapters(enabled=False))
     assert "lora_dropout" in changed(lambda _, layer: layer.lora_dropout.update({"default": torch.nn.Dropout(0.5)}))
     assert "lora_A.default.weight is frozen" in changed(lambda _, layer: layer.lora_A.requires_grad_(False))
     plain = torch.nn.Linear(64, 96, bias=False)
