@@ -41,6 +41,8 @@ def train(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         _parser().parse_args(["--help"])
     options = training_options(argv)
+    if options.started:  # by a launch that has looked at the flags
+        return start(options)
     words = options.script[1:]
     if not words:
         print(USAGE)

@@ -22,7 +22,7 @@ from harness.topology.processes import own_python
 from harness.topology.slurm import Allocation, address_of
 from harness.verb_parser import integer
 
-LAUNCH = tuple(own_python("-m", "harness.cli", "launch"))
+DS_HARNESS = tuple(own_python("-m", "harness.cli"))
 LOCALHOST = "localhost"
 BACKLOG = 2048  # hosts that connect at once
 COUNT_DEVICES = (
@@ -56,8 +56,8 @@ class HostDevices:
         return False
 
     def command(self, words: Sequence[str], ssh_port: int | None) -> list[str]:
-        """Return the command that runs `ds-harness launch` with these words there."""
-        launch = [*LAUNCH, *words]
+        """Return the command that runs `ds-harness` with these words there."""
+        launch = [*DS_HARNESS, *words]
         if self.is_here:
             return launch
         if self.slurm:

@@ -81,7 +81,7 @@ def _have_secret(options: Options) -> None:
             return  # the first host says it
         risk = f"whoever reaches {options.rdzv_endpoint} can run programs as this user on all hosts"
         remedy = "set it to one random text on all of them, as `openssl rand -hex 32` prints it"
-        print_if_heard(f"ds-harness launch: {SECRET} is not set: {risk}; {remedy}", sys.stderr)
+        print_if_heard(f"{options.command}: {SECRET} is not set: {risk}; {remedy}", sys.stderr)
         return
     replace_environment({**inherited(), SECRET: secrets.token_hex(32)})
 
@@ -177,7 +177,7 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
     in_process = HashStore()  # for a host that is alone: no port is opened
     for incarnation in itertools.count(int(time.time())):
         try:
-            meeting = in_process if reached is None else connect(reached, wait)
+            meeting = in_process if reached is None else connect(reached, wait, options.command)
             store = run_store(meeting, options.rdzv_id)
             offer = _offer(options, host, endpoint)  # only now: before, the endpoint's name could not be resolved
             name = (offer.address, launched, incarnation)
@@ -197,7 +197,7 @@ def _meet_and_run(options: Options, host: HostDevices, script: Script, ranks: Ra
         except (RuntimeError, RendezvousError) as error:
             reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
             text = f"the store of the run at {options.rdzv_endpoint} does not answer: {reason}"
-            print_if_heard(f"ds-harness launch: {text}", sys.stderr)
+            print_if_heard(f"{options.command}: {text}", sys.stderr)
         ranks.end()
     raise AssertionError("an agent ended without an exit code")
 

@@ -218,4 +218,4 @@ class Leader:
 
     def say(self, text: str) -> None:
         """Print a line for the user."""
-        print_if_heard(f"ds-harness launch: {text}", sys.stderr)
+        print_if_heard(f"{self.options.command}: {text}", sys.stderr)

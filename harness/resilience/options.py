@@ -45,8 +45,9 @@ def _flag(kind: type, default: T, metavar: str, what: str, *names: str) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to start a run, and how often. Each field but the first two is the flag of its name, with further names."""
+    """How to start a run, and how often. A field with metadata is the flag of its name."""
 
+    verb: str  # what the user typed: launch or train
     script: tuple[str, ...]  # what runs on each rank, with its arguments
     flags: tuple[str, ...]  # the words before it, each flag under its own name
     max_restarts: int = _flag(int, 0, "N", "start again up to N times")
@@ -81,10 +82,15 @@ class Options:
     no_python: bool = _flag(bool, False, "", "the script is a command of its own")
     no_local_rank: bool = _flag(bool, False, "", "do not pass --local_rank to the script")
     no_standby: bool = _flag(bool, False, "", "keep no process ready on each host for the next restart")
-    # Another launch has started this one, and tells it its name and the number of ranks on all hosts.
+    # Another launch has started this one, by the same verb, and tells it its name and the number of ranks on all hosts.
     started: bool = _flag(bool, False, "", argparse.SUPPRESS)
     host: str = _flag(str, "", "", argparse.SUPPRESS)
     wanted: int | None = _flag(int, None, "", argparse.SUPPRESS)
+
+    @property
+    def command(self) -> str:
+        """The command with which messages to the user begin."""
+        return f"ds-harness {self.verb}"
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -127,7 +133,7 @@ def read_options(argv: Sequence[str]) -> Options:
     words = parser.spelled(argv)  # as many
     start = len(argv) - len(given.pop("arguments")) - 1
     start -= argv[start] != given.pop("script")  # argparse swallows a "--" after the script
-    return _options(given, script=argv[start:], flags=words[:start])
+    return _options(given, verb="launch", script=argv[start:], flags=words[:start])
 
 
 def training_options(argv: Sequence[str]) -> Options:
@@ -138,13 +144,13 @@ def training_options(argv: Sequence[str]) -> Options:
     flags, others = parser.parted(argv)
     refuse_others(others)
     given = vars(parser.parse_args(flags))
-    return _options({**given, "module": True}, script=[TRAIN, *others], flags=[*flags, "--module"])
+    return _options({**given, "module": True}, verb="train", script=[TRAIN, *others], flags=flags)
 
 
-def _options(given: JsonObject, *, script: Sequence[str], flags: Sequence[str]) -> Options:
+def _options(given: JsonObject, *, verb: str, script: Sequence[str], flags: Sequence[str]) -> Options:
     given.pop(IGNORED, None)
     _fill_from_launcher(given)
-    options = Options(script=tuple(script), flags=tuple(flags), **given)
+    options = Options(verb=verb, script=tuple(script), flags=tuple(flags), **given)
     _require(options)
     return options
 
@@ -211,15 +217,12 @@ def _parser() -> LaunchParser:
 
 
 def add_launch_flags(parser: argparse._ActionsContainer, *, of_any_script: bool = True) -> None:
-    """Add the flags of a launch.
-
-    Args:
-        of_any_script: also those about how a script of the user's is started, and those between launches.
-    """
-    for each in fields(Options)[2:]:
-        about, kind = each.metadata, each.metadata["kind"]
-        if not of_any_script and (each.name in OF_SCRIPTS or about["help"] == argparse.SUPPRESS):
+    """Add the flags of a launch; those about how a script of the user's is started only with `of_any_script`."""
+    for each in fields(Options):
+        about = each.metadata
+        if not about or (each.name in OF_SCRIPTS and not of_any_script):
             continue
+        kind = about["kind"]
         flags = sorted([f"--{each.name}", *about["names"]], key=lambda name: name[1] == "-")  # -H before --hostfile
         more = {"action": Boolean} if kind is bool else {"type": _TYPES[kind], "metavar": about["metavar"]}
         parser.add_argument(*flags, default=each.default, help=about["help"], **more)

@@ -68,15 +68,16 @@ def run_store(store: dist.Store, run_id: str) -> SignedStore:
     return SignedStore(store, f"ds-harness/{run_id}/")
 
 
-def connect(endpoint: tuple[str, int], look: Callable[[], None]) -> dist.Store:
+def connect(endpoint: tuple[str, int], look: Callable[[], None], command: str) -> dist.Store:
     """Return a connection to the store, once somebody serves it; call `look` meanwhile, which may raise.
 
     Each attempt has a thread, because it blocks for ever if another program accepts the connection and does not answer.
+    Messages begin with `command`.
     Raises SystemExit if nobody serves the store within FIND_S seconds.
     """
     begun, tried, told = time.monotonic(), -math.inf, False
     found: list[dist.Store] = []
-    where = f"ds-harness launch: {endpoint[0]}:{endpoint[1]}"
+    where = f"{command}: {endpoint[0]}:{endpoint[1]}"
     attempt = threading.Thread()
 
     def try_once() -> None:

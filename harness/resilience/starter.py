@@ -1,4 +1,4 @@
-"""Start `ds-harness launch` on each host by ssh or srun, and again on lost hosts; serve the store of the agents.
+"""Start `ds-harness` on each host by ssh or srun, and again on lost hosts; serve the store of the agents.
 
 The engine starts nothing on other hosts.
 """
@@ -111,7 +111,8 @@ class Starter:
             "--wanted": str(sum(len(each.devices) for each in self.hosts)),
         }
         flags = [*without(options.flags, BY_STARTER), *(word for pair in words.items() for word in pair), "--started"]
-        self.launches[index] = HostLaunch(host, [*flags, *options.script], options.ssh_port)
+        script = options.script[1:] if options.verb == "train" else options.script  # which `train` names itself
+        self.launches[index] = HostLaunch(host, [options.verb, *flags, *script], options.ssh_port)
 
     def _keep(self) -> int:
         """Keep the launches going until the run is over; return the exit code."""
@@ -146,7 +147,7 @@ class Starter:
         if code in OWN_ERRORS and not host.slurm:
             return code
         if not self.options.max_restarts:
-            print_if_heard(f"ds-harness launch: no answer from {host.name}", sys.stderr)
+            print_if_heard(f"{self.options.command}: no answer from {host.name}", sys.stderr)
             return 1
         was_there = host.is_here or time.monotonic() - launch.begun > HOST_RETRY_S
         self.missing[index] = time.monotonic() + (0.0 if was_there else HOST_RETRY_S)

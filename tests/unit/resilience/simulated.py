@@ -128,7 +128,7 @@ class Host:
         history = None
         for incarnation in range(self.first_agent, self.first_agent + 9):
             try:
-                store = run_store(connect(run.endpoint, self._look), options.rdzv_id)
+                store = run_store(connect(run.endpoint, self._look, options.command), options.rdzv_id)
                 name = (offer.address, self.index, incarnation)
                 script = Script(options.script)
                 self.agent = Agent(offer, name, options, script, self.ranks, store, self._look, self.received, history)  # type: ignore[arg-type]

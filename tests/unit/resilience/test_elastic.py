@@ -388,9 +388,9 @@ def test_a_program_that_accepts_and_says_nothing_is_waited_for_with_a_word(
     with socket.create_server(("127.0.0.1", 0)) as other:
         endpoint = "127.0.0.1", other.getsockname()[1]
         with pytest.raises(KeyboardInterrupt):
-            rendezvous.connect(endpoint, look)
+            rendezvous.connect(endpoint, look, "ds-harness train")
     said = capsys.readouterr().err
-    assert said == f"ds-harness launch: {endpoint[0]}:{endpoint[1]}: waiting for the store of the run: no answer\n"
+    assert said == f"ds-harness train: {endpoint[0]}:{endpoint[1]}: waiting for the store of the run: no answer\n"
 
 
 class Skewed(datetime):

@@ -15,6 +15,8 @@ from harness.arguments.configure import fewest_ranks
 from harness.arguments.fewer_ranks import KINDS
 from harness.cli import main
 from harness.errors import UserError
+from harness.resilience import starter
+from harness.resilience.hosts import HostDevices
 from harness.resilience.options import USAGE, read_options, training_options
 from scripts.write_verbs import parser_of
 
@@ -149,6 +151,27 @@ def test_flags_of_the_run_and_of_the_launch_stand_in_any_order(
     options = training_options(words.split())
     assert options.script == ("harness.train", *of_the_run.split()) and options.module
     assert {name: getattr(options, name) for name in means} == means
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["train --max_restarts 2 --max_steps 3 --no_standby", "launch --max_restarts 2 scripts/train.py --max_steps 3"],
+)
+def test_a_host_is_started_by_the_verb_that_the_user_typed(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb, *argv = words.split()
+    read = {"train": training_options, "launch": read_options}[verb]
+    options, begun = read(argv), []
+    hosts = [HostDevices(name=name, devices=(0,)) for name in ("localhost", "localhost")]
+    monkeypatch.setattr(starter, "HostLaunch", lambda _host, words, _port: begun.append(words))
+    starter.Starter(options, hosts, [])._begin(1)
+    monkeypatch.setattr("harness.start.start", lambda options: options.node_rank)
+    monkeypatch.setattr("harness.resilience.launch.start", lambda options: options.node_rank)
+    assert begun[0][0] == verb and main(begun[0]) == 1
+    there = read(begun[0][1:])
+    assert (there.script, there.module, there.max_restarts) == (options.script, options.module, 2) and there.started
+    assert there.command == f"ds-harness {verb}"
 
 
 def test_no_flag_of_the_launch_is_one_of_the_run() -> None:

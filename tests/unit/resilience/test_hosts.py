@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness.errors import UserError
 from harness.resilience import hosts as module
-from harness.resilience.hosts import LAUNCH, HostDevices, _node_list, address_here, find_hosts, listen
+from harness.resilience.hosts import DS_HARNESS, HostDevices, _node_list, address_here, find_hosts, listen
 from harness.resilience.options import read_options
 
 AWAY = "203.0.113.7"  # an address of nobody, RFC 5737
@@ -111,7 +111,8 @@ def test_a_launch_starts_here_by_ssh_or_in_slurm(monkeypatch: pytest.MonkeyPatch
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    words, launch = ["--started", "a b"], [*LAUNCH, "--started", "a b"]
+    words = ["launch", "--started", "a b"]
+    launch = [*DS_HARNESS, *words]
     assert HostDevices(name="localhost", devices=(0,)).command(words, 22) == launch
     *ssh, name, command = HostDevices(name=AWAY, devices=(0,)).command(words, 2222)
     assert ssh[-2:] == ["-p", "2222"] and "BatchMode=yes" in ssh and name == AWAY
