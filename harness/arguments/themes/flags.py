@@ -181,8 +181,8 @@ class Flags:
                 flag = str(error).partition(" ")[0]
                 if not any(problem.startswith(f"{flag} ") for problem in problems):  # else it is refused already
                     problems.append(str(error))
-            except (TypeError, ValueError, AttributeError):
-                if not problems:  # otherwise a value of a wrong type, already among the problems, confused this check
+            except (TypeError, ValueError, AttributeError, OverflowError):
+                if not problems:  # else a wrong or infinite value, which is among them, confused this check
                     raise
         refuse_all(problems)
         vars(self)["_given"] = given  # flags that a check has set do not count

@@ -93,6 +93,7 @@ def test_words_become_flags(words: tuple[str, ...], given: dict[str, Any]) -> No
         pytest.param("--seed -3", "--seed -3: must be at least 0", id="negative-seed"),
         pytest.param(f"--seed {2**63}", f"argument --seed: '{2**63}' is more than {2**63 - 1}", id="seed-beyond-torch"),
         pytest.param("--learning_rate inf", "--learning_rate inf: must be a finite number", id="infinite"),
+        pytest.param("--save_steps inf", "--save_steps inf: must be a finite number", id="infinite steps"),
         pytest.param("--hang_seconds nan", "--hang_seconds nan: must be a finite number", id="nan"),
         pytest.param("--save_strategy no --save_seconds 9", "--save_seconds and --save_strategy no", id="never-saves"),
         pytest.param("--save_seconds 0", "--save_seconds 0.0: must be above 0", id="no-seconds"),
