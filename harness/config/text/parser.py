@@ -295,8 +295,9 @@ def parse(text: str) -> Parsed:
             if oddity.kind == "bare-word" and word is not None and oddity.end > oddity.start + word.end():
                 message = f"{word[1]} is Python, not JSON: what follows it on the line is read as part of the word"
                 raise TextError(message, oddity.start, f"write {_OF_PYTHON[word[1]]}") from error
-        if (missing := _missing_closer(text, error.offset)) is not None:
-            raise missing from error
+        missing = _missing_closer(text, error.offset)
+        if missing is not None and _reads_on(text, missing, error.offset):
+            raise _never_closed(missing) from error
         raise
 
 
@@ -317,8 +318,16 @@ class _Open:
     is_indented: bool | None = None  # None: nothing on a line of its own has come yet
 
 
-def _missing_closer(text: str, failed: int) -> TextError | None:
-    """Return where a brace or bracket is missing, if that is why reading has failed at an offset; else None.
+@dataclass(frozen=True)
+class _Missing:
+    """The offset at which the counterpart of an open brace or bracket is missing."""
+
+    opened: _Open
+    offset: int
+
+
+def _missing_closer(text: str, failed: int) -> _Missing | None:
+    """Return where a brace or bracket seems to be missing before the offset at which reading has failed, or None.
 
     A reader notices it only far below, often at the end of the file. The indentation says where it belongs, if there is
     any: what an object holds is indented more than the line that opens it, and its end is not indented less.
@@ -327,6 +336,8 @@ def _missing_closer(text: str, failed: int) -> TextError | None:
     line, line_start, indent = 1, 0, len(text) - len(text.lstrip(" \t"))
     for token in _TOKEN.finditer(text):
         word, at = token[0], token.start()
+        if at > failed:
+            return None
         if word[0] == "\n":
             line, line_start, indent = line + 1, at + 1, len(word) - 1
             head = text[token.end() : token.end() + 1]
@@ -334,29 +345,47 @@ def _missing_closer(text: str, failed: int) -> TextError | None:
                 if opened and opened[-1].is_indented is None:
                     opened[-1].is_indented = indent > opened[-1].indent
                 if any(each.is_indented and indent <= each.indent for each in opened):
-                    return _never_closed(text, opened[-1], line_start)
+                    return _missing_before(text, opened[-1], line_start)
         elif word in _CLOSERS:
             is_last = text[token.end() : _line_end(text, token.end())].strip() == ""
             outer = opened[-1].is_indented if opened else None
             opened.append(_Open(word, line, indent, None if is_last else outer))
         elif word in ("}", "]"):
-            if not opened or at > failed:
+            if not opened:
                 return None
             comes_first = not text[line_start:at].strip()
             is_outer = comes_first and opened[-1].is_indented and indent < opened[-1].indent
             if all(_CLOSERS[each.bracket] != word for each in opened):
                 return None  # it closes nothing
             if _CLOSERS[opened[-1].bracket] != word or is_outer:
-                return _never_closed(text, opened[-1], line_start if comes_first else at)
+                return _missing_before(text, opened[-1], line_start if comes_first else at)
             opened.pop()
-    return _never_closed(text, opened[-1], len(text)) if opened and failed >= len(text.rstrip()) else None
+    return _missing_before(text, opened[-1], len(text)) if opened and failed >= len(text.rstrip()) else None
 
 
-def _never_closed(text: str, opened: _Open, before: int) -> TextError:
+def _missing_before(text: str, opened: _Open, end: int) -> _Missing:
+    return _Missing(opened, len(text[:end].rstrip().rstrip(",").rstrip()))
+
+
+def _reads_on(text: str, missing: _Missing, failed: int) -> bool:
+    """Return whether the text can be read farther with the missing bracket; else indentation has misled us.
+
+    At the end of the text several may be missing, of which one by itself leads no farther.
+    """
+    closed = text[: missing.offset] + _CLOSERS[missing.opened.bracket] + text[missing.offset :]
+    try:
+        _parse(closed, _Reader(closed))
+    except TextError as error:
+        gained = error.offset - failed - 1  # without the bracket itself
+        return gained > 0 or (gained == 0 and failed >= len(text.rstrip()))
+    return True
+
+
+def _never_closed(missing: _Missing) -> TextError:
+    opened = missing.opened
     name = "brace" if opened.bracket == "{" else "bracket"
-    end = len(text[:before].rstrip().rstrip(",").rstrip())
     message = f"a closing {name} is missing here, for the one that opens on line {opened.line}"
-    return TextError(message, end, f"add {_CLOSERS[opened.bracket]}")
+    return TextError(message, missing.offset, f"add {_CLOSERS[opened.bracket]}")
 
 
 def _parse(text: str, reader: _Reader) -> Parsed:

@@ -209,7 +209,15 @@ def test_a_missing_brace_is_reported_where_it_is_missing(text, place, missing):
     assert found.hint in ("add }", "add ]")
 
 
-@pytest.mark.parametrize("text", ['{"a": 1,, }', '{"a": 1}}', '{"a": "x\n}', '{"a" 1}', '{"a": ]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"a": 1,, }', '{"a": 1}}', '{"a": "x\n}', '{"a" 1}', '{"a": ]}'),
+        '{\n  "a": 1,,\n  "b": {\n"c": 2\n  }\n}',  # odd indentation after the fault
+        '{\n  "b": {\n"c": 2\n  },\n  "a": 1,,\n}',  # and before it
+        '{\n  "b": {\n"c": 1e999\n  }\n}',
+    ],
+)
 def test_another_fault_is_not_called_a_missing_brace(text):
     with pytest.raises(ConfigError) as refused:
         from_text(text)
