@@ -12,5 +12,14 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 def one_of(choices: Sequence[object]) -> str:
     """Return the choices as `a, b or c`."""
-    words = [str(choice) for choice in choices]
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+    return _listed(choices, "or")
+
+
+def all_of(items: Sequence[object]) -> str:
+    """Return the items as `a, b and c`."""
+    return _listed(items, "and")
+
+
+def _listed(items: Sequence[object], conjunction: str) -> str:
+    *first, last = map(str, items)
+    return f"{', '.join(first)} {conjunction} {last}" if first else last

@@ -35,6 +35,18 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("deepspeed", {"communication_data_type": 5}),
     ("deepspeed", {"zero_optimization": {"stage": 2, "offload_optimizer": {"pin_memory": False}}}),
     ("deepspeed", {"bf16": {"enabled": True, "bf16_optimizer_states": True}, "zero_optimization": {"stage": 1}}),
+    *(
+        (
+            target,
+            {
+                "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": states},
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, **zenflow},
+                "optimizer": {"type": "AdamW", "params": params},
+            },
+        )
+        for states in (True, False)
+        for target, params, zenflow in (("harness", {"torch_adam": True}, {}), ("deepspeed", {}, {"zenflow": {}}))
+    ),
     ("hf", {"tensor_parallel": {"preset_model": "llama"}}),
 ]
 

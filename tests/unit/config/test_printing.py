@@ -12,7 +12,7 @@ from harness.config.text.diagnostic import ConfigError, Diagnostic, Edit, Severi
 from harness.config.text.document import Document
 from harness.config.text.parser import parse
 from harness.config.values.pointers import name_of
-from harness.wording import counted, one_of
+from harness.wording import all_of, counted, one_of
 
 ERROR, WARNING, INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
 
@@ -175,3 +175,4 @@ def test_counts_and_choices_are_words() -> None:
     ]
     assert counted(2, "batch", "batches") == "2 batches"
     assert [one_of(choices) for choices in ([1], [1, 2], ["a", "b", "c"])] == ["1", "1 or 2", "a, b or c"]
+    assert [all_of(items) for items in (["a"], (1, 2, 3))] == ["a", "1, 2 and 3"]

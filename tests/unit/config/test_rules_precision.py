@@ -87,6 +87,22 @@ NAMED = 'set offload_optimizer.device to "cpu" and optimizer.type to "AdamW", or
             id="master weights alone",
         ),
         pytest.param({"bf16": {MASTERS: True}, **ADAMW, **zero(2, **CPU)}, [], id="master weights, offloaded"),
+        *(
+            pytest.param(
+                {"bf16": {MASTERS: True, **states}, **zero(2, **CPU), **optimizer},
+                [f"bf16/{MASTERS}: {MASTERS} needs DeepSpeed's CPU Adam with offload_optimizer; {remedy}{otherwise}"],
+                id=f"{remedy}, {'states too' if states else 'master weights alone'}",
+            )
+            for optimizer, remedy in (
+                ({}, 'set optimizer.type to "AdamW"'),
+                ({"optimizer": {"type": "SGD"}}, 'set optimizer.type to "AdamW"'),
+                ({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, "remove torch_adam"),
+            )
+            for states, otherwise in (({}, ", or remove it"), ({STATES: True}, ""))
+        ),
+        pytest.param(
+            {"bf16": {MASTERS: True}, "optimizer": {"type": "auto"}, **zero(2, **CPU)}, [], id="--optim decides"
+        ),
         pytest.param(
             {"bf16": {STATES: True}, **zero(3)},
             [f"bf16/{STATES}: {STATES} needs {MASTERS}; enable {MASTERS} too"],
@@ -109,6 +125,17 @@ NAMED = 'set offload_optimizer.device to "cpu" and optimizer.type to "AdamW", or
 )
 def test_master_weights_in_16_bits_need_zero(config: dict[str, Any], words: list[str]) -> None:
     assert said(config, "DS404") == [f"error /{each}" for each in words]
+
+
+@pytest.mark.parametrize(
+    ("zenflow", "optimizer", "remedy"),
+    [({}, ADAMW, "remove zenflow, or remove it"), (None, ADAMW, ""), (None, {}, "")],  # a program may bring its own
+)
+def test_without_the_harness_master_weights_in_16_bits_exclude_zenflow(
+    zenflow: dict[str, Any] | None, optimizer: dict[str, Any], remedy: str
+) -> None:
+    config = {"bf16": {MASTERS: True}, **zero(2, **CPU, zenflow=zenflow), **optimizer}
+    assert [item.split("; ")[1] for item in said(config, "DS404", target="deepspeed")] == ([remedy] if remedy else [])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,11 @@ def offloads(view: RunView, section: str) -> bool:
     return view.as_read(f"{ZERO}/{section}/device") in ("cpu", "nvme")
 
 
+def uses_zenflow(view: RunView) -> bool:
+    """Return whether ZenFlow is on: its section, even an empty one, is its switch."""
+    return isinstance(view.get(f"{ZERO}/zenflow"), dict)
+
+
 @rule("DS501", "offload-param-below-stage-3", Severity.WARNING, claim="runs")
 def offload_param_below_stage_3(view: RunView) -> Iterator[Finding]:
     """offload_param is set at a ZeRO stage that does not partition parameters.

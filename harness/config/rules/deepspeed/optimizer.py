@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.rules.deepspeed.offload import offloads
+from harness.config.rules.deepspeed.offload import offloads, uses_zenflow
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.schema import Signature, signatures
@@ -50,6 +50,26 @@ def _class_name(view: RunView, name: str) -> str | None:
     if name == "lion":
         return "DeepSpeedCPULion" if cpu else "FusedLion"
     return {"lamb": "FusedLamb", "muon": "MuonWithAuxAdam"}.get(name, name)
+
+
+def _built(view: RunView) -> str | None:
+    """Return the name of the class that the engine builds for the file; None if the file names no optimizer."""
+    name = kind(view)
+    return _class_name(view, name) if name is not None else None
+
+
+def cpu_adam_advice(view: RunView) -> str | None:
+    """Return how to make DeepSpeedCPUAdam the offloaded optimizer; None if it is, or if the program may bring it.
+
+    With ZenFlow DeepSpeed builds a subclass, and features that ask for DeepSpeedCPUAdam refuse that.
+    """
+    if not view.has(TYPE):
+        return 'set optimizer.type to "AdamW"' if view.target == "harness" else None
+    if kind(view) not in ("adam", "adamw", None):
+        return 'set optimizer.type to "AdamW"'
+    if view.on(f"{PARAMS}/torch_adam"):
+        return "remove torch_adam"
+    return "remove zenflow" if uses_zenflow(view) and view.target != "harness" else None
 
 
 def _signature(class_name: str | None) -> Signature | None:
@@ -260,8 +280,7 @@ def amsgrad_that_deepspeed_lacks(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "amsgrad": true,
            "torch_adam": true}}}
     """
-    name = kind(view)
-    class_name = _class_name(view, name) if name is not None else None
+    name, class_name = kind(view), _built(view)
     by_torch = view.target == "harness" and name in ("adam", "adamw") and not offloads(view, "offload_optimizer")
     if view.on(f"{PARAMS}/amsgrad") and class_name in _WITHOUT_AMSGRAD and not by_torch:
         torch_too = name in ("adam", "adamw")
@@ -284,9 +303,7 @@ def parameters_that_exclude_each_other(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": true,
            "momentum": 0.9}}}
     """
-    name = kind(view)
-    class_name = _class_name(view, name) if name is not None else None
-    params = view.section(PARAMS)
+    class_name, params = _built(view), view.section(PARAMS)
     if class_name not in signatures()["torch_optimizers"]:
         return
     found = []
@@ -319,15 +336,13 @@ def partial_offload_without_cpu_adam(view: RunView) -> Iterator[Finding]:
            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
     """
     pointer = "/zero_optimization/offload_optimizer/ratio"
-    ratio, name = as_float(view.get(pointer)), kind(view)
-    class_name = _class_name(view, name) if name is not None else None
+    ratio, advice = as_float(view.get(pointer)), cpu_adam_advice(view)
     partial = ratio is not None and ratio < 1 and view.zero_stage == 3 and offloads(view, "offload_optimizer")
-    if partial and view.target != "harness" and class_name not in (None, "DeepSpeedCPUAdam"):
+    if partial and view.target != "harness" and advice is not None:
         yield Finding(
             pointer=pointer,
-            message=f"offload_optimizer.ratio {ratio} needs DeepSpeed's CPU Adam, but the optimizer is {class_name}",
-            hint=("remove torch_adam" if name in ("adam", "adamw") else 'set optimizer.type to "AdamW"')
-            + ", or remove ratio",
+            message=f"offload_optimizer.ratio {ratio} needs DeepSpeed's CPU Adam",
+            hint=f"{advice}, or remove ratio",
             deepspeed="raises AssertionError when the engine starts",
             on_value=True,
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.rules.deepspeed.offload import offloads
-from harness.config.rules.deepspeed.optimizer import is_tested_with_zero
+from harness.config.rules.deepspeed.optimizer import cpu_adam_advice, is_tested_with_zero
 from harness.config.rules.rule import Finding, rule
+from harness.config.rules.syntax.values import show
 from harness.config.rules.view import RunView
 from harness.config.schema import torch_modules
 from harness.config.schema.coercion import as_float, as_int
@@ -91,42 +92,54 @@ def impossible_loss_scaling(view: RunView) -> Iterator[Finding]:
             )
 
 
+_BF16_MASTERS = "bf16_master_weights_and_grads"
+
+
 @rule("DS404", "low-precision-masters-without-zero", Severity.ERROR, claim="refuses")
 def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
     """Master weights or optimizer states in 16 bits, without ZeRO or without its CPU Adam.
 
-    Only ZeRO's optimizers can keep them in 16 bits. Master weights in 16 bits without bf16_optimizer_states need an
-    offloaded optimizer state, and bf16_optimizer_states needs bf16_master_weights_and_grads.
+    Only ZeRO's optimizers can keep them in 16 bits. Master weights in 16 bits need bf16_optimizer_states, or else an
+    optimizer state that DeepSpeed's CPU Adam updates in the host's memory; with offload_optimizer they always need that
+    Adam. bf16_optimizer_states needs bf16_master_weights_and_grads.
 
     Wrong: {"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}
     Right: {"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true,
            "bf16_optimizer_states": true}, "zero_optimization": {"stage": 1}}
     """
     bf16 = f"/{view.bf16_section}"
-    masters = f"{bf16}/bf16_master_weights_and_grads"
-    states = f"{bf16}/bf16_optimizer_states"
+    masters, states = f"{bf16}/{_BF16_MASTERS}", f"{bf16}/bf16_optimizer_states"
     for pointer in ("/fp16/fp16_master_weights_and_grads", masters, states):
-        if view.on(pointer) and view.zero_stage == 0:
+        if not view.on(pointer):
+            continue
+        if view.zero_stage == 0:
+            missing = ("ZeRO, but the stage is 0", "set zero_optimization.stage to 1, 2 or 3")
+        elif pointer == states:
+            missing = None if view.on(masters) else (_BF16_MASTERS, f"enable {_BF16_MASTERS} too")
+        else:
+            missing = _missing_cpu_adam(view, with_states=pointer == masters and view.on(states))
+        if missing is not None:
+            what, hint = missing
             yield Finding(
                 pointer=pointer,
-                message=f"{pointer.rsplit('/', 1)[1]} needs ZeRO, but the stage is 0",
-                hint="set zero_optimization.stage to 1, 2 or 3",
+                message=f"{pointer.rsplit('/', 1)[1]} needs {what}",
+                hint=hint,
                 deepspeed="raises AssertionError",
             )
-        elif pointer != states and view.on(pointer) and not view.on(states) and not offloads(view, "offload_optimizer"):
-            yield Finding(
-                pointer=pointer,
-                message=f"{pointer.rsplit('/', 1)[1]} needs offload_optimizer and DeepSpeed's CPU Adam",
-                hint='set offload_optimizer.device to "cpu" and optimizer.type to "AdamW", or remove it',
-                deepspeed="raises AssertionError when the engine starts",
-            )
-        elif pointer == states and view.on(states) and not view.on(masters):
-            yield Finding(
-                pointer=states,
-                message="bf16_optimizer_states needs bf16_master_weights_and_grads",
-                hint="enable bf16_master_weights_and_grads too",
-                deepspeed="raises AssertionError",
-            )
+
+
+def _missing_cpu_adam(view: RunView, *, with_states: bool) -> tuple[str, str] | None:
+    """Return what master weights in 16 bits lack of an offloaded CPU Adam, and the remedy; None if they lack nothing.
+
+    `with_states`: the optimizer state is in 16 bits, too, and may stay on the accelerator.
+    """
+    if not offloads(view, "offload_optimizer"):
+        remedy = 'set offload_optimizer.device to "cpu" and optimizer.type to "AdamW", or remove it'
+        return None if with_states else ("offload_optimizer and DeepSpeed's CPU Adam", remedy)
+    advice = cpu_adam_advice(view)
+    if advice is None:
+        return None
+    return "DeepSpeed's CPU Adam with offload_optimizer", advice if with_states else f"{advice}, or remove it"
 
 
 @rule("DS405", "param-dtype-conflict", Severity.ERROR, claim="engine")
@@ -222,12 +235,15 @@ def module_that_cannot_be_imported(view: RunView) -> Iterator[Finding]:
         return
     for index, name in enumerate(names):
         package, dot, class_name = name.rpartition(".") if isinstance(name, str) else ("", "", "")
-        if dot and (package != "torch.nn" or class_name in torch_modules()):
+        is_qualified = bool(dot and class_name)
+        if is_qualified and (package != "torch.nn" or class_name in torch_modules()):
             continue
         close = nearest(class_name or str(name), torch_modules())
         yield Finding(
             pointer=f"{_MODULES}/{index}",
-            message=f"torch.nn has no {class_name}" if dot else f"{name} is not a class with its package",
+            message=f"torch.nn has no {class_name}"
+            if is_qualified
+            else f"{show(name)} is not a class with its package",
             hint=f"write torch.nn.{close}" if close else "write PACKAGE.CLASS, such as torch.nn.Linear",
             deepspeed="raises ValueError when the engine starts",
             on_value=True,

@@ -11,7 +11,7 @@ from harness.config.schema import Signature, signatures
 from harness.config.schema.suggest import nearest
 from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import AUTO, whole
-from harness.wording import one_of
+from harness.wording import all_of, one_of
 
 TYPE, PARAMS = "/scheduler/type", "/scheduler/params"
 
@@ -117,7 +117,7 @@ def missing_scheduler_parameter(view: RunView) -> Iterator[Finding]:
     if missing:
         yield Finding(
             pointer=PARAMS if view.has(PARAMS) else TYPE,
-            message=f"{name} needs {one_of(missing).replace(' or ', ' and ')}",
+            message=f"{name} needs {all_of(missing)}",
             hint=_remedy(missing),
             deepspeed="raises TypeError when the engine builds the schedule",
         )
@@ -126,7 +126,7 @@ def missing_scheduler_parameter(view: RunView) -> Iterator[Finding]:
 def _remedy(missing: list[str]) -> str:
     if set(missing) & set(FUNCTIONS):  # no JSON holds one
         return f"use {one_of(list(signatures()['deepspeed_schedulers']))} with its own parameters"
-    return 'add "params": {}' if missing == ["params"] else f"add {' and '.join(missing)} to scheduler.params"
+    return 'add "params": {}' if missing == ["params"] else f"add {all_of(missing)} to scheduler.params"
 
 
 @rule("DS814", "no-warmup-steps", Severity.ERROR, claim="engine")
@@ -227,14 +227,14 @@ def two_learning_rates(view: RunView) -> Iterator[Finding]:
     rate = view.get("/optimizer/params/lr")
     if peak is None or arguments is None or view.get(PARAMS) is None:
         return
-    stated = view.section(PARAMS).get(peak)
-    used = arguments.defaults.get(peak) if stated in (None, AUTO) and not view.has(f"{PARAMS}/{peak}") else stated
+    is_stated = view.has(f"{PARAMS}/{peak}")
+    used = view.get(f"{PARAMS}/{peak}") if is_stated else arguments.defaults.get(peak)
     if not _is_number(rate) or not _is_number(used) or rate == used:
         return
     yield Finding(
-        pointer=f"{PARAMS}/{peak}" if stated is not None else TYPE,
+        pointer=f"{PARAMS}/{peak}" if is_stated else TYPE,
         message=f"optimizer.params.lr is {rate}, but {name} "
-        + (f"sets the rate by {peak} {used}" if stated is not None else f"uses {peak} {used}, its default"),
+        + (f"sets the rate by {peak} {used}" if is_stated else f"uses {peak} {used}, its default"),
         hint=f"set scheduler.params.{peak} to {rate}, or remove optimizer.params.lr",
         deepspeed="never uses the optimizer's rate",
         on_value=True,
@@ -247,9 +247,9 @@ def _is_number(value: object) -> bool:
 
 @rule("DS822", "schedule-that-starts-in-the-middle", Severity.ERROR, claim="engine")
 def schedule_that_starts_in_the_middle(view: RunView) -> Iterator[Finding]:
-    """A schedule of torch is to start behind its first step, for which it wants rates that a new optimizer lacks.
+    """A schedule of torch starts after its first step, which needs initial rates that a new optimizer does not hold.
 
-    A run that continues restores the schedule from its checkpoint by itself.
+    A resumed run restores the schedule from its checkpoint by itself.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
            "scheduler": {"type": "StepLR", "params": {"step_size": 10, "last_epoch": 5}}}

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.config.rules.deepspeed.offload import ZERO, uses_zenflow
 from harness.config.rules.deepspeed.optimizer import PARAMS, TYPE, instead, kind
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.schema import signatures
 from harness.config.text.diagnostic import Severity
-from harness.config.values.pointers import AUTO, whole
-from harness.wording import one_of
+from harness.config.values.pointers import whole
+from harness.wording import all_of
 
-ZERO = "/zero_optimization"
 ZENFLOW = f"{ZERO}/zenflow"
-
-
-def _is_on(view: RunView) -> bool:
-    return view.get(ZENFLOW) not in (None, AUTO)
 
 
 @rule("DS513", "zenflow-without-offload", Severity.ERROR, claim="engine")
@@ -29,7 +25,7 @@ def zenflow_without_offload(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
            "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     """
-    if not _is_on(view):
+    if not uses_zenflow(view):
         return
     is_offloaded = view.as_read(f"{ZERO}/offload_optimizer/device") == "cpu"
     if view.zero_stage == 0:
@@ -61,7 +57,7 @@ def zenflow_updates_after_selections(view: RunView) -> Iterator[Finding]:
     """
     select, update = (whole(view.as_read(f"{ZENFLOW}/{name}_interval")) for name in ("select", "update"))
     counts_steps = view.as_read(f"{ZENFLOW}/select_strategy") == "step"
-    if counts_steps and select is not None and update is not None and 0 != select < update:
+    if counts_steps and select is not None and update is not None and 0 < select < update:
         yield Finding(
             pointer=f"{ZENFLOW}/update_interval",
             message=f"update_interval is {update}, but select_interval is only {select}",
@@ -73,9 +69,9 @@ def zenflow_updates_after_selections(view: RunView) -> Iterator[Finding]:
 
 @rule("DS515", "zenflow-with-another-optimizer", Severity.ERROR, claim="engine")
 def zenflow_with_another_optimizer(view: RunView) -> Iterator[Finding]:
-    """ZenFlow hands the optimizer's parameters to its own AdamW and to its Adam on the CPU, and one of them lacks one.
+    """ZenFlow is on with another optimizer than Adam and AdamW, or with a parameter that one of its optimizers lacks.
 
-    So the file must name Adam or AdamW, and only parameters that both have.
+    It passes the parameters to torch's AdamW for the important gradients, and to DeepSpeed's CPU Adam for the rest.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": true}},
            "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
@@ -83,19 +79,23 @@ def zenflow_with_another_optimizer(view: RunView) -> Iterator[Finding]:
            "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     """
     name = kind(view)
-    if not _is_on(view) or (name is None and view.target == "harness"):  # which then leaves zenflow out, and says so
+    if not uses_zenflow(view):
         return
-    if name not in ("adam", "adamw"):
+    if name in ("adam", "adamw"):
+        yield from _unknown_to_zenflow(view)
+    elif name is not None or view.target != "harness":  # which uses its AdamW, without ZenFlow, and says so
+        named = name is not None
         yield Finding(
-            pointer=TYPE if name is not None else ZENFLOW,
-            message=f"zenflow works with Adam and AdamW only{f', not with {name}' if name is not None else ''}",
-            hint='set optimizer.type to "AdamW", or remove zenflow'
-            if name is None
-            else f"{instead(view, 'AdamW')}, or remove zenflow",
+            pointer=TYPE if named else ZENFLOW,
+            message="zenflow works with Adam and AdamW only" + (f", not with {name}" if named else ""),
+            hint=(instead(view, "AdamW") if named else 'set optimizer.type to "AdamW"') + ", or remove zenflow",
             deepspeed="fails when the engine starts, or at the first step",
             on_value=True,
         )
-        return
+
+
+def _unknown_to_zenflow(view: RunView) -> Iterator[Finding]:
+    """Yield a finding for each parameter that ZenFlow cannot pass on."""
     both = set(signatures()["torch_optimizers"]["AdamW"].params)
     both &= set(signatures()["deepspeed_optimizers"]["DeepSpeedCPUAdam"].params)
     for param in view.section(PARAMS):
@@ -104,5 +104,5 @@ def zenflow_with_another_optimizer(view: RunView) -> Iterator[Finding]:
                 pointer=f"{PARAMS}/{param}",
                 message=f"zenflow's optimizers have no parameter {param}",
                 hint="remove it",
-                deepspeed=f"raises TypeError when the engine starts; it passes on {one_of(sorted(both))}",
+                deepspeed=f"raises TypeError when the engine starts; it passes on {all_of(sorted(both))}",
             )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.config.rules.deepspeed.offload import ZERO, uses_zenflow
 from harness.config.rules.deepspeed.switches import is_other
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.text import edits
 from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import AUTO, whole
-from harness.wording import counted, one_of
-
-ZERO = "/zero_optimization"
+from harness.wording import all_of, counted
 
 
 def _acts(value: object, default: object) -> bool:
@@ -43,7 +42,7 @@ def key_of_another_stage(view: RunView) -> Iterator[Finding]:
         if view.target != "harness" and view.tp_size > 1 and visit.key.spec.get("x-saves"):
             continue
         if stages and stage not in stages and _acts(visit.value, visit.key.spec.get("default")):
-            where = one_of([str(number) for number in stages]).replace(" or ", " and ")
+            where = all_of(stages)
             yield Finding(
                 pointer=visit.pointer,
                 message=f"{visit.name} has an effect at ZeRO stage {where} only, but the stage is {stage}",
@@ -91,10 +90,9 @@ def summed_gradients(view: RunView) -> Iterator[Finding]:
     """
     if str(view.get("/gradient_allreduce_op")).lower() != "sum":
         return
-    zenflow = view.get(f"{ZERO}/zenflow") not in (None, AUTO)
     reasons = (
         ("ZeRO-3", view.zero_stage == 3),
-        ("ZenFlow", zenflow),
+        ("ZenFlow", uses_zenflow(view)),
         ("DeepCompile", view.on("/compile/deepcompile")),
     )
     for name, holds in reasons:

@@ -15,7 +15,7 @@ from harness.config.rules.view import KeyOccurrence, RunView
 from harness.config.schema.coercion import NAMES
 from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import name_of
-from harness.wording import one_of
+from harness.wording import all_of
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -60,12 +60,12 @@ def _words(pointer: str, error: ValidationError) -> tuple[str, str]:
     name, wanted, section = name_of(pointer), cast("Any", error.validator_value), cast("Any", error.instance)
     if error.validator == "required":
         missing = [key for key in wanted if key not in section]
-        return f"{name} needs {one_of(missing).replace(' or ', ' and ')}", "add " + " and ".join(missing)
+        return f"{name} needs {all_of(missing)}", f"add {all_of(missing)}"
     if error.validator == "const":
         return f"{name} is {show(error.instance)}, not {show(wanted)}", f"set {name} to {show(wanted)}"
     if error.validator == "type":
         return f"{name} is {show(error.instance)}, not {NAMES[wanted]}", f"write {NAMES[wanted]}"
-    return f"{name} is {show(error.instance)}, not more than {wanted}", f"use a number above {wanted}"
+    return f"{name} is {show(error.instance)}, but must be above {wanted}", f"use a number above {wanted}"
 
 
 @rule("DS208", "incomplete-section", Severity.ERROR, claim="refuses")
