@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
+from harness.config.values.pointers import put
 from tests.unit.config.said import said
 
 ADAM: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}
@@ -136,17 +138,13 @@ LTD: dict[str, Any] = {
         ("random_ltd_schedule", {}, "needs min_value, max_value, schedule_type and schedule_config"),
         ("random_ltd_schedule/schedule_config", {"require_steps": 1}, "schedule_config needs seq_per_step"),
         ("random_ltd_schedule/schedule_type", "cosine", 'is "cosine", not "fixed_linear"'),
-        ("random_ltd_schedule/schedule_config/seq_per_step", 0, "is 0, not more than 0"),
+        ("random_ltd_schedule/schedule_config/seq_per_step", 0, "is 0, but must be above 0"),
         ("layer_token_lr_schedule", {"enabled": True}, "is true, not false: DeepSpeed does not implement it"),
         ("total_layer_num", 4, ""),
         ("enabled", False, ""),
     ],
 )
 def test_random_ltd_has_what_deepspeed_looks_up(path: str, value: object, message: str) -> None:
-    import copy
-
-    from harness.config.values.pointers import put
-
     data: dict[str, Any] = {"random_ltd": copy.deepcopy(LTD)}
     put(data, "/random_ltd" + (f"/{path}" if path else ""), value)
     found = said({"data_efficiency": {"data_routing": data}}, "DS209", target="deepspeed")
@@ -163,6 +161,7 @@ def test_random_ltd_has_what_deepspeed_looks_up(path: str, value: object, messag
         ({"data_types": {"grad_accum_dtype": "int8"}, "zero_optimization": {"stage": 1}}, "DS406"),
         ({"data_types": {"buffer_dtype": "x"}, "bf16": {"enabled": True}}, "DS202"),
         ({"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Liner"]}}, "DS408"),
+        ({"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn."]}}, "DS408"),
         ({"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["mine.Layer"]}}, ""),
         ({"torch_autocast": {"enabled": False, "lower_precision_safe_modules": ["Linear"]}}, ""),
         ({"data_types": {"buffer_dtype": "x"}}, ""),  # nothing reads it in fp32
@@ -195,18 +194,23 @@ def test_what_saves_a_model_under_autotp_is_never_removed(target: str, tp_size: 
 
 
 @pytest.mark.parametrize(
-    ("config", "severity"),
+    ("config", "where"),
     [
-        ({"tensorboard": {"enabled": True, "output_path": "/data/tb"}}, "warning"),
-        ({"csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "../../x"}}, "error"),
+        ({"tensorboard": {"enabled": True, "output_path": "/data/tb"}}, "warning /tensorboard/output_path"),
+        ({"tensorboard": {"enabled": True, "output_path": "logs", "job_name": "/x"}}, "warning /tensorboard/job_name"),
+        (
+            {"csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "../../x"}},
+            "error /csv_monitor/job_name",
+        ),
+        ({"csv_monitor": {"enabled": True, "output_path": "../logs"}}, "error /csv_monitor/output_path"),
         ({"csv_monitor": {"enabled": True, "output_path": "logs", "job_name": "../x"}}, ""),
         ({"tensorboard": {"enabled": False, "output_path": "/data/tb"}}, ""),
-        ({"flops_profiler": {"output_file": "/tmp/profile"}}, "warning"),
+        ({"flops_profiler": {"output_file": "/tmp/profile"}}, "warning /flops_profiler/output_file"),
         ({"tensorboard": {"enabled": True}}, ""),
     ],
 )
-def test_a_run_writes_only_below_its_folder(config: dict[str, Any], severity: str) -> None:
-    assert [item.split()[0] for item in said(config, "DS111")] == ([severity] if severity else [])
+def test_a_run_writes_only_below_its_folder(config: dict[str, Any], where: str) -> None:
+    assert [item.split(":")[0] for item in said(config, "DS111")] == ([where] if where else [])
     assert not said(config, "DS111", target="deepspeed")
 
 

@@ -25,27 +25,39 @@ def path_outside_of_the_run(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "flops_profiler": {"enabled": true, "output_file": "profile.txt"}}
     """
     for pointer, path in _written(view) if view.target == "harness" else ():
-        outside = posixpath.normpath(path).split("/")[0] == ".."
-        if outside or posixpath.isabs(path):
+        is_absolute, name = posixpath.isabs(path), name_of(pointer)
+        if _leaves(path):
             yield Finding(
                 pointer=pointer,
-                message=f"{name_of(pointer)} is outside of the run's output_dir"
-                if outside
-                else f"{name_of(pointer)} is absolute, and refused unless it is inside of the run's output_dir",
-                hint=f"set {name_of(pointer)} to a relative path",
-                severity=None if outside else Severity.WARNING,
+                message=f"{name} is absolute, and refused unless it is inside of the run's output_dir"
+                if is_absolute
+                else f"{name} is outside of the run's output_dir",
+                hint=f"set {name} to a relative path",
+                severity=Severity.WARNING if is_absolute else None,
                 deepspeed="writes there",
                 on_value=True,
             )
 
 
+def _leaves(path: str) -> bool:
+    """Return whether a path leads out of the folder that it is relative to."""
+    return posixpath.isabs(path) or posixpath.normpath(path).split("/")[0] == ".."
+
+
 def _written(view: RunView) -> Iterator[tuple[str, str]]:
-    """Yield pointer and path of everything that a run would write by the config."""
+    """Yield everything that a run would write by the config: the pointer of the key that decides, and the path.
+
+    A monitor writes to `job_name` in `output_path`; the one that leads outside decides.
+    """
     for section in _MONITORS:
-        folder, job = (view.get(f"{section}/{name}") for name in ("output_path", "job_name"))
-        if view.on(f"{section}/enabled") and (isinstance(folder, str) or isinstance(job, str)):
-            parts = [part for part in (folder, job) if isinstance(part, str)]
-            yield f"{section}/{'output_path' if isinstance(folder, str) else 'job_name'}", posixpath.join(*parts)
-    file = view.get(_PROFILE)
-    if isinstance(file, str):
+        folder, job = (_text(view, f"{section}/{name}") for name in ("output_path", "job_name"))
+        by_job = posixpath.isabs(job) or not _leaves(folder)
+        if view.on(f"{section}/enabled"):
+            yield f"{section}/{'job_name' if by_job else 'output_path'}", posixpath.join(folder, job)
+    if file := _text(view, _PROFILE):
         yield _PROFILE, file
+
+
+def _text(view: RunView, pointer: str) -> str:
+    value = view.get(pointer)
+    return value if isinstance(value, str) else ""
