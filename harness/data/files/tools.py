@@ -8,23 +8,19 @@ a template would write other tokens than it does at inference.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 
 _FUNCTION = "function"
 _OF_A_CALL = ("name", "arguments")
+_AROUND_A_CALL = ("type", "id", "index", _FUNCTION)
 
 
 def tool_schemas(tools: object, location: str) -> list[JsonObject]:
     """Return descriptions of tools from a list, a list as JSON text, or a list of JSON texts. UserError for others."""
-    found = parsed(tools, location)
-    if not found:
-        return []
-    if not isinstance(found, Sequence) or isinstance(found, str):
-        raise UserError(f"{location} is {type(found).__name__}, not a list of tools")
-    return [_schema(tool, f"{location}, tool {number}") for number, tool in enumerate(found, start=1)]
+    return _each(tools, _schema, location, "tool")
 
 
 def _schema(given: object, location: str) -> JsonObject:
@@ -49,12 +45,7 @@ def tool_calls(calls: object, location: str) -> list[JsonObject]:
 
     Arguments stay an object or JSON text, as they were given. Raises UserError for anything else.
     """
-    found = parsed(calls, location)
-    if not found:
-        return []
-    if not isinstance(found, Sequence) or isinstance(found, str):
-        raise UserError(f"{location} is {type(found).__name__}, not a list of calls")
-    return [_call(call, f"{location}, call {number}") for number, call in enumerate(found, start=1)]
+    return _each(calls, _call, location, "call")
 
 
 def calls_of_turn(value: object, location: str) -> list[JsonObject]:
@@ -66,19 +57,31 @@ def calls_of_turn(value: object, location: str) -> list[JsonObject]:
     return calls
 
 
+def _each(given: object, convert: Callable[[object, str], JsonObject], location: str, what: str) -> list[JsonObject]:
+    """Convert each item of a list, or of its JSON text; [] for none. UserError for anything else than a list."""
+    items = parsed(given, location)
+    if not items:
+        return []
+    if not isinstance(items, Sequence) or isinstance(items, str):
+        raise UserError(f"{location} is {type(items).__name__}, not a list of {what}s")
+    return [convert(item, f"{location}, {what} {number}") for number, item in enumerate(items, start=1)]
+
+
 def _call(given: object, location: str) -> JsonObject:
     call = parsed(given, location)
     if not isinstance(call, Mapping):
         raise UserError(f"{location} is {type(call).__name__}, not an object: give {{name, arguments}}")
-    nested = isinstance(call.get(_FUNCTION), Mapping)
-    beside = {name: value for name, value in call.items() if name not in (_FUNCTION, *_OF_A_CALL)} if not nested else {}
-    function = call[_FUNCTION] if nested else {name: call[name] for name in _OF_A_CALL if name in call}
+    around = dict(call)
+    if not isinstance(around.get(_FUNCTION), Mapping):  # it is flat
+        around[_FUNCTION] = {name: around.pop(name) for name in _OF_A_CALL if name in around}
+    function = around[_FUNCTION]
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise UserError(f"{location} has no `name` of a function: give {{name, arguments}}")
-    if unknown := next((name for name in function if name not in _OF_A_CALL), None):
-        raise UserError(f"{location} has `{unknown}`, which a call does not have: give {{name, arguments}}")
+    for found, known in ((around, _AROUND_A_CALL), (function, _OF_A_CALL)):
+        if unknown := next((name for name in found if name not in known), None):
+            raise UserError(f"{location} has `{unknown}`, which a call does not have: give {{name, arguments}}")
     function = {"name": function["name"], "arguments": _arguments(function.get("arguments"), location)}
-    return {"type": _FUNCTION, **(call if nested else beside), _FUNCTION: function}
+    return {"type": _FUNCTION, **around, _FUNCTION: function}
 
 
 def _arguments(given: object, location: str) -> object:

@@ -374,6 +374,16 @@ def test_an_answer_may_be_thoughts_alone() -> None:
             {"messages": [ASK, {**CALLING, "tool_calls": [{"arguments": 1}]}]}, "call 1 has no `name`", id="n"
         ),
         pytest.param(
+            {"messages": [ASK, {**CALLING, "tool_calls": [{"name": "add", "parameters": {"a": 2}}]}]},
+            "call 1 has `parameters`, which a call does not have",
+            id="arguments-under-another-name",
+        ),
+        pytest.param(
+            {"messages": [ASK, {**CALLING, "tool_calls": [{"function": CALL, "result": 4}]}]},
+            "call 1 has `result`, which a call does not have",
+            id="result-in-a-call",
+        ),
+        pytest.param(
             {"messages": [ASK, {**CALLING, "tool_calls": [{**CALL, "arguments": "a = 2"}]}]},
             "call 1: `arguments` is a text that is not JSON",
             id="arguments-of-another-language",
