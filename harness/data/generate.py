@@ -5,13 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from math import inf
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from harness.checkpoint.generation import brings_template, load, padding_id, prompt_ids
+from harness.checkpoint.integrity import is_checkpoint, listed_files, require_listed_weights
 from harness.data.stops import stop_tokens, with_stop_tokens
+from harness.data.templates import Template
+from harness.data.tokenizer import MARK
+from harness.errors import UserError
+from harness.hf.locate import ADAPTERS, model_directory, require_vocabulary
 from harness.verb_parser import Boolean, VerbParser, name_or_path, number, whole_number
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EXAMPLE = """example:
   ds-harness generate runs/demo --prompt "def " --temperature 0"""
@@ -38,15 +47,62 @@ def generate(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.max_new_tokens < 1 or not 0 <= args.temperature < inf:
         parser.error("--max_new_tokens must be at least 1 and --temperature at least 0")
-    tokenizer, model = load(args.model)
+    tokenizer, model = _load(args.model)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     chat = brings_template(tokenizer) if args.chat is None else args.chat
     ids = prompt_ids(tokenizer, prompt, chat=chat)
     if chat:  # a base model's config may name another token than the one with which the template ends an answer
         model.generation_config = with_stop_tokens(model.generation_config, stop_tokens(tokenizer))
-    made = _continued(model, ids, padding_id(tokenizer), args)
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    made = _continued(model, ids, padding, args)
     print(tokenizer.decode(made[len(ids) :] if chat else made, skip_special_tokens=True))
     return 0
+
+
+def _load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
+    """Load the tokenizer and the model of a directory, a preset or a hub id; adapters are loaded with their base model.
+
+    In a checkpoint, only files listed in its manifest are read.
+
+    Raises:
+        UserError: loading fails, or a checkpoint contains weights that are not in its manifest.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    directory = Path(name) if (Path(name) / ADAPTERS).is_file() else model_directory(name, "MODEL_DIR")
+    require_listed_weights(directory)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with listed_files(directory) if is_checkpoint(directory) else nullcontext(directory) as folder:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, ImportError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].replace(str(folder), str(directory))
+            raise UserError(f"cannot load {directory}: {reason}") from error
+    require_vocabulary(tokenizer, directory)
+    return tokenizer, model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def brings_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer has a chat template other than the bytes tokenizer's, which always has one."""
+    return bool(tokenizer.chat_template) and MARK not in getattr(tokenizer, "init_kwargs", {})
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> list[int]:
+    """Tokenise the prompt; with `chat`, as a user's message in the chat template. UserError for an empty prompt."""
+    if chat:
+        if not tokenizer.chat_template:
+            raise UserError("--chat: the tokenizer has no chat template")
+        text = Template(tokenizer).write([{"role": "user", "content": prompt}], None, "--chat", prompt=True)
+        asked: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return asked
+    found: list[int] = tokenizer(prompt)["input_ids"]
+    if not found:
+        raise UserError("--prompt is empty: give some text")
+    return found
 
 
 def _continued(model: Any, ids: list[int], padding: int | None, args: argparse.Namespace) -> list[int]:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BYTES = "bytes"
-_MARK = "harness_tokenizer"
+MARK = "harness_tokenizer"
+"""Key of tokenizer_config.json that marks the bytes tokenizer."""
 
 # A turn is a line with its role, then its content, closed by the end-of-document token.
 _CHAT_TEMPLATE = (
@@ -81,7 +82,7 @@ class ByteTokenizer:
             "pad_token": self.pad_token,
             "clean_up_tokenization_spaces": False,
             "chat_template": _CHAT_TEMPLATE,
-            _MARK: BYTES,
+            MARK: BYTES,
         }
         (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -241,7 +242,7 @@ def _is_marked(directory: str) -> bool:
     """Return whether this is a saved bytes tokenizer to which no tokens have been added since."""
     try:
         config = read_json(Path(directory, "tokenizer_config.json"))
-        if not isinstance(config, dict) or config.get(_MARK) != BYTES:
+        if not isinstance(config, dict) or config.get(MARK) != BYTES:
             return False
         return len(read_json(Path(directory, "tokenizer.json"))["added_tokens"]) == 2
     except (OSError, ValueError, KeyError, TypeError):

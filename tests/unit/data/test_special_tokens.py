@@ -5,8 +5,8 @@ import json
 import pytest
 from tokenizers import processors
 
-from harness.checkpoint.generation import prompt_ids
 from harness.data.chat import ConversationEncoder
+from harness.data.generate import prompt_ids
 from harness.data.tokenizer import ByteTokenizer, identity
 from harness.training.prepare.sample_prompts import ids_of
 from tests.unit.data.test_pieces import trained

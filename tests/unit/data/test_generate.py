@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from harness import Trainer, TrainingArguments
 from harness.checkpoint.directories import contents, finish, partial_name
-from harness.checkpoint.generation import brings_template, prompt_ids
 from harness.cli import main
+from harness.data.generate import brings_template, prompt_ids
 from harness.data.tokenizer import ByteTokenizer
 from tests.models import model_of
 from tests.unit.checkpoint.saved import progress
