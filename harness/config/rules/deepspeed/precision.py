@@ -110,13 +110,14 @@ def low_precision_masters_without_zero(view: RunView) -> Iterator[Finding]:
     bf16 = f"/{view.bf16_section}"
     masters, states = f"{bf16}/{_BF16_MASTERS}", f"{bf16}/bf16_optimizer_states"
     for pointer in ("/fp16/fp16_master_weights_and_grads", masters, states):
+        missing: tuple[str, str] | None = None
         if not view.on(pointer):
             continue
         if view.zero_stage == 0:
             missing = ("ZeRO, but the stage is 0", "set zero_optimization.stage to 1, 2 or 3")
-        elif pointer == states:
-            missing = None if view.on(masters) else (_BF16_MASTERS, f"enable {_BF16_MASTERS} too")
-        else:
+        elif pointer == states and not view.on(masters):
+            missing = (_BF16_MASTERS, f"enable {_BF16_MASTERS} too")
+        elif pointer != states:
             missing = _missing_cpu_adam(view, with_states=pointer == masters and view.on(states))
         if missing is not None:
             what, hint = missing
