@@ -18,6 +18,10 @@ class UserError(Exception):
         super().__init__("\n".join(map(printable, text.split("\n"))))
 
 
+class NotMet(UserError):
+    """The ranks have come together and cannot go on: each of them raises this."""
+
+
 class UserErrors(UserError):
     """Several things the user can fix, each a line of the text."""
 

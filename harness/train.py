@@ -23,10 +23,10 @@ from harness.console import Console, plain_console, quiet
 from harness.errors import UserError
 from harness.preconditions import establish
 from harness.resilience.process import activity, records, signals
-from harness.resilience.watch.meeting import tell_the_others, watching_for_stopped_ranks
+from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import ACCELERATOR, LaunchEnv, inherited, replace_environment
 from harness.training.prepare.preflight import check_before_start, limit_trial
-from harness.uncaught import GRACE_S, lines_of
+from harness.uncaught import GRACE_S, lines_of, report
 
 if TYPE_CHECKING:
     from harness.data.inputs.datasets import Datasets
@@ -87,8 +87,7 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
             return _guarded(partial(run, script, args, config, lora, env, console), env, console)
     except UserError as error:
         records.record_failure(error)
-        _report(console, env.rank, error)
-        tell_the_others(env, error)
+        report(env, error, partial(_show, error, env, console))
         return 1
 
 
@@ -178,17 +177,14 @@ def _guarded(work: Callable[[], None], env: LaunchEnv, console: Console) -> int:
         traceback.print_exc()  # into this rank's log
         if signals.received() and records.is_lost_peer(error):  # the signal ended the other ranks
             os._exit(128 + signals.received())
-        _report(console, env.rank, error)
+        report(env, error, partial(_show, error, env, console))
         sys.stderr.flush()
-        tell_the_others(env, error)
         os._exit(1)  # a process group whose peers are gone may hang when it is torn down
     return 0
 
 
-def _report(console: Console, rank: int, error: BaseException) -> None:
-    """Print one line on the rank that knows the cause."""
-    if rank > 0:  # usually every rank finds the same: rank 0 reports it, and the launcher ends the others
-        time.sleep(GRACE_S)
+def _show(error: BaseException, env: LaunchEnv, console: Console) -> None:
+    """Print an error of this rank as one line for each thing to correct."""
     if isinstance(error, UserError):
         for line in lines_of(error):
             console.fail(line)
@@ -197,7 +193,7 @@ def _report(console: Console, rank: int, error: BaseException) -> None:
     if records.is_lost_peer(error):
         time.sleep(2 * GRACE_S)  # the failed rank prints its own error first
         text = f"lost contact with another rank ({text.splitlines()[0]})"
-    console.fail(f"rank {rank}: {text.splitlines()[0]}; the traceback is in {console.log}")
+    console.fail(f"rank {env.rank}: {text.splitlines()[0]}; the traceback is in {console.log}")
 
 
 def _shut_down(trainer: Trainer) -> None:

@@ -1,17 +1,20 @@
-"""Print an uncaught UserError as one line, on one rank, also in a user's own script."""
+"""Show an error that ends the run: on one rank, if all have it; if it is a UserError as one line, in any script."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 from harness.config.text.diagnostic import ConfigError
 from harness.console import plain_console
-from harness.errors import UserError, UserErrors
+from harness.errors import NotMet, UserError, UserErrors
 from harness.topology.env import LaunchEnv
+from harness.topology.failure import show_and_tell, tell
 
 GRACE_S = 6.0  # longer than the launcher takes to see that a rank has ended and to stop the others
 
@@ -36,19 +39,49 @@ def show_in_one_line() -> None:
         sys.excepthook = _show
 
 
+def report(env: LaunchEnv, error: BaseException, show: Callable[[], None]) -> None:
+    """Show why this rank fails, unless rank 0 shows the same error, and tell the ranks that wait for this one."""
+    atexit.unregister(tell)  # `telling_of_a_failure` would tell it again
+    if is_awaited(env, error):
+        show_and_tell(env, first_line(error), show)
+    elif env.rank == 0:
+        show()
+    elif env.ends_together or not isinstance(error, NotMet):  # NotMet: rank 0 has it too, or has caused it
+        time.sleep(GRACE_S)  # usually every rank finds the same: rank 0 reports it, and the launcher ends the others
+        show()
+
+
+def is_awaited(env: LaunchEnv, error: BaseException) -> bool:
+    """Return whether the other ranks, which do not know of an error of this one, will wait for it to meet them."""
+    if env.ends_together or isinstance(error, KeyboardInterrupt | NotMet):
+        return False
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is None or not distributed.is_initialized()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, after the name of its kind unless it is the user's."""
+    if isinstance(error, SystemExit):
+        return f"exit code {error.code}"
+    first = (str(error).strip().splitlines() or [""])[0]
+    return first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
+
+
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not isinstance(error, UserError):
         sys.__excepthook__(kind, error, trace)
         return
     try:
-        rank = LaunchEnv.from_environ(os.environ).rank
+        env = LaunchEnv.from_environ(os.environ)
     except UserError:
-        rank = 0
-    if rank > 0:  # usually every rank finds the same: rank 0 reports it, and the launcher ends the others
-        time.sleep(GRACE_S)
+        env = LaunchEnv()
     sys.stdout.flush()
-    for line in lines_of(error):
-        plain_console(rank).fail(f"{line}{_place(trace)}")
+
+    def show() -> None:
+        for line in lines_of(error):
+            plain_console(env.rank).fail(f"{line}{_place(trace)}")
+
+    report(env, error, show)
 
 
 def _place(trace: TracebackType | None) -> str:

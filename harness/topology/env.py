@@ -133,6 +133,11 @@ class LaunchEnv:
             self.world_size == 1 or self.parent in ("ds-harness", "torchrun", "mpi") or ancestor(DEEPSPEED_LAUNCH) > 0
         )
 
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all ranks belong to this host, because the others could not reach the master's address."""
+        return self.world_size == 1 or self.master_addr in ("localhost", "::1") or self.master_addr.startswith("127.")
+
     def export(self, environ: MutableMapping[str, str]) -> None:
         """Set the variables that torch.distributed and DeepSpeed read; a process that runs alone gets a free port.
 
@@ -147,12 +152,9 @@ class LaunchEnv:
             MASTER_ADDR=self.master_addr,
             MASTER_PORT=str(self.master_port or free_port()),
         )
-        one_host = (
-            self.world_size == 1 or self.master_addr in ("localhost", "::1") or self.master_addr.startswith("127.")
-        )
         # Each rank listens, even a single process. By default gloo takes the interface of the host's own name, which is
         # often not the one that leads to the other hosts.
-        name = interface_to(LOOPBACK if one_host else self.master_addr, self.master_port)
+        name = interface_to(LOOPBACK if self.on_one_host else self.master_addr, self.master_port)
         if name is not None:
             environ.setdefault("GLOO_SOCKET_IFNAME", name)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import psutil
 
 from harness.errors import UserError
+from harness.topology.slurm import address_of
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -47,6 +48,18 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # on a UDP socket this only chooses the route
         return str(probe.getsockname()[0].partition("%")[0])
+
+
+def reachable(host: str) -> str:
+    """Return the host's name, or its address by Slurm if name resolution fails. UserError if neither is known."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
+        if (address := address_of(host)) is None:
+            why = getattr(error, "strerror", None) or error
+            raise UserError(f"MASTER_ADDR {host}: no such host: {why}") from error
+        return address
+    return host
 
 
 def listen_at(host: str, port: int, backlog: int) -> socket.socket | None:

@@ -100,6 +100,11 @@ def started_with(process: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def all_processes() -> list[int]:
+    """Return the processes of this host, as far as this one sees them."""
+    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
+
+
 def peak_resident_bytes() -> int:
     """Return this process's peak resident memory in bytes since its start, or since the peak was last reset.
 

@@ -3,32 +3,25 @@
 By default torch's TCP store listens on every address of rank 0's host. Here rank 0 listens only on the master's
 address, and a single process opens no port at all. torchrun's agent has a store already, which is used as it is.
 
-A rank that fails before it comes here tells the others through the store, as they would wait for it.
+Through the store a rank that fails before it comes here tells the others, as they would wait for it (`failure`).
 """
 
 import os
 import socket
 import time
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from harness.errors import UserError
+from harness.errors import NotMet, UserError
 from harness.topology.env import LaunchEnv
-from harness.topology.interfaces import listen_at
-from harness.topology.slurm import address_of
+from harness.topology.interfaces import listen_at, reachable
+from harness.topology.peers import POLL_S, may_come
 
 LAST = "device of the last"  # key: the kind of device of the last rank to come; "" if one has failed
 FAILED, TOLD = "failed", "told"  # keys: what a rank that has failed says, and the number of ranks that know it
-TELLING_S = 60.0  # how long a rank that has failed waits for the others, which may still be importing
 READING_S = 5.0  # how long rank 0, which serves the store, waits for the others to read that a rank has failed
-POLL_S = 0.1
-
-
-class NotMet(UserError):
-    """All ranks have come to the store and cannot go on: each of them raises this."""
 
 
 def open_store(env: LaunchEnv, timeout: timedelta, *, waits: bool = True) -> dist.Store:
@@ -43,7 +36,7 @@ def open_store(env: LaunchEnv, timeout: timedelta, *, waits: bool = True) -> dis
         store.set_timeout(timeout)
         return dist.PrefixStore("default_pg", store)  # as torch does: the launcher has keys of its own
     is_master = env.rank == 0
-    env = replace(env, master_addr=_reachable(env.master_addr))
+    env = replace(env, master_addr=reachable(env.master_addr))
     listener = _listen(env) if is_master else None
     return dist.TCPStore(
         env.master_addr,
@@ -69,7 +62,7 @@ def require_one_kind(store: dist.Store, env: LaunchEnv, kind: str) -> None:
         store.set(LAST, store.compare_set("other device", "", first).decode())
     other = store.get(LAST).decode()
     if store.check([FAILED]):
-        _note_told(store, env, READING_S)
+        note_told(store, env, READING_S)
         raise NotMet(store.get(FAILED).decode())
     if other != first:
         raise NotMet(
@@ -78,38 +71,12 @@ def require_one_kind(store: dist.Store, env: LaunchEnv, kind: str) -> None:
         )
 
 
-def tell_failure(env: LaunchEnv, text: str) -> None:
-    """Tell the other ranks that this one has failed, as `text` says; do nothing if they have met already.
-
-    Waits up to TELLING_S seconds for rank 0, which serves the store; rank 0 waits as long for all others.
-    """
-    if dist.is_initialized():
-        return
-    with suppress(UserError, OSError, RuntimeError):  # nobody is there to be told
-        store = open_store(env, timedelta(seconds=TELLING_S), waits=env.rank > 0)
-        store.compare_set(FAILED, "", text)
-        store.set(LAST, "")  # for those that wait already
-        _note_told(store, env, TELLING_S)
-
-
-def _note_told(store: dist.Store, env: LaunchEnv, seconds: float) -> None:
+def note_told(store: dist.Store, env: LaunchEnv, seconds: float) -> None:
     """Count this rank among those that know of a failure; on rank 0, then wait for the others."""
     known, until = store.add(TOLD, 1), time.monotonic() + seconds
-    while env.rank == 0 and known < env.world_size and time.monotonic() < until:
+    while env.rank == 0 and known < env.world_size and time.monotonic() < until and may_come(env):
         time.sleep(POLL_S)
         known = store.add(TOLD, 0)
-
-
-def _reachable(host: str) -> str:
-    """Return the host's name, or its address by Slurm if name resolution fails. UserError if neither is known."""
-    try:
-        socket.getaddrinfo(host, None)
-    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a part of the name is empty or too long
-        if (address := address_of(host)) is None:
-            why = getattr(error, "strerror", None) or error
-            raise UserError(f"MASTER_ADDR {host}: no such host: {why}") from error
-        return address
-    return host
 
 
 def _listen(env: LaunchEnv) -> socket.socket | None:

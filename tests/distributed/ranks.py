@@ -133,7 +133,6 @@ def _run_script(script: str, words: list[str], job: Path) -> None:
     """Become a rank of a script, as a launcher starts it; a code other than 0 ends this process."""
     for number, stream in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(job / stream, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as under torchrun: once a rank has failed, the others are ended
     sys.argv = [script, *words]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:

@@ -36,12 +36,8 @@ def launch(
 
 
 def first_rank(world_size: int, *flags: object) -> subprocess.CompletedProcess[str]:
-    """The script as rank 0 of ranks of which no other comes: for what is refused before they meet.
-
-    As under torchrun, which ends the others: without a launcher the rank would wait to tell them.
-    """
+    """The script as rank 0 of ranks of which no other comes: for what is refused before they meet."""
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    place["TORCHELASTIC_RUN_ID"] = "none"
     meeting = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": free_port()}
     return _run([sys.executable, SCRIPT, *flags], environment(**place, **meeting), 60)
 

@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from harness.console import Console
-from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.records import HANG, THIS_RANK, Position, record_failure_of
 from harness.topology.env import LaunchEnv
-from harness.topology.processes import children_of, is_stopped, parent_of, started_with
+from harness.topology.failure import tell
+from harness.topology.peers import ranks_among
+from harness.topology.processes import children_of, is_stopped, parent_of
+from harness.uncaught import first_line, is_awaited
 
 EVERY_S = 0.5
 PAUSED_S = 5.0  # after a longer gap between two checks this process was stopped itself: times start anew
@@ -41,29 +43,16 @@ def watching_for_stopped_ranks(hang_seconds: float, console: Console) -> Iterato
 def telling_of_a_failure(env: LaunchEnv) -> Iterator[None]:
     """Tell the other ranks, when this process exits, if the block has failed before they met.
 
-    By then this process has shown its own error.
+    By then this process has shown its own error; `uncaught` tells them earlier if it shows it.
     """
     try:
         yield
-    except BaseException as error:
-        atexit.register(tell_the_others, env, error)
+    except signals.Stopped:
         raise
-
-
-def tell_the_others(env: LaunchEnv, error: BaseException) -> None:
-    """Tell ranks that wait for this one why it has failed, unless the launcher ends them or they know it."""
-    if env.ends_together or isinstance(error, KeyboardInterrupt | signals.Stopped):
-        return
-    from harness.topology.rendezvous import NotMet, tell_failure  # imports torch
-
-    if isinstance(error, NotMet):
-        return
-    if isinstance(error, SystemExit):
-        what = f"exit code {error.code}"
-    else:
-        first = (str(error).strip().splitlines() or [""])[0]
-        what = first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
-    tell_failure(env, f"rank {env.rank} (host {THIS_RANK.host}) has failed before the ranks met: {what}")
+    except BaseException as error:
+        if is_awaited(env, error):
+            atexit.register(tell, env, first_line(error))
+        raise
 
 
 def _look(met: threading.Event, hang_seconds: float, console: Console) -> None:
@@ -81,15 +70,9 @@ def _look(met: threading.Event, hang_seconds: float, console: Console) -> None:
 
 
 def _ranks_here() -> dict[int, str]:
-    """Return the rank of each process on this host that belongs to the same launch."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
-    ours = started_with(os.getpid())
-    found = {os.getpid(): ours.get("RANK", "")}
-    for process in children_of(parent_of(os.getpid())) if "RANK" in ours else []:
-        theirs = started_with(process)
-        if "RANK" in theirs and all(theirs.get(name) == ours.get(name) for name in names):
-            found[process] = theirs["RANK"]
-    return found
+    """Return the rank of each process that this one's launcher has started here."""
+    ours = os.getpid()
+    return {ours: "", **ranks_among([ours, *children_of(parent_of(ours))])}
 
 
 def _end_run(rank: str, late: list[int], console: Console) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from harness.errors import UserError
 from harness.topology.env import LOOPBACK, LaunchEnv, free_port
-from harness.topology.rendezvous import NotMet, open_store, require_one_kind, tell_failure
+from harness.topology.rendezvous import open_store
 
 TIMEOUT = timedelta(seconds=20)
 OTHER_LOOPBACK = "127.0.0.2"  # a second address of this host
@@ -34,23 +34,6 @@ def test_rank_0_listens_on_the_masters_address_alone() -> None:
     assert second.get("greeting") == b"hello"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((OTHER_LOOPBACK, port), timeout=5)
-
-
-@pytest.mark.parametrize("failed", [0, 1, 2])
-def test_ranks_that_wait_for_one_that_has_failed_are_told_why(failed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    port, said = free_port(), "rank 1 (host a) has failed before the ranks met: the row is broken"
-
-    def meet(rank: int) -> None:
-        env = LaunchEnv(rank=rank, world_size=3, local_rank=rank, local_world_size=3, master_port=port)
-        if rank == failed:
-            return tell_failure(env, said)
-        return require_one_kind(open_store(env, TIMEOUT), env, "cpu")
-
-    with ThreadPoolExecutor(3) as pool:
-        errors = [done.exception(timeout=15) for done in [pool.submit(meet, rank) for rank in range(3)]]
-    assert errors[failed] is None
-    assert [str(error) for error in errors if isinstance(error, NotMet)] == [said, said]
 
 
 def test_a_taken_port_is_one_line_that_says_how_to_choose_another() -> None:

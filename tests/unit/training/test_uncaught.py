@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from harness import uncaught
 from harness.config import ConfigError, load
 from harness.config.text.diagnostic import Diagnostic, Severity
-from harness.errors import UserError, UserErrors, printable
-from harness.uncaught import lines_of, show_in_one_line
+from harness.errors import NotMet, UserError, UserErrors, printable
+from harness.topology.env import LaunchEnv
+from harness.topology.failure import tell
+from harness.uncaught import lines_of, report, show_in_one_line
 
 
 def finding(line: int) -> Diagnostic:
@@ -102,7 +105,7 @@ def test_other_ranks_wait_for_the_first_one_to_say_it(
     naps: list[float] = []
     monkeypatch.setattr(uncaught.time, "sleep", naps.append)
     place = {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    for name, value in place.items():
+    for name, value in {**place, "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.delenv(name, raising=False)
         if value is not None and rank is not None:
             monkeypatch.setenv(name, value)
@@ -113,6 +116,36 @@ def test_other_ranks_wait_for_the_first_one_to_say_it(
     shown(monkeypatch, raising)
     assert naps == [uncaught.GRACE_S] * waits
     assert capsys.readouterr().err.count("a is wrong") == 1
+
+
+ENV = LaunchEnv(rank=1, world_size=2, local_rank=1, local_world_size=2, master_port=1, launched=True)
+
+
+@pytest.mark.parametrize(
+    ("env", "error", "how"),
+    [
+        pytest.param(ENV, UserError("a is wrong\nso is b"), ["a is wrong"], id="others-are-told-first"),
+        pytest.param(ENV, ValueError("a is wrong"), ["ValueError: a is wrong"], id="of-a-program"),
+        pytest.param(ENV, NotMet("rank 0 has failed"), [], id="rank-0-shows-it"),
+        pytest.param(replace(ENV, rank=0), NotMet("rank 1 has failed"), ["shown"], id="rank-0-shows-it-for-all"),
+        pytest.param(replace(ENV, parent="mpi"), NotMet("two kinds"), [6.0, "shown"], id="the-launcher-ends-it-before"),
+    ],
+)
+def test_an_error_of_all_ranks_is_shown_by_one(
+    env: LaunchEnv, error: BaseException, how: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(uncaught.time, "sleep", done.append)
+    monkeypatch.setattr(uncaught, "show_and_tell", lambda _, what, show: done.append(what))
+    report(env, error, lambda: done.append("shown"))
+    assert done == how
+
+
+def test_an_error_that_is_shown_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[object] = []
+    monkeypatch.setattr(uncaught.atexit, "unregister", forgotten.append)
+    report(LaunchEnv(), UserError("a is wrong"), lambda: None)
+    assert forgotten == [tell]
 
 
 def test_a_hook_of_the_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:

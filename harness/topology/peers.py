@@ -1,0 +1,36 @@
+"""The other ranks of this launch that run on this host, found in /proc."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from harness.topology.env import LaunchEnv
+from harness.topology.processes import all_processes, started_with
+
+OF_A_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # variables that all ranks of a launch have in common
+POLL_S = 0.2  # interval at which a rank looks whether the others have come, or are gone
+
+
+def ranks_among(processes: Iterable[int]) -> dict[int, str]:
+    """Return the rank of each process that belongs to this one's launch, by the environment it was started with."""
+    ours = started_with(os.getpid())
+    found: dict[int, str] = {}
+    for process in processes if "RANK" in ours else ():
+        theirs = started_with(process)
+        if "RANK" in theirs and all(theirs.get(name) == ours.get(name) for name in OF_A_LAUNCH):
+            found[process] = theirs["RANK"]
+    return found
+
+
+def may_come(env: LaunchEnv) -> bool:
+    """Return whether a rank that this one talks to may come: rank 0, or on rank 0 any other.
+
+    False only if it is known: all ranks belong to this host, and none of those runs.
+    """
+    if not env.on_one_host:
+        return True
+    ranks = set(ranks_among(all_processes()).values())
+    if str(env.rank) not in ranks:  # not started with RANK, so the others need not be either
+        return True
+    return bool(ranks - {"0"}) if env.rank == 0 else "0" in ranks
