@@ -48,10 +48,7 @@ class ConstructedEngine(DeepSpeedEngine):
             self.param_names,
             Averaging(ranks=ranks, dtype=dtype, before=before),
             mpu=self.mpu,
-            clip_grad=self.gradient_clipping(),
-            allgather_bucket_size=self.zero_allgather_bucket_size(),
             dp_process_group=self.seq_data_parallel_group,
-            timers=self.timers,
             grad_acc_dtype=sums,
             has_moe_layers=self.has_moe_layers,
         )

@@ -2,12 +2,13 @@
 
 Parameters of one group lie one after the other in a flat tensor, and so do the sums of their gradients. A group is also
 what is reduced at once: each data-parallel rank gets the means of its slice (reduce-scatter), updates the slice of the
-weights in float32, and all ranks gather the new weights (all-gather). That is half of what an all-reduce of the
-gradients sends. `build.py` cuts large groups into several, so that the reduction can begin during the backward pass.
+weights in float32, and all ranks gather the new weights (all-gather). In one precision the two send as much as one
+all-reduce of the gradients. Large groups are cut into several, so that the reduction can begin during the backward
+pass.
 
-Gradients are added to the sums as soon as autograd has computed them, which frees them at once: 10 bytes a parameter
-and micro-batch in bf16, where keeping them until the end of the pass takes 26. The first gradient of a step is written
-over the sums of the last one, so nothing sets them to zero.
+Gradients are added to the sums as soon as autograd has computed them, which frees them at once. In bf16 that reads and
+writes 10 bytes a parameter and micro-batch: 2 for the gradient, 4 and 4 for the sum. The first gradient of a step is
+written over the sums of the last one, so nothing sets them to zero.
 """
 
 from __future__ import annotations

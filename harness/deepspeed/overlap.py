@@ -32,7 +32,7 @@ class OverlappedMeans:
         is_last_pass: set while the last micro-batch of a step passes forwards or backwards.
     """
 
-    def __init__(self, optimizer: FlatOptimizer, chunks: Sequence[Chunk], fill: Fill):
+    def __init__(self, optimizer: FlatOptimizer, chunks: Sequence[Chunk], fill: Fill) -> None:
         self.is_last_pass = False
         self._optimizer = optimizer
         self._fill = fill

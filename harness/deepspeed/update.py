@@ -166,13 +166,14 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         if self.parts.compression is not None:
             scale = self._get_optimizer_loss_scale() or 1.0
             self.parts.compression.average([self.gradients.of(parameter) for parameter in self.trained], scale)
-        elif self.means is not None:
+        if self.means is not None:
             self.means.finish()  # a reduce-scatter of each parameter group, if it has not begun yet
-        elif self.parts.groups.dp_group is not None and not isinstance(self.optimizer, DividedOptimizer):
+        elif isinstance(self.optimizer, DividedOptimizer):
+            super()._exec_reduce_grads()  # the means, unless compression has taken them, and this rank's part of them
+        elif self.parts.compression is None and self.parts.groups.dp_group is not None:
             super()._exec_reduce_grads()  # an all-reduce of all gradients, in buckets
-        # On one data-parallel rank nothing is reduced. DeepSpeed would copy all gradients into a flat tensor and back.
-        if isinstance(self.optimizer, DividedOptimizer):
-            super()._exec_reduce_grads()  # also takes this rank's part of the means
+        # Otherwise there is one data-parallel rank, or the means are taken. DeepSpeed would copy all gradients into a
+        # flat tensor and back.
 
     # OptimizerStep: norm, clipping, the update or nothing, and counters.
 
@@ -184,8 +185,12 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             return
         norm = self._norm()
         self._global_grad_norm = norm
-        fused = getattr(self.basic_optimizer, "_step_supports_amp_scaling", False)
-        applied = self._clip_and_skip_on_device(norm) if fused else self._clip_and_skip(norm)
+        applied = True
+        if getattr(self.basic_optimizer, "_step_supports_amp_scaling", False):
+            self._clip_and_skip_on_device(norm)
+        else:
+            clip(self._stepped_gradients(), norm, self.gradient_clipping())
+            applied = not self._skips_nonfinite or bool(torch.isfinite(norm))  # the host waits for the device
         flat = isinstance(self.optimizer, FlatOptimizer)
         if applied:
             with self.unused.kept([self.basic_optimizer]):
@@ -194,13 +199,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             self.zero_grad()
         self._count_step(applied, lr_kwargs)
 
-    def _clip_and_skip(self, norm: Tensor) -> bool:
-        """Clip, and return whether the update is to be made; the host waits for the device."""
-        clip(self._stepped_gradients(), norm, self.gradient_clipping())
-        return not self._skips_nonfinite or bool(torch.isfinite(norm))
-
-    def _clip_and_skip_on_device(self, norm: Tensor) -> bool:
-        """Have torch's fused optimizer clip as it reads, and change nothing if the norm is not finite; return True.
+    def _clip_and_skip_on_device(self, norm: Tensor) -> None:
+        """Have torch's fused optimizer clip as it reads, and change nothing if the norm is not finite.
 
         The host waits for nothing; whoever reads the norm later has to call `count_skipped_step`.
         """
@@ -212,7 +212,6 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         optimizer.grad_scale = clipping_divisor(norm, limit).float() if inside else None
         if not inside:
             clip(self._stepped_gradients(), norm, limit)
-        return True
 
     def _stepped_gradients(self) -> list[Tensor]:
         """Return the gradients by which this rank updates weights: whole ones, or its flat slices."""

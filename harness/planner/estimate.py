@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Self
 
 from harness.config.resolving.resolved import Resolved
+from harness.config.values.gradient_sums import sums_flat
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import (
     DUALPIPE_V,
@@ -229,7 +230,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
     zero = section if isinstance(section, Mapping) else {}
     interval = resolved.activation_checkpoint_interval
     offload = _offload(zero, resolved.zero_stage)
-    flat_sums = sums_flat(resolved.precision, resolved.zero_stage, offload, workload.gradient_bytes)
+    flat_sums = has_flat_sums(workload, resolved.zero_stage, offload)
     overlap = zero.get("overlap_comm", resolved.zero_stage == 3 or flat_sums)
     strategy = Strategy(
         pp_size=resolved.pp_size,
@@ -281,11 +282,10 @@ def kept_states_of(kind: str, params: Mapping[str, object]) -> int:
     return STATES.get(kind, 2) + len(more)
 
 
-def sums_flat(precision: str, zero_stage: int, offload: Offload, gradient_bytes: float) -> bool:
-    """Return whether gradients are summed in flat tensors: bf16 below ZeRO-2 and float32 at ZeRO-1, in float32."""
-    if offload != "none" or precision == "fp16":
-        return False
-    return (zero_stage == 1 and gradient_bytes == ELEMENT_BYTES["fp32"]) or (zero_stage == 0 and precision == "bf16")
+def has_flat_sums(workload: Workload, zero_stage: int, offload: Offload) -> bool:
+    """Return whether a run sums gradients in flat tensors."""
+    in_fp32 = workload.gradient_bytes == ELEMENT_BYTES["fp32"]
+    return sums_flat(workload.precision, zero_stage, offloads_states=offload != "none", in_fp32=in_fp32)
 
 
 def _offload(zero: Mapping[str, object], stage: int) -> Offload:

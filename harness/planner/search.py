@@ -10,7 +10,7 @@ from harness.config.model.plans import plan_refusal, spreads_experts
 from harness.config.model.shares import Heads
 from harness.config.values.batch import bucket_elements
 from harness.errors import UserError
-from harness.planner.estimate import Estimate, Prediction, estimate, memory_of, require_precision, sums_flat
+from harness.planner.estimate import Estimate, Prediction, estimate, has_flat_sums, memory_of, require_precision
 from harness.planner.hardware import GIB, HEADROOM, Hardware
 from harness.planner.model_config import text_decoder
 from harness.planner.shape import DecoderShape
@@ -186,7 +186,7 @@ def _variants(task: Task, base: Strategy) -> Iterator[Strategy]:
     habits = task.workload.habits
     is_ours = habits.zero_stage is None
     for stage, offload in _zero(task, base):
-        flat = is_ours and sums_flat(task.workload.precision, stage, offload, task.workload.gradient_bytes)
+        flat = is_ours and has_flat_sums(task.workload, stage, offload)
         for again in recompute:
             for micro in (size for size in range(1, LARGEST_MICRO_BATCH + 1) if samples % size == 0):
                 one = replace(

@@ -130,7 +130,7 @@ def fill_from_model(resolution: Resolution) -> None:
 def fill_bucket(resolution: Resolution, stage: int) -> None:
     """Write a bucket size for ZeRO by the model's size if the file has none; DeepSpeed's default is 5e8 gradients.
 
-    bf16 at stage 1 gets none, because its optimizer has no buckets.
+    bf16 at stage 1 gets none: the size of its buckets depends on the parameters of a rank (`gradient_sums.py`).
     """
     has_none = stage == 0 or (stage == 1 and resolution.get("/data_types/grad_accum_dtype") == "fp32")
     if has_none or not resolution.values.hidden_size or resolution.get(REDUCE_BUCKET) is not None:

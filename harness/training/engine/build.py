@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.arguments.themes.intervals import interval
 from harness.arguments.themes.reporting import MONITORS, within
+from harness.config.values.gradient_sums import bucket_size
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
@@ -46,7 +47,7 @@ from harness.parallel.values import Value
 from harness.parallel.zero import Zero3Partition, copy_hooked_inputs
 from harness.resilience.process.activity import beat
 from harness.topology.env import run_timeout
-from harness.training.engine.context import EngineContext, LayerTraits, bucket_size, has_flat_sums
+from harness.training.engine.context import EngineContext, LayerTraits, has_flat_sums
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
 from harness.training.engine.gradients import compressed_reduction
 from harness.training.engine.losses import GuardedLoss, Loss
@@ -111,24 +112,12 @@ def _initialize(
     optimized = parameter_groups(module, stated, names)
     if has_flat_sums(resolved) and groups.dp_group is not None:
         elements = sum(parameter.numel() for group in optimized for parameter in group["params"])
-        optimized = in_buckets(optimized, bucket_size(resolved, elements))
-    skips_nonfinite, compression = context.args.nonfinite != "warn", None
-    build = partial(WholeEngine, skips_nonfinite=skips_nonfinite)
+        asked = resolved.config.get("zero_optimization", {}).get("reduce_bucket_size")
+        optimized = in_buckets(optimized, bucket_size(asked, elements))
+    build, compression = partial(WholeEngine, skips_nonfinite=context.args.nonfinite != "warn"), None
     if isinstance(module, StagedModule):
-        parameters = list(module.parameters())
-        defer_sums(parameters)  # partial gradients are summed once a step, not in each backward pass
         compression = compressed_reduction(module, groups, resolved.gradient_bits, context.device)
-        parts = UpdateParts(
-            groups=groups,
-            sum_partial=partial(sum_once, parameters),
-            is_partial=sums_gradient,
-            skips_nonfinite=skips_nonfinite,
-            overlaps=resolved.config.get("zero_optimization", {}).get("overlap_comm") is not False,
-            compression=compression,
-        )
-        stage, accumulation = groups.coordinate.stage, resolved.accumulation
-        schedule = make_schedule(module, resolved.schedule, resolved.chunks, stage, accumulation)
-        build = partial(StagedEngine, parts, schedule)
+        build = _staged(context, module, compression)
     engine = initialize(
         build,
         zero_stage=resolved.zero_stage,
@@ -141,6 +130,25 @@ def _initialize(
         dist_init_required=False,
     )
     return engine, compression
+
+
+def _staged(
+    context: EngineContext, module: StagedModule, compression: CompressedReduction | None
+) -> Callable[..., DeepSpeedEngine]:
+    """Return what builds the engine of this rank's stage from the arguments of DeepSpeed's."""
+    resolved, parameters = context.resolved, list(module.parameters())
+    defer_sums(parameters)  # partial gradients are summed once a step, not in each backward pass
+    parts = UpdateParts(
+        groups=context.groups,
+        sum_partial=partial(sum_once, parameters),
+        is_partial=sums_gradient,
+        skips_nonfinite=context.args.nonfinite != "warn",
+        overlaps=resolved.config.get("zero_optimization", {}).get("overlap_comm") is not False,
+        compression=compression,
+    )
+    stage = context.groups.coordinate.stage
+    schedule = make_schedule(module, resolved.schedule, resolved.chunks, stage, resolved.accumulation)
+    return partial(StagedEngine, parts, schedule)
 
 
 def _prepare(engine: DeepSpeedEngine, module: nn.Module, context: EngineContext, traits: LayerTraits) -> None:

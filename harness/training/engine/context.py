@@ -9,6 +9,7 @@ import torch
 
 from harness.arguments import TrainingArguments
 from harness.config import Resolved
+from harness.config.values.gradient_sums import sums_flat
 from harness.parallel.tiles import LossTiles
 from harness.parallel.values import Value
 from harness.topology.groups import Groups
@@ -55,24 +56,14 @@ class LayerTraits:
 
 
 def has_flat_sums(resolved: Resolved) -> bool:
-    """Return whether gradients are summed in flat tensors, one a parameter group (`deepspeed/flat_optimizer.py`)."""
-    zero = resolved.config.get("zero_optimization", {})
-    if is_offloaded(zero, "offload_optimizer") or resolved.zero_stage > 1:
-        return False
-    if resolved.precision == "bf16":
-        return resolved.zero_stage == 0 or resolved.config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    return resolved.precision == "fp32" and resolved.zero_stage == 1
-
-
-def bucket_size(resolved: Resolved, elements: int) -> int:
-    """Return the number of gradients that data-parallel ranks reduce at once.
-
-    Args:
-        elements: number of parameters of this rank.
-    """
-    asked = resolved.config.get("zero_optimization", {}).get("reduce_bucket_size")
-    # 16 MiB in float32, which a fast network sends in a millisecond, and 32 buckets of a large model
-    return int(asked) if isinstance(asked, int | float) else max(1 << 22, elements // 32)
+    """Return whether a run sums gradients in flat tensors, one a parameter group."""
+    config = resolved.config
+    return sums_flat(
+        resolved.precision,
+        resolved.zero_stage,
+        offloads_states=is_offloaded(config.get("zero_optimization", {}), "offload_optimizer"),
+        in_fp32=resolved.precision == "fp32" or config.get("data_types", {}).get("grad_accum_dtype") == "fp32",
+    )
 
 
 def can_keep_fp32(resolved: Resolved) -> bool:

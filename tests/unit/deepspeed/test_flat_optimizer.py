@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.flat_optimizer import FlatOptimizer
@@ -39,6 +43,39 @@ def test_gradients_are_summed_in_float32_and_freed(bf16: bool) -> None:
         total = engine.gradients.found(weight)
         assert weight.grad is None and total is not None and total.dtype is torch.float32
         assert torch.equal(total, torch.full((3, 3), 1.0 + step + 2**-10))
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations that read or write as many elements as a weight has, without views of tensors."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements = elements
+        self.noted: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(x): x for x in tree_leaves(args) if isinstance(x, Tensor) and x.numel() == self.elements}
+        result = func(*args, **(kwargs or {}))
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and id(x) not in given]
+        if given and not func.is_view:
+            written = [x for x in tree_leaves(args[:1]) if func.overloadpacket.__name__.endswith("_")]
+            bytes_ = sum(x.element_size() for x in (*given.values(), *made, *written))
+            self.noted.append((func.overloadpacket.__name__, bytes_))
+        return result
+
+
+def test_a_later_gradient_costs_one_mixed_add() -> None:
+    engine = scheduled("1f1b", ONE, 2, bf16=True)
+    weight = passes(engine, [torch.ones(3, 3)])
+    weight.grad = torch.ones(3, 3, dtype=torch.bfloat16)
+    with Operations(weight.numel()) as operations:
+        flat(engine)._add(0, 0, weight)
+    assert operations.noted == [("add_", 2 + 4 + 4)]  # bytes an element: the gradient, and the sum twice
+    flat(engine).forget_sums()
+    weight.grad = torch.ones(3, 3, dtype=torch.bfloat16)
+    with Operations(weight.numel()) as operations:
+        flat(engine)._add(0, 0, weight)
+    assert [name for name, _ in operations.noted] == ["copy_"]  # and nothing is set to zero
 
 
 def test_nothing_is_rounded_or_reduced_on_one_rank() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import Trainer, TrainingArguments
 from harness.deepspeed.gradient_norm import BLOCK, counts, global_norm, square_sum
@@ -34,6 +35,23 @@ def test_squares_of_many_elements_are_summed_without_loss(kind: torch.dtype) -> 
     found = square_sum(tensors, CPU)
     assert found.dtype == torch.float64
     assert found.item() == pytest.approx(wanted, rel=1e-10)
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norm_and_the_clipping_of_many_gradients_are_a_few_calls() -> None:
+    gradients = [torch.ones(7, index + 1) for index in range(147)]
+    with Counting() as counting:
+        clip(gradients, square_sum(gradients, CPU).sqrt(), 1.0)
+    assert counting.calls < 20
 
 
 def test_nothing_has_the_norm_zero_and_what_is_not_finite_shows() -> None:
