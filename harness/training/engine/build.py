@@ -114,7 +114,8 @@ def _initialize(
         elements = sum(parameter.numel() for group in optimized for parameter in group["params"])
         asked = resolved.config.get("zero_optimization", {}).get("reduce_bucket_size")
         optimized = in_buckets(optimized, bucket_size(asked, elements))
-    build, compression = partial(WholeEngine, skips_nonfinite=context.args.nonfinite != "warn"), None
+    build: Callable[..., DeepSpeedEngine] = partial(WholeEngine, skips_nonfinite=context.args.nonfinite != "warn")
+    compression = None
     if isinstance(module, StagedModule):
         compression = compressed_reduction(module, groups, resolved.gradient_bits, context.device)
         build = _staged(context, module, compression)
