@@ -31,8 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, f"pyodide/{name}", abs_src_path=str(PYODIDE / name)))
     else:  # no warning, with which a strict build fails
         LOG.info(
-            "planner.html plans from the network: Pyodide is not in scripts/site/node_modules. "
-            "To put it beside the page: npm install --prefix scripts/site"
+            "planner.html loads Pyodide from the network. To put it beside the page: npm install --prefix scripts/site"
         )
     return files
 

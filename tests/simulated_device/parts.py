@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from harness.checkpoint import generation
 from harness.checkpoint.background_save import KeptBuffer
 from harness.cli import main
+from harness.data import generate
 from harness.device.moments import moment, seconds_between
 from harness.device.process_group import mixed_devices
 from harness.hf.weights.initialization import Change, Drawn, Scratch
@@ -70,7 +70,7 @@ def copies(folder: str) -> dict[str, bool]:
     model = model_of("llama").to(place)
     words = argparse.Namespace(seed=1, temperature=1.0, max_new_tokens=2)
     with patch.object(model, "generate", wraps=model.generate) as called:
-        found["generated"] = len(generation._continued(model, [1, 2], None, words)) == 4
+        found["generated"] = len(generate._continued(model, [1, 2], None, words)) == 4
     # transformers would take prompts of the host, too, and then draw there
     found["generated on the device"] = called.call_args.kwargs["input_ids"].device == place
     key = DrawKey(seed=1, first_sample=0, samples=1, tensor=TensorParallel(), device=place)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.comm.torch import TorchBackend
 
 from harness import Trainer, TrainerCallback
+from harness.deepspeed.schedule import Transfers
 from tests.distributed.ranks import words_of_failing_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 
@@ -34,12 +34,12 @@ class LeaveOut(TrainerCallback):
         if self.kind != "send":
             process_group.LEAVE_OUT.append(self.kind)
             return
-        send = TorchBackend.send
+        send = Transfers.send
 
-        def leave_out(*_: Any, **__: Any) -> None:
-            TorchBackend.send = send
+        def leave_out(*_: Any) -> None:
+            Transfers.send = send
 
-        TorchBackend.send = leave_out
+        Transfers.send = leave_out
 
 
 def train(model: str, folder: str, layout: str, kind: str, rank: int) -> None:

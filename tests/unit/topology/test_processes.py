@@ -114,7 +114,7 @@ def test_a_descriptor_of_a_high_number_is_waited_for():
 
 
 def test_own_python_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
-    """A model's folder may hold a `json.py`; `-m` and `-c` alone would import it."""
+    """A model's folder may hold a module named `json`; `-m` and `-c` alone would import it."""
     (tmp_path / "json.py").write_text("raise SystemExit(9)")
     code = {
         flag: subprocess.run([*command, "-c", "import json"], cwd=tmp_path, check=False).returncode

@@ -104,8 +104,12 @@ def test_the_report_shows_what_the_run_has_said_of_its_own_stages(boundaries: li
 def test_what_the_planner_cannot_count_has_no_forecast(tmp_path: Any) -> None:
     adapters = planned(tmp_path, peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     assert forecast(adapters, 32, CPU, 2) is None
-    other = planned(tmp_path, {**STAGES, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}})
-    assert forecast(other, 32, CPU, 2) is None
+
+
+@pytest.mark.parametrize(("name", "states"), [("AdamW", 2), ("Adagrad", 1), ("SGD", 0)])
+def test_the_states_of_an_optimizer_are_its_own(name: str, states: int, tmp_path: Any) -> None:
+    found = expected(planned(tmp_path, {**STAGES, "optimizer": {"type": name, "params": {"lr": 1e-3}}}))
+    assert [stage.states for stage in found.stages] == [(2 + states) * stage.parameters for stage in found.stages]
 
 
 # What their config.json says of experts is not what a run holds: no layer has them, or not all do.
