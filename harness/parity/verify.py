@@ -239,9 +239,12 @@ def tried_sizes(given: Sizes) -> list[Sizes]:
 def _fitting(given: Sizes, kept: str) -> Sizes:
     """Halve the sizes, the axis `kept` last and the largest of the others first, until the ranks are few enough."""
     sizes = given
+    spared = {kept, "tp"} if kept == "ep" else {kept}  # fewer tensor-parallel ranks would halve the experts' ranks, too
     while sizes.fewest > MOST_RANKS:
-        others = [axis for axis in AXES if axis != kept and _may_halve(sizes, axis)]
-        sizes = sizes.halved(max(others, key=partial(getattr, sizes), default=kept))
+        halvable = [axis for axis in AXES if _may_halve(sizes, axis)]
+        others = [axis for axis in halvable if axis not in spared]
+        last = kept if kept in halvable else "tp"
+        sizes = sizes.halved(max(others, key=partial(getattr, sizes), default=last))
     return sizes
 
 
