@@ -11,6 +11,7 @@ host's memory also count as a tree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 
@@ -118,3 +119,26 @@ def message(hardware: Hardware, stride: int, size_bytes: float) -> float:
     """
     link = hardware.node if stride < hardware.node_size else hardware.network
     return size_bytes / link.bytes_per_second + link.hop_seconds
+
+
+def collective(hardware: Hardware, operation: str, ranks: Sequence[int], size_bytes: float) -> float:
+    """Return the seconds of one collective, or of a send or recv, between global ranks in ascending order.
+
+    Ranks that are not equally far apart count as if all were as far apart as the first two.
+
+    Args:
+        operation: torch.distributed's name, as `all_reduce`.
+        size_bytes: size of the tensor of an all-reduce, broadcast or send, of the output of an all-gather or gather, of
+            the input of a reduce-scatter, scatter or all-to-all.
+    """
+    if len(ranks) < 2:
+        return 0.0
+    stride = ranks[1] - ranks[0]
+    if operation in ("send", "recv"):
+        return message(hardware, stride, size_bytes)
+    group = group_along(hardware, len(ranks), stride)
+    if operation in ("all_reduce", "barrier"):
+        return all_reduce(group, size_bytes)
+    if operation == "all_to_all":
+        return expert_exchange(hardware, len(ranks), stride, size_bytes, 1, once_a_node=False) + group.start_seconds
+    return half_ring(group, size_bytes)

@@ -12,6 +12,7 @@ from harness.planner.traffic import (
     START_SECONDS,
     Group,
     all_reduce,
+    collective,
     data_group,
     expert_exchange,
     expert_group,
@@ -149,3 +150,24 @@ def test_ranks_with_copies_of_an_expert_lie_on_other_nodes_where_a_node_holds_al
     assert expert_group(HARDWARE, Strategy(dp_size=16, ep_size=8)) == group_along(HARDWARE, 2, 8)
     shared = Strategy(tp_size=4, dp_size=4, ep_size=4)
     assert expert_group(HARDWARE, shared) == data_group(HARDWARE, shared)
+
+
+@pytest.mark.parametrize(
+    ("operation", "seconds"),
+    [
+        ("all_reduce", 2 * 800 * 0.75 / 100 + 2 * 2),
+        ("all_gather", 800 * 0.75 / 100 + 3),
+        ("reduce_scatter", 800 * 0.75 / 100 + 3),
+        ("all_to_all", 800 * 0.75 / 100 + 2),
+        ("send", 800 / 100 + 1),
+    ],
+)
+def test_a_collective_takes_the_time_of_its_pattern(operation: str, seconds: float) -> None:
+    ranks = [1, 3] if operation == "send" else [0, 1, 2, 3]
+    assert collective(HARDWARE, operation, ranks, 800) == pytest.approx(seconds)
+    assert collective(HARDWARE, operation, [0], 800) == 0
+
+
+def test_ranks_of_different_nodes_meet_over_the_network() -> None:
+    assert collective(HARDWARE, "send", [0, 8], 800) == 800 / 10 + 100
+    assert collective(HARDWARE, "all_gather", [0, 8], 800) == 800 / 2 / 10 + 200
