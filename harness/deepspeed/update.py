@@ -276,16 +276,18 @@ class WholeEngine(ConstructedEngine, DeepSpeedEngine):
 
     skips_on_device = False
 
-    def __init__(self, *, skips_nonfinite: bool, **of_deepspeed: object) -> None:
+    def __init__(self, *, skips_nonfinite: bool, reduces_once: bool = False, **of_deepspeed: object) -> None:
         super().__init__(**of_deepspeed)
         self.unused = UnusedParameters(self.module, self.optimizer)
         self.unused.note_first_gradients()
         if isinstance(self.optimizer, DividedOptimizer):
-            self.optimizer.prepare(skips_nonfinite=skips_nonfinite)
+            self.optimizer.prepare(skips_nonfinite=skips_nonfinite, reduces_once=reduces_once)
         elif skips_nonfinite and hasattr(self.optimizer, "check_grad_overflow"):
             self.optimizer.check_grad_overflow = True  # by itself ZeRO-3 looks for non-finite gradients only in fp16
 
     def _take_model_step(self, lr_kwargs: Mapping[str, object] | None) -> None:
+        if isinstance(self.optimizer, DividedOptimizer) and self.optimizer.reduces_once:
+            self.optimizer.reduce_sums()
         with self.unused.kept(inner_optimizers(self)):
             super()._take_model_step(lr_kwargs)
 
@@ -299,20 +301,57 @@ class DividedOptimizer(DeepSpeedZeroOptimizer):
             in clipping the norm again, once for each parameter group.
         compressed: whether gradients are means over the data-parallel ranks already.
         most_groups: number of parameter groups of the stage that has most of them.
+        reduces_once: whether ZeRO-2 reduces the sums of a step, and not the gradients of each micro-batch.
     """
 
     asks_once = False
     compressed = False
     most_groups = 0
+    reduces_once = False
 
-    def prepare(self, *, skips_nonfinite: bool, compressed: bool = False) -> None:
+    def prepare(self, *, skips_nonfinite: bool, compressed: bool = False, reduces_once: bool = False) -> None:
         """Set what the run decides."""
+        self.reduces_once = reduces_once
         if skips_nonfinite:
             self.check_grad_overflow = True  # by itself it checks only in fp16
         self.asks_once = skips_nonfinite and not self.cpu_offload and self.compute_grad_norm
         self.compressed = compressed
         if compressed:
             self.reduce_scatter = False  # then all that is sent goes through `gradient_reduction_w_predivide`
+
+    # By hooks, when a gradient is complete and at the end of a backward pass: DeepSpeed reduces in each micro-batch.
+
+    def process_gradients(self, param: nn.Parameter, i: int) -> None:
+        """Put a gradient into a bucket to reduce, or leave it in the sum over the micro-batches of a step."""
+        if not self.reduces_once:
+            super().process_gradients(param, i)
+        elif self.use_grad_accum_attribute:  # otherwise autograd has added it to `grad`
+            self._fill_param_grad_accum_attribute(param)
+
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """Reduce what is left of a micro-batch's gradients, unless they are reduced once a step."""
+        if not self.reduces_once:
+            super().overlapping_partition_gradients_reduce_epilogue()
+
+    def reduce_sums(self) -> None:
+        """Average the sums of a step over the data-parallel ranks, bucket by bucket; each rank keeps its part."""
+        self.setup_buckets()
+        for i, group in enumerate(self.bit16_groups):
+            for param in group:
+                if self.get_gradient_for_reduction(param) is None:  # another rank may have used it
+                    missing = torch.zeros_like(param, dtype=self.gradient_accumulation_dtype)
+                    setattr(param, "grad_accum" if self.use_grad_accum_attribute else "grad", missing)
+                self.reduce_ready_partitions_and_remove_grads(param, i)
+        super().overlapping_partition_gradients_reduce_epilogue()
+
+    def _fill_param_grad_accum_attribute(self, param: nn.Parameter) -> None:
+        """Add a gradient to its sum in one operation; DeepSpeed would convert it into a tensor of its own first."""
+        total: Tensor | None = getattr(param, "grad_accum", None)  # DeepSpeed's own attribute
+        if param.grad is not None and total is not None:
+            total.add_(param.grad.view(total.shape))
+            param.grad = None
+        else:
+            super()._fill_param_grad_accum_attribute(param)
 
     def allreduce_bucket(self, bucket: Sequence[Tensor], *args: object, **kwargs: object) -> Tensor:
         """Reduce a bucket in place if its gradients are neighbours in memory: DeepSpeed copies it, and back after."""

@@ -40,6 +40,7 @@ SECTIONS = (
     "tensor_parallel",
     "zero_optimization",
     "activation_checkpointing",
+    "gradient_reduction",
     "data_types",
     "bf16",
     "context_parallel",

@@ -254,6 +254,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         overlap_data=bool(overlap) and (flat_sums or resolved.zero_stage >= 2),
         gathers_once=_gathers_once(zero, resolved.zero_stage),
         flat_sums=flat_sums,
+        reduces_once=resolved.reduces_once,
         sent_bytes=ELEMENT_BYTES.get(str(resolved.config.get("communication_data_type"))),
         bucket=whole(zero.get("reduce_bucket_size")) or 5e8,
         partition=resolved.partition,

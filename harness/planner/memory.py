@@ -167,7 +167,8 @@ def _states(
 
     fp32 has the optimizer's `kept` states (AdamW's two moments) besides parameters and gradients; 16 bits, and
     DeepSpeed's optimizers for ZeRO, also have a master copy. Flat sums hold all gradients of a rank. From stage 2 on a
-    rank keeps only the sums of its part. Parameters and states are offloaded separately.
+    rank keeps only the sums of its part, unless ZeRO-2 reduces once a step. Parameters and states are offloaded
+    separately.
     """
     width, stage = workload.element_bytes, strategy.zero_stage
     parameters = (own if stage == 3 else held) * width
@@ -183,7 +184,8 @@ def _states(
         # gradients are summed apart from those of a micro-batch only in a wider precision
         gradients, optimizer = held * (own_gradient + (summed if summed > width else 0)), own * each
     else:
-        gradients, optimizer = own * max(workload.gradient_bytes, width), own * each
+        kept_sums = held + own if strategy.reduces_once else own
+        gradients, optimizer = kept_sums * max(workload.gradient_bytes, width), own * each
     host = 0.0
     if strategy.offloads_states:
         # ZeRO-3 keeps the copy of the gradients that the optimizer reads

@@ -174,15 +174,16 @@ def _data(
         window *= min(times, strategy.pp_size)
     if stage == 3:
         return _zero_3(hardware, workload, strategy, held, experts, compute)
+    every = stage == 2 and not strategy.reduces_once  # each micro-batch reduces
     each = _reduced_bytes(workload, strategy)
     # DeepSpeed all-reduces whole buckets, although each rank needs only its part
     if not strategy.flat_sums and (stage == 0 or hardware.is_host):
         reduce = _all_reduces(hardware, strategy, held, experts, each)
     else:
         reduce = _half_rings(hardware, strategy, held, experts, each, 1)
-    reduce *= times if stage == 2 else 1
+    reduce *= times if every else 1
     defers = strategy.flat_sums and strategy.schedule.startswith("zero-bubble")  # weight gradients come last
-    hidden = (compute * 2 / 3 if stage == 2 else window) if strategy.overlap_data and not defers else 0.0
+    hidden = (compute * 2 / 3 if every else window) if strategy.overlap_data and not defers else 0.0
     gather = _half_rings(hardware, strategy, held, experts, width, 1) if stage or strategy.flat_sums else 0.0
     shown = max(0.0, gather - window / 2) if workload.habits.overlap_parameters else gather
     copied = _copied(hardware, workload, strategy, held * each)
@@ -227,13 +228,13 @@ def _copied(hardware: Hardware, workload: Workload, strategy: Strategy, gradient
     """Return the seconds in which DeepSpeed copies gradients; each copy reads and writes.
 
     It copies them once a step into flat buckets, and then back or to a rank's part. That counts only in a host's slow
-    memory. From ZeRO-2 on it does so for every micro-batch, through one more bucket.
+    memory. From ZeRO-2 on it does so for every micro-batch that reduces, through one more bucket.
     """
     if not hardware.is_host and (strategy.zero_stage < 2 or workload.habits.zero_stage is not None):
         return 0.0
     part = 1 / strategy.dp_size
     if strategy.zero_stage >= 2:
-        copies = strategy.accumulation * (2 + part)
+        copies = (1 if strategy.reduces_once else strategy.accumulation) * (2 + part)
     elif strategy.flat_sums:
         copies = part  # the means of this rank's part
     else:
@@ -257,7 +258,7 @@ def _reduced_bytes(workload: Workload, strategy: Strategy) -> float:
     """Return the bytes of one sent gradient: up to stage 1 that of the sum, above that of one micro-batch."""
     if strategy.sent_bytes is not None:
         return strategy.sent_bytes
-    is_wide = strategy.zero_stage <= 1 or workload.habits.reduces_wide
+    is_wide = strategy.zero_stage <= 1 or strategy.reduces_once or workload.habits.reduces_wide
     return workload.gradient_bytes if is_wide else workload.element_bytes
 
 

@@ -145,6 +145,7 @@ class Strategy:
             each backward of a micro-batch.
         flat_sums: whether gradients are summed in flat tensors of their own (harness/deepspeed/flat_optimizer.py).
         sent_bytes: bytes of one gradient as data-parallel ranks send it; None: as it is summed.
+        reduces_once: whether ZeRO-2 reduces gradients once a step, and not in each micro-batch.
         bucket: number of gradients that are reduced at once.
         boundaries: boundaries of the model chunks, if the run has chosen them; else `partition` chooses.
     """
@@ -171,6 +172,7 @@ class Strategy:
     overlap_data: bool = False
     gathers_once: bool = False
     flat_sums: bool = False
+    reduces_once: bool = False
     sent_bytes: float | None = None
     bucket: float = 5e8
     partition: str = "balanced"

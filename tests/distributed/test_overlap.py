@@ -12,6 +12,7 @@ import pytest
 from harness import Trainer
 from harness.deepspeed.flat_optimizer import FlatOptimizer
 from harness.deepspeed.instructions import Observer
+from harness.deepspeed.update import DividedOptimizer
 from harness.training.engine.engine import PipelineStages
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows
@@ -81,3 +82,40 @@ def test_groups_are_averaged_during_the_last_backward_pass(jobs: list[Job], tmp_
         near = partial(pytest.approx, rel=2e-3 if "bf16" in job.config else 1e-6)
         for found, wanted in zip(curve, at_once, strict=True):
             assert tuple(found) == near(tuple(wanted)), job
+
+
+ONCE = {"gradient_reduction": {"once_per_step": True}}
+FULL = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+ZERO_2 = [
+    Job("tiny-llama", "dp2z2", FULL),
+    Job("tiny-gpt2", "dp2z2", FULL | BF16),
+    Job("tiny-gpt2", "dp2z2", FULL | BF16 | {"zero_optimization": {"stage": 2, "overlap_comm": True}}),
+]
+
+
+def zero2(job: Job, folder: str) -> tuple[Curve, int]:
+    """Losses and norms, and how many buckets a rank has reduced."""
+    trainer = Trainer(job.model, arguments_of(job, folder), train_dataset=rows())
+    optimizer = trainer.engine.deepspeed.optimizer
+    assert isinstance(optimizer, DividedOptimizer)
+    reduced: list[int] = []
+    average = optimizer.average_tensor
+    optimizer.average_tensor = lambda *given: (reduced.append(1), average(*given))[1]
+    records = [trainer.training_step() for _ in range(STEPS)]
+    trainer.close()
+    return [(record.loss, record.grad_norm) for record in records], len(reduced)
+
+
+def both_zero2(folder: str) -> list[tuple[tuple[Curve, int], tuple[Curve, int]]]:
+    once = [Job(job.model, job.layout, job.config | ONCE, job.arguments) for job in ZERO_2]
+    pairs = zip(ZERO_2, once, strict=True)
+    return [(zero2(a, f"{folder}/{i}"), zero2(b, f"{folder}/{i}-once")) for i, (a, b) in enumerate(pairs)]
+
+
+def test_zero2_reduces_once_a_step_if_it_may_keep_all_gradients(tmp_path: Path) -> None:
+    found = run_ranks(2, both_zero2, str(tmp_path))[0]
+    for job, ((curve, each), (of_sums, once)) in zip(ZERO_2, found, strict=True):
+        assert each == 4 * once, job  # four micro-batches
+        # gradients are sent in bf16 from each micro-batch, and their sums in float32
+        tolerance = 2e-2 if "bf16" in job.config else 1e-6
+        assert of_sums == [pytest.approx(pair, rel=tolerance) for pair in curve], job

@@ -26,6 +26,7 @@ LAYOUTS = [Job("", name, arguments=DECAY) for name in ("pp2z0", "pp2z1", "tp2z0"
 LAYOUTS += [Job("", name, BF16, DECAY) for name in ("pp2z0", "dp2z1", "dp2z3")]
 ZERO_BUBBLE = {"pipeline": {"stages": 2, "schedule": "zero-bubble"}}
 LAYOUTS += [Job("", "pp2z0", ZERO_BUBBLE, DECAY)]
+LAYOUTS += [Job("", "dp2z2", {"gradient_reduction": {"once_per_step": True}}, DECAY)]
 
 
 class Sometimes(nn.Module):

@@ -140,6 +140,7 @@ def _resolved(run: Resolution, view: RunView) -> Resolved:
         schedule=schedule_name(view.get("/pipeline/schedule")) or SCHEDULES[0],
         chunks=view.chunks,
         gradient_bits=view.gradient_bits,
+        reduces_once=view.reduces_once,
         activation_checkpoint_interval=view.size("/pipeline/activation_checkpoint_interval") or 0,
         loss_tile=view.size(LOSS_TILE) or 0,
         attention_tile=view.size(ATTENTION_TILE) or 0,

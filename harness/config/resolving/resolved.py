@@ -44,6 +44,7 @@ class Resolved:
     schedule: str  # the pipeline's: one of `layout_keys.SCHEDULES`
     chunks: ModelChunks  # the model chunks, and the stage of each
     gradient_bits: int | None  # of gradients between data-parallel ranks: 8, 4, 0 (uncompressed); None: a trial decides
+    reduces_once: bool  # whether ZeRO-2 averages gradients once a step, and not in each micro-batch
     activation_checkpoint_interval: int  # decoder layers that are recomputed together; 0 is off
     loss_tile: int  # number of tokens whose loss is computed at a time; 0: all
     attention_tile: int  # number of queries whose masks and attention are computed at a time; 0: all

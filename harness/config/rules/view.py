@@ -23,6 +23,7 @@ from harness.config.values.layout_keys import (
     GRADIENT_BITS,
     INDUCTOR,
     OLD_CHUNKS,
+    ONE_REDUCTION,
     TOKEN_PIECES,
     schedule_name,
 )
@@ -163,6 +164,11 @@ class RunView:
         """Bits of gradients sent between data-parallel ranks: 8, 4, 0 (uncompressed), or None for "auto"."""
         asked = self.get(GRADIENT_BITS) if self.target == "harness" else None
         return None if asked == AUTO else whole(asked) or 0
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether ZeRO-2 reduces gradients once a step, and not in each micro-batch."""
+        return self.target == "harness" and self.zero_stage == 2 and self.get(ONE_REDUCTION) is True
 
     @cached_property
     def ep_size(self) -> int:

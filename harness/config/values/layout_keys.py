@@ -31,6 +31,7 @@ LOSS_TILE, FEED_FORWARD_TILE, ATTENTION_TILE = "/tiling/loss", "/tiling/feed_for
 """Number of tokens that the loss, feed-forward blocks and norms, or attention compute at a time; 0 is all."""
 GRADIENT_BITS = "/gradient_compression/bits"
 GRADIENT_BITS_CHOICES = (0, 4, 8)
+ONE_REDUCTION = "/gradient_reduction/once_per_step"
 EXPERTS = "/expert_parallel"
 EXPERT_ROUTING = (
     *("route_norm", "route_scale", "routed_scaling_factor", "score_apply", "score_func", "top_k"),

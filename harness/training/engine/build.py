@@ -114,7 +114,9 @@ def _initialize(
         elements = sum(parameter.numel() for group in optimized for parameter in group["params"])
         asked = resolved.config.get("zero_optimization", {}).get("reduce_bucket_size")
         optimized = in_buckets(optimized, bucket_size(asked, elements))
-    build: Callable[..., DeepSpeedEngine] = partial(WholeEngine, skips_nonfinite=context.args.nonfinite != "warn")
+    build: Callable[..., DeepSpeedEngine] = partial(
+        WholeEngine, skips_nonfinite=context.args.nonfinite != "warn", reduces_once=resolved.reduces_once
+    )
     compression = None
     if isinstance(module, StagedModule):
         compression = compressed_reduction(module, groups, resolved.gradient_bits, context.device)

@@ -59,6 +59,7 @@ ACTS = {
     "/context_parallel": "the layout",
     "/tiling": "the decoder layers and the epilogue",
     "/gradient_compression": "the reduction of gradients of the harness",
+    "/gradient_reduction": "the optimizer of ZeRO-2",
     "/aio": "offloading to NVMe",
     "/comms_logger": "DeepSpeed's collectives; the summary is printed at the end of training",
     "/tensorboard": "the engine's monitor",
@@ -141,6 +142,10 @@ def test_a_key_that_does_not_act_is_reported(pointer, key):
         ({"compile": {"enabled": True}}, {}),
         ({"compile": {"enabled": True, "backend": "eager"}}, {"compile": {"enabled": True}}),
         ({"gradient_compression": {"bits": 8}}, {}),
+        (
+            {"zero_optimization": {"stage": 2}, "gradient_reduction": {"once_per_step": True}},
+            {"zero_optimization": {"stage": 2}},
+        ),
         ({"context_parallel": {"size": 2}}, {}),
         ({"tiling": {"loss": 512}}, {}),
         ({"tiling": {"attention": 512}}, {}),

@@ -292,6 +292,23 @@ def test_gradients_are_compressed_whole(config: dict[str, Any], words: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("zero", "words", "severity"),
+    [
+        ({"stage": 1}, "has no effect at ZeRO stage 1, which reduces once a step anyway", "warning"),
+        ({"stage": 2}, "", ""),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "takes gradients from each micro-batch", "error"),
+        ({"stage": 3}, "ZeRO stage 3 reduces gradients in each micro-batch", "error"),
+    ],
+)
+def test_only_zero2_may_reduce_once_a_step(zero: dict[str, Any], words: str, severity: str) -> None:
+    config = {"train_batch_size": 8, "zero_optimization": zero, "gradient_reduction": {"once_per_step": True}}
+    found = said(config, "DS326")
+    assert [each.split()[:2] for each in found] == ([[severity, "/gradient_reduction/once_per_step:"]] if words else [])
+    assert all(words in each for each in found)
+    assert said({**config, "gradient_reduction": {"once_per_step": False}}, "DS326") == []
+
+
+@pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"world_size": 1}, "there is one data-parallel rank; remove it"),

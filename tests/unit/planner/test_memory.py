@@ -156,6 +156,9 @@ def test_interleaving_keeps_more_by_the_formula() -> None:
         pytest.param(Strategy(dp_size=4, zero_stage=1), "fp16", 2, 2, 3, 0, id="fp16 sums in fp16"),
         pytest.param(Strategy(dp_size=4, zero_stage=2, offload="optimizer"), "bf16", 2, 0, 0, 3 + 1, id="states away"),
         pytest.param(
+            Strategy(dp_size=4, zero_stage=2, reduces_once=True), "bf16", 2, 4 + 1, 3, 0, id="all sums, and the means"
+        ),
+        pytest.param(
             Strategy(dp_size=4, zero_stage=1, offload="optimizer"), "bf16", 2, 6, 0, 3 + 6, id="gradients stay"
         ),
         pytest.param(

@@ -1,4 +1,4 @@
-"""Rules about the compression of gradients between data-parallel ranks."""
+"""Rules about when data-parallel ranks average gradients, and in how many bits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from harness.config.rules.deepspeed.offload import ZERO, offloads
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.text.diagnostic import Severity
-from harness.config.values.layout_keys import GRADIENT_BITS, GRADIENT_BITS_CHOICES
-from harness.config.values.pointers import AUTO
+from harness.config.values.layout_keys import GRADIENT_BITS, GRADIENT_BITS_CHOICES, ONE_REDUCTION
+from harness.config.values.pointers import AUTO, name_of
 
 _IGNORES = "ignores the section, and sends gradients as they are"
+_ONCE = name_of(ONE_REDUCTION)
 
 
 @rule("DS318", "gradients-that-cannot-be-compressed", Severity.ERROR, claim="runs")
@@ -80,3 +81,34 @@ def gradient_compression_without_effect(view: RunView) -> Iterator[Finding]:
             hint="remove it" if alone else "remove it, or train with the harness",
             deepspeed=_IGNORES,
         )
+
+
+@rule("DS326", "gradients-that-cannot-wait", Severity.ERROR, claim="runs")
+def gradients_that_cannot_wait(view: RunView) -> Iterator[Finding]:
+    """gradient_reduction.once_per_step is set, but gradients cannot wait for the last micro-batch, or do so anyway.
+
+    ZeRO-2 averages gradients in each micro-batch, so that a rank keeps only its part of them. With the key it averages
+    their sum once a step, and each rank keeps all gradients. ZeRO-3 and an offloaded optimizer have no room for them.
+    ZeRO-0 and ZeRO-1 reduce once a step anyway.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 3}, "gradient_reduction": {"once_per_step": true}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_reduction": {"once_per_step": true}}
+    """
+    if view.get(ONE_REDUCTION) is not True or view.target != "harness":
+        return
+    stage = view.zero_stage or 0
+    if stage == 2 and not offloads(view, "offload_optimizer"):
+        return
+    if stage < 2:
+        message, severity = f"{_ONCE} has no effect at ZeRO stage {stage}, which reduces once a step anyway", "WARNING"
+    elif stage == 3:
+        message, severity = f"{_ONCE}: ZeRO stage 3 reduces gradients in each micro-batch", "ERROR"
+    else:
+        message, severity = f"{_ONCE}: an offloaded optimizer takes gradients from each micro-batch", "ERROR"
+    yield Finding(
+        pointer=ONE_REDUCTION,
+        message=message,
+        hint="remove it",
+        deepspeed="ignores the section, and reduces as the stage does",
+        severity=Severity[severity],
+    )
