@@ -31,9 +31,12 @@ PRECISIONS = {
     torch.float8_e5m2: "fp8",
 }
 """The planner's name of a dtype's products; all others are computed as fp32."""
+NO_KERNELS = ("c10d", "prim", "profiler")
+"""Namespaces of operations that start no kernel; `prim::device` asks where a tensor lies."""
 NO_KERNEL = frozenset(
     """_unsafe_view _local_scalar_dense lift_fresh empty empty_like empty_strided new_empty new_empty_strided
-    record_stream is_same_size sym_size sym_stride sym_numel sym_storage_offset is_pinned""".split()  # noqa: SIM905
+    record_stream is_same_size sym_size sym_stride
+    sym_numel sym_storage_offset is_pinned _has_compatible_shallow_copy_type""".split()  # noqa: SIM905
 )
 """Operations that are not views and start no kernel either."""
 WRITE_ONLY = frozenset(
@@ -73,7 +76,7 @@ def kernel_of(hardware: Hardware, func: Operation, args: Positional, kwargs: Key
     Args:
         result: what the operation returned.
     """
-    if not isinstance(func, OpOverload) or func.namespace == "c10d":
+    if not isinstance(func, OpOverload) or func.namespace in NO_KERNELS:
         return None
     name = func.overloadpacket.__name__
     if func.is_view or torch.Tag.inplace_view in func.tags or name in NO_KERNEL:

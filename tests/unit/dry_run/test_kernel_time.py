@@ -67,6 +67,8 @@ def test_views_allocations_and_copies_onto_themselves_start_no_kernel(x: Tensor)
         x.new_empty(0).add_(1)
 
     assert kernels(compute) == []
+    with FakeTensorMode():
+        assert kernels(lambda: torch.empty(3).device) == []  # which asks an operation
 
 
 def test_a_product_takes_the_planner_s_seconds(x: Tensor) -> None:
