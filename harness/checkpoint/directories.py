@@ -225,10 +225,10 @@ def optimizer_name(resolved: Resolved) -> str:
     return str(resolved.config.get("optimizer", {}).get("type", "AdamW"))
 
 
-def require_same_optimizer(checkpoint: Path, resolved: Resolved) -> None:
+def require_same_optimizer(checkpoint: Path, ours: str) -> None:
     """Raise UserError if a checkpoint has the state of another optimizer than the run's, or no optimizer state at all.
 
-    Layout, ZeRO stage and precision may differ.
+    Layout, ZeRO stage and precision may differ. `ours` is the name of the run's optimizer.
     """
     progress = read_progress(checkpoint)
     if progress.model_only:
@@ -236,7 +236,7 @@ def require_same_optimizer(checkpoint: Path, resolved: Resolved) -> None:
             f"{checkpoint} contains only the model (--save_only_model), so no run can resume it: start a new run "
             f"with --model_name_or_path {checkpoint}"
         )
-    saved, ours = progress.optimizer, optimizer_name(resolved)
+    saved = progress.optimizer
     adams = {"adam", "adamw"}  # both keep the same state, and differ only in weight decay
     if saved and saved.lower() != ours.lower() and not {saved.lower(), ours.lower()} <= adams:
         raise UserError(f"{checkpoint} contains the state of {saved}, but this run uses {ours}: use the saved one")

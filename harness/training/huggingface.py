@@ -50,7 +50,7 @@ def require_ours(kind: type, base: type, others: Mapping[str, object]) -> None:
     """Raise UserError if a subclass `kind` overrides methods that our Trainer, `base`, never calls.
 
     Also raise it for keyword arguments `others`, which the constructor does not take, unless they are HuggingFace's
-    with its own defaults, None or (None, None).
+    with its own default, None.
     """
     for cls in (each for each in kind.__mro__ if each not in base.__mro__):
         known = methods_of_transformers() | METHODS.keys()  # the import takes seconds, so only for subclasses
@@ -60,7 +60,7 @@ def require_ours(kind: type, base: type, others: Mapping[str, object]) -> None:
                 raise UserError(
                     f"{cls.__name__}.{name} is a method of HuggingFace's Trainer that is not called here: {remedy}"
                 )
-    given = [name for name, value in others.items() if name not in ARGUMENTS or value not in (None, (None, None))]
+    given = [name for name, value in others.items() if name not in ARGUMENTS or value is not None]
     refuse_arguments(given, base, ARGUMENTS, "Trainer")
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Unpack
 
 import deepspeed
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from harness.arguments import TrainingArguments
@@ -93,6 +95,8 @@ class Trainer(ScriptMethods):
         preprocess_logits_for_metrics: maps logits and labels of a micro-batch to the values that are kept.
         console: where to print; by default standard output on rank 0.
         peft_config: peft's LoraConfig, to train adapters instead of the model's weights.
+        optimizers: an optimizer, made for the parameters of a model in memory, and its scheduler; None for the run's
+            own schedule. The run makes an optimizer of the same class with the same groups for its parameters.
         config: the checked DeepSpeed JSON, if the program has read it already (`read_run_config`).
         flags: flags of the program besides `args`, for `run.json`.
 
@@ -120,9 +124,10 @@ class Trainer(ScriptMethods):
         compute_loss_func: LossFunction | None = None,
         compute_metrics: Callable[[EvalPrediction], Mapping[str, object]] | None = None,
         preprocess_logits_for_metrics: Preprocess | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         config: RunConfig | None = None,
         flags: Mapping[str, object] | None = None,
-        **others: tuple[None, None] | None,  # HuggingFace's with its defaults; refused with the reason otherwise
+        **others: None,  # HuggingFace's with its defaults; refused with the reason otherwise
     ) -> None:
         show_in_one_line()
         establish()
@@ -140,6 +145,7 @@ class Trainer(ScriptMethods):
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             flags=flags or {},
+            optimizers=optimizers,
         )
         given = UserData(
             train_dataset=train_dataset,

@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from harness.arguments.themes.intervals import interval
@@ -51,7 +52,7 @@ from harness.training.engine.context import EngineContext, LayerTraits, has_flat
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
 from harness.training.engine.gradients import compressed_reduction
 from harness.training.engine.losses import GuardedLoss, Loss
-from harness.training.engine.muon import find_matrices
+from harness.training.engine.muon import ParameterGroup, find_matrices
 from harness.training.engine.optimizer import (
     in_buckets,
     learning_rate_schedule,
@@ -106,14 +107,9 @@ def _initialize(
     `names` are those of `first_names`: a tied weight must be in the same parameter group on every stage.
     """
     groups, resolved = context.groups, context.resolved
-    stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", context.args.weight_decay)
     mark_experts(over_data(module))  # before the parameter groups, which keep marked parameters apart
     set_expert_groups(groups.ep_group, groups.ep_copies)
-    optimized = parameter_groups(module, stated, names)
-    if has_flat_sums(resolved) and groups.dp_group is not None:
-        elements = sum(parameter.numel() for group in optimized for parameter in group["params"])
-        asked = resolved.config.get("zero_optimization", {}).get("reduce_bucket_size")
-        optimized = in_buckets(optimized, bucket_size(asked, elements))
+    optimized, optimizer, schedule = _optimization(context, config, module, names)
     build: Callable[..., DeepSpeedEngine] = partial(
         WholeEngine, skips_nonfinite=context.args.nonfinite != "warn", reduces_once=resolved.reduces_once
     )
@@ -126,13 +122,36 @@ def _initialize(
         zero_stage=resolved.zero_stage,
         model=module,
         model_parameters=optimized,
-        optimizer=own_optimizer(config, module, optimized, context.args, context.device, names),
-        lr_scheduler=None if "scheduler" in config else learning_rate_schedule(context.args, context.max_steps),
+        optimizer=optimizer,
+        lr_scheduler=schedule,
         mpu=grid,
         config=config,
         dist_init_required=False,
     )
     return engine, compression
+
+
+def _optimization(
+    context: EngineContext, config: JsonObject, module: nn.Module, names: Mapping[str, str]
+) -> tuple[list[ParameterGroup], Optimizer | None, Callable[[Optimizer], object] | None]:
+    """Return the parameter groups, their optimizer, and what makes its schedule.
+
+    The last two are None where DeepSpeed itself makes what `config` names.
+    """
+    user, args, resolved = context.user_optimizer, context.args, context.resolved
+    if user is None:
+        stated = config.get("optimizer", {}).get("params", {}).get("weight_decay", args.weight_decay)
+        groups = parameter_groups(module, stated, names)
+    else:
+        groups = user.groups(module, names)
+    if has_flat_sums(resolved) and context.groups.dp_group is not None:
+        elements = sum(parameter.numel() for group in groups for parameter in group["params"])
+        asked = resolved.config.get("zero_optimization", {}).get("reduce_bucket_size")
+        groups = in_buckets(groups, bucket_size(asked, elements))
+    schedule = None if "scheduler" in config else learning_rate_schedule(args, context.max_steps)
+    if user is not None:
+        return groups, user.made_for(groups), schedule and user.schedule(schedule)
+    return groups, own_optimizer(config, module, groups, args, context.device, names), schedule
 
 
 def _staged(

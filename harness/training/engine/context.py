@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,18 +15,26 @@ from harness.parallel.tiles import LossTiles
 from harness.parallel.values import Value
 from harness.topology.groups import Groups
 
+if TYPE_CHECKING:
+    from harness.training.engine.user_optimizer import UserOptimizer
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(kw_only=True)
 class EngineContext:
-    """The inputs for building an engine: the run's arguments and config, this rank's groups and device."""
+    """The inputs for building an engine: the run's arguments and config, this rank's groups and device.
+
+    Attributes:
+        user_optimizer: what was given as `optimizers`; None for the optimizer of the JSON or the arguments.
+    """
 
     args: TrainingArguments
     resolved: Resolved
     groups: Groups
     device: torch.device
     max_steps: int
+    user_optimizer: UserOptimizer | None = None
 
     @property
     def dtype(self) -> torch.dtype:

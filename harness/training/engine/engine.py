@@ -45,6 +45,7 @@ from harness.training.engine.losses import (
     targets,
 )
 from harness.training.engine.optimizer import SchedulePosition
+from harness.training.engine.user_optimizer import UserSchedule
 
 Batch: TypeAlias = tuple[Value, Targets]
 
@@ -143,6 +144,9 @@ class Engine(ABC):
     @property
     def learning_rate(self) -> float:
         """The rate that the next step will use."""
+        scheduler = self.deepspeed.lr_scheduler
+        if isinstance(scheduler, UserSchedule):  # this rank may hold nothing of the user's first group
+            return scheduler.get_last_lr()[0]
         return float(self.deepspeed.get_lr()[0])
 
     def train_step(

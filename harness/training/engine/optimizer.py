@@ -38,29 +38,43 @@ def parameter_groups(
 ) -> list[ParameterGroup]:
     """Return the trainable parameters in groups with and without weight decay, chosen as in HF's Trainer.
 
-    HF decays all parameters except biases and norms, also vectors such as `A_log` and `sinks`. Parameters kept in
-    float32 get groups of their own, as DeepSpeed flattens each group into one tensor. So do experts distributed over
-    data-parallel ranks, as they are reduced over another process group.
-
-    In a group, parameters with a multiple of 8 elements come first, so that each of them starts at a multiple of 16
-    bytes, even in 16 bits. A GPU's grouped products of experts need that. Other parameters, such as `sinks`, are few
-    and small.
+    HF decays all parameters except biases and norms, also vectors such as `A_log` and `sinks`.
 
     Args:
         first_names: name of a tied parameter in `module` -> its name in the first layer that has it. The first name
             decides, so that all stages update their copies of a weight alike.
     """
     in_no_layer_norm = set(get_parameter_names(module, [nn.LayerNorm]))
-    groups: dict[tuple[bool, bool, bool], ParameterGroup] = {}
+
+    def group(name: str) -> tuple[int, ParameterGroup]:
+        is_decayed = name in in_no_layer_norm and not NOT_DECAYED.search(first_names.get(name, name).lower())
+        return int(not is_decayed), {"weight_decay": weight_decay if is_decayed else 0.0}
+
+    return grouped(module, group)
+
+
+def grouped(module: nn.Module, group: Callable[[str], tuple[int, ParameterGroup]]) -> list[ParameterGroup]:
+    """Return the trainable parameters in groups.
+
+    Parameters kept in float32 get groups of their own, as DeepSpeed flattens each group into one tensor. So do experts
+    distributed over data-parallel ranks, as they are reduced over another process group.
+
+    In a group, parameters with a multiple of 8 elements come first, so that each of them starts at a multiple of 16
+    bytes, even in 16 bits. A GPU's grouped products of experts need that. Other parameters, such as `sinks`, are few
+    and small.
+
+    Args:
+        group: returns the index of a parameter's group, and the options of that group, by the name in `module`.
+    """
+    groups: dict[tuple[int, bool, bool], ParameterGroup] = {}
     ordered = sorted(module.named_parameters(), key=lambda named: prod(unpartitioned_shape(named[1])) % 8 > 0)
     for name, parameter in ordered:
         if parameter.requires_grad:
-            is_decayed = name in in_no_layer_norm and not NOT_DECAYED.search(first_names.get(name, name).lower())
-            key = is_decayed, getattr(parameter, "kept_in_fp32", False), is_expert(parameter)
-            made = {"params": [], "weight_decay": weight_decay if is_decayed else 0.0}
-            group = groups.setdefault(key, made | (EXPERT_GROUP if key[2] else {}))
-            group["params"].append(parameter)
-    return [groups[key] for key in sorted(groups, key=lambda key: (not key[0], *key[1:]))]
+            index, options = group(name)
+            key = index, getattr(parameter, "kept_in_fp32", False), is_expert(parameter)
+            made = groups.setdefault(key, {"params": [], **options, **(EXPERT_GROUP if key[2] else {})})
+            made["params"].append(parameter)
+    return [groups[key] for key in sorted(groups)]
 
 
 def in_buckets(groups: list[ParameterGroup], size: int) -> list[ParameterGroup]:

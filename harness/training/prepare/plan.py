@@ -5,12 +5,15 @@ The ranks do not meet here, with one exception: text has to be tokenised, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig, read_run_config
@@ -18,6 +21,7 @@ from harness.arguments.themes.flags import Help, default_of
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
     TrainingProgress,
+    optimizer_name,
     require_same_adapters,
     require_same_optimizer,
     set_aside_foreign,
@@ -50,6 +54,8 @@ from harness.topology.layout import Layout
 from harness.training.callbacks.early_stopping import require_metric_of_one
 from harness.training.engine.losses import LossFunction
 from harness.training.engine.outputs import Preprocess
+from harness.training.engine.user_optimizer import UserOptimizer, user_optimizer
+from harness.training.prepare.one_model import tensors_in_memory
 from harness.training.prepare.trainable import Model, adapted
 
 if TYPE_CHECKING:
@@ -74,6 +80,7 @@ class RunInputs:
     data_collator: Collator = collate
     peft_config: LoraConfig | None = None
     flags: Mapping[str, object] = field(default_factory=dict)
+    optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None)
     compute_metrics: Callable[[EvalPrediction], Mapping[str, object]] | None = None
     preprocess_logits_for_metrics: Preprocess | None = None
 
@@ -99,6 +106,7 @@ class RunPlan(RunInputs):
         data_digest: of the training data, "" without any.
         config: the DeepSpeed JSON, read and checked once.
         checkpoint: the checkpoint to resume; None for a run that begins at step 0.
+        user_optimizer: the optimizer and scheduler of `optimizers`; None without.
     """
 
     source: ModelSource | None
@@ -111,6 +119,12 @@ class RunPlan(RunInputs):
     layout: Layout
     max_steps: int
     checkpoint: Path | None
+    user_optimizer: UserOptimizer | None
+
+    @property
+    def optimizer_name(self) -> str:
+        """The name of the run's optimizer, as checkpoints have it."""
+        return optimizer_name(self.resolved) if self.user_optimizer is None else self.user_optimizer.name
 
 
 def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None) -> RunPlan:
@@ -141,6 +155,9 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
         require_samples(samples, resolved.micro_batch, resolved.accumulation, resolved.readers)
     if source is None:
         _require_config_for_layers(resolved)
+    chosen = _user_optimizer(inputs, source, adaptation, resolved)
+    if chosen is not None:
+        chosen.require_whole(resolved, layout)
     plan = RunPlan(
         **vars(inputs),
         source=source,
@@ -153,10 +170,45 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
         layout=layout,
         max_steps=max_steps,
         checkpoint=None,
+        user_optimizer=chosen,
     )
     if not inputs.may_hold_a_run and args.resume_from_checkpoint != "auto":
         plan.checkpoint = checkpoint_to_resume(plan)
     return plan
+
+
+def _user_optimizer(
+    inputs: RunInputs, source: ModelSource | None, adaptation: Adaptation | None, resolved: Resolved
+) -> UserOptimizer | None:
+    """Return what was given as `optimizers`, None without. UserError if this run cannot train with it."""
+    if inputs.optimizers in (None, (None, None)):
+        return None
+    if inputs.peft_config is not None:
+        raise UserError(
+            "optimizers and peft_config exclude each other, as no optimizer can hold adapters that do not exist yet: "
+            "give model=get_peft_model(model, peft_config), and make the optimizer for its parameters"
+        )
+    tensors = tensors_in_memory(inputs.model, source, adaptation)
+    if not tensors:
+        raise UserError(
+            "optimizers needs the model in memory that the optimizer was made for, as "
+            "AutoModelForCausalLM.from_pretrained returns it: give that as model"
+        )
+    if isinstance(inputs.model, Sequence) and any(isinstance(layer, LayerSpec) for layer in inputs.model):
+        raise UserError("optimizers needs the parameters of all layers, but a LayerSpec has none yet: give modules")
+    trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    if adaptation is not None and not trained:
+        trained = dict(adaptation.tensors)
+    found = user_optimizer(inputs.optimizers, tensors, trained)
+    sections = ["optimizer"] if found.scheduler is None else ["optimizer", "scheduler"]
+    refuse_all(
+        [
+            f"optimizers and the section {section} of the DeepSpeed JSON exclude each other: remove one"
+            for section in sections
+            if section in resolved.config
+        ]
+    )
+    return found
 
 
 def checkpoint_to_resume(plan: RunPlan) -> Path | None:
@@ -169,7 +221,7 @@ def checkpoint_to_resume(plan: RunPlan) -> Path | None:
     args = plan.args
     checkpoint = find_resume(plan.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
     if checkpoint is not None:
-        require_same_optimizer(checkpoint, plan.resolved)
+        require_same_optimizer(checkpoint, plan.optimizer_name)
         require_same_adapters(checkpoint, plan.adapter_fingerprint)
     return checkpoint
 
@@ -275,7 +327,7 @@ def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:
     incomplete = all_or_none(lambda: damaged(output_dir, plan.checkpoint) if auto and is_first else [])
     chosen, changed = training_state.first_unchanged(plan.checkpoint, output_dir, auto=auto)
     if chosen is not None and chosen != plan.checkpoint:
-        require_same_optimizer(chosen, plan.resolved)
+        require_same_optimizer(chosen, plan.optimizer_name)
         require_same_adapters(chosen, plan.adapter_fingerprint)
     tidied = all_or_none(lambda: _tidied(plan, chosen, auto=auto) if is_first else [])
     left_out = [*incomplete, *changed]

@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.arguments import LoraArguments, TrainingArguments, require_peft
 from harness.arguments.configure import RunConfig, read_run_config
 from harness.arguments.themes.script import PYTHON_STDLIB, ScriptArguments
-from harness.checkpoint.directories import require_same_optimizer
+from harness.checkpoint.directories import optimizer_name, require_same_optimizer
 from harness.checkpoint.integrity import find_resume
 from harness.checkpoint.run_lock import lock_directory
 from harness.config.model.families import require_trainable_family
@@ -38,7 +38,7 @@ def check_before_start(
     if env.rank == 0 or args.resume_from_checkpoint != "auto":
         resume = find_resume(output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
         if resume is not None:
-            require_same_optimizer(resume, config.resolved)
+            require_same_optimizer(resume, optimizer_name(config.resolved))
     require_writable(output_dir)
     return config
 

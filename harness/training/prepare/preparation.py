@@ -163,6 +163,8 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
     engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
     stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context)
     report_stages(console, plan.layout, plan.resolved, plan.max_steps, stages)
+    if plan.user_optimizer is not None:
+        console.say(f"  {plan.user_optimizer.summary}, as given: --learning_rate and the like have no effect on them")
     if plan.adaptation is not None:
         of_all = f"{trainable.size(trained=True):,} of {trainable.size():,} parameters are trained"
         console.say(f"  adapters of rank {plan.adaptation.config.r}: {of_all}")
@@ -221,6 +223,7 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
                 "training data": plan.data_digest,
                 "evaluation data": evaluation_digest(plan.data.evaluation),
                 "set of adapters": plan.adapter_fingerprint,
+                "optimizer that was given": "" if plan.user_optimizer is None else plan.user_optimizer.description,
             },
         )
         searches = args.resume_from_checkpoint == "auto"
@@ -243,7 +246,14 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     if text := mixed_devices(device):
         console.warn(text)
     resolved = settle_compression(plan.resolved, groups, device, console)
-    context = EngineContext(args=args, resolved=resolved, groups=groups, device=device, max_steps=plan.max_steps)
+    context = EngineContext(
+        args=args,
+        resolved=resolved,
+        groups=groups,
+        device=device,
+        max_steps=plan.max_steps,
+        user_optimizer=plan.user_optimizer,
+    )
     return context, foreign_groups
 
 

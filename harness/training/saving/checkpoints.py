@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from harness.checkpoint.background_save import BackgroundSave, Target, Writer
-from harness.checkpoint.directories import TrainingProgress, finished_name, numbered, optimizer_name, set_aside_foreign
+from harness.checkpoint.directories import TrainingProgress, finished_name, numbered, set_aside_foreign
 from harness.checkpoint.integrity import require_unused
 from harness.checkpoint.tensors.not_saved import NotSaved
 from harness.config.values.json_object import JsonObject
@@ -264,8 +264,8 @@ def progress_of(run: Run) -> TrainingProgress:
         base=run.base_checksums,
         model=run.trainable.summary,
         model_config=run.trainable.shaping_config,
-        optimizer=optimizer_name(run.resolved),
-        hyperparameters=hyperparameters(run.args, run.resolved, run.max_steps),
+        optimizer=run.optimizer_name,
+        hyperparameters=hyperparameters(run.args, run.resolved, run.max_steps, run.user_optimizer),
         skipped_samples=list(state.skipped_samples),
         run_id=run.run_id,
         best=best_as_saved(run.args, state),

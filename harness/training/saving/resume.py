@@ -31,6 +31,7 @@ from harness.data.streaming.source import Streamed
 from harness.errors import UserError
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, value_of_first
+from harness.training.engine.user_optimizer import UserOptimizer
 from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint, resolve_for
 from harness.training.prepare.run import Run
@@ -87,7 +88,7 @@ def resume_named(run: Run, name: str | Path | bool) -> None:
         raise UserError(f"train(resume_from_checkpoint=True): no whole checkpoint in {run.output_dir}")
     if run.checkpoint is None:
         return
-    require_same_optimizer(run.checkpoint, run.resolved)
+    require_same_optimizer(run.checkpoint, run.optimizer_name)
     require_same_adapters(run.checkpoint, run.adapter_fingerprint)
     checkpoint = run.checkpoint
     all_or_none(lambda: require_same_base(checkpoint, run.base_checksums))
@@ -121,7 +122,8 @@ def resume(run: Run, checkpoint: Path) -> None:
         return
     if progress.step >= run.max_steps:
         console.say(f"nothing left to train: {counted(run.max_steps, 'step')} done")
-    for line in changes(progress.hyperparameters, hyperparameters(run.args, run.resolved, run.max_steps)):
+    now = hyperparameters(run.args, run.resolved, run.max_steps, run.user_optimizer)
+    for line in changes(progress.hyperparameters, now):
         console.warn(line)
     if (progress.seed, progress.data) != (run.args.order_seed, run.data_digest):
         console.warn(
@@ -142,12 +144,17 @@ NAMES = {  # path in the JSON -> the argument for the same value
 SECTIONS = ("optimizer", "scheduler", "fp16", "gradient_clipping", "train_batch_size")
 
 
-def hyperparameters(args: TrainingArguments, resolved: Resolved, max_steps: int) -> JsonObject:
+def hyperparameters(
+    args: TrainingArguments, resolved: Resolved, max_steps: int, user_optimizer: UserOptimizer | None = None
+) -> JsonObject:
     """Return the settings that affect the remaining steps, under their names in flags or JSON."""
-    config = resolved.config
-    values = {} if "optimizer" in config else {name: getattr(args, name) for name in OF_ADAMW}
-    values["learning_rate"] = args.learning_rate  # also for an optimizer in the JSON without one
-    if "scheduler" not in config:
+    config, values = resolved.config, JsonObject()
+    if user_optimizer is None:
+        values |= {} if "optimizer" in config else {name: getattr(args, name) for name in OF_ADAMW}
+        values["learning_rate"] = args.learning_rate  # also for an optimizer in the JSON without one
+    else:
+        values |= _flat("optimizers", user_optimizer.hyperparameters)
+    if "scheduler" not in config and (user_optimizer is None or user_optimizer.scheduler is None):
         values.update(lr_scheduler_type=args.lr_scheduler_type, warmup_steps=args.warmup(max_steps))
         values.update(max_steps=max_steps)
         values.update(_flat("lr_scheduler_kwargs", args.lr_scheduler_kwargs or {}))

@@ -58,7 +58,11 @@ def test_our_own_class_is_spared_the_import_of_theirs(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("optimizers", "DeepSpeed JSON"), ("tokenizer", "processing_class"), ("train_datasets", "train_dataset")],
+    [
+        ("optimizer_cls_and_kwargs", "optimizers="),
+        ("tokenizer", "processing_class"),
+        ("train_datasets", "train_dataset"),
+    ],
 )
 def test_an_argument_that_is_not_taken_is_one_line(name: str, remedy: str) -> None:
     with pytest.raises(UserError, match=f"takes no {name}: .*{remedy}"):

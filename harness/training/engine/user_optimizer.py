@@ -1,0 +1,322 @@
+"""The optimizer and scheduler that the user made for a model in memory: `Trainer(optimizers=(optimizer, scheduler))`.
+
+A run trains parameters of its own: staged, sharded, on another device. It builds an optimizer of the same class with
+the same groups over them. The user's optimizer never makes a step. It only serves the scheduler, which sets the options
+of its groups (learning rate, perhaps momentum); the run's groups copy them after each step.
+
+A checkpoint has no state of the scheduler: a resumed run makes it anew, and takes it to the step that was reached. So
+nothing is unpickled, and a run may be resumed with another schedule, as with the arguments' own.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Adagrad, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from harness.config import Resolved
+from harness.config.values.json_object import JsonObject
+from harness.errors import UserError, refuse_all
+from harness.hf.lora import plain_name
+from harness.topology.layout import Layout
+from harness.training.engine.muon import ParameterGroup
+from harness.training.engine.optimizer import LateAdagrad, grouped
+from harness.training.engine.update_scope import Scope, scope_of
+from harness.wording import counted
+
+INDEX = "group_of_user"
+"""Key in a group of the run's optimizer: the index of the user's group whose options it copies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserOptimizer:
+    """An optimizer over a model in memory, by the names of its parameters.
+
+    Attributes:
+        optimizer: the user's; its class and the options of its groups are used.
+        scheduler: the user's, of this optimizer; None for the run's own schedule.
+        group_of: name of a parameter in the model -> index of its group.
+        options: options of each group as handed in.
+        schedule_state: state of the scheduler as handed in.
+        scope: the values on which the update of a weight depends.
+    """
+
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    group_of: Mapping[str, int]
+    options: Sequence[Mapping[str, Any]]
+    schedule_state: Mapping[str, Any]
+    scope: Scope
+
+    @property
+    def name(self) -> str:
+        """The optimizer's class."""
+        return type(self.optimizer).__name__
+
+    @property
+    def summary(self) -> str:
+        """Optimizer and scheduler in a few words."""
+        scheduler = "" if self.scheduler is None else f" and scheduler {type(self.scheduler).__name__}"
+        return f"optimizer {self.name} with {counted(len(self.options), 'parameter group')}{scheduler}"
+
+    @property
+    def hyperparameters(self) -> JsonObject:
+        """Options of the groups and of the scheduler, as far as JSON has them."""
+        found: JsonObject = {"groups": [_plain(each) for each in self.options]}
+        if self.scheduler is not None:
+            found["scheduler"] = {"type": type(self.scheduler).__name__, **_plain(self.schedule_state)}
+        return found
+
+    @property
+    def description(self) -> str:
+        """Class, options and groups as text, equal on all ranks."""
+        return json.dumps([self.name, self.hyperparameters, sorted(self.group_of.items())])
+
+    def groups(self, module: nn.Module, first_names: Mapping[str, str]) -> list[ParameterGroup]:
+        """Return the trained parameters of this rank's `module` in the user's groups.
+
+        `first_names` as in `parameter_groups`: a tied parameter is in the same group on all stages.
+        """
+
+        def group(name: str) -> tuple[int, ParameterGroup]:
+            index = self._index(first_names.get(name, name))
+            return index, {**self.options[index], INDEX: index}
+
+        return grouped(module, group)
+
+    def _index(self, name: str) -> int:
+        """Return the index of the group of a parameter, named as in the run: a decoder's with its layer's index."""
+        in_model = name.partition(".")[2]
+        known = (name, in_model, plain_name(in_model))
+        return self.group_of[next(each for each in known if each in self.group_of)]
+
+    def made_for(self, groups: list[ParameterGroup]) -> Optimizer:
+        """Return an optimizer of the user's class, without state, over the run's parameters."""
+        return remade(self.optimizer, groups)
+
+    def schedule(self, own: Callable[[Optimizer], LRScheduler]) -> Callable[[Optimizer], UserSchedule]:
+        """Return a function that makes the schedule of the run's optimizer, at its first step.
+
+        Args:
+            own: makes the run's own schedule, if the user gave none.
+        """
+
+        def make(optimizer: Optimizer) -> UserSchedule:
+            for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
+                group.update(copy.deepcopy(dict(options)))
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(copy.deepcopy(dict(self.schedule_state)))
+            return UserSchedule(self.scheduler or own(self.optimizer), self.optimizer, optimizer)
+
+        return make
+
+    def require_whole(self, resolved: Resolved, layout: Layout) -> None:
+        """Raise UserError if the layout divides what an update needs as a whole."""
+        divides = resolved.zero_stage > 0 or resolved.precision != "fp32" or layout.tp_size > 1 or layout.ep_size > 1
+        most = Scope.ELEMENT if divides else Scope.TENSOR if layout.pp_size > 1 else Scope.MODEL
+        if self.scope > most:
+            what = "the other weights of its parameter" if self.scope is Scope.TENSOR else "all other parameters"
+            how = f"{layout}, ZeRO-{resolved.zero_stage}, {resolved.precision}"
+            whole = "ZeRO-0 and fp32 without tensor and expert parallelism"
+            stages = " and without stages" if self.scope is Scope.MODEL else ""
+            raise UserError(
+                f"optimizers: {self.name} updates a weight by {what}, which {how} divides: use {whole}{stages}, or an "
+                "optimizer that updates each weight by itself, such as AdamW"
+            )
+
+
+class UserSchedule:
+    """Steps a scheduler of the user's optimizer, and copies the options of its groups to the run's.
+
+    It takes the place of a torch scheduler in DeepSpeed's engine.
+    """
+
+    def __init__(self, scheduler: LRScheduler, of_user: Optimizer, of_run: Optimizer) -> None:
+        self.scheduler = scheduler
+        self._of_user, self._of_run = of_user, of_run
+        of_user._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001  # torch warns if it makes no step
+        self._copy()
+
+    def step(self) -> None:
+        """Advance by one step of the run. UserError for whatever the scheduler raises, as after its last step."""
+        try:
+            self.scheduler.step()
+        except Exception as error:  # it is the user's
+            raise UserError(f"optimizers: {type(self.scheduler).__name__}.step(): {error}") from error
+        self._copy()
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each of the user's groups."""
+        return [float(group["lr"]) for group in self._of_user.param_groups]
+
+    def state_dict(self) -> JsonObject:
+        """Return the state of the scheduler, and the options that it has set."""
+        return {"scheduler": self.scheduler.state_dict(), "groups": options_of(self._of_user)}
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Restore a state."""
+        self.scheduler.load_state_dict(state["scheduler"])
+        for group, options in zip(self._of_user.param_groups, state["groups"], strict=True):
+            group.update(options)
+        self._copy()
+
+    def _copy(self) -> None:
+        options = options_of(self._of_user)
+        for group in self._of_run.param_groups:
+            group.update(options[group[INDEX]])
+
+
+def options_of(optimizer: Optimizer) -> list[JsonObject]:
+    """Return the options of each group, without its parameters."""
+    return [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
+
+
+def remade(optimizer: Optimizer, groups: list[ParameterGroup]) -> Optimizer:
+    """Return an optimizer of the same class and settings, without state, over other parameters."""
+    if type(optimizer) is Adagrad:
+        return LateAdagrad(groups, **optimizer.defaults)
+    made = type(optimizer).__new__(type(optimizer))
+    # The attributes and not the constructor: its arguments are unknown. A scheduler has put a `step` on the instance.
+    kept = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
+    shared = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    vars(made).update(copy.deepcopy(kept, shared))
+    made.state = defaultdict(dict)
+    made.param_groups = []
+    for group in groups:
+        made.add_param_group(group)
+    return made
+
+
+def user_optimizer(optimizers: object, tensors: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> UserOptimizer:
+    """Check `optimizers=(optimizer, scheduler)`, and find the groups by name.
+
+    Args:
+        tensors: name -> tensor of the model in memory.
+        trained: those that the run trains.
+
+    Raises:
+        UserError: they are not fresh, not of this model, or something that a run could not continue.
+    """
+    optimizer, scheduler = _pair(optimizers)
+    _require_fresh(optimizer)
+    if scheduler is not None:
+        _require_schedule(scheduler, optimizer)
+    indices = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    group_of = {name: indices[id(tensor)] for name, tensor in tensors.items() if id(tensor) in indices}
+    _require_model(optimizer, tensors, {name: tensor for name, tensor in trained.items() if name not in group_of})
+    return UserOptimizer(
+        optimizer=optimizer,
+        scheduler=scheduler,
+        group_of=group_of,
+        options=copy.deepcopy(options_of(optimizer)),
+        schedule_state={} if scheduler is None else copy.deepcopy(scheduler.state_dict()),
+        scope=_scope(optimizer),
+    )
+
+
+def _pair(optimizers: object) -> tuple[Optimizer, LRScheduler | None]:
+    if not isinstance(optimizers, Sequence) or len(optimizers) != 2:
+        raise UserError("optimizers is not a pair: give (optimizer, scheduler) or (optimizer, None)")
+    optimizer, scheduler = optimizers
+    if optimizer is None:
+        raise UserError(
+            "optimizers=(None, scheduler): a scheduler sets the learning rate of the optimizer that it was made for, "
+            "which would not be trained with: give that one too, optimizers=(scheduler.optimizer, scheduler)"
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(f"optimizers: a {_kind(optimizer)} is not a torch.optim.Optimizer: give an instance of one")
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        raise UserError(
+            f"optimizers: a {_kind(scheduler)} is not a torch.optim.lr_scheduler.LRScheduler: give an instance of one, "
+            "or None for the schedule of the arguments"
+        )
+    return optimizer, scheduler
+
+
+def _require_fresh(optimizer: Optimizer) -> None:
+    """Raise UserError for an optimizer with state, with hooks, or with options that a run cannot use."""
+    kind, problems = _kind(optimizer), []
+    # Adagrad makes its state in the constructor, with 0 steps
+    if any(state and state.get("step", 1) for state in optimizer.state.values()):
+        problems.append(f"{kind} has made steps before: make a new one; resume_from_checkpoint continues a run")
+    if any(value for name, value in vars(optimizer).items() if name.endswith("_hooks")):
+        problems.append(f"{kind} has hooks, which would not run here: use a TrainerCallback")
+    if any(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        problems.append(f"{kind} has a mode for training and one for evaluation, which are not switched here")
+    for index, options in enumerate(options_of(optimizer)):
+        problems += [
+            f"{name} of group {index} is a tensor: give a number"
+            for name, value in options.items()
+            if isinstance(value, Tensor)
+        ]
+        if options.get("differentiable"):
+            problems.append(f"group {index} is differentiable, which DeepSpeed's step is not: leave it out")
+    refuse_all([f"optimizers: {problem}" for problem in problems])
+
+
+def _require_schedule(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    """Raise UserError for a scheduler of another optimizer, one that has made steps, or one that reads a metric."""
+    kind, problems = _kind(scheduler), []
+    if getattr(scheduler, "optimizer", None) is not optimizer:
+        problems.append(f"{kind} was made for another optimizer: make it for this one")
+    if steps := getattr(scheduler, "last_epoch", 0):
+        problems.append(f"{kind} has made {steps} steps before: make a new one; a resumed run takes it to its step")
+    parameters = list(inspect.signature(type(scheduler).step).parameters.values())[1:]
+    if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters):
+        problems.append(f"{kind} waits for a metric, which a step does not have: use a schedule of the step")
+    refuse_all([f"optimizers: {problem}" for problem in problems])
+
+
+def _require_model(optimizer: Optimizer, tensors: Mapping[str, Tensor], missing: Mapping[str, Tensor]) -> None:
+    """Raise UserError for parameters of another model, and for trained parameters that no group has."""
+    known, problems = {id(tensor) for tensor in tensors.values()}, []
+    for index, group in enumerate(optimizer.param_groups):
+        strange = [p for p in group["params"] if id(p) not in known and p.requires_grad]
+        if strange:
+            problems.append(
+                f"group {index} has a parameter of shape {list(strange[0].shape)} that is not the model's: make the "
+                "optimizer for the parameters of the very model that the Trainer gets"
+            )
+    if missing and not problems:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        problems.append(
+            f"no group has {next(iter(missing))}{more}: add them to a group, or set their requires_grad to False"
+        )
+    refuse_all([f"optimizers: {problem}" for problem in problems])
+
+
+def _scope(optimizer: Optimizer) -> Scope:
+    """Return the widest scope of the groups; groups of equal options are tried once."""
+    trials: dict[str, tuple[JsonObject, list[Tensor]]] = {}
+    for options, group in zip(options_of(optimizer), optimizer.param_groups, strict=True):
+        rate = {"lr": 1e-2} if isinstance(options.get("lr"), int | float) else {}  # a warm-up begins at 0
+        trial = {name: value for name, value in options.items() if not name.endswith("lr")} | rate
+        trials.setdefault(repr(trial), ({**options, **rate}, []))[1].extend(group["params"])
+
+    def maker(options: JsonObject) -> Callable[[list[Tensor]], Optimizer]:
+        return lambda parameters: remade(optimizer, [{**options, "params": parameters}])
+
+    return max(scope_of(maker(options), of_group) for options, of_group in trials.values() if of_group)
+
+
+def _plain(options: Mapping[str, Any]) -> JsonObject:
+    """Return the values that JSON has."""
+    return {name: value for name, value in options.items() if _is_json(value)}
+
+
+def _is_json(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _kind(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else type(value).__name__
