@@ -163,11 +163,7 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
     engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
     stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context)
     report_stages(console, plan.layout, plan.resolved, plan.max_steps, stages)
-    if plan.user_optimizer is not None:
-        console.say(f"  {plan.user_optimizer.summary}, as given: --learning_rate and the like have no effect on them")
-    if plan.adaptation is not None:
-        of_all = f"{trainable.size(trained=True):,} of {trainable.size():,} parameters are trained"
-        console.say(f"  adapters of rank {plan.adaptation.config.r}: {of_all}")
+    _report_given(plan, trainable)
     run = Run(
         **{**vars(plan), **vars(context)},
         data_check=data_check,
@@ -336,6 +332,15 @@ def report_origin(console: Console, source: ModelSource, seed: int) -> None:
         console.say(
             f"no weights found (safetensors or pytorch_model.bin) in {source.name}: initialising from seed {seed}"
         )
+
+
+def _report_given(plan: RunPlan, trainable: TrainableModel) -> None:
+    """Report the optimizer that the user gave, and how many parameters are trained by adapters."""
+    if plan.user_optimizer is not None:
+        plan.console.say(f"  {plan.user_optimizer.summary}, as given: the arguments' own have no effect")
+    if plan.adaptation is not None:
+        of_all = f"{trainable.size(trained=True):,} of {trainable.size():,} parameters are trained"
+        plan.console.say(f"  adapters of rank {plan.adaptation.config.r}: {of_all}")
 
 
 def _base_checksums(plan: RunPlan) -> dict[str, str]:
