@@ -22,11 +22,11 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
+from harness.config.values.pointers import lookup
 from harness.deepspeed.expert_groups import EXPERT_GROUP, is_expert
 from harness.deepspeed.zero3_parameters import unpartitioned_shape
 from harness.errors import UserError
 from harness.topology.env import inherited
-from harness.training.engine.context import is_offloaded
 from harness.training.engine.muon import NO_TIES, ParameterGroup, muon
 
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -180,7 +180,7 @@ def compiled_optimizer(config: JsonObject, device: torch.device) -> str | None:
 
 
 def _offloads_states(config: JsonObject) -> bool:
-    return is_offloaded(config.get("zero_optimization", {}), "offload_optimizer")
+    return lookup(config, "/zero_optimization/offload_optimizer/device") not in (None, "none")
 
 
 def _missing(programs: Sequence[str]) -> list[str]:

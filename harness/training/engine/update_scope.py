@@ -7,10 +7,9 @@ steps on small parameters, then on the same values in other pieces, and the resu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,6 @@ SHAPES = ((), (1 << 12,), (128, 128), (2, 128, 128), (8, 8, 16, 16))
 CUTS = (0.3, 0.75)  # where the flat tensor of all trial parameters is cut, as ranks cut it under ZeRO
 STEPS = 3
 TOLERANCE = 1e-5  # of the largest change: another order of float32 operations may differ by rounding
-
-Options = Mapping[str, Any]
 
 
 class Scope(IntEnum):

@@ -16,7 +16,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
@@ -52,8 +51,8 @@ class UserOptimizer:
     optimizer: Optimizer
     scheduler: LRScheduler | None
     group_of: Mapping[str, int]
-    options: Sequence[Mapping[str, Any]]
-    schedule_state: Mapping[str, Any]
+    options: Sequence[ParameterGroup]
+    schedule_state: JsonObject
     scope: Scope
 
     @property
@@ -111,9 +110,9 @@ class UserOptimizer:
 
         def make(optimizer: Optimizer) -> UserSchedule:
             for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
-                group.update(copy.deepcopy(dict(options)))
+                group.update(copy.deepcopy(options))
             if self.scheduler is not None:
-                self.scheduler.load_state_dict(copy.deepcopy(dict(self.schedule_state)))
+                self.scheduler.load_state_dict(copy.deepcopy(self.schedule_state))
             return UserSchedule(self.scheduler or own(self.optimizer), self.optimizer, optimizer)
 
         return make
@@ -307,7 +306,7 @@ def _scope(optimizer: Optimizer) -> Scope:
     return max(scope_of(maker(options), of_group) for options, of_group in trials.values() if of_group)
 
 
-def _plain(options: Mapping[str, Any]) -> JsonObject:
+def _plain(options: Mapping[str, object]) -> JsonObject:
     """Return the values that JSON has."""
     return {name: value for name, value in options.items() if _is_json(value)}
 
