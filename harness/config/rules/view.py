@@ -105,6 +105,11 @@ class RunView:
         """Return whether a switch is on for DeepSpeed's lenient reader."""
         return as_bool(self.get(pointer)) is True
 
+    def truthy(self, pointer: str) -> bool:
+        """Return whether a switch that a program uses as it stands is on: Python takes any text for true."""
+        value = self.get(pointer)
+        return bool(value) and not (value == AUTO and self.target == "harness")
+
     def section(self, pointer: str) -> JsonObject:
         """Return the object at a pointer; empty if there is none."""
         value = self.get(pointer)

@@ -79,8 +79,9 @@ def read(key: Key, value: object, *, pydantic: bool) -> Reading:
     if not types or (value is None and "null" in types):
         return Reading(value)
     for kind in types:
-        converted = _convert(kind, value, lenient=pydantic and not key.spec.get("x-exact"))
-        if converted is None:
+        is_exact = bool(key.spec.get("x-exact"))
+        converted = _convert(kind, value, lenient=pydantic and not is_exact)
+        if converted is None or (is_exact and kind == "boolean" and not isinstance(value, bool)):
             continue
         fault, wanted = _limits(key, converted)
         foreign = (str,) if kind == "boolean" else (str, bool) if kind in ("integer", "number") else ()
@@ -103,6 +104,14 @@ def _convert(kind: str, value: object, *, lenient: bool) -> object:
     return value if accepted is not None and isinstance(value, accepted) else None
 
 
+def _is_regex(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
 def _limits(key: Key, value: object) -> tuple[str, str]:
     """Return the fault of a value of the right type: "choice", "range" or ""."""
     core = key.core
@@ -121,6 +130,10 @@ def _limits(key: Key, value: object) -> tuple[str, str]:
             return "range", f"{words} {core[bound]}"
     if isinstance(value, str) and len(value) < core.get("minLength", 0):
         return "range", "not empty"
+    if isinstance(value, str) and not re.search(core.get("pattern", ""), value):
+        return "choice", str(core["x-pattern"])
+    if isinstance(value, str) and core.get("format") == "regex" and not _is_regex(value):
+        return "choice", "a regular expression"
     if "items" in core and isinstance(value, list):
         kind = core["items"]["type"]
         if any(_convert(kind, item, lenient=False) is None for item in value):

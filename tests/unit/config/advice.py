@@ -236,6 +236,7 @@ def _values(words: str) -> Iterator[Any]:
         "a number, without quotes": [1.0],
         "a string": ["x"],
         "a list": [[]],
+        "a list of numbers": [[1.0]],
         "a number or a list": [1.0],
         "a list or a string": [[]],
         "an object": [{}],

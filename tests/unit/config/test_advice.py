@@ -48,6 +48,22 @@ MORE: list[tuple[str, dict[str, Any]]] = [
         for target, params, zenflow in (("harness", {"torch_adam": True}, {}), ("deepspeed", {}, {"zenflow": {}}))
     ),
     ("hf", {"tensor_parallel": {"preset_model": "llama"}}),
+    ("deepspeed", {"expert_parallel": {"enabled": True, "gate_up_impl": "fused", "use_grouped_mm": False}}),
+    ("deepspeed", {"expert_parallel": {"enabled": True, "comm_backend": "deepep", "comm_max_tokens_per_rank": 0}}),
+    ("deepspeed", {"expert_parallel": {"enabled": True, "num_limited_groups": 2, "has_shared_experts": 1}}),
+    ("deepspeed", {"expert_parallel": {"enabled": True, "preset_model": "x", "expert_tensor_parallel_size": 2}}),
+    ("deepspeed", {"optimizer": {"params": {"lr": 0.1}}, "scheduler": {"type": None, "params": {"gamma": 0.1}}}),
+    ("deepspeed", {"optimizer": {"type": "Adafactor", "params": {"eps": 0.1, "beta2_decay": 1}}}),
+    ("deepspeed", {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "differentiable": 1}}}),
+    *(
+        ("deepspeed", {"optimizer": {"type": "Muon", "params": {}}, "scheduler": {"type": kind, "params": params}})
+        for kind, params in (("CyclicLR", {"base_lr": 0.1, "max_lr": 0.2}), ("MultiStepLR", {"milestones": 5}))
+    ),
+    (
+        "deepspeed",
+        {"optimizer": {"type": "SGD"}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}},
+    ),
+    ("deepspeed", {"flops_profiler": {"enabled": True, "detailed": "x", "module_depth": [1]}}),
 ]
 
 

@@ -36,7 +36,13 @@ def config(pointer: str, value: object) -> str:
     return json.dumps(data)
 
 
-LATER = {pointer for pointer, key in every_key() if isinstance(key.spec.get("x-crashes"), str) and not key.is_section}
+CHECKED = tuple(f"{pointer}/" for pointer, key in every_key() if "x-checked-if" in key.spec)
+LATER = {
+    pointer
+    for pointer, key in every_key()
+    if not key.is_section
+    and (isinstance(key.spec.get("x-crashes"), str) or (pointer.startswith(CHECKED) and "x-crashes" not in key.spec))
+}
 """Keys whose wrong values pass DeepSpeed's parser, and end the run when the engine starts or at the first step."""
 
 

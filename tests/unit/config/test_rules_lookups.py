@@ -247,3 +247,146 @@ def test_an_object_is_not_sent_to_a_switch_of_the_same_name() -> None:
 )
 def test_scaled_gradients_are_refused_where_deepspeed_divides_them(config: dict[str, Any], is_said: bool) -> None:
     assert bool(said({**config, "gradient_predivide_factor": 2.0}, "DS507")) is is_said
+
+
+AUTOEP: dict[str, Any] = {"enabled": True, "preset_model": "mixtral"}
+
+
+@pytest.mark.parametrize(
+    ("section", "code"),
+    [
+        ({**AUTOEP, "preset_model": "mixtrall"}, "DS202"),
+        ({**AUTOEP, "expert_activation": "relu"}, "DS202"),
+        ({**AUTOEP, "score_apply": "x"}, "DS202"),
+        ({**AUTOEP, "validate_folding_routing": 1}, "DS201"),
+        ({**AUTOEP, "expert_w1": "a.b"}, "DS202"),
+        ({**AUTOEP, "moe_layer_pattern": "("}, "DS202"),
+        ({**AUTOEP, "comm_num_sm": 0}, "DS207"),
+        ({**AUTOEP, "expert_tensor_parallel_size": 2}, "DS202"),
+        ({**AUTOEP, "gate_up_impl": "fused", "use_grouped_mm": False}, "DS209"),
+        ({**AUTOEP, "row_weighting_impl": "fused"}, "DS209"),
+        ({**AUTOEP, "comm_backend": "deepep"}, "DS209"),
+        ({**AUTOEP, "num_limited_groups": 1}, "DS209"),
+        ({**AUTOEP, "num_limited_groups": 1, "num_expert_groups": 2, "route_scale": 2}, ""),
+        ({**AUTOEP, "enabled": False, "score_apply": "x", "comm_num_sm": 0}, ""),
+        ({**AUTOEP, "enabled": 2}, ""),
+    ],
+)
+def test_autoep_is_checked_where_it_is_on(section: dict[str, Any], code: str) -> None:
+    codes = ("DS201", "DS202", "DS207", "DS209")
+    found = {
+        each
+        for each in codes
+        for item in said({"expert_parallel": section}, each, target="deepspeed")
+        if item.startswith("error")
+    }
+    assert found == ({code} if code else set())
+    assert not said({"expert_parallel": section}, "DS209")  # the harness does not pass it on
+
+
+@pytest.mark.parametrize("section", ["tensor_parallel", "expert_parallel"])
+def test_deepspeeds_groups_divide_the_ranks(section: str) -> None:
+    name = "autotp_size" if section == "tensor_parallel" else "autoep_size"
+    config = {"train_micro_batch_size_per_gpu": 1, section: {"enabled": True, name: 2}}
+    assert "cannot be divided into groups of 2" in said(config, "DS311", target="deepspeed", world_size=3)[0]
+    assert not said(config, "DS311", target="deepspeed", world_size=4)
+
+
+METRIC: dict[str, Any] = {
+    "min_difficulty": 8,
+    "max_difficulty": 64,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
+    "difficulty_type": "value",
+    "clustering_type": "single_cluster",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, ""),
+        ({"schedule_type": "fixed_linea"}, 'schedule_type is "fixed_linea"'),
+        ({"schedule_config": {"difficulty_step": 8}}, "needs total_curriculum_step"),
+        ({"schedule_type": "fixed_root"}, "needs root_degree"),
+        ({"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [1], "max_step": []}}, "has 1 items"),
+        ({"min_difficulty": "8"}, 'min_difficulty is "8", not a number'),
+        ({"schedule_type": "custom", "schedule_config": {}}, ""),
+    ],
+)
+def test_a_curriculum_has_what_its_schedule_looks_up(change: dict[str, Any], message: str) -> None:
+    learning = {"enabled": True, "data_cluster_path": "c", "curriculum_metrics": {"length": {**METRIC, **change}}}
+    config = {"data_efficiency": {"data_sampling": {"curriculum_learning": learning}}}
+    found = said(config, "DS209", target="deepspeed")
+    assert bool(found) is bool(message) and message in "".join(found)
+
+
+@pytest.mark.parametrize("text", ["x", "", None, 2, 0, [], [1], False, True, "false", "1.0"])
+def test_scaled_gradients_are_compared_as_python_does(text: object) -> None:
+    zero = {"zero_optimization": {"stage": 2}}
+    assert bool(said({**zero, "prescale_gradients": text}, "DS507")) is bool(text)
+    assert bool(said({**zero, "gradient_predivide_factor": text}, "DS507")) is (text != 1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_said"),
+    [
+        ({"type": "Muon", "params": {"lr": 0.1}}, True),
+        ({"type": "Adagrad", "params": {"lr": 0.1}}, True),
+        ({"type": "SGD", "params": {"lr": 0.1}}, False),
+        ({"type": "AdamW", "params": {}}, False),
+    ],
+)
+def test_a_schedule_cycles_a_momentum_that_is_there(optimizer: dict[str, Any], is_said: bool) -> None:
+    for kind, params in (
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 0.2}),
+        ("OneCycleLR", {"max_lr": 1, "total_steps": 9}),
+    ):
+        scheduler: dict[str, Any] = {"type": kind, "params": params}
+        assert bool(said({"optimizer": optimizer, "scheduler": scheduler}, "DS824", target="deepspeed")) is is_said
+        scheduler["params"]["cycle_momentum"] = False
+        assert not said({"optimizer": optimizer, "scheduler": scheduler}, "DS824", target="deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rates", "is_said"),
+    [("Adam", [0.1, 0.2], True), ("Adam", [0.1], False), ("Muon", [0.1, 0.2], False), ("", [0.1, 0.2], False)],
+)
+def test_a_list_of_rates_fits_deepspeeds_groups(kind: str, rates: list[float], is_said: bool) -> None:
+    config = {"optimizer": {"type": kind}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": rates}}}
+    assert bool(said(config, "DS823", target="deepspeed")) is is_said
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "code"),
+    [
+        ({"type": "Adafactor", "params": {"eps": 1e-3}}, "DS207"),
+        ({"type": "Adafactor", "params": {"eps": [1e-3, None]}}, "DS207"),
+        ({"type": "Adafactor", "params": {"eps": [None, 1e-3], "beta2_decay": -0.8}}, ""),
+        ({"type": "Adafactor", "params": {"beta2_decay": True}}, "DS207"),
+        ({"type": "Adam", "params": {"eps": [1e-3, 1e-3]}}, "DS207"),
+        ({"type": "Adam", "params": {"betas": [None, 0.9]}}, "DS207"),
+        ({"type": "NAdam", "params": {"momentum_decay": "auto"}}, "DS303"),
+        ({"type": "Adam", "params": {"amsgrad": "no"}}, "DS815"),
+        ({"type": "SGD", "params": {"momentum": 0.9, "nesterov": 1, "dampening": 0.5}}, "DS819"),
+        ({"type": "SGD", "params": {"differentiable": 0}}, "DS819"),
+        ({"type": "", "params": {"lr": "x"}}, ""),  # as without an optimizer
+    ],
+)
+def test_an_optimizers_values_are_read_as_its_class_reads_them(optimizer: dict[str, Any], code: str) -> None:
+    codes = ("DS205", "DS207", "DS303", "DS801", "DS815", "DS819")
+    found = {
+        each
+        for each in codes
+        for item in said({"optimizer": optimizer}, each, target="deepspeed")
+        if item.startswith("error")
+    }
+    assert found == ({code} if code else set())
+
+
+def test_parameters_without_a_class_are_unread() -> None:
+    for section in ("optimizer", "scheduler"):
+        config = {section: {"params": {"lr": "x", "last_epoch": -7}}}
+        assert f"warning /{section}/params" in said(config, "DS110", target="deepspeed")[0]
+        assert not said(config, "DS207", target="deepspeed")
+    assert said({"scheduler": {"type": 0}}, "DS201", target="deepspeed")[0].startswith("error")

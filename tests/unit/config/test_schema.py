@@ -187,3 +187,11 @@ def test_the_modules_of_torch_are_those_that_deepspeed_can_import():
     import torch
 
     assert schema.torch_modules() == tuple(sorted(n for n, each in vars(torch.nn).items() if isinstance(each, type)))
+
+
+def test_the_names_of_autoep_are_those_of_deepspeed():
+    from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
+    from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS
+
+    assert schema.find("/expert_parallel/preset_model").core["enum"] == list(available_preset_names())
+    assert schema.find("/expert_parallel/expert_activation").core["enum"] == list(EXPERT_ACTIVATIONS)

@@ -37,6 +37,7 @@ _HARNESS_FILLS = frozenset(
     {"/pipeline/stages", "/pipeline/partition", "/tensor_parallel/autotp_size", "/bfloat16/enabled", GRADIENT_BITS}
 )
 _ITS_OWN = frozenset({"/data_types/keep_in_fp32_modules"})  # DeepSpeed itself knows "auto" here
+_OF_CLASSES = ("/optimizer/params", "/scheduler/params")
 _USED_AT_ONCE = frozenset({"/train_batch_size", "/train_micro_batch_size_per_gpu", "/gradient_accumulation_steps"})
 
 
@@ -44,7 +45,8 @@ def _autos(view: RunView) -> Iterator[KeyOccurrence]:
     """Yield every "auto" that no program replaces."""
     filled = {"harness": _FILLED | _HARNESS_FILLS, "hf": _FILLED, "deepspeed": frozenset[str]()}[view.target]
     for visit in view.visits:
-        known = visit.key is not None and "expert_parallel" not in visit.pointer and "zenflow" not in visit.pointer
+        known = visit.key is not None or visit.parent in _OF_CLASSES
+        known = known and "expert_parallel" not in visit.pointer and "zenflow" not in visit.pointer
         if visit.value == AUTO and known and visit.pointer not in filled | _ITS_OWN:
             yield visit
 
@@ -64,7 +66,7 @@ def auto_that_nobody_resolves(view: RunView) -> Iterator[Finding]:
     for visit in _autos(view):
         if visit.section.is_pydantic or view.target == "harness":
             continue
-        at_once = visit.pointer in _USED_AT_ONCE or visit.pointer.startswith(("/optimizer/params", "/scheduler/params"))
+        at_once = visit.pointer in _USED_AT_ONCE or visit.parent in _OF_CLASSES
         fatal = at_once or visit.pointer == "/gradient_clipping"
         reader = "DeepSpeed" if view.target == "deepspeed" else "the HuggingFace Trainer"
         yield Finding(

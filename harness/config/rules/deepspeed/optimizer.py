@@ -30,6 +30,8 @@ def kind(view: RunView) -> str | None:
     name = view.get(TYPE)
     if not isinstance(name, str) or (name == AUTO and view.target == "harness"):
         return None
+    if not name and view.target != "harness":
+        return None  # as without an optimizer
     return name.lower() if name.lower() in (own.lower() for own in OWN) else name
 
 
@@ -56,6 +58,15 @@ def _built(view: RunView) -> str | None:
     """Return the name of the class that the engine builds for the file; None if the file names no optimizer."""
     name = kind(view)
     return _class_name(view, name) if name is not None else None
+
+
+def has_momentum(view: RunView) -> bool:
+    """Return whether the optimizer has a momentum or betas that a schedule can set; True if it is not known.
+
+    Muon keeps its own in each group of parameters, not among the defaults, where schedules look for them.
+    """
+    known = _signature(_built(view))
+    return kind(view) != "muon" and (known is None or bool({"momentum", "betas"} & set(known.params)))
 
 
 def cpu_adam_advice(view: RunView) -> str | None:
@@ -282,7 +293,7 @@ def amsgrad_that_deepspeed_lacks(view: RunView) -> Iterator[Finding]:
     """
     name, class_name = kind(view), _built(view)
     by_torch = view.target == "harness" and name in ("adam", "adamw") and not offloads(view, "offload_optimizer")
-    if view.on(f"{PARAMS}/amsgrad") and class_name in _WITHOUT_AMSGRAD and not by_torch:
+    if view.truthy(f"{PARAMS}/amsgrad") and class_name in _WITHOUT_AMSGRAD and not by_torch:
         torch_too = name in ("adam", "adamw")
         yield Finding(
             pointer=f"{PARAMS}/amsgrad",
@@ -307,15 +318,15 @@ def parameters_that_exclude_each_other(view: RunView) -> Iterator[Finding]:
     if class_name not in signatures()["torch_optimizers"]:
         return
     found = []
-    if params.get("nesterov") is True and class_name == "SGD":
+    if view.truthy(f"{PARAMS}/nesterov") and class_name == "SGD":
         if not params.get("momentum"):
             remedy = "" if params.get("dampening") else "set momentum to 0.9, or "
             found.append(("nesterov", "nesterov needs a momentum above 0", f"{remedy}remove nesterov"))
         elif params.get("dampening"):
             found.append(("dampening", "nesterov excludes dampening", "remove dampening"))
-    if params.get("fused") is True and params.get("foreach") is True:
+    if view.truthy(f"{PARAMS}/fused") and view.truthy(f"{PARAMS}/foreach"):
         found.append(("foreach", "fused and foreach exclude each other", "remove foreach"))
-    if params.get("differentiable") is True:
+    if (asked := params.get("differentiable", False)) is not False and asked != AUTO:  # torch takes nothing but false
         found.append(("differentiable", "DeepSpeed cannot take a differentiable step", "remove differentiable"))
     for param, message, hint in found:
         yield Finding(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.config.rules.deepspeed.optimizer import has_momentum, kind
 from harness.config.rules.rule import Finding, rule
-from harness.config.rules.syntax.ranges import FUNCTIONS
+from harness.config.rules.syntax.ranges import FUNCTIONS, LISTS
 from harness.config.rules.view import RunView
 from harness.config.schema import Signature, signatures
 from harness.config.schema.suggest import nearest
@@ -243,6 +244,51 @@ def two_learning_rates(view: RunView) -> Iterator[Finding]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@rule("DS823", "rates-for-groups-that-are-not-there", Severity.ERROR, claim="engine", target="deepspeed")
+def rates_for_groups_that_are_not_there(view: RunView) -> Iterator[Finding]:
+    """A list holds a rate for each group of parameters, but DeepSpeed puts all parameters into one group.
+
+    It does so for every optimizer that the file names, except Muon. A program that brings its own optimizer may have
+    several groups.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+           "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1]}}}
+    """
+    if view.target == "harness" or kind(view) in (None, "muon") or _known(view)[1] is None:
+        return
+    for name, value in view.section(PARAMS).items():
+        if name in LISTS and name != "milestones" and isinstance(value, list) and len(value) != 1:
+            yield Finding(
+                pointer=f"{PARAMS}/{name}",
+                message=f"{name} has {len(value)} items, but DeepSpeed makes one group of parameters",
+                hint="use a number",
+                deepspeed="raises ValueError when the engine builds the schedule",
+                on_value=True,
+            )
+
+
+@rule("DS824", "momentum-that-is-not-there", Severity.ERROR, claim="engine")
+def momentum_that_is_not_there(view: RunView) -> Iterator[Finding]:
+    """A schedule cycles the momentum, as is its default, but the optimizer has neither a momentum nor betas.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "Rprop", "params": {"lr": 0.1}},
+           "scheduler": {"type": "CyclicLR", "params": {"base_lr": 0.01, "max_lr": 0.1}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "Rprop", "params": {"lr": 0.1}},
+           "scheduler": {"type": "CyclicLR", "params": {"base_lr": 0.01, "max_lr": 0.1, "cycle_momentum": false}}}
+    """
+    cycles = view.get(TYPE) in ("CyclicLR", "OneCycleLR") and view.section(PARAMS).get("cycle_momentum", True)
+    if cycles and not has_momentum(view):
+        yield Finding(
+            pointer=TYPE,
+            message=f"{view.get(TYPE)} cycles the momentum, which {view.get('/optimizer/type')} does not have",
+            hint="set scheduler.params.cycle_momentum to false",
+            deepspeed="raises ValueError when the engine builds the schedule",
+            on_value=True,
+        )
 
 
 @rule("DS822", "schedule-that-starts-in-the-middle", Severity.ERROR, claim="engine")

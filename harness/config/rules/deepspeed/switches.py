@@ -115,8 +115,8 @@ def setting_without_its_switch(view: RunView) -> Iterator[Finding]:
 
     Examples are settings of the swap to NVMe if nothing is swapped, of a section that is not enabled, and of a dynamic
     loss scale if the scale is fixed. DeepSpeed accepts them and does nothing. The switch is `enabled` in most sections;
-    it is `device` of an offload section, `autotp_size` of tensor_parallel and `deepcompile` of compile. A section whose
-    switch is given and off is off on purpose, and is not reported.
+    it is `device` of an offload section, `autotp_size` of tensor_parallel, `deepcompile` of compile, and `type` of
+    optimizer and scheduler. A section whose switch is given and off is off on purpose, and is not reported.
 
     Wrong: {"train_batch_size": 8, "flops_profiler": {"profile_step": 5}}
     Right: {"train_batch_size": 8, "flops_profiler": {"enabled": true, "profile_step": 5}}
@@ -143,13 +143,16 @@ def _without_switch(view: RunView) -> Iterator[Finding]:
             switch = switches[0] if view.target == "harness" else switches[-1]
             off = f"{name_of(visit.pointer)} is off"
             hint = f"set {name_of(visit.pointer)}.{switch} to {_ON.get(switch, 'true')}, or remove {asked}"
+            if switch == "type":  # whose class takes parameters of its own
+                hint = f"remove {asked}, or name the class in {name_of(visit.pointer)}.type"
             excluded = view.target == "harness" and visit.name == "compile" and view.zero_stage == 3
             yield _finding(f"{visit.pointer}/{asked}", off, "remove it" if excluded else hint)
 
 
 def _acts_alone(view: RunView, pointer: str) -> bool:
     key = find(pointer)
-    return key is not None and not key.is_section and pointer != "/fp16/auto_cast" and _asks(view, pointer)
+    is_group = key is not None and key.is_section and key.unknown_keys != "free"
+    return key is not None and not is_group and pointer != "/fp16/auto_cast" and _asks(view, pointer)
 
 
 def _asks(view: RunView, pointer: str) -> bool:

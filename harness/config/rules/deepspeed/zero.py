@@ -124,10 +124,9 @@ def prescaled_gradients(view: RunView) -> Iterator[Finding]:
         return
     if view.zero_stage == 2 and str(view.get("/gradient_allreduce_op")).lower() == "sum":
         return  # then nothing is divided
-    factor = view.get("/gradient_predivide_factor")
-    for name, holds in (
-        ("prescale_gradients", view.get("/prescale_gradients") is True),
-        ("gradient_predivide_factor", isinstance(factor, (int, float)) and factor != 1),
+    for name, holds in (  # as Python compares them, whatever their type
+        ("prescale_gradients", bool(view.get("/prescale_gradients"))),
+        ("gradient_predivide_factor", view.data.get("gradient_predivide_factor", 1) != 1),
     ):
         if holds:
             yield Finding(

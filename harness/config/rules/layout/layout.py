@@ -16,6 +16,7 @@ from harness.wording import counted
 
 _READ = {"/tensor_parallel": ("autotp_size", "sequence_parallel"), "/expert_parallel": ("autoep_size", "token_pieces")}
 _REFUSED = (*EXPERT_ROUTING, EXPERT_PARTS)  # where the section is enabled: DS108
+EXPERT_RANKS = "/expert_parallel/autoep_size"
 SEQUENCE_PARALLEL = "/tensor_parallel/sequence_parallel"
 
 
@@ -24,13 +25,19 @@ def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
     """The number of ranks is not a multiple of pipeline stages x context ranks x tensor-parallel ranks.
 
     That product is the number of ranks that read the same samples. Left-over ranks would be idle, so the harness
-    refuses to start. It is checked with `--world_size`, and at the start of a run.
+    refuses to start. It is checked with `--world_size`, and at the start of a run. Without the harness DeepSpeed's
+    AutoTP and AutoEP each divide the ranks into groups of their size.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}}
     Right: {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 3}}
     """
+    if view.world_size is None:
+        return
+    if view.target != "harness":
+        yield from _groups_that_do_not_fit(view, view.world_size)
+        return
     copy = view.pp_size * view.tp_size * view.cp_size
-    if view.target == "harness" and view.world_size is not None and view.world_size % copy:
+    if view.world_size % copy:
         pointer = "/pipeline/stages" if view.pp_size > 1 else "/tensor_parallel/autotp_size"
         context = f"{counted(view.cp_size, 'context rank')} x " if view.cp_size > 1 else ""
         yield Finding(
@@ -41,6 +48,20 @@ def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
             deepspeed="does not read the layout here",
             on_value=True,
         )
+
+
+def _groups_that_do_not_fit(view: RunView, world_size: int) -> Iterator[Finding]:
+    """Yield a finding for each kind of group of DeepSpeed's own that does not divide the ranks."""
+    experts = view.size(EXPERT_RANKS) if view.truthy("/expert_parallel/enabled") else None
+    for pointer, size in (("/tensor_parallel/autotp_size", view.tp_size), (EXPERT_RANKS, experts or 1)):
+        if world_size % size:
+            yield Finding(
+                pointer=pointer,
+                message=f"{counted(world_size, 'rank')} cannot be divided into groups of {size}",
+                hint=f"start a multiple of {size} ranks, or change the layout",
+                deepspeed="raises an error when the engine starts",
+                on_value=True,
+            )
 
 
 @rule("DS313", "autotp-option-in-the-harness", Severity.WARNING, claim="runs")

@@ -14,13 +14,16 @@ from harness.config.rules.syntax.values import show
 from harness.config.rules.view import KeyOccurrence, RunView
 from harness.config.schema.coercion import NAMES
 from harness.config.text.diagnostic import Severity
+from harness.config.values.layout_keys import EXPERTS
 from harness.config.values.pointers import name_of
-from harness.wording import all_of
+from harness.wording import all_of, one_of
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
 
 _CONDITIONS = ("if", "then", "else")
+_NOT_PASSED_ON = (EXPERTS, "/data_efficiency")
+"""Sections that the harness does not pass on to DeepSpeed."""
 
 
 def _violations(view: RunView, *, by_engine: bool) -> Iterator[tuple[KeyOccurrence, ValidationError]]:
@@ -28,6 +31,8 @@ def _violations(view: RunView, *, by_engine: bool) -> Iterator[tuple[KeyOccurren
     for visit in view.visits:
         spec = visit.key.spec if visit.key is not None else {}
         section = view.as_read(visit.pointer)
+        if view.target == "harness" and visit.pointer in _NOT_PASSED_ON:
+            continue
         if "if" not in spec or not isinstance(section, dict) or (spec.get("x-crashes") == "engine") != by_engine:
             continue
         from jsonschema import Draft202012Validator
@@ -44,7 +49,8 @@ def _findings(view: RunView, *, by_engine: bool, deepspeed: str) -> Iterator[Fin
         if (pointer, broken) in seen:
             continue  # jsonschema reports each missing key by itself
         seen.add((pointer, broken))
-        why = error.schema.get("x-why") if isinstance(error.schema, dict) else None
+        schemas = (error.schema, visit.key.spec.get("then") if visit.key is not None else None)
+        why = next((each["x-why"] for each in schemas if isinstance(each, dict) and "x-why" in each), None)
         message, hint = _words(pointer, error)
         yield Finding(
             pointer=pointer,
@@ -57,15 +63,22 @@ def _findings(view: RunView, *, by_engine: bool, deepspeed: str) -> Iterator[Fin
 
 def _words(pointer: str, error: ValidationError) -> tuple[str, str]:
     """Return what is wrong at a pointer, and the remedy."""
-    name, wanted, section = name_of(pointer), cast("Any", error.validator_value), cast("Any", error.instance)
-    if error.validator == "required":
-        missing = [key for key in wanted if key not in section]
-        return f"{name} needs {all_of(missing)}", f"add {all_of(missing)}"
-    if error.validator == "const":
-        return f"{name} is {show(error.instance)}, not {show(wanted)}", f"set {name} to {show(wanted)}"
-    if error.validator == "type":
-        return f"{name} is {show(error.instance)}, not {NAMES[wanted]}", f"write {NAMES[wanted]}"
-    return f"{name} is {show(error.instance)}, but must be above {wanted}", f"use a number above {wanted}"
+    name, wanted, found = name_of(pointer), cast("Any", error.validator_value), cast("Any", error.instance)
+    match error.validator:
+        case "required":
+            missing = [key for key in wanted if key not in found]
+            return f"{name} needs {all_of(missing)}", f"add {all_of(missing)}"
+        case "const":
+            return f"{name} is {show(found)}, not {show(wanted)}", f"set {name} to {show(wanted)}"
+        case "type":
+            return f"{name} is {show(found)}, not {NAMES[wanted]}", f"write {NAMES[wanted]}"
+        case "enum":
+            return f"{name} is {show(found)}", f"use {one_of(wanted)}"
+        case "minItems":
+            return f"{name} has {len(found)} items, but needs {wanted}", f"write a list of {wanted} or more items"
+        case "minimum":
+            return f"{name} is {show(found)}, but must be at least {wanted}", f"use a number of at least {wanted}"
+    return f"{name} is {show(found)}, but must be above {wanted}", f"use a number above {wanted}"
 
 
 @rule("DS208", "incomplete-section", Severity.ERROR, claim="refuses")
@@ -85,8 +98,9 @@ def incomplete_section(view: RunView) -> Iterator[Finding]:
 def section_that_cannot_start(view: RunView) -> Iterator[Finding]:
     """A feature is on, but a setting that it needs is missing or excludes another, and only the engine notices.
 
-    Random layerwise token dropping (`random_ltd`) looks up the number of layers and its schedule without a default.
-    ZenFlow chooses `select_interval` itself if `select_strategy` is "auto", and needs a number otherwise.
+    Random layerwise token dropping (`random_ltd`) looks up the number of layers and its schedule without a default, and
+    curriculum learning the schedule of each metric. AutoEP refuses some options beside others. ZenFlow chooses
+    `select_interval` itself if `select_strategy` is "auto", and needs a number otherwise.
 
     Wrong: {"train_batch_size": 8, "data_efficiency": {"data_routing": {"random_ltd": {"enabled": true}}}}
     Right: {"train_batch_size": 8, "data_efficiency": {"data_routing": {"random_ltd": {"enabled": true,

@@ -43,15 +43,16 @@ class Bounds:
         return above and (number < self.most if self.without_most else number <= self.most)
 
     def __str__(self) -> str:
-        low = f"{'above' if self.without_least else 'at least'} {self.least:g}"
-        high = "" if self.most == math.inf else f" and {'below' if self.without_most else 'at most'} {self.most:g}"
-        return ("whole and " if self.whole else "") + low + high
+        low = f"{'above' if self.without_least else 'at least'} {self.least:g}" if self.least > -math.inf else ""
+        high = f"{'below' if self.without_most else 'at most'} {self.most:g}" if self.most < math.inf else ""
+        return ("whole and " if self.whole else "") + " and ".join(filter(None, (low, high)))
 
 
 KINDS = {
     "not_negative": Bounds(0),
     "positive": Bounds(0, without_least=True),
     "count": Bounds(1, whole=True),
+    "not_positive": Bounds(-math.inf, 0),
     "share": Bounds(0, 1),
     "positive_share": Bounds(0, 1, without_least=True),
     "decay": Bounds(0, 1, without_most=True),
@@ -69,7 +70,10 @@ OPTIMIZER, SCHEDULER, OTHERS, _WITHOUT_THE_HARNESS = (
 """Bounds by name, for a parameter of any optimizer or scheduler class; by pointer, for a number in another section for
 which DeepSpeed's parser has no bounds."""
 LISTS: list[str] = _TABLE["lists"]
-"""Parameters that may be a list of numbers: one for each parameter group, the steps of a schedule, Adafactor's two."""
+"""Parameters that may be a list of numbers: one for each parameter group, or the steps of a schedule."""
+_ADAFACTOR = {"eps": Bounds(0, count=2)}
+ONLY_LISTS: list[str] = _TABLE["only_lists"]
+"""Those of them that may not be a number."""
 OPTIONAL: list[str] = _TABLE["optional"]
 """Parameters that may be null, which is their default."""
 SWITCHES: list[str] = _TABLE["switches"]
@@ -93,9 +97,12 @@ def impossible_value(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}
     """
-    for section, known in (("/optimizer/params", OPTIMIZER), ("/scheduler/params", SCHEDULER)):
-        for name, value in view.section(section).items():
-            pointer = f"{section}/{name}"
+    special = _ADAFACTOR if view.get("/optimizer/type") == "Adafactor" else {}
+    for section, known in (("/optimizer", OPTIMIZER | special), ("/scheduler", SCHEDULER)):
+        if view.target == "deepspeed" and not view.get(f"{section}/type"):
+            continue  # nothing reads the parameters
+        for name, value in view.section(f"{section}/params").items():
+            pointer = f"{section}/params/{name}"
             if name in FUNCTIONS:
                 yield _finding(pointer, "is a function, which no JSON can hold", "another schedule")
             elif name in known and (wanted := _wanted(name, value, known[name])):
@@ -119,13 +126,16 @@ def _wanted(name: str, value: object, bounds: Bounds) -> str:
     """Return what is wanted instead of a value that is not a number, or not the list that is needed; else empty."""
     if value == AUTO or (value is None and name in OPTIONAL):
         return ""
-    is_list = isinstance(value, list) and (bounds.count is not None or name in LISTS)
-    items = value if isinstance(value, list) and is_list else [value]
-    numbers = all(isinstance(item, int | float) and not isinstance(item, bool) for item in items if item is not None)
-    numbers = numbers and (items is value or None not in items)  # Adafactor's first eps may be null
-    if numbers and (bounds.count is None or is_list):
+    items = [value]
+    if isinstance(value, list) and (bounds.count is not None or name in LISTS):
+        items = value[1:] if name == "eps" and value[:1] == [None] else value  # Adafactor's first may be null
+    numbers = all(isinstance(item, int | float) and not isinstance(item, bool) for item in items)
+    needs_list = bounds.count is not None or name in ONLY_LISTS
+    if numbers and (isinstance(value, list) or not needs_list):
         return ""
-    return f"a list of {bounds.count} numbers" if bounds.count is not None else "a number, without quotes"
+    if bounds.count is not None:
+        return f"a list of {bounds.count} numbers"
+    return "a list of numbers" if needs_list else "a number, without quotes"
 
 
 def _outside(pointer: str, value: object, bounds: Bounds) -> Iterator[Finding]:

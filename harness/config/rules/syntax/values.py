@@ -10,7 +10,7 @@ from harness.config.rules.view import KeyOccurrence, RunView
 from harness.config.schema.coercion import NAMES, Reading, read
 from harness.config.text import edits
 from harness.config.text.diagnostic import Edit, Severity
-from harness.config.values.layout_keys import GRADIENT_BITS, size_fault
+from harness.config.values.layout_keys import EXPERTS, GRADIENT_BITS, size_fault
 from harness.config.values.pointers import AUTO, name_of
 
 _UNADVISED = ("int8", "torch.int8")  # names that DeepSpeed knows, but cannot train with
@@ -47,8 +47,10 @@ def _is_refused(visit: KeyOccurrence) -> bool:
 def _later_end(view: RunView, visit: KeyOccurrence) -> str:
     """Return when a wrong value that the parser accepts ends every run; empty if it may do no harm."""
     crashes = visit.key.spec.get("x-crashes") if visit.key is not None else None
-    if visit.value == AUTO and view.target == "harness":
+    if view.target == "harness" and (visit.value == AUTO or visit.parent == EXPERTS):
         return ""  # the harness leaves the key out
+    if crashes is None and is_checked(view, visit):
+        return "when it is used"
     if crashes == "engine in 16 bits":
         crashes = "engine" if view.precision != "fp32" else None
     return {"engine": "when the engine starts", "step": "at the first step"}.get(str(crashes), "")
@@ -71,10 +73,17 @@ def _faults(view: RunView, fault: str) -> Iterator[tuple[KeyOccurrence, Reading,
             )
 
 
+def is_checked(view: RunView, visit: KeyOccurrence) -> bool:
+    """Return whether the key is in a section whose values are all used as soon as it is on, and it is on."""
+    switch = visit.section.spec.get("x-checked-if")
+    return switch not in (None, visit.name) and bool(view.get(f"{visit.parent}/{switch}"))
+
+
 def unchecked_ranges(view: RunView) -> Iterator[tuple[KeyOccurrence, Reading]]:
     """Yield numbers outside their range that DeepSpeed's parser accepts."""
     for visit, reading in _readings(view):
-        if reading.fault == "range" and not _is_refused(visit):
+        is_off = "x-checked-if" in visit.section.spec and not is_checked(view, visit)
+        if reading.fault == "range" and not _is_refused(visit) and not is_off:
             yield visit, reading
 
 
@@ -134,7 +143,7 @@ def unknown_choice(view: RunView) -> Iterator[Finding]:
             pointer=visit.pointer,
             message=f"{name_of(visit.pointer)} is {show(visit.value)}",
             hint=f"use {reading.wanted}"
-            if isinstance(visit.value, list) or len(names) == 1
+            if isinstance(visit.value, list) or len(names) < 2
             else "use one of " + ", ".join(names),
             severity=severity,
             deepspeed=deepspeed,
@@ -201,6 +210,8 @@ def section_not_an_object(view: RunView) -> Iterator[Finding]:
             continue
         if isinstance(visit.value, bool) and "boolean" in key.types:
             continue
+        if view.target == "deepspeed" and not _is_read(view, visit):
+            continue
         if visit.value == AUTO and (visit.section.is_pydantic or key.spec.get("x-drops-auto")):
             continue  # dropped, as every "auto" in a checked section
         yield Finding(
@@ -210,6 +221,11 @@ def section_not_an_object(view: RunView) -> Iterator[Finding]:
             deepspeed="ends with an error that names neither key nor reason",
             on_value=True,
         )
+
+
+def _is_read(view: RunView, visit: KeyOccurrence) -> bool:
+    """Return whether DeepSpeed reads the key: parameters only beside the name of a class."""
+    return "type" not in visit.section.spec.get("x-switch", ()) or bool(view.get(f"{visit.parent}/type"))
 
 
 @rule("DS206", "value-not-for-a-file", Severity.ERROR, claim="refuses")
