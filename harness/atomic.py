@@ -27,6 +27,20 @@ def replace_text(path: Path, text: str) -> None:
         (folder / path.name).write_text(text, encoding="utf-8")
 
 
+def write_output(path: Path, text: str) -> None:
+    """Write `text` where a user wants it: atomically to a file, also behind a link; a device or a pipe is written to.
+
+    Raises OSError if that fails: for a pipe, too, that nobody reads.
+    """
+    if not path.exists() or path.is_file():
+        replace_text(Path(os.path.realpath(path)), text)
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else a pipe waits for its reader
+    os.set_blocking(descriptor, True)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
 @contextmanager
 def replaced_files(directory: Path) -> Iterator[Path]:
     """Yield an empty folder; at the end each file in it replaces the file of the same path in `directory`.
@@ -40,6 +54,8 @@ def replaced_files(directory: Path) -> Iterator[Path]:
             sync_file(path)
             target = directory / path.relative_to(folder)
             target.parent.mkdir(exist_ok=True)
+            if target.exists() and not target.is_file():
+                raise OSError(errno.EINVAL, "it is not a file: remove it", str(target))
             path.replace(target)
         sync_folder(directory)
     except OSError as error:  # find the reason now: removing the folder frees the inodes that were lacking

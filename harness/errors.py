@@ -7,15 +7,18 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+MOST_SHOWN = 2000  # characters of a line; a path has up to 4,096
+
 
 class UserError(Exception):
-    """Something the user can fix. The text is one line: what is wrong, where, what to do.
+    """Something the user can fix. Each text is one line: what is wrong, where, what to do.
 
-    Names that come from files may hold anything, so control characters are escaped.
+    Names that come from files and arguments may hold anything, so control characters are escaped, line breaks too, and
+    the middle of a very long line is left out.
     """
 
-    def __init__(self, text: str) -> None:
-        super().__init__("\n".join(map(printable, text.split("\n"))))
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(map(one_line, lines)))
 
 
 class NotMet(UserError):
@@ -29,7 +32,7 @@ class UserErrors(UserError):
 def refuse_all(problems: Sequence[str]) -> None:
     """Raise UserError for one problem, UserErrors for several; do nothing for none."""
     if problems:
-        raise (UserErrors if len(problems) > 1 else UserError)("\n".join(problems))
+        raise (UserErrors if len(problems) > 1 else UserError)(*problems)
 
 
 def reason(error: OSError, folder: Path | None = None) -> str:
@@ -44,6 +47,14 @@ def lacks_inodes(folder: Path) -> bool:
     """Return whether no file can be created where a folder is or would be, however many bytes are free."""
     found = os.statvfs(next(path for path in (folder, *folder.absolute().parents) if path.is_dir()))
     return found.f_files > 0 and found.f_ffree == 0  # some file systems count none at all
+
+
+def one_line(text: str) -> str:
+    """Return `text` as one line that a person can read."""
+    line = printable(text)
+    if len(line) <= MOST_SHOWN:
+        return line
+    return f"{line[: MOST_SHOWN // 2]} ... {line[-MOST_SHOWN // 4 :]}"
 
 
 def printable(text: str) -> str:

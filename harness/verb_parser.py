@@ -17,7 +17,7 @@ from harness import completion
 from harness.config.values.arguments import BETAS, LEAST, OPTIMIZERS, SCHEDULES, AutoValues
 from harness.config.values.paths import usable_path
 from harness.config.values.typed import FALSE, TRUE, takes, typed
-from harness.errors import printable
+from harness.errors import one_line, printable
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -184,7 +184,7 @@ class VerbParser(FlagParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what cannot be used, and end."""
-        self.exit(2, f"{self.prog}: {message} (see --help)\n")
+        self.exit(2, f"{self.prog}: {one_line(message)} (see --help)\n")
 
     def parted(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return the words of this parser's flags with their values, and all others; for a parser without positionals.

@@ -114,7 +114,7 @@ def _of_files(parser: Parser, in_files: Sequence[ConfigFlag], known: Known) -> J
         except UserError as error:
             problems.append(f"{item.where}{error}")
     if problems:
-        raise UserErrors("\n".join(problems))
+        raise UserErrors(*problems)
     return given
 
 

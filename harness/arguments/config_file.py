@@ -105,7 +105,7 @@ def _refuse_toml(path: Path, known: Mapping[str, Field[object]]) -> NoReturn:
     for name, value in root.items():
         keys = [f"{name}.{key}" for key in value] if isinstance(value, dict) else [name]
         lines += [f"{path}: {key}: {advice(key, known)}" for key in keys if key not in known]
-    raise UserErrors("\n".join(lines))
+    raise UserErrors(*lines)
 
 
 def _flags(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -13,10 +12,12 @@ from pathlib import Path
 import yaml
 
 from harness.arguments.words import RESUME, value_of, with_resume
+from harness.atomic import write_output
 from harness.cluster.checks import cpus, memory, require_kept, require_startable
 from harness.cluster.job import Job
 from harness.cluster.kubernetes import job_set, train_job
 from harness.cluster.slurm import batch
+from harness.config.values.json_file import read_json
 from harness.errors import UserError
 from harness.verb_parser import VerbParser, number, path_argument, positive, whole_number
 
@@ -73,7 +74,7 @@ def cluster(argv: Sequence[str]) -> int:
         sys.stdout.write(text)
         return 0
     try:
-        args.output.write_text(text, encoding="utf-8")
+        write_output(args.output, text)
     except OSError as error:
         raise UserError(f"{args.output}: cannot be written: {error.strerror}") from error
     print(f"written: {args.output}; start it with `{how} {args.output}`")
@@ -141,7 +142,7 @@ def _mount(text: str) -> str:
 def measured_save(folder: str | None) -> float | None:
     """Return the longest save of an earlier run in this folder, in seconds; None if none was measured."""
     with suppress(OSError, ValueError, TypeError, AttributeError):
-        found = json.loads((Path(folder or "") / "run.json").read_text(encoding="utf-8"))
+        found = read_json(Path(folder or "") / "run.json")
         return float(found["longest_save_s"]) or None
     return None
 

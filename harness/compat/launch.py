@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from harness.config.values.json_file import parse_json, regular_bytes
 from harness.config.values.json_object import JsonObject
+from harness.errors import UserError
 from harness.hf.matrix import CELLS
 from harness.parity.launch import run_on_ranks
 
@@ -56,18 +59,25 @@ def run_families(
 def read_rows(results: Path) -> dict[str, dict[str, str]]:
     """Return the rows of a results file by family, without a last line that was cut off."""
     rows = {}
-    for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        rows[row.pop("family")] = row
+    for line in _content(results).splitlines():
+        with suppress(ValueError, TypeError, LookupError, AttributeError):  # of another file, too
+            row = parse_json(line)
+            rows[str(row.pop("family"))] = row
     return rows
+
+
+def _content(results: Path) -> bytes:
+    try:
+        return regular_bytes(results)
+    except FileNotFoundError:
+        return b""
+    except (OSError, ValueError) as error:
+        raise UserError(f"--results {results}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _end_last_line(results: Path) -> None:
     """Append a line break to a last line that was cut off, so that the next row starts on a line of its own."""
-    content = results.read_bytes() if results.exists() else b""
+    content = _content(results)
     if content and not content.endswith(b"\n"):
         with results.open("a", encoding="utf-8") as file:
             file.write("\n")

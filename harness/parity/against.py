@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 
 from harness.checkpoint.directories import METRICS, RUN
-from harness.config.values.json_file import read_json
+from harness.config.values.json_file import read_json, regular_bytes
 from harness.errors import UserError
 
 STEPS = ("step", "global_step", "iteration", "iter", "steps", "iterations", "update", "train_step")
@@ -53,9 +53,9 @@ def read_curve(path: Path) -> Curve:
     """Read the losses of a metrics file. UserError if it has no steps with losses."""
     file = path / METRICS if path.is_dir() else path
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from error
+        text = regular_bytes(file).decode(errors="replace")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     losses, digits = {}, {}
     for step, loss in _entries(file, text):
         losses[step] = float(loss)
@@ -87,7 +87,7 @@ def _entries(file: Path, text: str) -> Iterator[tuple[int, str]]:
 def _parsed(text: str) -> object:
     try:
         return json.loads(text, parse_float=str)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from harness.atomic import write_output
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.planner.hardware import GIB
@@ -29,7 +30,7 @@ def calibrate(path: Path) -> None:
         raise UserError(f"--calibrate {path}: no such directory")
     rank, links = _measured(_cores())
     try:
-        path.write_text(json.dumps(device(rank, links), indent=2) + "\n", encoding="utf-8")
+        write_output(path, json.dumps(device(rank, links), indent=2) + "\n")
     except OSError as error:
         raise UserError(f"--calibrate {path}: cannot be written: {(error.strerror or '').lower()}") from None
 

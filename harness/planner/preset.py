@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from harness.atomic import write_output
 from harness.config.checking.check import check, refusals
 from harness.config.text.diagnostic import ConfigError
 from harness.config.text.document import from_text
@@ -88,6 +89,6 @@ def write_preset(path: Path, strategy: Strategy, precision: str, model: str) -> 
     if refused := refusals(found):
         raise ConfigError(refused[:1])
     try:
-        path.write_text(text, encoding="utf-8")
+        write_output(path, text)
     except OSError as error:
         raise UserError(f"--write {path}: cannot be written: {(error.strerror or '').lower()}") from None

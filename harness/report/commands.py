@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
-from harness.atomic import replace_text
+from harness.atomic import write_output
 from harness.errors import UserError
 from harness.planner.hardware import load_hardware, names
 from harness.report.page import charts_of, page
@@ -41,7 +41,7 @@ def report(argv: Sequence[str]) -> int:
     written = [target]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(target, page(curve_charts, charts, plotly))
+        write_output(target, page(curve_charts, charts, plotly))
         if args.png is not None:
             written += write_pngs(args.png, curve_charts, charts, _pyplot())
     except OSError as error:

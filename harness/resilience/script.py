@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ class Script:
     def is_known(self) -> bool:
         """Whether it is the harness's own. Others may set variables before they import, so no standby runs them."""
         own = Path(__file__).resolve().parents[2] / "scripts" / "train.py"
-        return self.words[0] == TRAIN or Path(self.words[0]).resolve() == own
+        return self.words[0] == TRAIN or os.path.realpath(self.words[0]) == str(own)
 
     @property
     def output_dir(self) -> Path | None:

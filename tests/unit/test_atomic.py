@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import atomic
-from harness.atomic import exchange, replace_text, replaced_files, sync_file, sync_folder
+from harness.atomic import exchange, replace_text, replaced_files, sync_file, sync_folder, write_output
 from tests.unit.training.full_disk import full_disk
 
 
@@ -129,3 +129,31 @@ def test_names_are_exchanged_whatever_bears_them(tmp_path: Path) -> None:
     assert exchange(folder, link)
     assert (link / "inside").read_text() == "kept" and folder.readlink() == Path("nowhere")
     assert not exchange(link, tmp_path / "missing") and (link / "inside").exists()
+
+
+def test_output_goes_where_a_user_wants_it(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("file")
+    write_output(tmp_path / "link", "text")
+    assert (tmp_path / "file").read_text() == "text" and (tmp_path / "link").is_symlink()
+    terminal, device = os.openpty()
+    write_output(Path(os.ttyname(device)), "text")
+    assert os.read(terminal, 99) == b"text"
+    os.close(device)
+    os.close(terminal)
+
+
+def test_a_pipe_is_written_to_while_somebody_reads_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="No such device"):
+        write_output(tmp_path / "pipe", "text")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_output(tmp_path / "pipe", "text")
+    assert os.read(reader, 99) == b"text"
+    os.close(reader)
+
+
+def test_what_is_not_a_file_is_never_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(OSError, match="it is not a file: remove it"):
+        replace_text(tmp_path / "run.json", "text")
+    assert (tmp_path / "run.json").is_fifo() and names(tmp_path) == ["run.json"]

@@ -30,6 +30,7 @@ def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("path", "why"),
     [
         ("a\0b", "it contains a NUL character"),
+        ("a\nb", "it contains a line break"),
         ("\udcff", "it is not UTF-8"),
         (LONG, "it is too long"),
         ("x/" * 3000, "it is too long"),
@@ -44,6 +45,12 @@ def test_a_path_that_no_file_can_have_is_refused_with_the_reason(path: str, why:
     for name in ("output_dir", "deepspeed_config", "resume_from_checkpoint", "sample_prompts"):
         with pytest.raises(UserError, match=f"^--{name} .*: no file can have this name: {why}$"):
             TrainingArguments(**{"output_dir": "a", name: path})
+
+
+def test_an_error_is_one_line_of_a_bounded_length_whatever_it_names() -> None:
+    assert str(UserError("a\nb: no such file")) == "a\\nb: no such file"
+    said = str(UserError("x/" * 3000 + ": no such file"))
+    assert len(said) < 2000 and said.startswith("x/x/") and said.endswith("x/: no such file")
 
 
 def test_other_paths_are_taken_as_they_are(loop: str, tmp_path: Path) -> None:

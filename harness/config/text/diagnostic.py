@@ -62,4 +62,4 @@ class ConfigError(UserError):
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics = list(diagnostics)
-        super().__init__("\n".join(str(diagnostic) for diagnostic in self.diagnostics))
+        super().__init__(*map(str, self.diagnostics))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.parser import Node, NonJsonSyntax, Parsed, TextError, parse
+from harness.config.values.json_file import regular_bytes
 from harness.config.values.json_object import JsonObject
 
 PRESETS = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -150,7 +151,7 @@ def _find(source: str) -> Path:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of a regular file, up to one byte more than is allowed."""
+    """Return the content of a regular file."""
 
     def refuse(message: str, hint: str) -> ConfigError:
         return ConfigError([unreadable(str(path), message, hint)])
@@ -158,10 +159,8 @@ def _read(path: Path) -> bytes:
     try:
         if path.is_dir():
             raise refuse("is a directory", "name a JSON file in it")
-        if path.exists() and not path.is_file():
-            raise refuse("is not a regular file", "name a JSON file")
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
-        reason = (getattr(error, "strerror", None) or "cannot be read").lower()
-        raise refuse(reason, "check the path and its permissions") from None
+        return regular_bytes(path, MAX_BYTES)
+    except OSError as error:
+        raise refuse((error.strerror or "cannot be read").lower(), "check the path and its permissions") from None
+    except ValueError as error:  # a device, a pipe, a file that is too large, a NUL character in the path
+        raise refuse(str(error).removeprefix("it "), "name a JSON file of a few kilobytes") from None

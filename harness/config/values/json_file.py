@@ -30,6 +30,8 @@ def regular_bytes(path: Path, most: int | None = None) -> bytes:
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         _require_regular(os.fstat(file.fileno()).st_mode)
         content = file.read(-1 if most is None else most + 1)
+    if content is None:  # of some files of the kernel, which wait for content
+        raise ValueError("it has no content now")
     if most is not None and len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
     return content

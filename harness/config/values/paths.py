@@ -16,6 +16,8 @@ def usable_path(text: str) -> Path:
     """
     if "\0" in text:
         raise ValueError("it contains a NUL character")
+    if "\n" in text or "\r" in text:
+        raise ValueError("it contains a line break")
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -235,6 +235,14 @@ def tokens_of(sample: object) -> int | None:
     return len(ids) if isinstance(ids, Sized) else None
 
 
+def unequal_shapes(one: tuple[int, ...], other: tuple[int, ...]) -> UserError:
+    """Return the error for micro-batches that pipeline stages cannot exchange."""
+    return UserError(
+        f"micro-batches of {one} and {other}: with pipeline stages all must have one shape; pad them, or join and cut "
+        "the samples to one length"
+    )
+
+
 def too_long(row: int, tokens: int, limit: int) -> UserError:
     """Return the error of a sample with more tokens than the model has positions."""
     return UserError(

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
+from harness.atomic import write_output
 from harness.config.model.plans import declares_expert_plan, families_of_matrix
 from harness.config.model.shape import PRESETS, read_model_config
 from harness.config.values.json_object import JsonObject
@@ -27,7 +28,7 @@ from harness.planner.search import Found, Task
 PACKAGE = Path(__file__).resolve().parents[2]
 PARTS = Path(__file__).parent / "parts"
 PYODIDE = "314.0.7"  # the same version as in scripts/site/package.json
-SOURCES = ("config", "planner", "topology", "parallel/pipeline", "errors.py", "wording.py")
+SOURCES = ("config", "planner", "topology", "parallel/pipeline", "atomic.py", "errors.py", "wording.py")
 """Folders and files of `harness` that the planner imports."""
 
 
@@ -38,7 +39,7 @@ def write_page(path: Path, model: str, hardware: str, task: Task, found: Found) 
     """
     text = page(model, hardware, task, found)
     try:
-        path.write_text(text, encoding="utf-8")
+        write_output(path, text)
     except OSError as error:
         raise UserError(f"--page {path}: cannot be written: {(error.strerror or '').lower()}") from None
 

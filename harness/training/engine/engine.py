@@ -21,12 +21,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from harness.data.batches.collate import MicroBatch
+from harness.data.batches.collate import MicroBatch, unequal_shapes
 from harness.data.batches.evaluation import EvaluationBatch
 from harness.data.batches.same_data import require_same_data
 from harness.deepspeed.engine import count_skipped_step, evaluate_pipeline, scales_loss_dynamically
 from harness.deepspeed.zero3_parameters import GatheredParameters
-from harness.errors import UserError
 from harness.parallel.draws import DrawKeys
 from harness.parallel.generators import own_generators, seed_of
 from harness.parallel.gradients.compressed import CompressedReduction
@@ -354,10 +353,7 @@ class PipelineStages(Engine):
             shape = tuple(first_tensor(inputs).shape)
             self._shape = self._shape or shape
             if shape != self._shape:
-                raise UserError(
-                    f"micro-batches of {self._shape} and {shape}: with pipeline stages all must have one shape; "
-                    "pad them, or join and cut the samples to one length"
-                )
+                raise unequal_shapes(self._shape, shape)
 
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
         trained, self._shape = self._shape, None  # evaluation may have another micro-batch size or block size

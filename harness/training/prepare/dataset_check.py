@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from harness.config.values.arguments import BLOCK_SIZE
-from harness.data.batches.collate import IGNORED, Collator, MapDataset, MicroBatch, TokenCollator, collate
+from harness.data.batches.collate import (
+    IGNORED,
+    Collator,
+    MapDataset,
+    MicroBatch,
+    TokenCollator,
+    collate,
+    unequal_shapes,
+)
+from harness.data.batches.padding import PaddedSamples
 from harness.data.batches.stream import dataset_length, read_micro_batch
 from harness.data.inputs.given import require_one_length, require_short
 from harness.errors import UserError
@@ -18,8 +27,10 @@ from harness.hf.layers.attention import require_available, with_attention
 from harness.hf.skeleton import ModelSource, position_limit
 from harness.hf.verify.packing import require_documents_apart, require_flash_apart
 from harness.training.engine.context import EngineContext
+from harness.training.engine.losses import first_tensor
 
 TOKENS, SHIFTED, OTHERS = "tokens", "shifted", "others"
+MOST_TRIED = 4  # micro-batches whose shapes are compared before the run
 ENOUGH, SHARE = 4, 0.75
 """Labels count as shifted if at least ENOUGH of them, and at least this SHARE, equal the next token.
 
@@ -55,8 +66,10 @@ class DatasetCheck:
         if self.source is not None:
             if (limit := position_limit(self.source.config)) is not None:
                 require_short(dataset, limit)
-            if self._reads_rows and self.context.groups.layout.pp_size > 1:
-                require_one_length(dataset)
+            if self.context.groups.layout.pp_size > 1 and not isinstance(dataset, PaddedSamples):
+                if self._reads_rows:
+                    require_one_length(dataset)
+                require_one_shape(dataset, self.collator, size)
             if not self.own_loss and meaning_of(batch) == SHIFTED:
                 raise UserError(
                     "the labels of a data set are shifted already: label i is token i + 1. The loss shifts them: "
@@ -100,3 +113,16 @@ def sample_length(batch: MicroBatch | None) -> int:
     if batch is None:
         return BLOCK_SIZE
     return Tokens.of(batch[0]).ids.shape[1]
+
+
+def require_one_shape(dataset: MapDataset, collator: Collator, size: int) -> None:
+    """Raise UserError if the first micro-batches of `size` samples differ in shape.
+
+    A collator of the user's may pad each to its own longest sample, and a data set may not tell its lengths.
+    """
+    count = min(MOST_TRIED, dataset_length(dataset) // size)
+    tried = [range(start * size, (start + 1) * size) for start in range(count)]
+    shapes = [tuple(first_tensor(read_micro_batch(dataset, rows, collator)[0][0]).shape) for rows in tried]
+    for shape in shapes:
+        if shape != shapes[0]:
+            raise unequal_shapes(shapes[0], shape)

@@ -60,3 +60,9 @@ def test_a_folder_with_what_is_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("/dev/zero")
     with pytest.raises(UserError, match="/a: is a device"):
         require_regular_files(tmp_path)
+
+
+@pytest.mark.skipif(not os.access("/proc/kmsg", os.R_OK), reason="only root reads the kernel's log")
+def test_a_file_of_the_kernel_that_waits_for_content_does_not_block() -> None:
+    with pytest.raises(ValueError, match=r"no content now|Expecting value|Extra data"):
+        read_json(Path("/proc/kmsg"))

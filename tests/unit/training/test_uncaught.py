@@ -28,7 +28,7 @@ def finding(line: int) -> Diagnostic:
     ("error", "lines"),
     [
         pytest.param(UserError("a is wrong"), ["a is wrong"], id="one"),
-        pytest.param(UserErrors("a is wrong\nb is wrong"), ["a is wrong", "b is wrong"], id="several"),
+        pytest.param(UserErrors("a is wrong", "b is wrong"), ["a is wrong", "b is wrong"], id="several"),
         pytest.param(UserError("a\x1b[31mb\u202e"), ["a\\x1b[31mb\\u202e"], id="what-a-terminal-would-act-on"),
         pytest.param(ConfigError([finding(3)]), ["a.json:3:1: DS101 unknown key; remove it"], id="a-finding"),
         pytest.param(
@@ -83,7 +83,7 @@ def test_each_line_of_several_has_the_place(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def raising() -> None:
-        raise UserErrors("a is wrong\nb is wrong")
+        raise UserErrors("a is wrong", "b is wrong")
 
     shown(monkeypatch, raising)
     lines = capsys.readouterr().err.splitlines()
@@ -124,7 +124,7 @@ ENV = LaunchEnv(rank=1, world_size=2, local_rank=1, local_world_size=2, master_p
 @pytest.mark.parametrize(
     ("env", "error", "how"),
     [
-        pytest.param(ENV, UserError("a is wrong\nso is b"), ["a is wrong"], id="others-are-told-first"),
+        pytest.param(ENV, UserErrors("a is wrong", "so is b"), ["a is wrong"], id="others-are-told-first"),
         pytest.param(ENV, ValueError("a is wrong"), ["ValueError: a is wrong"], id="of-a-program"),
         pytest.param(ENV, NotMet("rank 0 has failed"), [], id="rank-0-shows-it"),
         pytest.param(replace(ENV, rank=0), NotMet("rank 1 has failed"), ["shown"], id="rank-0-shows-it-for-all"),

@@ -17,6 +17,7 @@ from harness.data.batches.stream import read_micro_batch
 from harness.data.inputs.given import require_one_length, require_short, require_types
 from harness.training.callbacks import instances, take_out
 from harness.training.evaluate import mean_loss
+from harness.training.prepare.dataset_check import require_one_shape
 
 TOKENS_APART = [{"input_ids": [1] * 5, "position_ids": positions} for positions in ([0, 1, 0, 1, 2], [0, 1, 2, 3, 4])]
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6]}]
@@ -118,6 +119,23 @@ def test_pipeline_stages_want_samples_of_one_length(form: Any) -> None:
         require_one_length(form([{"input_ids": [1] * size} for size in (3, 4, 4, 3)]))
     require_one_length(Dataset.from_list([{"input_ids": [1] * size} for size in (3, 4, 4)]).select([1, 2]))
     require_one_length([{"input_ids": [1] * 4}] * 3)
+
+
+class Growing:
+    """A data set that does not tell the lengths of its samples."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": [1] * (3 + index // 2)}
+
+
+def test_pipeline_stages_want_micro_batches_of_one_shape() -> None:
+    with pytest.raises(UserError, match=r"of \(2, 3\) and \(2, 4\): with pipeline stages all must have one"):
+        require_one_shape(Growing(), collate, 2)
+    require_one_shape([{"input_ids": [1] * 3}] * 9, collate, 2)
+    require_one_shape([{"input_ids": [1] * 3}], collate, 2)
 
 
 @pytest.mark.parametrize(
