@@ -21,6 +21,7 @@ class CheckpointArguments(Flags):
         "evaluate every eval_steps steps, at the end of each epoch, or not at all (default: steps with eval_steps, "
         "else only at the end of the run)",
         choices=STRATEGIES,
+        aliases=["evaluation_strategy"],
     )
     eval_steps: float | None = flag(
         None, "steps between evaluations; below 1: the fraction of all steps (default: logging_steps)"

@@ -26,8 +26,8 @@ ALIASES = {
 class Help(str):
     """The help text of a flag, with its allowed values as attributes.
 
-    It is the only entry of a field's metadata: transformers' HfArgumentParser passes all entries on to argparse, which
-    refuses unknown ones.
+    Besides `aliases` it is the only entry of a field's metadata: transformers' HfArgumentParser passes all others on to
+    argparse, which refuses unknown ones.
     """
 
     least: float | None
@@ -55,6 +55,7 @@ def flag(
     choices: Sequence[str] = (),
     paths: bool = False,
     hf_only: bool = False,
+    aliases: Sequence[str] = (),
     of_scripts: bool = False,
 ) -> T:
     """Return the dataclass field of a flag.
@@ -65,6 +66,7 @@ def flag(
         choices: the only allowed values.
         paths: the value is a path, or the name of something that may also be one; a comma does not separate several.
         hf_only: the flag acts on HuggingFace models only, and is refused for a model given as a list of layers.
+        aliases: its names in ALIASES, which HfArgumentParser adds.
         of_scripts: scripts for HuggingFace's Trainer declare a flag of this name themselves, as run_clm.py does. Then
             HfArgumentParser must not add it again: it skips fields with `init=False`. Our constructor takes it.
     """
@@ -73,9 +75,10 @@ def flag(
     about.choices = tuple(choices)
     about.paths = paths
     about.hf_only = hf_only
+    metadata = {"help": about, "aliases": [f"--{name}" for name in aliases]}
     if isinstance(default, list):
-        return field(default_factory=lambda: copy(default), metadata={"help": about})
-    return field(default=default, init=not of_scripts, metadata={"help": about})
+        return field(default_factory=lambda: copy(default), metadata=metadata)
+    return field(default=default, init=not of_scripts, metadata=metadata)
 
 
 def require_one_name(names: dict[str, str], own: str, name: str, where: str = "") -> None:

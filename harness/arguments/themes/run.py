@@ -20,7 +20,7 @@ class RunArguments(Flags):
     output_dir: str = flag("runs/default", "where checkpoints, metrics and the trained model go", paths=True)
     _: KW_ONLY  # programs written for HuggingFace pass output_dir by position
     deepspeed_config: Mapping[str, object] | str | None = flag(
-        None, "DeepSpeed JSON: a file or a preset's name", paths=True
+        None, "DeepSpeed JSON: a file or a preset's name", paths=True, aliases=["deepspeed"]
     )
     do_train: bool = flag(False, "train, although --do_eval is given; without both a run trains")
     do_eval: bool = flag(

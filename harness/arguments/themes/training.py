@@ -125,7 +125,7 @@ class ModelArguments(Flags):
 
     bf16: bool = flag(AutoValues.bf16, "train in bfloat16; auto: where the GPU has it")
     fp16: bool = flag(AutoValues.fp16, "train in float16 with loss scaling")
-    use_cpu: bool = flag(False, "train on the CPU, although there is a GPU")
+    use_cpu: bool = flag(False, "train on the CPU, although there is a GPU", aliases=["no_cuda"])
     tf32: bool | None = flag(
         None, "on a GPU, multiply float32 matrices in TF32: several times as fast, 10 bits of mantissa; default: off"
     )
@@ -144,6 +144,7 @@ class ModelArguments(Flags):
         False,
         "recompute the activations of decoder layers in the backward pass; if given, overrides "
         "pipeline.activation_checkpoint_interval",
+        aliases=["activation_checkpointing"],
     )
     neftune_noise_alpha: float | None = flag(
         None,

@@ -18,7 +18,7 @@ import harness
 from harness import TrainingArguments
 from harness.arguments import LoraArguments, parse
 from harness.arguments.configure import read_run_config
-from harness.arguments.themes.flags import Help, default_of, flags_of
+from harness.arguments.themes.flags import ALIASES, Help, default_of, flags_of
 from harness.arguments.themes.script import ScriptArguments
 from harness.config import AutoValues
 from harness.config.values.typed import takes
@@ -127,6 +127,14 @@ def test_huggingfaces_parser_reads_every_flag_as_ours(name: str, words: tuple[st
     assert ours == theirs
     assert [made.given for made in ours] == [made.given for made in theirs]
     assert name in {name for made in theirs for name in made.given}
+
+
+@pytest.mark.parametrize(
+    ("alias", "words"), [(alias, a_value(own, *flags_of(TrainingArguments)[own])) for alias, own in ALIASES.items()]
+)
+def test_huggingfaces_parser_takes_its_own_names_too(alias: str, words: tuple[str, ...]) -> None:
+    (made,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([f"--{alias}", *words])
+    assert made.given == {ALIASES[alias]}
 
 
 def test_a_default_that_a_config_may_take_stands_once() -> None:
