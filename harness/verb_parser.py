@@ -48,6 +48,8 @@ positive = partial(whole_number, least=1)
 
 def path_argument(text: str) -> Path:
     """Return the path that an argument gives, of a file that exists or not."""
+    if not text:  # as of a variable of the shell that is not set; to Python it is the working directory
+        raise argparse.ArgumentTypeError("must not be empty; the working directory is `.`")
     try:
         return usable_path(text)
     except ValueError as error:

@@ -91,6 +91,13 @@ def test_every_verb_says_it_in_one_line(words: str, path: str, loop: str, capsys
     assert code in (1, 2) and "no file can have this name" in line
 
 
+@pytest.mark.parametrize("words", ["check --fix", "report", "checkpoint show", "generate", "cluster slurm --output"])
+def test_an_empty_path_is_not_the_working_directory(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words.split(), ""])
+    assert ended.value.code == 2 and "must not be empty; the working directory is `.`" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["1_000", "٣", "9" * 5000, "0x10", "1e3", "nan", "", " 1"])
 def test_a_count_is_written_in_digits(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match=r"^must be (a whole number of at least 1|at most 10,000,000)$"):
