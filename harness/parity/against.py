@@ -18,6 +18,7 @@ from statistics import mean
 
 from harness.checkpoint.directories import METRICS, RUN
 from harness.config.values.json_file import read_json, regular_bytes
+from harness.config.values.pointers import lookup
 from harness.errors import UserError
 
 STEPS = ("step", "global_step", "iteration", "iter", "steps", "iterations", "update", "train_step")
@@ -184,11 +185,10 @@ def _precision(run: Path) -> str:
     """Return the precision of a run from its run.json; fp32 if it is not known."""
     folder = run if run.is_dir() else run.parent
     try:
-        config = read_json(folder / RUN)["config"]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = read_json(folder / RUN)
+    except (OSError, ValueError):
         return "fp32"
-    on = [name for name in ("bf16", "fp16") if isinstance(config.get(name), dict) and config[name].get("enabled")]
-    return on[0] if on else "fp32"
+    return next((name for name in ("bf16", "fp16") if lookup(found, f"/config/{name}/enabled")), "fp32")
 
 
 def _span(curve: Curve) -> str:

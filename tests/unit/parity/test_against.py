@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,22 @@ def test_a_file_without_losses_and_missing_arguments_are_one_line(
         with pytest.raises(SystemExit) as end:
             verify(words)
         assert end.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["5", "[]", '{"config": 5}', '{"config": {"bf16": 5}}', "null", "[" * 9999])
+def test_a_run_json_of_another_kind_says_nothing_of_the_precision(run: Path, text: str) -> None:
+    (run / "run.json").write_text(text)
+    text, _ = compare_files(run, run / "metrics.jsonl")
+    assert "fp32" in text
+
+
+def test_what_is_not_a_file_of_losses_is_one_line_and_never_waited_for(run: Path) -> None:
+    os.mkfifo(run / "pipe.jsonl")
+    (run / "deep.jsonl").write_text('{"a":' * 9999)
+    for name, why in (
+        ("pipe.jsonl", "is a pipe"),
+        ("/dev/zero", "is a device"),
+        ("deep.jsonl", "no steps with a loss"),
+    ):
+        with pytest.raises(UserError, match=why):
+            read_curve(run / name)
