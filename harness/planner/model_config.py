@@ -324,6 +324,8 @@ def _asked(config: Mapping[str, object]) -> tuple[Mapping[str, object], Paramete
 
     Raises UserError if transformers cannot build it.
     """
+    if not isinstance(config.get("model_type"), str):
+        raise UserError("it names no model_type, by which transformers would know it")
     try:
         said = subprocess.run(
             own_python("-m", MODULE), input=json.dumps(config), capture_output=True, text=True, timeout=LIMIT_S

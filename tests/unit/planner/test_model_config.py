@@ -16,6 +16,7 @@ from harness.hf.counts import counted, read_config
 from harness.planner.model_config import (
     SIZE_NAMES,
     NoSize,
+    counted_decoder,
     decoder_of,
     families,
     text_decoder,
@@ -252,3 +253,9 @@ def test_sizes_that_make_no_model_are_refused_and_experts_of_a_dense_family_are_
         decoder_of({**llama, "hidden_size": 2}, "mine")
     assert decoder_of({**llama, "num_experts": 8}, "it").guessed and not decoder_of(llama, "it").guessed
     assert decoder_of({**llama, "intermediate_size": None}, "it").guessed
+
+
+@pytest.mark.parametrize("config", [{}, {"a": "\ud800"}, {"model_type": 5}])
+def test_a_config_of_no_family_is_told_without_asking_transformers(config: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"nothing to plan, and it names no model_type, by which transformers would"):
+        counted_decoder(config, "x")
