@@ -53,7 +53,7 @@ def dry_run(argv: Sequence[str]) -> int:
         from harness.dry_run.rank import dry_run_rank
         from harness.dry_run.report import as_json, as_text
 
-        plan = _plan(script, args, config, lora, own.device)
+        plan = dry_run_plan(script, args, config, lora, own.device)
         layout = plan.layout
         ranks = [layout.stage_ranks(stage)[0] for stage in range(layout.pp_size)] if rank is None else [rank]
         for each in ranks:
@@ -84,8 +84,8 @@ def _rank(text: str) -> int | None:
     return None if text == "all" else whole_number(text)
 
 
-def _plan(
-    script: ScriptArguments, args: TrainingArguments, config: RunConfig, lora: LoraArguments, device: str
+def dry_run_plan(
+    script: ScriptArguments, args: TrainingArguments, config: RunConfig, lora: LoraArguments, device: str = "gpu"
 ) -> DryRun:
     """Return the settings of the dry run. Raises UserError for whatever a run would refuse before its ranks meet."""
     import torch

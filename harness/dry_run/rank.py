@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -97,14 +98,35 @@ class DryRun:
     max_steps: int
 
 
-def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
-    """Build the rank `env.rank`, let it make two steps, and report. Raises UserError for what a run would refuse."""
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRank:
+    """A rank that is built, without the others and without memory for its tensors.
+
+    Attributes:
+        counted_apart: whether the products of experts are batched, as if each token had weights of its own.
+    """
+
+    plan: DryRun
+    context: EngineContext
+    trainable: TrainableModel
+    boundaries: Sequence[int]
+    engine: Engine
+    ledger: Ledger
+    counted_apart: bool
+
+
+@contextmanager
+def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
+    """Build the rank `env.rank`, which can make steps while the context lasts.
+
+    Raises UserError for what a run would refuse.
+    """
     with fake_world(env):
         device = start(env)
         groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
         context = EngineContext(
             args=plan.args,
-            # A step is cut to one micro-batch, of which schedules with one chunk a stage have one order. Layers stay
+            # A step is cut to few micro-batches, of which schedules with one chunk a stage have one order. Layers stay
             # uncompiled: torch's compiler would ask for values.
             resolved=replace(plan.resolved, schedule=_schedule(plan.resolved), compile_backend=None),
             groups=groups,
@@ -127,15 +149,28 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
             Ledger(plan.layout, env.rank) as ledger,
         ):
             engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
-            counted_apart = _experts_by_token(engine.deepspeed.module, context.dtype)
-            memory: Memory | None = None
-            messages: dict[Message, Traffic] = {}
-            untried: str | None = None
-            before = partial(_before, trainable, boundaries, context.dtype)
-            try:
-                memory, messages = _two_steps(engine, context, plan, ledger, before)
-            except ASKS_FOR_VALUES as error:
-                untried = f"a step, as it looks at values ({type(error).__name__}: {str(error).splitlines()[0]})"
+            yield SimulatedRank(
+                plan=plan,
+                context=context,
+                trainable=trainable,
+                boundaries=boundaries,
+                engine=engine,
+                ledger=ledger,
+                counted_apart=_experts_by_token(engine.deepspeed.module, context.dtype),
+            )
+
+
+def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
+    """Build the rank `env.rank`, let it make two steps, and report. Raises UserError for what a run would refuse."""
+    with simulated_rank(plan, env) as rank:
+        groups, boundaries, trainable = rank.context.groups, rank.boundaries, rank.trainable
+        memory: Memory | None = None
+        messages: dict[Message, Traffic] = {}
+        untried: str | None = None
+        try:
+            memory, messages = _two_steps(rank)
+        except ASKS_FOR_VALUES as error:
+            untried = f"a step, as it looks at values ({type(error).__name__}: {str(error).splitlines()[0]})"
         chunks = {
             chunk: (boundaries[chunk], boundaries[chunk + 1] - 1)
             for chunk in plan.resolved.chunks.of_stage(groups.coordinate.stage)
@@ -144,10 +179,10 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
             groups=groups,
             chunks=chunks,
             kinds=dict(Counter(name for a, b in chunks.values() for name in trainable.names[a : b + 1])),
-            elements=sum(held_tensor(parameter).numel() for parameter in engine.deepspeed.module.parameters()),
+            elements=sum(held_tensor(parameter).numel() for parameter in rank.engine.deepspeed.module.parameters()),
             memory=memory,
             messages=messages,
-            notes=[note for note in (untried, EXPERTS if counted_apart else None) if note],
+            notes=[note for note in (untried, EXPERTS if rank.counted_apart else None) if note],
         )
 
 
@@ -178,45 +213,59 @@ def _even_routes(
     return routes
 
 
-def _two_steps(
-    engine: Engine,
-    context: EngineContext,
-    plan: DryRun,
-    ledger: Ledger,
-    before: Callable[[int, Tensor], Received],
-) -> tuple[Memory, dict[Message, Traffic]]:
+def _two_steps(rank: SimulatedRank) -> tuple[Memory, dict[Message, Traffic]]:
     """Return memory and messages of the second of two steps, in which the optimizer already has its states."""
+    engine, plan, ledger = rank.engine, rank.plan, rank.ledger
     deepspeed, accumulation = engine.deepspeed, plan.resolved.accumulation
     pipeline = isinstance(engine, PipelineStages)
     count = Step(ledger, deepspeed)
-    ids = torch.zeros((plan.resolved.micro_batch, plan.block_size), dtype=torch.long)
+    expect_peers(rank)
     if pipeline:
-        cut_step(deepspeed, 1)
         deepspeed.overlaps = False  # what one micro-batch sends is counted for each, but gradients are sent once a step
-        chunks = plan.resolved.chunks
-        own = chunks.of_stage(context.groups.coordinate.stage)
-        expect_from_peers(deepspeed, {chunk: before(chunk, ids) for chunk in own if chunk})
-        if chunks.per_stage > 1:
+        if plan.resolved.chunks.per_stage > 1:
             deepspeed.observe(Observer(begin=count.begin_at, end=lambda _name, _place: count.end()))
         else:
             deepspeed.observe(announcer(count.begin))
     else:
         announce_halves(deepspeed, count.begin)
     micro_batches = 1 if pipeline else min(2, accumulation)
-    batches = [(ids, ids)] * micro_batches if engine.reads_data else []
-    engine.compared = True  # skip the comparison of the batches with those of other ranks: there are none
     if not (spared := gc.get_freeze_count()):  # otherwise the caller froze the gc, and unfreezing would undo that too
         gc.freeze()  # the collections before backward passes then look at the step's own objects only
     for _ in range(2):
         ledger.begin_step()
         count.kept.clear()
-        cut_step(deepspeed, micro_batches)
-        engine.train_step(batches, 0, plan.block_size)
+        make_step(rank, micro_batches)
     if not spared:
         gc.unfreeze()
     repeated = OF_A_MICRO_BATCH if pipeline else ("BackwardPass", "OptimizerStep")
     times = dict.fromkeys(repeated, accumulation if pipeline else accumulation - 1)
     return _on_device(count.memory(_in_flight(engine, plan, count.kept)), engine, plan), ledger.messages(times)
+
+
+def expect_peers(rank: SimulatedRank) -> None:
+    """Have a pipeline's stage "receive" in its steps what its neighbours would send."""
+    engine, plan = rank.engine, rank.plan
+    engine.compared = True  # skip the comparison of the batches with those of other ranks: there are none
+    if isinstance(engine, PipelineStages):
+        cut_step(engine.deepspeed, 1)
+        own = plan.resolved.chunks.of_stage(rank.context.groups.coordinate.stage)
+        ids = _token_ids(plan)
+        earlier = {
+            chunk: _before(rank.trainable, rank.boundaries, rank.context.dtype, chunk, ids) for chunk in own if chunk
+        }
+        expect_from_peers(engine.deepspeed, earlier)
+
+
+def make_step(rank: SimulatedRank, micro_batches: int) -> None:
+    """Make one optimizer step with fewer micro-batches than a run's."""
+    engine, ids = rank.engine, _token_ids(rank.plan)
+    cut_step(engine.deepspeed, micro_batches)
+    engine.train_step([(ids, ids)] * micro_batches if engine.reads_data else [], 0, rank.plan.block_size)
+
+
+def _token_ids(plan: DryRun) -> Tensor:
+    """Return the token ids of a micro-batch [samples, tokens]."""
+    return torch.zeros((plan.resolved.micro_batch, plan.block_size), dtype=torch.long)
 
 
 def _on_device(memory: Memory, engine: Engine, plan: DryRun) -> Memory:

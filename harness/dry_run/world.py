@@ -64,6 +64,7 @@ def fake_tensors() -> Iterator[None]:
             (Tensor, "__deepcopy__", _copy),
             (fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN_ELEMENTS),
             (dist, "all_gather_object", _own_of_all),
+            (FakeTensor, "data_ptr", _address),
         ),
         _Shapes(allow_non_fake_inputs=True),
         _Values(),
@@ -74,6 +75,12 @@ def fake_tensors() -> Iterator[None]:
 def _own_of_all(values: list[object], value: object, group: dist.ProcessGroup | None = None) -> None:
     """Replace `all_gather_object`, which sends the pickled bytes as a tensor, and such a tensor has no values here."""
     values[:] = [value] * dist.get_world_size(group)
+
+
+def _address(tensor: Tensor) -> int:
+    """Return an address for a tensor without memory: different ones for tensors that share none, as on a device."""
+    storage: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # torch has no public name for it
+    return storage + tensor.storage_offset() * tensor.element_size()
 
 
 _DEEPCOPY: Any = Tensor.__deepcopy__

@@ -167,6 +167,7 @@ def predict(
     hardware: Hardware | None = None,
     on_cpu: bool = False,
     boundaries: tuple[int, ...] | None = None,
+    liger: bool = False,
 ) -> Prediction:
     """Predict a resolved config: memory only, or with `hardware` an `Estimate` with the seconds of a step too.
 
@@ -175,12 +176,15 @@ def predict(
         on_cpu: whether ranks are processes on a CPU; not needed with `hardware`.
         boundaries: boundaries of the model chunks, if the run has chosen them; by default those that a run would
             choose.
+        liger: whether layers use Liger's kernels.
 
     Raises:
         UserError: the device lacks the precision, or there are fewer layers than stages.
     """
     workload, strategy = of_config(resolved, shape, sequence, on_cpu=on_cpu if hardware is None else hardware.is_host)
     strategy = replace(strategy, boundaries=boundaries)
+    if liger:
+        workload = replace(workload, kernels="liger")
     if hardware is None:
         return Prediction(workload=workload, strategy=strategy, stages=memory_of(workload, strategy))
     require_precision(hardware, resolved.precision)
@@ -225,6 +229,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         state_bytes=2 if halved[STATES_IN_BF16] else 4,
         master_bytes=2 if halved[MASTER_IN_BF16] or halved[MASTER_IN_FP16] else 4,
         on_cpu=on_cpu,
+        kernels="single" if resolved.compile_backend is None else "compiled",
     )
     section = resolved.config.get("zero_optimization")
     zero = section if isinstance(section, Mapping) else {}

@@ -9,6 +9,7 @@ from math import ceil
 from harness.planner.hardware import Hardware
 from harness.planner.shape import LayerShape, context
 from harness.planner.traffic import all_reduce, expert_exchange, group_along, half_ring, tensor_group
+from harness.planner.update_traffic import update_traffic
 from harness.planner.workload import Strategy, Workload, layer_parameters
 
 # Seconds of a decoder layer on one device: matrix products, attention, and kernels bound by memory.
@@ -93,11 +94,13 @@ def with_issue(
 ) -> Seconds:
     """Return the seconds of a layer from those of the `device`'s work: the host may need longer to issue it."""
     operations = _operations(workload, strategy, layer)
+    hooks = HOST_ZERO_3 if strategy.zero_stage == 3 and workload.habits.zero_stage is None else 0
     if not hardware.is_host:
-        issue = (operations + (2 * COLLECTIVE_OPERATIONS if strategy.tp_size > 1 else 0)) * hardware.dispatch_seconds
-        return Seconds(max(device.forward, issue), max(device.backward, 2 * issue))
+        issued = operations + (2 * COLLECTIVE_OPERATIONS if strategy.tp_size > 1 else 0)
+        forward, backward = ((part + hooks / 2) * hardware.dispatch_seconds for part in (issued, 2 * issued))
+        return Seconds(max(device.forward, forward), max(device.backward, backward))
     calls = 0 if strategy.tp_size == 1 else 2 * (2 if strategy.sequence_parallel else 1)
-    both = calls * HOST_COLLECTIVE + (HOST_LAYER + (HOST_ZERO_3 if strategy.zero_stage == 3 else 0)) / 2
+    both = calls * HOST_COLLECTIVE + (HOST_LAYER + hooks) / 2
     again = HOST_RECOMPUTED if strategy.recompute == "full" else 0
     once = hardware.dispatch_seconds
     return device.plus(Seconds((operations + both) * once, (2 * operations + both + again) * once))
@@ -136,6 +139,27 @@ def update_issue(hardware: Hardware, layers: int) -> float:
 # a model's Python code (PLAIN). Backward moves twice as much: it reads inputs and gradients.
 FUSED = {"norm": 2, "residual": 3, "gate": 3, "activation": 2, "rotation": 2}
 PLAIN = {"norm": 10, "residual": 3, "gate": 5, "activation": 4, "rotation": 8}
+# The same on a GPU in 16 bits, of models of transformers: bytes of an element, and kernels, each forward and backward,
+# as traced by scripts/bench/account.py. "inputs" adds up the gradients of an input that several matrices read.
+NARROW = {
+    "norm": ((36, 92), (8, 16)),  # computed in fp32
+    "residual": ((6, 6), (1, 1)),
+    "inputs": ((0, 6), (0, 1)),
+    "gate": ((10, 18), (2, 3)),
+    "activation": ((8, 16), (2, 2)),
+    "rotation": ((20, 26), (10, 14)),
+}
+# The same of kernels that compute each as one, and of layers as torch.compile fuses them.
+AS_ONE = {**NARROW, "norm": ((4, 8), (1, 2)), "gate": ((6, 10), (1, 1)), "rotation": ((4, 8), (1, 1))}
+AS_ONE["activation"] = ((4, 6), (1, 1))
+COMPILED = {
+    **NARROW,
+    "norm": ((8, 16), (1, 3)),
+    "gate": ((9, 17), (2, 3)),
+    "activation": ((6, 10), (2, 2)),
+    "rotation": ((6, 9), (4, 4)),
+}
+BY_KERNELS = {"single": NARROW, "liger": AS_ONE, "compiled": COMPILED}
 # A norm in 16 bits, whose Python code computes in fp32, moves per element 6 bytes to widen, 8 to square, 4 to average,
 # 8 to scale, 6 to narrow, and 4 to multiply by its weight.
 NARROW_NORM_BYTES = 36
@@ -143,9 +167,12 @@ NARROW_NORM_BYTES = 36
 FEWER = {"norm": 5, "rotation": 5}
 # Rate of attention's backward kernel relative to its forward kernel (Dao 2023, section 4.1: 63% and 73% of the peak).
 BACKWARD_RATE = 63 / 73
-# Memory traffic of each logit in bytes. Forward: write it, widen it to fp32, find and subtract the maximum, compute
-# exponentials and their sum. Backward: scale it, and narrow it again.
-LOGIT_BYTES = Seconds(32.0, 18.0)
+# Memory traffic of each logit in bytes, besides the product that writes it. The harness's loss computes exponentials in
+# forward and backward, a part of the logits at a time: each widens to fp32, subtracts the maximum, exponentiates, and
+# sums or scales and narrows. torch's widens all logits, and keeps their softmax. So does Megatron's, in more operations
+# (megatron/core/tensor_parallel/cross_entropy.py).
+LOGIT_BYTES, LOGIT_BYTES_OF_TORCH, LOGIT_BYTES_OF_MEGATRON = Seconds(28, 36), Seconds(16, 22), Seconds(34, 14)
+LOGITS_AT_ONCE, LOSS_KERNELS = 2**23, Seconds(5.0, 9.0)  # logits of such a part, and its kernels
 # On a CPU most of that stays in a core's cache: forward writes once and reads twice, backward reads and writes. An
 # exponential takes about as long as moving four bytes.
 LOGIT_BYTES_IN_CACHE = Seconds(16.0, 12.0)
@@ -204,13 +231,18 @@ def _cast_bytes(workload: Workload) -> float:
 
 
 def _summed(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape) -> Seconds:
-    """Return the seconds of adding a micro-batch's weight gradients to their sum: read both, write the sum.
+    """Return the seconds of adding a micro-batch's weight gradients to their sum."""
+    traffic = update_traffic(workload, strategy)
+    moved = layer_parameters(strategy, layer) * traffic.mean_sum(strategy.accumulation)
+    start = traffic.kernels_each * tensors_of(layer) * hardware.kernel_seconds
+    return Seconds(0.0, moved / hardware.memory_bytes_per_second + start)
 
-    With `fused_sums` the matrix product that computes the gradients adds them, so they are not read.
-    """
-    each = 2 * workload.gradient_bytes + (0 if workload.habits.fused_sums else workload.element_bytes)
-    moved = layer_parameters(strategy, layer) * each
-    return Seconds(0.0, moved / hardware.memory_bytes_per_second)
+
+def tensors_of(layer: LayerShape) -> int:
+    """Return the number of a layer's parameters, as models of transformers have them: all experts in one each."""
+    attention = 1 + (3 if not layer.kv_rank else len(layer.attention_matrices))
+    networks = (layer.dense_ffn > 0) + (layer.experts > 0)
+    return attention + networks * (layer.into_ffn + 1) + layer.norms
 
 
 def _feed_forward(strategy: Strategy, layer: LayerShape, tokens: int) -> list[tuple[int, int, int]]:
@@ -236,14 +268,20 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
     tokens = strategy.tokens(length)  # all heads of these tokens, or a share of the heads of all tokens
     work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
-    share = hardware.torch_attention_efficiency if workload.habits.torch_attention else hardware.attention_efficiency
-    seconds = work / (hardware.flops[precision] * share)
-    forward = seconds + hardware.kernel_seconds
+    return attention_seconds(hardware, precision, work, by_torch=workload.habits.torch_attention)
+
+
+def attention_seconds(hardware: Hardware, precision: str, work: float, *, by_torch: bool = True) -> Seconds:
+    """Return the seconds of attention whose forward takes `work` FLOPs, in torch's own kernels or in the best ones."""
+    share = hardware.torch_attention_efficiency if by_torch else hardware.attention_efficiency
+    forward = work / (hardware.flops[precision] * share) + hardware.kernel_seconds
     return Seconds(forward, 2.5 * forward / BACKWARD_RATE)
 
 
 def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int) -> Seconds:
     """Return the seconds of norms, residuals, rotations and activations."""
+    if _has_narrow_norms(workload):
+        return _narrow_elementwise(hardware, workload, strategy, layer, tokens)
     passes = FUSED if workload.habits.fused_elementwise else PLAIN
     tp = strategy.tp_size
     fewer = FEWER if workload.fewer_passes and not workload.habits.fused_elementwise else passes
@@ -254,14 +292,58 @@ def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, lay
         norm = NARROW_NORM_BYTES / workload.element_bytes
     outside = layer.hidden * (layer.norms * norm + 2 * passes["residual"])
     inside = (layer.query + layer.key) * fewer["rotation"]
-    routed_width = layer.top_k * layer.expert_ffn
-    widths = layer.dense_ffn / tp + routed_width / (tp if strategy.ep_size <= 1 else 1)
-    active = widths * passes["gate" if layer.gated else "activation"]
+    active = _active_width(strategy, layer) * passes["gate" if layer.gated else "activation"]
     routed = 4.0 * layer.top_k * layer.hidden  # tokens are sorted by expert, and sorted back
     moved = outside / (tp if strategy.sequence_parallel else 1) + inside / tp + active + routed
     forward = tokens * moved * workload.element_bytes / hardware.memory_bytes_per_second
     kernels = (8 if workload.habits.fused_elementwise else 30) * hardware.kernel_seconds
     return Seconds(forward + kernels, 2 * forward + kernels)
+
+
+def _narrow_elementwise(
+    hardware: Hardware, workload: Workload, strategy: Strategy, layer: LayerShape, tokens: int
+) -> Seconds:
+    """Return the same on a GPU in 16 bits, for layers of a model of transformers."""
+    passes = BY_KERNELS[workload.kernels]
+    tp, shared = strategy.tp_size, strategy.tp_size if strategy.sequence_parallel else 1
+    norm = AS_ONE["norm"] if layer.native_norms else passes["norm"]
+    into = 3 if not layer.kv_rank else len(layer.attention_matrices)  # query, key and value read one input
+    repeated = (layer.into_ffn - 1 if layer.dense_ffn else 0) + into - 1
+    counted = (
+        (layer.hidden / shared, layer.norms, norm),
+        (layer.hidden / shared, 2, passes["residual"]),
+        (layer.hidden / shared, repeated, passes["inputs"]),
+        ((layer.query + layer.key) / tp, 1, passes["rotation"]),
+        (_active_width(strategy, layer), 1, passes["gate" if layer.gated else "activation"]),
+        (layer.top_k * layer.hidden / shared, 1, ((8, 16), (4, 4))),  # tokens are sorted by expert, and sorted back
+    )
+    total = Seconds(0.0, 0.0)
+    for width, times, each in counted:
+        if width:
+            total = total.plus(_passes(hardware, tokens * width, times, each))
+    return total
+
+
+def _has_narrow_norms(workload: Workload) -> bool:
+    """Return whether norms and the like are counted by `NARROW`."""
+    return workload.element_bytes < 4 and not workload.habits.fused_elementwise and not workload.on_cpu
+
+
+def _passes(
+    hardware: Hardware, elements: float, times: int, passes: tuple[tuple[int, int], tuple[int, int]]
+) -> Seconds:
+    """Return the seconds of `times` computations on so many elements, each with these bytes and kernels."""
+    forward, backward = (
+        times * (elements * moved / hardware.memory_bytes_per_second + kernels * hardware.kernel_seconds)
+        for moved, kernels in zip(*passes, strict=True)
+    )
+    return Seconds(forward, backward)
+
+
+def _active_width(strategy: Strategy, layer: LayerShape) -> float:
+    """Return the width of a rank's activations between the matrices of its feed-forward networks."""
+    tp = strategy.tp_size
+    return layer.dense_ffn / tp + layer.top_k * layer.expert_ffn / (tp if strategy.ep_size <= 1 else 1)
 
 
 @lru_cache(maxsize=65536)
@@ -271,9 +353,17 @@ def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     columns = _share(workload.shape.vocab, strategy.tp_size)
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
     logits = tokens * columns / hardware.memory_bytes_per_second
-    summed = columns * workload.shape.hidden * 2 * workload.gradient_bytes / hardware.memory_bytes_per_second
-    each = LOGIT_BYTES_IN_CACHE if workload.on_cpu else LOGIT_BYTES
+    added = update_traffic(workload, strategy).mean_sum(strategy.accumulation)
+    summed = columns * workload.shape.hidden * added / hardware.memory_bytes_per_second
+    of_others = LOGIT_BYTES_OF_MEGATRON if workload.habits.fused_elementwise else LOGIT_BYTES_OF_TORCH
+    on_gpu = LOGIT_BYTES if workload.habits.loss_in_place else of_others
+    each = LOGIT_BYTES_IN_CACHE if workload.on_cpu else on_gpu
     moved = Seconds(each.forward * logits, each.backward * logits + summed)
+    parts = ceil(tokens * columns / LOGITS_AT_ONCE) if workload.habits.loss_in_place and not workload.on_cpu else 0
+    start = parts * hardware.kernel_seconds
+    moved = moved.plus(Seconds(LOSS_KERNELS.forward * start, LOSS_KERNELS.backward * start))
+    if _has_narrow_norms(workload):
+        moved = moved.plus(_passes(hardware, tokens * workload.shape.hidden, 1, BY_KERNELS[workload.kernels]["norm"]))
     return product(hardware, precision, tokens, workload.shape.hidden, columns).plus(moved)
 
 
@@ -282,7 +372,9 @@ def embedding_seconds(hardware: Hardware, workload: Workload, strategy: Strategy
     """Return the seconds of the look-up, and of accumulating the dense gradient of the table."""
     tokens = strategy.tokens(workload.sequence)
     moved = 3.0 * tokens * workload.shape.hidden * workload.element_bytes
-    table = 2.0 * workload.shape.vocab * workload.shape.hidden * workload.element_bytes / strategy.tp_size
+    elements = workload.shape.vocab * workload.shape.hidden / strategy.tp_size
+    added = 0.0 if workload.shape.tied else update_traffic(workload, strategy).mean_sum(strategy.accumulation)
+    table = elements * (workload.element_bytes + added)
     rate = hardware.memory_bytes_per_second
     return Seconds(moved / rate, (2 * moved + table) / rate)
 

@@ -61,7 +61,7 @@ def task_of(
         shape=shape or text_decoder(config, source),
         sequence=sequence,
         precision=chosen,
-        gradient_bytes=2 if chosen == "fp16" else 4,
+        gradient_bytes=2 if chosen == "fp16" or (chosen == "bf16" and not habits.sums_wide) else 4,
         on_cpu=hardware.is_host,
         habits=habits,
     )

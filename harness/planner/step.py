@@ -8,6 +8,7 @@ of the step. If traffic overlaps with computation, only the excess counts, and t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from harness.config.values.batch import left_waits
 from harness.planner.hardware import Hardware
@@ -22,13 +23,14 @@ from harness.planner.layer_time import (
     layer_seconds,
     layer_traffic,
     micro_batch_issue,
+    tensors_of,
     update_issue,
 )
 from harness.planner.memory import GATHERED, host_activations, local_experts, local_parameters, owned_parameters
 from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message
+from harness.planner.update_traffic import ADAM_BYTES, LIST_KERNEL, update_traffic
 from harness.planner.workload import Stage, Strategy, Workload, stages_of
 
-ADAM_BYTES = 28.0  # a parameter: read master copy, two moments and gradient; write the first three
 # Collectives use the device's own processors, up to 32 of 108 to 148. So a collective that is hidden behind computation
 # adds this share of its time to it.
 CONTENTION = 0.2
@@ -87,13 +89,14 @@ def step_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     compute, tensor, bubble, idle = compute * used, tensor * used, bubble * used, 1 - busy / (whole * used)
     held = max(local_parameters(workload, strategy, stage) for stage in stages)
     experts = max(local_experts(strategy, stage) for stage in stages)
+    tensors = max(sum(count * tensors_of(layer) for layer, count in stage.layers) for stage in stages)
     return StepSeconds(
         compute=compute,
         bubble=bubble,
         tensor=tensor,
         pipeline=_pipeline(hardware, workload, strategy),
         data=_data(hardware, workload, strategy, held, experts, compute),
-        optimizer=_optimizer(hardware, workload, strategy, held, owned_parameters(strategy, held, experts))
+        optimizer=_optimizer(hardware, workload, strategy, held, owned_parameters(strategy, held, experts), tensors)
         + update_issue(hardware, max(sum(count for _, count in stage.layers) for stage in stages)),
         idle=idle,
     )
@@ -262,14 +265,19 @@ def _reduced_bytes(workload: Workload, strategy: Strategy) -> float:
     return workload.gradient_bytes if is_wide else workload.element_bytes
 
 
-def _optimizer(hardware: Hardware, workload: Workload, strategy: Strategy, held: float, own: float) -> float:
-    """Return the seconds of the update, which is bound by memory, on the device or on the host."""
+def _optimizer(
+    hardware: Hardware, workload: Workload, strategy: Strategy, held: float, own: float, tensors: int
+) -> float:
+    """Return the seconds of the update of `tensors` parameters, bound by memory, on the device or on the host."""
     part = own if strategy.zero_stage else held
-    moved = part * (ADAM_BYTES + workload.element_bytes) + held * workload.gradient_bytes  # the norm reads all
+    traffic = update_traffic(workload, strategy)
+    moved = part * traffic.own + held * traffic.once
     fetched = 0.0
     if strategy.offloads_parameters:
         fetched = 2 * strategy.accumulation * part * workload.element_bytes / hardware.host_bytes_per_second
     if not strategy.offloads_states:
-        return moved / hardware.memory_bytes_per_second + fetched
+        lists = 2 * ceil(part / LIST_KERNEL) if traffic.kernels is None else traffic.kernels
+        started = (lists + traffic.kernels_once * tensors) * hardware.kernel_seconds
+        return moved / hardware.memory_bytes_per_second + started + fetched
     travel = part * (workload.gradient_bytes + workload.element_bytes) / hardware.host_bytes_per_second
     return part * ADAM_BYTES / hardware.host_memory_bytes_per_second + travel + fetched

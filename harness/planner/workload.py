@@ -21,6 +21,30 @@ from harness.planner.shape import DecoderShape, LayerShape
 
 
 @dataclass(frozen=True, kw_only=True)
+class UpdateTraffic:
+    """What summing gradients over micro-batches and the update move, in bytes a parameter, and their kernels.
+
+    Attributes:
+        first, later: of each parameter that a rank holds, in the first micro-batch of a step, and in every other.
+        once: of the same at the end of a step; own: of each parameter that the rank updates.
+        kernels_each: kernels that sum the gradient of one tensor in a micro-batch; kernels_once: those that treat it
+            alone at the end of a step; kernels: those for lists of tensors there; None: by their size.
+    """
+
+    first: float
+    later: float
+    own: float
+    once: float = 0.0
+    kernels_each: int = 1
+    kernels_once: int = 0
+    kernels: int | None = None
+
+    def mean_sum(self, micro_batches: int) -> float:
+        """Return the bytes that summing moves in a micro-batch, mean over those of a step."""
+        return (self.first + (micro_batches - 1) * self.later) / micro_batches
+
+
+@dataclass(frozen=True, kw_only=True)
 class Habits:
     """The habits of one program.
 
@@ -37,6 +61,8 @@ class Habits:
         loss_in_place: the loss writes its gradient over the logits and makes no copy of them.
         sums_in_place: a gradient is added to its sum when it is computed, and not stored itself.
         fused_sums: the matrix product that computes a gradient also adds it.
+        sums_wide: bf16 gradients of micro-batches are summed in float32.
+        update: what sums and the update move; None: by the other habits and the layout.
         reduces_wide: gradients of ZeRO-2 and ZeRO-3 travel in the precision of their sums.
         shares_sequence: tensor-parallel ranks always use sequence parallelism.
         gathers_again: they gather a block's input again for its backward (Korthikanti et al. 2022).
@@ -58,6 +84,8 @@ class Habits:
     loss_in_place: bool = True
     sums_in_place: bool = False
     fused_sums: bool = False
+    sums_wide: bool = True
+    update: UpdateTraffic | None = None
     reduces_wide: bool = False
     shares_sequence: bool = False
     gathers_again: bool = False
@@ -77,6 +105,7 @@ DEEPSPEED = HABITS["deepspeed"]
 
 
 Recompute = Literal["none", "full"]
+Kernels = Literal["single", "liger", "compiled"]
 Schedule = Literal["1f1b", "gpipe", "zero-bubble", "zero-bubble-v"]
 Offload = Literal["none", "optimizer", "parameters", "optimizer+parameters"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of stored tensors; products may use fewer
@@ -94,6 +123,8 @@ class Workload:
         state_bytes: bytes of an element of such a state; master_bytes: of the copy of a parameter that ZeRO updates.
         habits: habits of the training program.
         on_cpu: whether ranks are processes on a CPU, which exchange tensors through shared memory.
+        kernels: which kernels a GPU runs for norms, rotary embeddings and activations: the single operations of a
+            model's code, Liger's, or those of torch.compile.
     """
 
     shape: DecoderShape
@@ -106,6 +137,7 @@ class Workload:
     master_bytes: int = 4
     habits: Habits = DEEPSPEED
     on_cpu: bool = False
+    kernels: Kernels = "single"
 
     @property
     def element_bytes(self) -> int:

@@ -249,14 +249,16 @@ def _build_module(
 def _compile(module: nn.Module, context: EngineContext) -> None:
     """Compile this rank's decoder layers with torch.compile if the config asks for it."""
     backend = context.resolved.compile_backend
-    if backend is None:
-        return
+    if backend is not None:
+        compile_modules(compiled_parts(module), backend)
+
+
+def compiled_parts(module: nn.Module) -> list[nn.Module]:
+    """Return what the engine's module has torch.compile compile: the decoder layers, or the parts of them."""
     layers: Sequence[object] = module.calls if isinstance(module, LayerSequence) else []
     if isinstance(module, StagedModule):
         layers = [call for _, call in module.indexed_layers()]
-    compile_modules(
-        (part for layer in layers if isinstance(layer, ModelLayer) for part in layer.compiled_parts()), backend
-    )
+    return [part for layer in layers if isinstance(layer, ModelLayer) for part in layer.compiled_parts()]
 
 
 def draw_keys(context: EngineContext) -> DrawKeys:

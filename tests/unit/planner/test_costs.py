@@ -18,8 +18,8 @@ from harness.planner.workload import HABITS, Habits, Strategy, Workload
 H100 = load_hardware("h100")
 SHAPE = read_decoder("llama-1b")
 WORKLOAD = Workload(shape=SHAPE, sequence=2048)
-# layers alone, so that stages are equal: nothing looks up and nothing is predicted
-EVEN_CONFIG = {"hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 8, "vocab_size": 8}
+# layers alone, so that stages are equal: nothing looks up, nothing is predicted, and the last norm is one of 65
+EVEN_CONFIG = {"hidden_size": 1024, "num_hidden_layers": 32, "num_attention_heads": 8, "vocab_size": 8}
 EVEN = decoder_of(EVEN_CONFIG, "even")
 WIDTHS = dict(hidden=256, heads=4, kv_heads=4, query=256, key=256, value=256, output=256)
 

@@ -1,0 +1,117 @@
+"""Count operations as a compiler, or hand-written kernels, would fuse them.
+
+What is fused is one kernel for each size of what it writes. It reads what comes from outside, and writes what others
+read. What only its own backward pass reads is not written but computed again there, from the same inputs, as
+torch.compile and Liger do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from harness.dry_run.operations import ATTENTION, ELEMENTWISE, NORMS, PRODUCTS, ROTARY, Operand, Recorded
+
+Fusion = Literal["compile", "liger"]
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Operations that become one: `scope` is what a forward and its backward have in common."""
+
+    scope: Hashable
+    backward: bool
+    run: int = 0
+
+
+def fused(recorded: Sequence[Recorded], fusion: Fusion | None) -> list[Recorded]:
+    """Return the operations of a step as they are fused.
+
+    Args:
+        fusion: "compile": all that lies between two products in the forward or the backward pass of a layer; "liger":
+            norms, rotary embeddings and activations by themselves; None: nothing.
+    """
+    if fusion is None:
+        return list(recorded)
+    regions = _of_layers(recorded) if fusion == "compile" else _of_modules(recorded)
+    members: dict[_Region, list[Recorded]] = defaultdict(list)
+    for each, region in zip(recorded, regions, strict=True):
+        if region is not None:
+            members[region].append(each)
+    found = [each for each, region in zip(recorded, regions, strict=True) if region is None]
+    graph = _Graph(recorded, regions)
+    return [*found, *(graph.merged(region, parts) for region, parts in members.items())]
+
+
+def _of_modules(recorded: Iterable[Recorded]) -> list[_Region | None]:
+    return [
+        _Region((each.part, each.call), each.backward)
+        if each.part in (NORMS, ROTARY, ELEMENTWISE) and each.call and not each.ranks
+        else None
+        for each in recorded
+    ]
+
+
+def _of_layers(recorded: Iterable[Recorded]) -> list[_Region | None]:
+    """Return regions that end at each operation that a compiler leaves to a library, and at each collective."""
+    found: list[_Region | None] = []
+    run = 0
+    for each in recorded:
+        if each.part in (PRODUCTS, ATTENTION) or each.ranks or not each.layer:
+            run += 1
+            found.append(None)
+        else:
+            found.append(_Region(each.layer, each.backward, run))
+    return found
+
+
+class _Graph:
+    """Who makes and who reads each tensor of a step."""
+
+    def __init__(self, recorded: Sequence[Recorded], regions: Sequence[_Region | None]) -> None:
+        self._maker: dict[int, _Region | None] = {}
+        self._readers: dict[int, set[_Region | None]] = defaultdict(set)
+        self._inputs: dict[_Region, dict[int, list[Operand]]] = defaultdict(lambda: defaultdict(list))
+        for each, region in zip(recorded, regions, strict=True):
+            for operand in each.reads:
+                self._readers[operand.memory].add(region)
+                known = self._maker.setdefault(operand.memory, None)  # made before the step
+                if region is not None and known != region:
+                    self._inputs[region][operand.memory].append(operand)
+            for operand in each.writes:
+                self._maker.setdefault(operand.memory, region)
+
+    def merged(self, region: _Region, members: Sequence[Recorded]) -> Recorded:
+        """Return the operations of a region as one."""
+        inputs: dict[int, list[Operand]] = {}
+        for memory, operands in self._inputs[region].items():
+            maker = self._maker[memory]
+            if region.backward and maker is not None and self._is_recomputed(memory, maker):
+                inputs.update(self._inputs[maker])
+            else:
+                inputs[memory] = operands
+        outputs: dict[int, list[Operand]] = defaultdict(list)
+        for operand in (operand for each in members for operand in each.writes):
+            outside = self._readers[operand.memory] - {region}
+            is_made_here = self._maker[operand.memory] == region
+            if (outside and not self._is_recomputed(operand.memory, region)) or not is_made_here:
+                outputs[operand.memory].append(operand)
+        largest = max(members, key=lambda each: sum(operand.size for operand in (*each.reads, *each.writes)))
+        reads, writes = ([_joined(operands) for operands in each.values()] for each in (inputs, outputs))
+        kernels = max(1, len({operand.size for operand in writes}))
+        return replace(largest, name="fused", reads=tuple(reads), writes=tuple(writes), kernels=kernels)
+
+    def _is_recomputed(self, memory: int, maker: _Region) -> bool:
+        """Return whether only the forward that makes a tensor and its own backward read it."""
+        return not maker.backward and all(
+            reader is not None and reader.scope == maker.scope and (reader == maker or reader.backward)
+            for reader in self._readers[memory]
+        )
+
+
+def _joined(operands: Sequence[Operand]) -> Operand:
+    """Return one operand for all parts of a storage: each place counts once."""
+    places = {operand.place: operand for operand in operands}
+    return replace(operands[0], size=min(sum(each.size for each in places.values()), operands[0].limit))

@@ -1,0 +1,136 @@
+"""The account of a step on a GPU: what sums of gradients, norm, clipping and update move, and in how many kernels."""
+
+from __future__ import annotations
+
+import json
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.arguments import LoraArguments, TrainingArguments, parse
+from harness.arguments.themes.script import ScriptArguments
+from harness.dry_run import operations as parts
+from harness.dry_run.account import HOST, Account, account
+from harness.dry_run.command import dry_run_plan
+from harness.dry_run.fusion import Fusion
+from harness.planner.hardware import load_hardware
+from harness.planner.layer_time import AS_ONE, HOST_ZERO_3, NARROW
+from harness.planner.model_config import decoder_of
+from harness.planner.update_traffic import update_traffic
+from harness.planner.workload import Strategy, Workload
+from harness.topology.env import LaunchEnv
+from harness.training.prepare.preflight import check_inputs
+
+LAYERS, HIDDEN, WIDE, VOCABULARY, TOKENS = 1, 64, 128, 512, 128
+LLAMA: dict[str, Any] = {
+    **dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=HIDDEN, intermediate_size=WIDE),
+    **dict(num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY),
+    **dict(max_position_embeddings=TOKENS, tie_word_embeddings=False),
+}
+EXPERTS = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+
+WORK = Workload(shape=decoder_of(LLAMA, "tiny"), sequence=TOKENS)
+
+
+def of(
+    tmp_path: Path,
+    sections: dict[str, Any],
+    *flags: str,
+    model: dict[str, Any] = LLAMA,
+    ranks: int = 1,
+    rank: int = 0,
+    fusion: Fusion | None = None,
+) -> Account:
+    """Return the account of a step of two micro-batches in bf16 on an H100."""
+    whole = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+    (tmp_path / "ds.json").write_text(json.dumps({**whole, "gradient_clipping": 1.0, **sections}))
+    words = ["--deepspeed_config", f"{tmp_path}/ds.json", "--model_name_or_path", f"{tmp_path}/model", *flags]
+    words += ["--block_size", str(TOKENS), "--output_dir", f"{tmp_path}/out", "--max_steps", "10"]
+    kinds = [ScriptArguments, TrainingArguments, LoraArguments]
+    script, args, lora = parse(kinds, words, prog="account", description="", epilog="")
+    env = LaunchEnv(rank=rank, world_size=ranks)
+    plan = dry_run_plan(script, args, check_inputs(script, args, env, lora), lora)
+    return account(plan, env, load_hardware("h100"), fusion)
+
+
+def zero(stage: int, **more: object) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+BELOW_ZERO_2: dict[str, dict[str, Any]] = {
+    "ZeRO-0": dict(sections=zero(0)),
+    "ZeRO-1, tied weights": dict(sections=zero(1), ranks=2, model={**LLAMA, "tie_word_embeddings": True}),
+    "experts": dict(sections=zero(1), model=EXPERTS),
+    "LoRA": dict(sections=zero(1), flags=("--use_peft", "--lora_r", "8")),
+    "deferred weight gradients": dict(
+        sections={**zero(1), "pipeline": {"stages": 2, "schedule": "zero-bubble"}},
+        model={**LLAMA, "num_hidden_layers": 2},
+        ranks=2,
+        rank=1,
+        divided_by=1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BELOW_ZERO_2)
+def test_below_zero_2_a_gradient_costs_10_bytes_and_the_update_reads_it_twice(tmp_path: Path, name: str) -> None:
+    case = dict(BELOW_ZERO_2[name])
+    own = 1 / case.pop("divided_by", case.get("ranks", 1))  # share of the parameters that the rank updates
+    found = of(tmp_path, case.pop("sections"), *case.pop("flags", ()), **case)
+    traffic = update_traffic(WORK, Strategy(zero_stage=1, flat_sums=True))
+    assert found.bytes_per_parameter == pytest.approx(traffic.later, rel=1e-3) and traffic.later == 10
+    by_part = {part: cost.bytes / found.parameters for part, cost in found.parts.items()}
+    assert by_part[parts.SUMS] == pytest.approx(traffic.first + traffic.later, rel=1e-3)
+    update = by_part[parts.NORM] + by_part[parts.CLIP] + by_part[parts.OPTIMIZER] + 6 * own  # 6: the copy of weights
+    assert update == pytest.approx(own * traffic.own, rel=0.02)
+    if own == case.get("ranks", 1) == 1:
+        assert by_part[parts.WEIGHTS] == pytest.approx(6, rel=1e-3) and found.parts[parts.REDUCTION].kernels == 0
+    kernels = {part: found.parts[part].kernels for part in (parts.ZEROING, parts.CLIP, parts.NORM)}
+    assert kernels[parts.ZEROING] == 0  # the first gradient of a step is written over the sums
+    assert by_part[parts.CLIP] < 0.1 and kernels[parts.CLIP] < 20  # numbers alone: the fused optimizer clips
+    assert kernels[parts.NORM] < 20
+
+
+@pytest.mark.parametrize(
+    ("stage", "sums", "reduction", "norm", "clip"),
+    [pytest.param(2, 9, 25, 10, 4, id="ZeRO-2"), pytest.param(3, 6, 30, 10, 4, id="ZeRO-3")],
+)
+def test_from_zero_2_on_deepspeed_moves_no_more_than_when_this_was_counted(
+    tmp_path: Path, stage: int, sums: float, reduction: float, norm: float, clip: float
+) -> None:
+    found = of(tmp_path, zero(stage), ranks=2)
+    by_part = {part: cost.bytes / found.parameters for part, cost in found.parts.items()}
+    assert 0 < found.bytes_per_parameter < sums + 0.1
+    for part, most in ((parts.REDUCTION, reduction), (parts.NORM, norm), (parts.CLIP, clip), (parts.OPTIMIZER, 14)):
+        assert 0 < by_part[part] < most + 0.1, part
+    assert sum(found.parts[part].kernels for part in (parts.NORM, parts.CLIP, parts.OPTIMIZER)) < 80
+    hooks = 2 * HOST_ZERO_3 * load_hardware("h100").dispatch_seconds if stage == 3 else 0.0
+    assert hooks < found.parts[HOST].seconds < hooks + 0.02
+
+
+def test_norms_move_what_the_planner_counts_and_a_tenth_of_it_in_one_kernel_each(tmp_path: Path) -> None:
+    counts = 2 * (2 * LAYERS + 1) * TOKENS * HIDDEN  # elements of the norms of two micro-batches
+    for fusion, passes, most in ((None, NARROW, 160), ("liger", AS_ONE, 20)):
+        found = of(tmp_path, zero(0), fusion=fusion).parts[parts.NORMS]
+        assert found.bytes / counts == pytest.approx(sum(passes["norm"][0]), rel=0.08), fusion
+        assert found.kernels < most
+
+
+def test_a_list_of_tensors_takes_a_gpu_few_kernels() -> None:
+    tensors = [torch.empty(2**20, device="meta") for _ in range(147)]
+    assert parts.kernels_of("_foreach_norm", (tensors, 2.0)) == ceil(147 * 16 / 320) + 1
+    assert parts.kernels_of("_foreach_mul_", ([torch.empty(4, device="meta")] * 147, 2.0)) == 2
+    assert parts.kernels_of("mul", (tensors[0], 2.0)) == 1
+
+
+def test_the_script_prints_what_programs_rely_on(tmp_path: Path) -> None:
+    found = of(tmp_path, zero(1)).as_json()
+    assert set(found) == {"milliseconds", "kernels", "bytes_per_parameter", "parts"}
+    assert found["milliseconds"] == pytest.approx(sum(part["milliseconds"] for part in found["parts"].values()))
+    assert found["kernels"] == sum(part["kernels"] for part in found["parts"].values())
+    assert list(found["parts"]) == [*parts.PARTS, HOST]

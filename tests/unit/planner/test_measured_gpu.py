@@ -1,0 +1,75 @@
+"""Steps that an H100 measured (`scripts/bench/results/gpu.json`, 26 November 2026), predicted from its device file.
+
+The harness of that day had DeepSpeed sum and update in bf16. What this moved was counted in a trace of its step; all
+else is predicted as it is today.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.planner.hardware import load_hardware
+from harness.planner.model_config import decoder_of
+from harness.planner.step import step_seconds
+from harness.planner.update_traffic import update_traffic
+from harness.planner.workload import DEEPSPEED, HABITS, Strategy, UpdateTraffic, Workload
+
+MEASURED = json.loads(Path("scripts/bench/results/gpu.json").read_text(encoding="utf-8"))
+H100 = load_hardware("h100")
+WORK = Workload(shape=decoder_of({"model_type": "llama", **MEASURED["work"]["shape"]}, "measured"), sequence=4096)
+STEP = Strategy(zero_stage=1, micro_batch=1, accumulation=4, flat_sums=True, split_table=True)
+# Bytes a parameter: every micro-batch widens, adds, and sets the bf16 gradient to zero (26, in three kernels a tensor).
+# Once: to bf16 and back for a reduction over one rank, the norm, clipping, the update, the copy of the weights, and two
+# times zeros. The norm takes 3,281 kernels, clipping 147.
+THAT_DAY = UpdateTraffic(first=26, later=26, own=12 + 4 + 8 + 28 + 6 + 8, kernels_each=3, kernels=3281 + 147)
+
+
+def seconds(workload: Workload, strategy: Strategy = STEP) -> float:
+    return step_seconds(H100, workload, strategy).total
+
+
+@pytest.mark.parametrize(
+    ("program", "kernels", "within"),
+    [
+        ("harness", "single", 0.05),
+        ("harness, Liger", "liger", 0.05),
+        ("harness, compiled", "compiled", 0.05),
+    ],
+)
+def test_a_step_of_that_day_takes_as_long_as_predicted(program: str, kernels: str, within: float) -> None:
+    habits = replace(DEEPSPEED, update=THAT_DAY)
+    measured = MEASURED["speed"][program]["step_seconds"]
+    assert seconds(replace(WORK, habits=habits, kernels=kernels)) == pytest.approx(measured, rel=within)
+
+
+def test_a_step_of_huggingface_s_trainer_takes_as_long_as_predicted() -> None:
+    measured = MEASURED["speed"]["HF Trainer with DeepSpeed"]["step_seconds"]
+    like = replace(WORK, habits=HABITS["huggingface"], gradient_bytes=2)
+    assert seconds(like, replace(STEP, flat_sums=False)) == pytest.approx(measured, rel=0.05)
+
+
+def test_a_step_of_today_is_faster_by_what_it_no_longer_moves() -> None:
+    today = update_traffic(WORK, STEP)
+    assert (today.first, today.later) == (6, 10)
+    bytes_less = 4 * THAT_DAY.mean_sum(4) - 4 * today.mean_sum(4) + THAT_DAY.own - today.own
+    less = WORK.shape.parameters * bytes_less / H100.memory_bytes_per_second
+    before = seconds(replace(WORK, habits=replace(DEEPSPEED, update=THAT_DAY)))
+    assert 0 < before - seconds(WORK) - less < 0.025  # and kernels
+    assert 0.36 < seconds(WORK) < 0.38
+
+
+def test_deepspeed_s_hooks_hide_behind_enough_work_on_a_gpu() -> None:
+    whole = replace(STEP, zero_stage=3, flat_sums=False, gathers_once=True, dp_size=8)
+    slow, fast = (replace(H100, dispatch_seconds=each) for each in (15e-6, 1e-9))
+
+    def more(micro_batch: int, habits: str = "deepspeed") -> float:
+        one, work = replace(whole, micro_batch=micro_batch), replace(WORK, habits=HABITS[habits])
+        return step_seconds(slow, work, one).total / step_seconds(fast, work, one).total
+
+    assert more(1) > 1.5
+    assert more(16) == pytest.approx(1, abs=0.01)
+    assert more(1, "torchtitan") == pytest.approx(1, abs=0.05)  # FSDP has no such hooks
