@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -18,17 +17,14 @@ from harness.config.values.json_object import JsonObject
 from harness.deepspeed.initialize import replacing
 from harness.deepspeed.update import StagedEngine
 from harness.dry_run.fusion import Fusion, fused
-from harness.dry_run.operations import ATTENTION, PARTS, PRODUCTS, SUMS, Recorded, Recorder
+from harness.dry_run.operations import PARTS, SUMS, Recorded, Recorder
 from harness.dry_run.rank import DryRun, SimulatedRank, expect_peers, make_step, simulated_rank
 from harness.planner.hardware import Hardware
-from harness.planner.layer_time import HOST_ZERO_3, attention_seconds, matmul
-from harness.planner.traffic import all_reduce, group_along, half_ring
+from harness.planner.layer_time import HOST_ZERO_3
 from harness.topology.env import LaunchEnv
 from harness.training.engine.build import compiled_parts
 
-PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HOST = "gaps, host time"
-ROWS = ("embedding", "gather", "index_select", "index", "scatter_add_")
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ def account(plan: DryRun, env: LaunchEnv, hardware: Hardware, fusion: Fusion | N
     with simulated_rank(plan, env) as rank, replacing((StagedEngine, "_clip_and_skip_on_device", _clip_as_on_a_gpu)):
         expect_peers(rank)
         make_step(rank, 1)  # afterwards the optimizer has its states
-        one, two = (_costs(_recorded(rank, count), hardware, fusion) for count in (1, 2))
+        one, two = (_costs(_recorded(rank, count, hardware), hardware, fusion) for count in (1, 2))
         layers = len(compiled_parts(rank.engine.deepspeed.module))
         trained = (each for each in rank.engine.deepspeed.module.parameters() if each.requires_grad)
         parameters = sum(getattr(each, "ds_numel", each.numel()) for each in trained)  # ZeRO-3 divides them
@@ -137,9 +133,9 @@ def _clip_as_on_a_gpu(engine: StagedEngine, norm: Tensor) -> None:
 _CLIP = StagedEngine._clip_and_skip_on_device  # noqa: SLF001  # before it is replaced
 
 
-def _recorded(rank: SimulatedRank, micro_batches: int) -> list[Recorded]:
+def _recorded(rank: SimulatedRank, micro_batches: int, hardware: Hardware) -> list[Recorded]:
     """Return the operations of a step with some micro-batches."""
-    recorder = Recorder(compiled_parts(rank.engine.deepspeed.module))
+    recorder = Recorder(hardware, compiled_parts(rank.engine.deepspeed.module))
     with recorder.watching_modules(), recorder:
         make_step(rank, micro_batches)
     return recorder.recorded
@@ -148,55 +144,8 @@ def _recorded(rank: SimulatedRank, micro_batches: int) -> list[Recorded]:
 def _costs(recorded: Sequence[Recorded], hardware: Hardware, fusion: Fusion | None) -> dict[str, Cost]:
     """Return the cost of each part, and the seconds in which the host issues all of them."""
     found = dict.fromkeys((*PARTS, HOST), Cost())
-    operations = fused(recorded, fusion)
+    operations = fused(recorded, fusion, hardware)
     for each in operations:
-        found[each.part] = found[each.part].plus(_cost(each, hardware))
+        found[each.part] = found[each.part].plus(Cost(each.kernels, each.bytes, each.seconds))
     found[HOST] = Cost(seconds=hardware.dispatch_seconds * len(operations))
     return found
-
-
-def _cost(operation: Recorded, hardware: Hardware) -> Cost:
-    """Return the cost of one operation."""
-    moved = float(sum(operand.size for operand in (*operation.reads, *operation.writes)))
-    if operation.ranks:
-        return Cost(1, moved, _sending_seconds(operation, hardware))
-    if operation.part == PRODUCTS:
-        return Cost(1, moved, _product_seconds(operation, hardware))
-    if operation.part == ATTENTION:
-        return Cost(1, moved, _attention_seconds(operation, hardware))
-    if operation.name in ROWS:  # they read or write some rows of a table, and the rows themselves
-        rows = operation.reads[-1:] if operation.name.startswith("scatter") else operation.writes
-        moved = 3.0 * sum(operand.size for operand in rows)
-    seconds = moved / hardware.memory_bytes_per_second + operation.kernels * hardware.kernel_seconds
-    return Cost(operation.kernels, moved, seconds)
-
-
-def _product_seconds(operation: Recorded, hardware: Hardware) -> float:
-    """Return the seconds of a matrix product [rows, inner] by [inner, columns], perhaps of several."""
-    left, right = [operand for operand in operation.reads if len(operand.shape) >= 2][-2:]
-    precision = PRECISIONS.get(left.dtype, "fp32")
-    rows, inner = left.shape[-2:]
-    if operation.name == "_grouped_mm":  # tokens sorted by expert: each row meets one of the matrices
-        copies = right.shape[0] if len(right.shape) == 3 else operation.writes[0].shape[0]
-        flops_rows = max(1, rows // copies) if len(right.shape) == 3 else rows
-        inner = inner if len(right.shape) == 3 else max(1, inner // copies)
-        return matmul(hardware, precision, flops_rows, inner, right.shape[-1], copies)
-    return matmul(hardware, precision, rows, inner, right.shape[-1], prod(left.shape[:-2]))
-
-
-def _attention_seconds(operation: Recorded, hardware: Hardware) -> float:
-    """Return the seconds of attention; under a causal mask a token attends to half of the others."""
-    is_backward = "backward" in operation.name
-    query, key, value = operation.reads[1:4] if is_backward else operation.reads[:3]
-    pairs = prod(query.shape[:-1]) * key.shape[-2] * (0.5 if operation.causal else 1.0)
-    work = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
-    seconds = attention_seconds(hardware, PRECISIONS.get(query.dtype, "fp32"), work)
-    return seconds.backward if is_backward else seconds.forward
-
-
-def _sending_seconds(operation: Recorded, hardware: Hardware) -> float:
-    """Return the seconds of a collective that nothing else runs beside."""
-    ranks = operation.ranks
-    group = group_along(hardware, len(ranks), ranks[1] - ranks[0])
-    size = float(operation.writes[0].size)
-    return all_reduce(group, size) if "allreduce" in operation.name else half_ring(group, size)

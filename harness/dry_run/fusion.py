@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness.dry_run.operations import ATTENTION, ELEMENTWISE, NORMS, PRODUCTS, ROTARY, Operand, Recorded
+from harness.planner.hardware import Hardware
 
 Fusion = Literal["compile", "liger"]
 
@@ -26,8 +27,8 @@ class _Region:
     run: int = 0
 
 
-def fused(recorded: Sequence[Recorded], fusion: Fusion | None) -> list[Recorded]:
-    """Return the operations of a step as they are fused.
+def fused(recorded: Sequence[Recorded], fusion: Fusion | None, hardware: Hardware) -> list[Recorded]:
+    """Return the operations of a step as they are fused, with what they cost a device.
 
     Args:
         fusion: "compile": all that lies between two products in the forward or the backward pass of a layer; "liger":
@@ -42,13 +43,19 @@ def fused(recorded: Sequence[Recorded], fusion: Fusion | None) -> list[Recorded]
             members[region].append(each)
     found = [each for each, region in zip(recorded, regions, strict=True) if region is None]
     graph = _Graph(recorded, regions)
-    return [*found, *(graph.merged(region, parts) for region, parts in members.items())]
+    return [*found, *(_costed(graph.merged(region, parts), hardware) for region, parts in members.items())]
+
+
+def _costed(merged: Recorded, hardware: Hardware) -> Recorded:
+    moved = float(sum(operand.size for operand in (*merged.reads, *merged.writes)))
+    seconds = moved / hardware.memory_bytes_per_second + merged.kernels * hardware.kernel_seconds
+    return replace(merged, bytes=moved, seconds=seconds)
 
 
 def _of_modules(recorded: Iterable[Recorded]) -> list[_Region | None]:
     return [
         _Region((each.part, each.call), each.backward)
-        if each.part in (NORMS, ROTARY, ELEMENTWISE) and each.call and not each.ranks
+        if each.part in (NORMS, ROTARY, ELEMENTWISE) and each.call and not each.collective
         else None
         for each in recorded
     ]
@@ -59,7 +66,7 @@ def _of_layers(recorded: Iterable[Recorded]) -> list[_Region | None]:
     found: list[_Region | None] = []
     run = 0
     for each in recorded:
-        if each.part in (PRODUCTS, ATTENTION) or each.ranks or not each.layer:
+        if each.part in (PRODUCTS, ATTENTION) or each.collective or not each.layer:
             run += 1
             found.append(None)
         else:
@@ -98,7 +105,7 @@ class _Graph:
             is_made_here = self._maker[operand.memory] == region
             if (outside and not self._is_recomputed(operand.memory, region)) or not is_made_here:
                 outputs[operand.memory].append(operand)
-        largest = max(members, key=lambda each: sum(operand.size for operand in (*each.reads, *each.writes)))
+        largest = max(members, key=lambda each: each.bytes)
         reads, writes = ([_joined(operands) for operands in each.values()] for each in (inputs, outputs))
         kernels = max(1, len({operand.size for operand in writes}))
         return replace(largest, name="fused", reads=tuple(reads), writes=tuple(writes), kernels=kernels)

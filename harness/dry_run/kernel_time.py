@@ -160,6 +160,8 @@ def _moved_bytes(name: str, func: Any, args: Positional, kwargs: Keyword, result
     moved = fresh
     for argument, value in _arguments(func, args, kwargs):
         writes = argument.alias_info is not None and argument.alias_info.is_write
+        if name.startswith("_fused_") and argument.name == "grads":  # written only if the kernel scales them
+            writes = kwargs.get("grad_scale") is not None
         reads = not (writes and (name in WRITE_ONLY or argument.is_out))
         moved += (writes + reads) * _bytes(value)
     return moved

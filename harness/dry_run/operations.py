@@ -23,7 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from harness.dry_run.kernel_time import WRITE_ONLY, Kernel, kernel_of
+from harness.dry_run.ledger import OPERATIONS
 from harness.parallel.values import Keyword, Operation, Positional
+from harness.planner.hardware import Hardware
+from harness.planner.traffic import collective
 
 PRODUCTS, ATTENTION, NORMS, ROTARY = "matrix products", "attention", "norms", "rotary"
 ELEMENTWISE, RESIDUALS, LOSS = "elementwise", "residuals and copies", "loss"
@@ -75,11 +79,6 @@ NAMED_COPIES = (
     *("add", "add_", "clone", "copy_", "_to_copy", "cat", "stack", "embedding", "embedding_dense_backward"),
     *("index_select", "index", "gather", "scatter", "slice_backward", "select_backward", "constant_pad_nd"),
 )
-NO_KERNEL = (
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
-    *("lift_fresh", "set_", "resize_", "record_stream", "_local_scalar_dense", "is_same_size", "is_pinned"),
-)
-"""Operations without a kernel that are not views by their schema."""
 # ATen/native/cuda/MultiTensorApply.cuh: elements of a chunk, chunks of a kernel, and tensors of a kernel that reads one
 # list, two lists, ...
 CHUNK, CHUNKS, TENSORS = 65536, 320, (110, 64, 48, 36, 30)
@@ -100,8 +99,6 @@ class Operand:
     place: tuple[int, int]
     size: int
     limit: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,21 +111,21 @@ class Recorded:
         call: number of the innermost module call in whose forward or backward it runs; 0 outside of all.
         layer: the same of the layer of the pipeline.
         backward: whether autograd's backward pass runs it.
-        causal: whether attention is causal, without a mask.
-        ranks: of a collective, the ranks that take part.
-        kernels: of a GPU.
+        collective: whether it is a message between ranks.
+        bytes, seconds, kernels: what it costs a GPU.
     """
 
     name: str
     part: str
-    reads: tuple[Operand, ...]
-    writes: tuple[Operand, ...]
+    bytes: float
+    seconds: float
+    kernels: int = 1
+    reads: tuple[Operand, ...] = ()
+    writes: tuple[Operand, ...] = ()
     call: int = 0
     layer: int = 0
     backward: bool = False
-    causal: bool = False
-    ranks: tuple[int, ...] = ()
-    kernels: int = 1
+    collective: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,11 +141,13 @@ class Recorder(TorchDispatchMode):
     """Records the operations that run while it is entered; `watching_modules` tells it where.
 
     Args:
+        hardware: the device on which operations are costed.
         layers: the modules that count as layers.
     """
 
-    def __init__(self, layers: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, hardware: Hardware, layers: Iterable[nn.Module] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._hardware = hardware
         self.recorded: list[Recorded] = []
         self._layers = frozenset(map(id, layers))
         self._numbers = WeakIdKeyDictionary()
@@ -180,42 +179,44 @@ class Recorder(TorchDispatchMode):
         self, func: Operation, _types: object, args: Positional = (), kwargs: Keyword | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
         if func.namespace == "c10d":
-            self._record_collective(name.removesuffix("_"), args)
-        elif func.namespace == "aten" and name not in NO_KERNEL and not _is_view(func):
-            self._record(func, name, args, kwargs or {}, result)
+            self._record_collective(func.overloadpacket.__name__, args)
+        elif (kernel := kernel_of(self._hardware, func, args, kwargs or {}, result)) is not None:
+            self._record(func, kernel, args, kwargs or {}, result)
         return result
 
-    def _record(self, func: Operation, name: str, args: Positional, kwargs: Keyword, result: object) -> None:
-        reads, writes = _reads_and_writes(func, name, args, kwargs, result)
-        if name == "copy_" and reads and writes and (reads[0] is writes[0] or _same(reads[0], writes[0])):
-            return  # onto itself: CUDA skips it
+    def _record(self, func: Operation, kernel: Kernel, args: Positional, kwargs: Keyword, result: object) -> None:
+        reads, writes = _reads_and_writes(func, kernel.name, args, kwargs, result)
         place, backward = self._place()
+        kernels = kernels_of(kernel.name, args)
         self.recorded.append(
             Recorded(
-                name=name,
-                part=_part_of(name, place.part),
+                name=kernel.name,
+                part=_part_of(kernel.name, place.part),
+                bytes=kernel.bytes,
+                seconds=kernel.seconds + (kernels - 1) * self._hardware.kernel_seconds,
+                kernels=kernels,
                 reads=tuple(map(self._operand, reads)),
                 writes=tuple(map(self._operand, writes)),
                 call=place.call,
                 layer=place.layer,
                 backward=backward,
-                causal=_argument(func, "is_causal", args, kwargs) is True,
-                kernels=kernels_of(name, args),
             )
         )
 
     def _record_collective(self, name: str, args: Sequence[object]) -> None:
         group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
-        tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, Tensor)]
-        if group is None or not tensors:
+        operation = OPERATIONS.get(name, name.removesuffix("_"))
+        size = max(
+            (sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args), default=0
+        )
+        if group is None or not size:
             return
-        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
         if len(ranks) > 1:
+            seconds = collective(self._hardware, operation, ranks, size)
             part = self._place()[0].part or REDUCTION
-            largest = self._operand(max(tensors, key=lambda tensor: tensor.nbytes))
-            self.recorded.append(Recorded(name=name, part=part, reads=(), writes=(largest,), ranks=ranks))
+            self.recorded.append(Recorded(name=operation, part=part, bytes=size, seconds=seconds, collective=True))
 
     def _place(self) -> tuple[_Place, bool]:
         """Return where the operation that runs now belongs, and whether that is in a backward pass."""
@@ -263,11 +264,9 @@ class Recorder(TorchDispatchMode):
             elements *= size if stride else min(size, 1)
         return Operand(
             memory=self._numbers[storage],
-            place=(tensor.storage_offset(), elements),
+            place=(int(tensor.storage_offset()), elements),
             size=elements * tensor.element_size(),
             limit=storage.nbytes(),
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
         )
 
 
@@ -287,9 +286,6 @@ def _numel(value: object) -> int:
     return value.numel() if isinstance(value, Tensor) else 0
 
 
-WRITTEN_ONLY = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_", "normal_", "uniform_")
-
-
 def _reads_and_writes(
     func: Operation, name: str, args: Positional, kwargs: Keyword, result: object
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -299,35 +295,15 @@ def _reads_and_writes(
         value = args[at] if at < len(args) else kwargs.get(argument.name)
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written and name.startswith("_fused_") and argument.name == "grads":
-            # torch's fused optimizers write gradients back only if they scale them
-            is_written = kwargs.get("grad_scale") is not None
         writes += tensors if is_written else []
-        reads += [] if is_written and name in WRITTEN_ONLY else tensors
+        reads += [] if is_written and name in WRITE_ONLY else tensors
     known = {id(tensor) for tensor in writes}
     writes += [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and id(leaf) not in known]
     return reads, writes
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    shared = one.untyped_storage()._cdata == other.untyped_storage()._cdata  # noqa: SLF001  # torch has no public name
-    return shared and one.storage_offset() == other.storage_offset() and one.shape == other.shape
-
-
-def _argument(func: Operation, wanted: str, args: Positional, kwargs: Keyword) -> object:
-    for at, argument in enumerate(func._schema.arguments):  # noqa: SLF001  # torch has no public name
-        if argument.name == wanted:
-            return args[at] if at < len(args) else kwargs.get(wanted, argument.default_value)
-    return None
-
-
-def _is_view(func: Operation) -> bool:
-    aliases = [returned.alias_info for returned in func._schema.returns]  # noqa: SLF001  # torch has no public name
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-
-
 def _sequence() -> int:
-    number: int = torch.autograd._get_sequence_nr()  # noqa: SLF001  # torch has no public name
+    number: int = torch._C._autograd._get_sequence_nr()  # noqa: SLF001  # torch has no public name
     return number
 
 

@@ -80,7 +80,7 @@ def _own_of_all(values: list[object], value: object, group: dist.ProcessGroup | 
 def _address(tensor: Tensor) -> int:
     """Return an address for a tensor without memory: different ones for tensors that share none, as on a device."""
     storage: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # torch has no public name for it
-    return storage + tensor.storage_offset() * tensor.element_size()
+    return storage + int(tensor.storage_offset()) * tensor.element_size()
 
 
 _DEEPCOPY: Any = Tensor.__deepcopy__

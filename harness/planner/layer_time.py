@@ -268,13 +268,9 @@ def _attention(hardware: Hardware, workload: Workload, strategy: Strategy, layer
     precision = "bf16" if PRODUCT_BYTES[workload.precision] < 2 else workload.precision
     tokens = strategy.tokens(length)  # all heads of these tokens, or a share of the heads of all tokens
     work = 2.0 * tokens * context(layer, length) * (layer.query + layer.output) / tp
-    return attention_seconds(hardware, precision, work, by_torch=workload.habits.torch_attention)
-
-
-def attention_seconds(hardware: Hardware, precision: str, work: float, *, by_torch: bool = True) -> Seconds:
-    """Return the seconds of attention whose forward takes `work` FLOPs, in torch's own kernels or in the best ones."""
-    share = hardware.torch_attention_efficiency if by_torch else hardware.attention_efficiency
-    forward = work / (hardware.flops[precision] * share) + hardware.kernel_seconds
+    share = hardware.torch_attention_efficiency if workload.habits.torch_attention else hardware.attention_efficiency
+    seconds = work / (hardware.flops[precision] * share)
+    forward = seconds + hardware.kernel_seconds
     return Seconds(forward, 2.5 * forward / BACKWARD_RATE)
 
 

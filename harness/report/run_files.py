@@ -152,7 +152,8 @@ def predict_run(run: RunFiles, hardware: Hardware) -> Estimate | None:
         if isinstance(counted, int) and abs(shape.parameters / max(counted, 1) - 1) > MOST_OFF:
             return None  # the config describes another model to the planner than the one that ran
         boundaries = _boundaries(run, len(shape.layers) + 2, resolved.chunks.count)
-        found = predict(resolved, shape, block, hardware=hardware, boundaries=boundaries)
+        liger = _object(run.about.get("arguments")).get("use_liger_kernel") is True
+        found = predict(resolved, shape, block, hardware=hardware, boundaries=boundaries, liger=liger)
         assert isinstance(found, Estimate)  # its hardware is known
         return found
     except UserError:

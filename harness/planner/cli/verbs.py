@@ -199,6 +199,9 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
     parser.add_argument(
         "--tf32", action=Boolean, help="with fp32: compute matrix products in TF32, like the run's --tf32"
     )
+    parser.add_argument(
+        "--use_liger_kernel", action=Boolean, help="predict layers with Liger's kernels, as with the run's flag"
+    )
     parser.add_argument("--json", action=Boolean, help="print the rows as JSON")
     return parser
 
@@ -233,7 +236,7 @@ def estimate(argv: Sequence[str]) -> int:
     _, shape = _decoder(args.model)
     values = run_arguments(args, hidden_size=shape.hidden)
     resolved = resolve(load(args.deepspeed_config), values, model=args.model)
-    one = predict(resolved, shape, args.block_size, hardware=hardware)
+    one = predict(resolved, shape, args.block_size, hardware=hardware, liger=args.use_liger_kernel)
     assert isinstance(one, Estimate)  # its hardware is known
     print(json.dumps([one.row()], indent=2) if args.json else "\n".join(estimate_lines(one)))
     return 0
@@ -307,7 +310,7 @@ def _calibrate(argv: Sequence[str]) -> int:
 def _task(args: argparse.Namespace) -> Task:
     """Return the task that the arguments describe."""
     config, shape = _decoder(args.model)
-    return task_of(
+    task = task_of(
         config,
         args.model,
         _hardware(args),
@@ -318,6 +321,9 @@ def _task(args: argparse.Namespace) -> Task:
         shape=shape,
         habits=HABITS[args.like],
     )
+    if args.use_liger_kernel:
+        task = replace(task, workload=replace(task.workload, kernels="liger"))
+    return task
 
 
 def _decoder(source: str) -> tuple[Mapping[str, object], DecoderShape]:
