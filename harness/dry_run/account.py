@@ -17,7 +17,7 @@ from harness.config.values.json_object import JsonObject
 from harness.deepspeed.initialize import replacing
 from harness.deepspeed.update import StagedEngine
 from harness.dry_run.fusion import Fusion, fused
-from harness.dry_run.operations import PARTS, SUMS, Recorded, Recorder
+from harness.dry_run.operations import PARTS, SUMS, Recorded, StepRecorder
 from harness.dry_run.rank import DryRun, SimulatedRank, expect_peers, make_step, simulated_rank
 from harness.planner.hardware import Hardware
 from harness.planner.layer_time import HOST_ZERO_3
@@ -135,7 +135,7 @@ _CLIP = StagedEngine._clip_and_skip_on_device  # noqa: SLF001  # before it is re
 
 def _recorded(rank: SimulatedRank, micro_batches: int, hardware: Hardware) -> list[Recorded]:
     """Return the operations of a step with some micro-batches."""
-    recorder = Recorder(hardware, compiled_parts(rank.engine.deepspeed.module))
+    recorder = StepRecorder(hardware, compiled_parts(rank.engine.deepspeed.module))
     with recorder.watching_modules(), recorder:
         make_step(rank, micro_batches)
     return recorder.recorded

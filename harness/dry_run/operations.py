@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from types import CodeType, FrameType
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -137,7 +137,12 @@ class _Place:
     layer: int = 0
 
 
-class Recorder(TorchDispatchMode):
+class _AutogradNode(Protocol):
+    def name(self) -> str: ...
+    def _sequence_nr(self) -> int: ...
+
+
+class StepRecorder(TorchDispatchMode):
     """Records the operations that run while it is entered; `watching_modules` tells it where.
 
     Args:
@@ -229,7 +234,7 @@ class Recorder(TorchDispatchMode):
             place = _Place(part, call, layer)
             self._forward.setdefault(_sequence(), place)
             return place, torch._C._current_graph_task_id() != -1  # noqa: SLF001  # torch has no public name
-        node: Any = torch._C._current_autograd_node()  # noqa: SLF001  # torch has no public name
+        node = cast("_AutogradNode | None", torch._C._current_autograd_node())  # noqa: SLF001  # torch has no public name
         if node is None:
             self._forward.setdefault(_sequence(), _Place(part))
             return _Place(part), False
