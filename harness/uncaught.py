@@ -33,7 +33,8 @@ def lines_of(error: UserError) -> list[str]:
 def show_in_one_line() -> None:
     """Print a UserError that ends this program as one line, with the line of the program that it comes from.
 
-    A `sys.excepthook` that the program itself has set stays; other errors are shown as usual.
+    A `sys.excepthook` that the program itself has set stays. Other errors are shown as usual; ranks that wait for this
+    one are told.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
@@ -68,13 +69,16 @@ def first_line(error: BaseException) -> str:
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not isinstance(error, UserError):
-        sys.__excepthook__(kind, error, trace)
-        return
     try:
         env = LaunchEnv.from_environ(os.environ)
     except UserError:
         env = LaunchEnv()
+    if not isinstance(error, UserError):
+        sys.__excepthook__(kind, error, trace)
+        if is_awaited(env, error):  # also before this program has made a Trainer
+            atexit.unregister(tell)
+            tell(env, first_line(error))
+        return
     sys.stdout.flush()
 
     def show() -> None:

@@ -100,7 +100,7 @@ def test_a_model_that_is_none(model: Any, words: str, make: Callable[..., Traine
         pytest.param({"loss_fn": None, "compute_loss_func": MSE}, "compute_loss_func is for a Hugg", id="huggingfaces"),
         pytest.param({"callbacks": 3}, "callbacks is not a list: give [callback]", id="no-callbacks"),
         pytest.param({"callbacks": [3]}, "callback 3 has no on_train_begin: derive its class", id="a-number-called"),
-        pytest.param({"optimizers": ()}, "Trainer takes no optimizers: set optimizer and scheduler", id="optimizers"),
+        pytest.param({"optimizers": ()}, "optimizers is not a pair: give (optimizer, scheduler)", id="optimizers"),
         pytest.param({"eval_datset": []}, "Trainer takes no eval_datset: did you mean eval_dataset?", id="misspelt"),
         pytest.param({"eval_steps": 1}, "--eval_steps 1: there is no eval_dataset: give one", id="no-evaluation-data"),
     ],

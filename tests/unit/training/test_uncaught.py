@@ -96,6 +96,20 @@ def test_other_errors_are_pythons_to_show(monkeypatch: pytest.MonkeyPatch, capsy
     assert isinstance(error, ZeroDivisionError) and capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("launcher", [{}, {"TORCHELASTIC_RUN_ID": "none"}], ids=["plain processes", "torchrun"])
+def test_ranks_that_wait_are_told_of_a_programs_own_error(
+    launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(uncaught, "tell", lambda env, what: told.append((env.rank, what)))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in {**place, **launcher}.items():
+        monkeypatch.setenv(name, value)
+    assert len(shown(monkeypatch, lambda: {}["text"])) == 1
+    assert told == ([] if launcher else [(1, "KeyError: 'text'")])  # torchrun ends the others
+
+
 @pytest.mark.parametrize(
     ("rank", "waits"), [("0", False), ("3", True), (None, False), ("many", False)], ids=["first", "other", "no", "odd"]
 )
