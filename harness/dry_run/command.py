@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,18 +12,24 @@ from typing import TYPE_CHECKING
 from harness.arguments import LoraArguments, TrainingArguments, parse
 from harness.arguments.configure import RunConfig
 from harness.arguments.themes.script import ScriptArguments
+from harness.atomic import replace_text
 from harness.console import quiet
-from harness.errors import UserError
+from harness.errors import UserError, reason
+from harness.planner.hardware import load_hardware, names
 from harness.topology.env import LaunchEnv
 from harness.training.prepare.preflight import check_inputs
-from harness.verb_parser import Boolean, VerbParser, positive, whole_number
+from harness.verb_parser import Boolean, VerbParser, name_or_path, path_argument, positive, whole_number
 
 if TYPE_CHECKING:
     from harness.dry_run.rank import DryRun
+    from harness.dry_run.timeline import TimelineSpan
 
 DESCRIPTION = """Build one rank of a run on this machine, without the others, without a GPU and without memory for its
 tensors, and let it make a step: the run's own checks, layers, process groups and DeepSpeed engine. Print its layers,
-the memory it needs and the messages it sends in a step. Nothing is read from the data, nothing is written."""
+the memory it needs and the messages it sends in a step. Nothing is read from the data, nothing is written but the
+--timeline."""
+DEVICES = {"gpu": "h100", "cpu": "cpu"}
+"""Devices of the timeline."""
 EXAMPLE = """Every other flag is one of scripts/train.py (see its --help).
 
 example:
@@ -39,6 +45,9 @@ def dry_run(argv: Sequence[str]) -> int:
     world_size, rank = own.world_size, own.rank
     if rank is not None and not 0 <= rank < world_size:
         _parser().error(f"--rank {rank} is outside the {world_size} ranks of --world_size")
+    if own.hardware is not None and own.timeline is None:
+        _parser().error("--hardware is the device of --timeline: give both, or leave it out")
+    hardware = load_hardware(own.hardware or DEVICES[own.device], world_size) if own.timeline else None
     words = ["--model_name_or_path" + word[7:] if word.partition("=")[0] == "--model" else word for word in words]
     script, args, lora = parse(
         [ScriptArguments, TrainingArguments, LoraArguments],
@@ -56,9 +65,10 @@ def dry_run(argv: Sequence[str]) -> int:
         plan = dry_run_plan(script, args, config, lora, own.device)
         layout = plan.layout
         ranks = [layout.stage_ranks(stage)[0] for stage in range(layout.pp_size)] if rank is None else [rank]
+        timelines: dict[int, Sequence[TimelineSpan]] = {}
         for each in ranks:
             try:
-                report = dry_run_rank(plan, replace(env, rank=each))
+                report = dry_run_rank(plan, replace(env, rank=each), hardware)
             except UserError:
                 raise
             except Exception as error:  # a run would raise the same, from DeepSpeed or from the model's code
@@ -66,7 +76,23 @@ def dry_run(argv: Sequence[str]) -> int:
                 raise UserError(f"rank {each} cannot be built: {type(error).__name__}: {reason}") from error
             text = json.dumps(as_json(plan, report)) if own.json else as_text(plan, report)
             print(text, file=console.out, flush=True)
+            if report.timeline is not None:
+                timelines[each] = report.timeline
+    if own.timeline is not None:
+        _write(own.timeline, timelines)
     return 0
+
+
+def _write(path: Path, timelines: Mapping[int, Sequence[TimelineSpan]]) -> None:
+    """Write the timelines of ranks as a trace. Raises UserError if that fails."""
+    from harness.dry_run.timeline import as_trace
+
+    if not timelines:
+        raise UserError(f"--timeline {path}: not written, as no step could be made: see `not checked` in the report")
+    try:
+        replace_text(path, json.dumps(as_trace(timelines)))
+    except OSError as error:
+        raise UserError(f"--timeline {path}: cannot be written: {reason(error)}") from error
 
 
 def _parser() -> VerbParser:
@@ -76,6 +102,14 @@ def _parser() -> VerbParser:
     parser.add_argument("--world_size", type=positive, required=True, help="number of ranks of the run")
     parser.add_argument("--json", action=Boolean, help="print JSON, a line a rank")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what the ranks of the run have")
+    timeline = "predict the timeline of a step and write it to this file, which chrome://tracing and Perfetto open"
+    parser.add_argument("--timeline", type=path_argument, metavar="FILE", help=timeline)
+    defaults = " or ".join(f"{name} for --device {device}" for device, name in DEVICES.items())
+    parser.add_argument(
+        "--hardware",
+        type=name_or_path,
+        help=f"device of the timeline: {', '.join(names())}, or the path of a device file (default: {defaults})",
+    )
     return parser
 
 

@@ -50,6 +50,15 @@ class Message:
     operation: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """A collective, a send or a recv: the ranks of its group, and its size in bytes."""
+
+    operation: str
+    ranks: tuple[int, ...]
+    size: int
+
+
 @dataclass
 class Traffic:
     """The number of messages of one kind, and their bytes in all."""
@@ -71,7 +80,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.marks: dict[str, int] = {}
-        self._groups = _named_groups(layout, rank)
+        self._groups = named_groups(layout, rank)
         self._phase = ""
         self._messages: dict[str, Counter[tuple[Message, int]]] = {}
         self._storages = WeakIdKeyDictionary()
@@ -122,23 +131,31 @@ class Ledger(TorchDispatchMode):
         self.live -= size
 
     def _count(self, name: str, args: Sequence[object]) -> None:
-        group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
-        operation = OPERATIONS.get(name, name.removesuffix("_"))
-        if group is None or operation in ("barrier", "monitored_barrier"):
+        sent = sent_by(name, args)
+        if sent is None:
             return
-        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
-        if len(ranks) == 1:
-            return
-        # of inputs and outputs the larger: the output of an all-gather, the input of a reduce-scatter
-        size = max(sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args)
-        if operation in POINT_TO_POINT:
-            message = Message("pipeline", 2, operation)
+        if sent.operation in POINT_TO_POINT:
+            message = Message("pipeline", 2, sent.operation)
         else:
-            message = Message(self._groups.get(ranks, "other"), len(ranks), operation)
-        self._messages.setdefault(self._phase, Counter())[message, size] += 1
+            message = Message(self._groups.get(sent.ranks, "other"), len(sent.ranks), sent.operation)
+        self._messages.setdefault(self._phase, Counter())[message, sent.size] += 1
 
 
-def _named_groups(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
+def sent_by(name: str, args: Sequence[object]) -> Sent | None:
+    """Return what an operation of torch's namespace c10d sends; None for a barrier, and in a group of one rank."""
+    group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+    operation = OPERATIONS.get(name, name.removesuffix("_"))
+    if group is None or operation in ("barrier", "monitored_barrier"):
+        return None
+    ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
+    if len(ranks) == 1:
+        return None
+    # of inputs and outputs the larger: the output of an all-gather, the input of a reduce-scatter
+    size = max(sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args)
+    return Sent(operation=operation, ranks=ranks, size=size)
+
+
+def named_groups(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
     """Return the name of each group that a rank is in, by the group's ranks.
 
     Groups of the same ranks have one name; the last of `AXES` wins.

@@ -30,6 +30,9 @@ from harness.deepspeed.zero3_parameters import held_tensor
 from harness.device.process_group import start
 from harness.dry_run.ledger import Ledger, Message, Traffic
 from harness.dry_run.memory import Memory, Step
+from harness.dry_run.step_timeline import predicted_step
+from harness.dry_run.tape import Tape
+from harness.dry_run.timeline import TimelineSpan
 from harness.dry_run.world import fake_tensors, fake_world
 from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.lora import Adaptation
@@ -42,6 +45,7 @@ from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.tensor import cross_entropy
 from harness.parallel.token_exchange import Route
 from harness.parallel.values import Value
+from harness.planner.hardware import Hardware
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
@@ -68,6 +72,7 @@ class RankReport:
         kinds: class name -> number of layers.
         elements: number of elements of its parameters.
         memory: None if no step could be made.
+        timeline: of a step; None if it was not asked for, or no step could be made.
         notes: what could not be found out, or differs from a run.
     """
 
@@ -78,6 +83,7 @@ class RankReport:
     memory: Memory | None
     messages: dict[Message, Traffic]
     notes: list[str]
+    timeline: list[TimelineSpan] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,15 +166,25 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
             )
 
 
-def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
-    """Build the rank `env.rank`, let it make two steps, and report. Raises UserError for what a run would refuse."""
+def dry_run_rank(plan: DryRun, env: LaunchEnv, hardware: Hardware | None = None) -> RankReport:
+    """Build the rank `env.rank`, let it make two steps, and report. Raises UserError for what a run would refuse.
+
+    Args:
+        hardware: the device of which the report shall have a timeline.
+    """
     with simulated_rank(plan, env) as rank:
         groups, boundaries, trainable = rank.context.groups, rank.boundaries, rank.trainable
         memory: Memory | None = None
         messages: dict[Message, Traffic] = {}
+        timeline: list[TimelineSpan] | None = None
         untried: str | None = None
+        overlaps = getattr(rank.engine.deepspeed, "overlaps", False)
         try:
             memory, messages = _two_steps(rank)
+            if hardware is not None:
+                rank.engine.deepspeed.overlaps = overlaps
+                ids = torch.zeros((plan.resolved.micro_batch, plan.block_size), dtype=torch.long)
+                timeline = predicted_step(rank.engine, plan.resolved, Tape(hardware, plan.layout, env.rank), ids)
         except ASKS_FOR_VALUES as error:
             untried = f"a step, as it looks at values ({type(error).__name__}: {str(error).splitlines()[0]})"
         chunks = {
@@ -183,6 +199,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv) -> RankReport:
             memory=memory,
             messages=messages,
             notes=[note for note in (untried, EXPERTS if rank.counted_apart else None) if note],
+            timeline=timeline,
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,45 @@ def test_every_stage_of_a_thousand_ranks_is_counted(capfd: pytest.CaptureFixture
     received = {(m["group"], m["operation"]): m for m in last["messages"]}
     assert sent["pipeline", "send"]["bytes"] == received["pipeline", "recv"]["bytes"]
     assert sent["data", "all_reduce"]["ranks"] == 256
+
+
+def test_a_timeline_shows_each_pass_and_its_compute_thread_adds_up_to_the_step(
+    capfd: pytest.CaptureFixture[str], config: str, model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "timeline.json"
+    words = ("--deepspeed_config", config, "--model", model, "--timeline", str(path), "--hardware", "a100-80gb")
+    of_all_stages(capfd, "--world_size", "8", *words)
+    events = json.loads(path.read_text())["traceEvents"]
+    threads = {(e["pid"], e["args"]["name"]): e["tid"] for e in events if e["name"] == "thread_name"}
+    complete = [event for event in events if event["ph"] == "X"]
+    for rank in (0, 4):
+        own = [event for event in complete if event["pid"] == rank]
+        assert {event["cat"] for event in own} == {"forward", "backward", "optimizer", "communication", "wait"}
+        computed = [event for event in own if event["tid"] == threads[rank, "compute"]]
+        end = max(event["ts"] + event["dur"] for event in own)
+        assert math.isclose(sum(event["dur"] for event in computed), end, rel_tol=1e-3)
+        for before, after in pairwise(computed):
+            assert math.isclose(before["ts"] + before["dur"], after["ts"], abs_tol=0.01)
+        passes = Counter(event["name"] for event in own if event["tid"] == threads[rank, "passes"])
+        for micro_batch in range(3):
+            assert passes[f"forward {micro_batch}"] and passes[f"backward {micro_batch}"]
+        messages = {event["name"] for event in own if event["tid"] == threads[rank, "pipeline"]}
+        assert {"send", "recv"} <= messages
+        assert (rank, "tensor") in threads and (rank, "data") in threads
+    assert "wait for recv (pipeline)" in {event["name"] for event in complete}
+
+
+def test_a_timeline_that_cannot_be_written_or_has_no_device_is_one_line(
+    capfd: pytest.CaptureFixture[str], config: str, model: str, tmp_path: Path
+) -> None:
+    words = ("--rank", "0", "--world_size", "4", "--deepspeed_config", config, "--model", model, "--block_size", "16")
+    code, _, said = dry_run(capfd, *words, "--timeline", str(tmp_path / "missing" / "t.json"))
+    assert code == 1 and said.count("\n") == 1 and "missing" in said
+    code, _, said = dry_run(capfd, *words, "--timeline", "t.json", "--hardware", "h1000")
+    assert code == 1 and said.count("\n") == 1 and "use one of" in said
+    with pytest.raises(SystemExit, match="2"):
+        main(["dry-run", *words, "--hardware", "h100"])
+    assert "give both" in capfd.readouterr().err
 
 
 def test_a_stage_with_several_chunks_is_counted_chunk_by_chunk(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from harness.config import AutoValues, resolve
-from harness.dry_run.ledger import Ledger, Message, Traffic, _named_groups
+from harness.dry_run.ledger import Ledger, Message, Traffic, named_groups
 from harness.dry_run.memory import Memory, by_dtype
 from harness.dry_run.rank import RankReport, _on_device
 from harness.dry_run.report import as_json, as_text, spell
@@ -98,7 +98,7 @@ def test_messages_of_a_repeated_phase_count_as_often() -> None:
 def test_a_group_is_named_by_its_innermost_axis(
     sizes: dict[str, int], rank: int, named: dict[tuple[int, ...], str]
 ) -> None:
-    found = _named_groups(Layout(**sizes), rank)
+    found = named_groups(Layout(**sizes), rank)
     assert {ranks: name for ranks, name in found.items() if len(ranks) > 1} == named
 
 
