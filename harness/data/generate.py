@@ -79,11 +79,22 @@ def _load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, ImportError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0].replace(str(folder), str(directory))
-            raise UserError(f"cannot load {directory}: {reason}") from error
+        except Exception as error:  # a broken file raises whatever the code that meets it raises
+            reason = (str(error).strip().splitlines() or [""])[0].replace(str(folder), str(directory))
+            kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: "
+            raise UserError(f"cannot load {directory}: {kind}{reason or type(error).__name__}") from error
+    _require_ids(model.generation_config, directory)
     require_vocabulary(tokenizer, directory)
     return tokenizer, model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _require_ids(config: Any, directory: Path) -> None:
+    """Raise UserError for a generation_config.json whose special tokens are not ids."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        found = getattr(config, name, None)
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(isinstance(each, int) for each in ids):
+            raise UserError(f"{directory}: {name} of its generation_config.json is not a number: correct or remove it")
 
 
 def brings_template(tokenizer: PreTrainedTokenizerBase) -> bool:

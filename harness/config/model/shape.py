@@ -80,6 +80,8 @@ def read_model_config(source: str) -> JsonObject:
         raise UserError(f"--model {source}: no readable config.json; {hint}") from None
     if not isinstance(config, dict):
         raise UserError(f"--model {source}: config.json is not an object")
+    if not isinstance(config.get("model_type", ""), str):
+        raise UserError(f"--model {source}: model_type in its config.json is not a text: correct it")
     require_countable(config, f"--model {source}: config.json")
     return config
 

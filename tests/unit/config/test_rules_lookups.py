@@ -269,7 +269,7 @@ AUTOEP: dict[str, Any] = {"enabled": True, "preset_model": "mixtral"}
         ({**AUTOEP, "num_limited_groups": 1}, "DS209"),
         ({**AUTOEP, "num_limited_groups": 1, "num_expert_groups": 2, "route_scale": 2}, ""),
         ({**AUTOEP, "enabled": False, "score_apply": "x", "comm_num_sm": 0}, ""),
-        ({**AUTOEP, "enabled": 2}, ""),
+        ({**AUTOEP, "enabled": 2, "use_grouped_mm": 2}, ""),
     ],
 )
 def test_autoep_is_checked_where_it_is_on(section: dict[str, Any], code: str) -> None:
@@ -386,7 +386,7 @@ def test_an_optimizers_values_are_read_as_its_class_reads_them(optimizer: dict[s
 
 def test_parameters_without_a_class_are_unread() -> None:
     for section in ("optimizer", "scheduler"):
-        config = {section: {"params": {"lr": "x", "last_epoch": -7}}}
+        config = {section: {"params": {"lr": "x", "last_epoch": -7, "eta_min": "auto"}}}
         assert f"warning /{section}/params" in said(config, "DS110", target="deepspeed")[0]
-        assert not said(config, "DS207", target="deepspeed")
+        assert not said(config, "DS207", target="deepspeed") and not said(config, "DS303", target="deepspeed")
     assert said({"scheduler": {"type": 0}}, "DS201", target="deepspeed")[0].startswith("error")

@@ -146,3 +146,9 @@ def test_a_model_that_nobody_could_build_is_refused_at_once(sizes, tmp_path):
 def test_other_numbers_of_a_model_may_be_large():
     require_countable({"num_hidden_layers": 126, "max_position_embeddings": 10**7, "max_window_layers": 80}, "x")
     require_countable({"num_experts": 2048, "rope_theta": 1e30, "layer_norm_eps": 1e-5, "vocab_size": 10**6}, "x")
+
+
+def test_a_model_type_that_is_not_a_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": []}')
+    with pytest.raises(UserError, match=r"model_type in its config\.json is not a text"):
+        read_shape(str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,28 @@ def test_what_is_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["generate", str(tmp_path), "--prompt", "hi"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("ds-harness generate: MODEL_DIR") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "[" * 9999),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "[]"),
+        ("model.safetensors", "not tensors"),
+        ("generation_config.json", "null"),
+        ("generation_config.json", '{"eos_token_id": {}}'),
+        ("config.json", '{"model_type": []}'),
+    ],
+)
+def test_a_broken_file_of_a_model_is_one_line(
+    directory: Path, tmp_path: Path, name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(directory, tmp_path / "model")
+    (tmp_path / "model" / name).write_text(text)
+    assert main(["generate", str(tmp_path / "model"), "--prompt", "a", "--max_new_tokens", "1"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "model") in line
 
 
 def test_a_chat_model_is_exported_to_stop_where_its_template_ends_an_answer(directory: Path, tmp_path: Path) -> None:

@@ -45,7 +45,10 @@ def _autos(view: RunView) -> Iterator[KeyOccurrence]:
     """Yield every "auto" that no program replaces."""
     filled = {"harness": _FILLED | _HARNESS_FILLS, "hf": _FILLED, "deepspeed": frozenset[str]()}[view.target]
     for visit in view.visits:
-        known = visit.key is not None or visit.parent in _OF_CLASSES
+        of_class = visit.parent in _OF_CLASSES
+        if of_class and view.target == "deepspeed" and not view.get(f"{visit.parent.removesuffix('params')}type"):
+            continue  # nothing reads the parameters
+        known = visit.key is not None or of_class
         known = known and "expert_parallel" not in visit.pointer and "zenflow" not in visit.pointer
         if visit.value == AUTO and known and visit.pointer not in filled | _ITS_OWN:
             yield visit

@@ -49,7 +49,8 @@ def _later_end(view: RunView, visit: KeyOccurrence) -> str:
     crashes = visit.key.spec.get("x-crashes") if visit.key is not None else None
     if view.target == "harness" and (visit.value == AUTO or visit.parent == EXPERTS):
         return ""  # the harness leaves the key out
-    if crashes is None and is_checked(view, visit):
+    is_switch = visit.key is not None and visit.key.types == ("boolean",) and "x-exact" not in visit.key.spec
+    if crashes is None and is_checked(view, visit) and not is_switch:  # any value is on or off
         return "when it is used"
     if crashes == "engine in 16 bits":
         crashes = "engine" if view.precision != "fp32" else None
