@@ -20,7 +20,7 @@ from harness.hf.locate import ADAPTERS, model_directory, require_vocabulary
 from harness.verb_parser import Boolean, VerbParser, name_or_path, number, whole_number
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 EXAMPLE = """example:
   ds-harness generate runs/demo --prompt "def " --temperature 0"""
@@ -88,7 +88,7 @@ def _load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
     return tokenizer, model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _require_ids(config: Any, directory: Path) -> None:
+def _require_ids(config: GenerationConfig, directory: Path) -> None:
     """Raise UserError for a generation_config.json whose special tokens are not ids."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         found = getattr(config, name, None)
