@@ -477,7 +477,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     int64_t time = next(who);
     for (auto& t : reads) touch(what, t, who, time, false);
     for (auto& t : writes) touch(what, t, who, time, true);
-    return std::pair(who, clocks[who]);
+    return std::tuple(who, clocks[who], std::max(clocks[agent_now()][TIME], clocks[HOST][TIME]));
+  });
+  // for the clock: a kernel of the current stream, and the end of a collective, in nanoseconds
+  m.def("spend", [](int64_t of_device, int64_t of_host) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    int who = agent_now();
+    join(clocks[who], Clock{0, clocks[HOST][TIME]});
+    int64_t start = clocks[who][TIME];
+    clocks[who][TIME] += of_device;
+    clocks[HOST][TIME] = std::max(clocks[HOST][TIME] + of_host, host_waited ? clocks[who][TIME] : 0);
+    return std::tuple(who, start, clocks[who][TIME]);
+  });
+  m.def("host_spends", [](int64_t time) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    clocks[HOST][TIME] += time;
+  });
+  m.def("end_at", [](int agent, int64_t time) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    join(clocks[agent], Clock{0, time});
+  });
+  m.def("now", [] {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    int64_t latest = 0;
+    for (auto& clock : clocks) latest = std::max(latest, clock[TIME]);
+    return latest;
   });
   m.def("wait", [](const Clock& clock) {  // the current stream waits
     std::lock_guard<std::recursive_mutex> guard(lock);

@@ -5,7 +5,9 @@ computes with torch's CPU kernels, so losses can be compared with a CPU's, and i
 what may mix and what must be waited for: `device.cpp` and `process_group.py` say what they report. Each rank of a host
 has the device of its local rank. `waits()` counts by place how often the host has waited for the device.
 
-What it cannot show: speed, kernels that exist on a GPU alone, NCCL's own errors.
+With a clock (`clock.py`) it predicts how long what it does would take.
+
+What it cannot show: measured speed, kernels that exist on a GPU alone, NCCL's own errors.
 
     SIMULATED_DEVICE_COUNT  devices of a host; 8
     SIMULATED_DEVICE_GIB    memory of each; 16
@@ -35,6 +37,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NAME, BACKEND = "sim", "simccl"
 C: Any = None  # the compiled part
+TIME = 1  # where a clock of the compiled part has the nanoseconds
 WAITS: Counter[str] = Counter()
 FINISH: list[Callable[[], None]] = []  # what a synchronisation of the device finishes: collectives
 

@@ -75,6 +75,7 @@ std::string place() {  // where the program is
 
 using Clock = std::vector<int64_t>;  // by agent: the latest of its operations that are known to be done
 constexpr int HOST = 0;
+constexpr int TIME = 1;  // no agent: the nanosecond at which all that is over; see clock.py. Without a clock it stays 0
 struct Access {
   uintptr_t begin, end;
   int agent;
@@ -102,7 +103,7 @@ struct HostCopy {  // a copy between host and device that the host has not waite
   std::string place;  // in the program
 };
 std::recursive_mutex lock;
-std::vector<Clock> clocks(1, Clock(1, 0));
+std::vector<Clock> clocks(2, Clock(2, 0));
 std::map<std::pair<int, c10::StreamId>, int> agents;
 std::map<uintptr_t, Block> blocks;
 std::map<uintptr_t, size_t> pinned;
@@ -122,6 +123,7 @@ int agent_of(c10::DeviceIndex device, c10::StreamId stream) {
   return found->second;
 }
 int agent_now() { return agent_of(current, stream_now[current]); }
+thread_local bool host_waited = false;  // in the latest operation
 [[noreturn]] void report(const std::string& what) {
   reports.push_back(what);
   TORCH_CHECK(false, "simulated device: ", what);
@@ -132,6 +134,7 @@ void report_later(const std::string& what) {  // where nothing may be raised: th
 }
 int64_t next(int agent) {  // the time of an operation that the host enqueues now
   join(clocks[agent], clocks[HOST]);
+  host_waited = false;
   // it may be given memory that was freed on its stream: whoever used that must be done
   for (auto& f : freed)
     if (f.home == agent && known(clocks[agent], f.agent) < f.time) {
@@ -197,6 +200,7 @@ void stay_while_stuck() {
 void host_waits(const Clock& clock, const char* what) {
   if (quiet) return;
   tell("wait", what);
+  host_waited = true;
   stay_while_stuck();
   std::vector<HostCopy> over;
   std::lock_guard<std::recursive_mutex> guard(lock);

@@ -66,6 +66,9 @@ class Group(dist.ProcessGroup):
         self.stream = device.C.new_stream()
         self.streams: dict[int, int] = {}  # of each pair
         self.seq = 0
+        self.latest: Collective | None = None
+        self.free_at = 0  # when its last collective ends by the device's clock; of each pair, the last transfer
+        self.pair_free_at: dict[int, int] = {}
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
         self.queues: dict[int, deque[list[Transfer]]] = {}

@@ -6,7 +6,7 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ from tests.simulated_device import device
 from tests.simulated_device.device import host_view
 
 if TYPE_CHECKING:
+    from tests.simulated_device.clock import Clock
     from tests.simulated_device.process_group import Group
 
 GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -26,6 +27,8 @@ UNDERWAY: dict[int, Work] = {}  # what no stream has waited for, in the order of
 NEVER_ASKED: dict[int, Work] = {}  # whose `wait` or `is_completed` nobody has called
 BEGUN_BESIDE: dict[tuple[str, int], set[tuple[str, int]]] = {}  # what was under way when a collective began
 PATIENCE_S: float | None = None
+Mark = tuple[int, list[int], int]  # the stream, how far it has come, and when the work could begin, in nanoseconds
+CLOCK: list[Clock] = []  # the one that runs
 STUCK: list[Work] = []  # the first work that this device could not finish
 
 
@@ -71,9 +74,9 @@ class Mail:
 class Work(torch._C._distributed_c10d.Work):
     """A collective, or a transfer, that has begun."""
 
-    def __init__(self, group: Group, what: str, mark: tuple[int, list[int]], held: Sequence[Tensor] = ()) -> None:
+    def __init__(self, group: Group, what: str, mark: Mark, held: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.group, self.what, self.agent, self.clock = group, what, *mark
+        self.group, self.what, self.agent, self.clock, self.ready_at = group, what, *mark
         self.held = list(held)  # NCCL's work keeps its tensors until it was waited for
         self.is_done = False
         UNDERWAY[id(self)] = NEVER_ASKED[id(self)] = self
@@ -114,6 +117,14 @@ class Work(torch._C._distributed_c10d.Work):
             self.finish()
             self.is_done = True
 
+    def ends(self, starts: Iterable[int], seconds: float) -> None:
+        """Note when it ends by the device's clock: `seconds` after the last of its members is there."""
+        start = max(starts)
+        self.clock[device.TIME] = start + round(seconds * 1e9)
+        device.C.end_at(self.agent, self.clock[device.TIME])
+        if CLOCK:
+            CLOCK[-1].took(self.what, self.agent, start, self.clock[device.TIME])
+
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         NEVER_ASKED.pop(id(self), None)
         self.end()
@@ -132,7 +143,7 @@ class Work(torch._C._distributed_c10d.Work):
             self.complete()
             UNDERWAY.pop(id(self), None)
             NEVER_ASKED.pop(id(self), None)
-            device.C.host_knows(self.clock)
+            device.C.host_knows([0 if agent == device.TIME else past for agent, past in enumerate(self.clock)])
         return done
 
     def is_success(self) -> bool:
@@ -157,7 +168,7 @@ class Work(torch._C._distributed_c10d.Work):
 class Collective(Work):
     """One that all members of a group join."""
 
-    def __init__(self, group: Group, call: Call, mark: tuple[int, list[int]]) -> None:
+    def __init__(self, group: Group, call: Call, mark: Mark) -> None:
         group.seq += 1
         self.seq, self.call = group.seq, call
         super().__init__(group, f"{call.kind} {group.seq} {call.signature}", mark, [*call.reads, *call.writes])
@@ -174,8 +185,12 @@ class Collective(Work):
         self.own = [host_view(tensor).clone() for tensor in call.reads]
         for tensor in call.writes:
             _spoil(tensor)
+        self.before, group.latest = group.latest, self
+        size = max(sum(tensor.nbytes for tensor in tensors) for tensors in (call.reads, call.writes))
+        self.seconds = CLOCK[-1].seconds(call.kind, group.ranks, size) if CLOCK else 0.0
         if not STUCK:
-            message = Message(call.kind, call.signature, beside, [_packed(tensor) for tensor in self.own])
+            tensors = [_packed(tensor) for tensor in self.own]
+            message = Message(call.kind, call.signature, beside, tensors, self.ready_at, self.seconds)
             group.mail.post(f"c{self.seq}", self.others, message)
 
     def ready(self) -> bool:
@@ -213,6 +228,13 @@ class Collective(Work):
         ]
         for tensor, value in zip(self.call.writes, self.call.result(parts), strict=True):
             host_view(tensor).copy_(value.reshape(tensor.shape))
+        if self.before is not None:  # of one group, in one stream: it has ended, too
+            self.before.complete()
+        self.ends(
+            [self.ready_at, self.group.free_at, *(message.ready_at for message in self.found.values())],
+            max([self.seconds, *(message.seconds for message in self.found.values())]),
+        )
+        self.before, self.group.free_at = None, self.clock[device.TIME]
 
     def missing(self) -> str:
         here = [self.group.ranks[rank] for rank in self.others if rank not in self.found]
@@ -227,6 +249,8 @@ class Message:
     signature: str
     beside: list[tuple[str, int]] = field(default_factory=list)
     tensors: list[tuple[torch.dtype, list[int], bytes]] = field(default_factory=list)
+    ready_at: int = 0  # when this rank could begin, in nanoseconds of the device's clock
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -246,7 +270,7 @@ class Call:
 class Transfer(Work):
     """A send or a receive. Those of two ranks meet in the order in which each of them has begun them."""
 
-    def __init__(self, group: Group, tensor: Tensor, peer: int, sends: bool, mark: tuple[int, list[int]]) -> None:
+    def __init__(self, group: Group, tensor: Tensor, peer: int, sends: bool, mark: Mark) -> None:
         self.peer, self.sends, self.tensor = peer, sends, tensor
         counter = group.sent if sends else group.received
         counter[peer] = counter.get(peer, 0) + 1
@@ -257,6 +281,8 @@ class Transfer(Work):
             group, f"{'send' if sends else 'receive'} {self.seq} {towards}, {self.signature}", mark, [tensor]
         )
         self.is_posted = False
+        pair = sorted((group.ranks[group.rank()], group.ranks[peer]))
+        self.seconds = CLOCK[-1].seconds("send", pair, tensor.nbytes) if CLOCK else 0.0
         self.value = host_view(tensor).clone() if sends else None
         if not sends:
             _spoil(tensor)
@@ -266,7 +292,9 @@ class Transfer(Work):
         self.is_posted = True
         self.group.posted[self.peer, self.sends] = self.seq
         tensors = [] if self.value is None else [_packed(self.value)]
-        self.group.mail.post(f"{self._name(self.sends)}", [self.peer], Message("", self.signature, tensors=tensors))
+        self.ready_at = max(self.ready_at, self.group.pair_free_at.get(self.peer, 0))
+        message = Message("", self.signature, tensors=tensors, ready_at=self.ready_at, seconds=self.seconds)
+        self.group.mail.post(f"{self._name(self.sends)}", [self.peer], message)
 
     def _name(self, sends: bool) -> str:
         return f"{'s' if sends else 'r'}{self.seq}"
@@ -289,9 +317,14 @@ class Transfer(Work):
     is_met = False
 
     def finish(self) -> None:
+        message = self.group.mail.peek(self._name(not self.sends), self.peer)
+        assert message is not None  # it has met
         if not self.sends:
-            (packed,) = self.group.mail.peek(self._name(True), self.peer).tensors
+            (packed,) = message.tensors
             host_view(self.tensor).copy_(_unpacked(*packed).reshape(self.tensor.shape))
+        self.ends([self.ready_at, message.ready_at], max(self.seconds, message.seconds))
+        free_at = self.group.pair_free_at
+        free_at[self.peer] = max(free_at.get(self.peer, 0), self.clock[device.TIME])
         self.group.mail.forget(self._name(not self.sends), self.peer)
 
     def missing(self) -> str:
@@ -303,7 +336,7 @@ class Nothing(Work):
     """A collective that was left out."""
 
     def __init__(self, group: Group) -> None:
-        super().__init__(group, "left out", (0, []))
+        super().__init__(group, "left out", (0, [], 0))
 
     def ready(self) -> bool:
         return True

@@ -1,0 +1,102 @@
+"""The communication that each layout does not hide behind computation, by the simulated device's clock.
+
+Each number is the time of a step minus that of the same step with infinitely fast links, and has no noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.config.values.batch import left_waits
+from harness.config.values.model_chunks import model_chunks
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import Job, tiny_model
+from tests.simulated_device.timing import Timed, timed_all
+
+pytestmark = pytest.mark.ranks
+
+BUCKET = 40_000  # elements: about a decoder layer
+MICRO_BATCHES = 4
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET, **more}}
+
+
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "interleaved", "zero-bubble-v")
+CONFIGS: dict[str, dict[str, Any]] = {
+    "zero-1": zero(1),
+    "zero-1 bf16": {"bf16": {"enabled": True}, **zero(1)},
+    "zero-3": zero(3, stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=BUCKET, overlap_comm=True),
+    **{schedule: {"pipeline": {"stages": 2, "schedule": schedule}} for schedule in SCHEDULES},
+}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Timed]]:
+    """By layout, the steps of both ranks; one launch for all."""
+    folder = tmp_path_factory.mktemp("clock")
+    model = tiny_model(folder / "llama", "llama", False, num_hidden_layers=6)
+    layouts = (
+        "pp2z0" if name in SCHEDULES else f"dp2z{config['zero_optimization']['stage']}"
+        for name, config in CONFIGS.items()
+    )
+    jobs = [Job(model, layout, config) for layout, config in zip(layouts, CONFIGS.values(), strict=True)]
+    first, second = run_ranks(2, timed_all, jobs, str(folder), timeout_s=400)
+    return {name: list(pair) for name, *pair in zip(CONFIGS, first, second, strict=True)}
+
+
+def test_all_ranks_have_one_clock(steps: dict[str, list[Timed]]) -> None:
+    for name, (first, second) in steps.items():
+        assert first.linked.length == pytest.approx(second.linked.length, rel=1e-5), name
+        assert first.linked.length > first.unlinked.length, name
+
+
+@pytest.mark.parametrize("layout", ["zero-1", "zero-1 bf16"])
+def test_zero_1_shows_of_its_reductions_the_last_group_alone(layout: str, steps: dict[str, list[Timed]]) -> None:
+    linked, unlinked = steps[layout][0].linked, steps[layout][0].unlinked
+    reductions = linked.messages("reduce_scatter")
+    assert linked.until_norm - unlinked.until_norm <= 1.2 * reductions[-1]
+    assert sum(reductions) > 5 * reductions[-1]
+
+
+@pytest.mark.parametrize(("layout", "share"), [("zero-1", 0.8), ("zero-1 bf16", 0.45)])
+def test_zero_1_gathers_weights_behind_the_update_of_others(
+    layout: str, share: float, steps: dict[str, list[Timed]]
+) -> None:
+    timed = steps[layout][0]
+    after = timed.exposed - (timed.linked.until_norm - timed.unlinked.until_norm)
+    # an update is shorter than a gather over this link, so most of a gather shows
+    assert after <= share * sum(timed.linked.messages("all_gather"))
+
+
+def test_zero_3_shows_less_than_the_gathers_of_one_forward_pass(steps: dict[str, list[Timed]]) -> None:
+    timed = steps["zero-3"][0]
+    gathers, reductions = timed.linked.messages("all_gather"), timed.linked.messages("reduce_scatter")
+    # the first gather cannot be prefetched, and the others take longer here than the layers before them
+    assert gathers[0] < timed.exposed < 0.75 * sum(gathers)
+    assert sum(reductions) > 1.9 * sum(gathers)  # those of two micro-batches are hidden
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_wait_for_each_other_as_long_as_the_formula_says(schedule: str, steps: dict[str, list[Timed]]) -> None:
+    ranks = [timed.unlinked for timed in steps[schedule]]
+    kernels = [rank.kernels_of_passes for rank in ranks]
+    busy = [sum(kernel.end - kernel.start for kernel in each) for each in kernels]
+    length = max(each[-1].end for each in kernels) - min(each[0].start for each in kernels)
+    slowest, chunks = max(busy), model_chunks(2, schedule).per_stage
+    expected = slowest + (sum(busy) - slowest) / MICRO_BATCHES * left_waits(2, MICRO_BATCHES, schedule, chunks)
+    # the formula's thirds for weight gradients are too many where elementwise kernels, which have none, take most time
+    assert length <= expected * (1.07 if schedule == "zero-bubble" else 1.01)
+    assert length > slowest
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_between_stages_show_no_more_than_the_planner_says(
+    schedule: str, steps: dict[str, list[Timed]]
+) -> None:
+    for timed in steps[schedule]:
+        once = max(timed.linked.messages("send"))
+        assert once < timed.exposed <= 2 * once * (MICRO_BATCHES * model_chunks(2, schedule).per_stage + 2 - 1)
