@@ -61,8 +61,11 @@ def draw(random: Random, families: Families) -> Composition:
     while not model or "text_config" in CONFIG_MAPPING[model].sub_configs:  # whose text decoder is a family of its own
         model = random.choice(families.usual if random.random() < 0.6 else families.others)
     ranks = random.choices((2, 3, 4), (55, 10, 35))[0]
-    training = _training(random, ranks, model in families.routed)
-    executions = tuple(_execution(random, training, ranks) for _ in range(random.choices((1, 2), (80, 20))[0]))
+    is_routed = model in families.routed
+    training = _training(random, ranks, is_routed)
+    executions = tuple(
+        _execution(random, training, ranks, is_routed) for _ in range(random.choices((1, 2), (80, 20))[0])
+    )
     return Composition(model=model, training=training, executions=executions)
 
 
@@ -93,9 +96,11 @@ def _training(random: Random, ranks: int, is_routed: bool) -> Training:
     )
 
 
-def _execution(random: Random, training: Training, ranks: int) -> Execution:
+def _execution(random: Random, training: Training, ranks: int, has_experts: bool) -> Execution:
     pp, tp, dp = random.choice([sizes for sizes in _sizes(ranks) if training.batch % (sizes[2] * training.micro) == 0])
-    staged, cp = pp > 1, _maybe(random, 0.15, (2,), 1) if dp % 2 == 0 else 1
+    staged, divisors = pp > 1, [size for size in (2, 4) if dp % size == 0]
+    cp = _maybe(random, 0.15, divisors, 1) if divisors else 1
+    ep = tp * _maybe(random, 0.5, divisors, 1) if divisors and has_experts else 1
     zero = random.choice((0, 1) if staged and random.random() < 0.97 else (0, 1, 2, 3))
     schedule, chunks = SCHEDULES[0], 0
     if staged:
@@ -107,6 +112,7 @@ def _execution(random: Random, training: Training, ranks: int) -> Execution:
         tp=tp,
         dp=dp,
         cp=cp,
+        ep=ep,
         zero=zero,
         offload=_maybe(random, 0.2, OFFLOADS[1:] if zero == 3 else OFFLOADS[1:2], "none") if zero else "none",
         schedule=schedule,
@@ -175,7 +181,7 @@ def _plainer(words: W) -> Iterator[W]:
     """Yield the words with one of them at its default, and sizes at 2."""
     for name, value in words.stated():
         changes: list[JsonObject] = [{name: getattr(type(words)(), name)}]
-        if name in ("pp", "tp", "dp", "cp") and value != 2:
+        if name in ("pp", "tp", "dp", "cp", "ep") and value != 2:
             changes.append({name: 2})
         if isinstance(value, dict) and len(value) > 1:
             changes += [{name: {other: value[other] for other in value if other != key}} for key in value]

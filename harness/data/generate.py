@@ -71,6 +71,8 @@ def _load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from harness.hf.skeleton import make_loadable
+
     directory = Path(name) if (Path(name) / ADAPTERS).is_file() else model_directory(name, "MODEL_DIR")
     require_listed_weights(directory)
     logging.set_verbosity_error()
@@ -78,6 +80,7 @@ def _load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
     with listed_files(directory) if is_checkpoint(directory) else nullcontext(directory) as folder:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            make_loadable(folder)
             model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # a broken file raises whatever the code that meets it raises
             reason = (str(error).strip().splitlines() or [""])[0].replace(str(folder), str(directory))

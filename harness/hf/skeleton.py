@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -166,7 +167,7 @@ class ModelSource:
                 "then its text decoder is trained"
             )
         kind, of_config = type(model).__name__, type(model.config).__name__
-        if _causal_class(model.config) is not type(model):
+        if causal_class(model.config) is not type(model):
             raise UserError(
                 f"a {kind} in memory is not the causal decoder that transformers makes from its {of_config}: "
                 f"if it is one, call AutoModelForCausalLM.register({of_config}, {kind}, exist_ok=True) first"
@@ -203,6 +204,7 @@ def read_source(name: str) -> ModelSource:
             f"{directory / 'config.json'}: the weights are quantized: dequantize them and save the model again"
         )
     config = text_decoder(config)
+    causal_class(config)  # a text decoder that was trained from its whole model is read again
     weights = directory.absolute() if has_weights(directory) else None
     return ModelSource(name=name, config=config, weights=weights, generation=_read_generation(directory))
 
@@ -240,8 +242,11 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
     if not is_composite(config):
         return config
     text: PretrainedConfig = config.text_config
-    if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or text.is_encoder_decoder:
-        raise UserError(_without_decoder(config, text))
+    if text.is_encoder_decoder or causal_class(text) is None:
+        raise UserError(
+            f"model type {config.model_type!r} has several parts, but transformers has no causal decoder for its text "
+            f"part ({text.model_type}) alone, so it cannot be trained here"
+        )
     warn(f"only the text decoder ({text.model_type}) of this {config.model_type} model is trained and saved")
     text = copy.deepcopy(text)
     if (tied := getattr(config, "tie_word_embeddings", None)) is not None:  # some configs leave it to their parts
@@ -249,23 +254,31 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
-def _without_decoder(config: PretrainedConfig, text: PretrainedConfig) -> str:
-    """Return why the text part `text` of a model cannot be trained from a directory."""
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    names = [known] if isinstance(known, str) else list(known or ())
-    classes = [getattr(transformers, name, None) for name in names]
-    decoder = next((kind for kind in classes if getattr(kind, "config_class", None) is type(text)), None)
-    if decoder is None:
-        return (
-            f"model type {config.model_type!r} has several parts, but transformers has no causal decoder for its text "
-            f"part ({text.model_type}) alone, so it cannot be trained here"
+def causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the causal class that transformers has for a config, or that was registered for it; None if there is none.
+
+    transformers lists some text decoders under the model type of their whole model alone. Such a class is registered,
+    so that AutoModelForCausalLM builds and loads it from the config of the text part, too.
+    """
+    kind = type(config)
+    known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    if known is None:
+        package = kind.__module__.split(".")[-2:-1]
+        listed = (
+            name
+            for key, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+            if [model_type_to_module_name(key)] == package
         )
-    name, kind = decoder.__name__, type(text).__name__
-    return (
-        f"model type {config.model_type!r} has several parts, and AutoModelForCausalLM does not find the decoder of "
-        f"its text part ({name}): call AutoModelForCausalLM.register({kind}, {name}), and give the Trainer a {name} in "
-        "memory"
-    )
+        known = next((found for name in listed if (found := getattr(transformers, name)).config_class is kind), None)
+        if known is not None:
+            AutoModelForCausalLM.register(kind, known, exist_ok=True)
+    return known if isinstance(known, type) and issubclass(known, PreTrainedModel) else None
+
+
+def make_loadable(directory: Path) -> None:
+    """Let AutoModelForCausalLM load `directory` if `causal_class` finds its class; a directory of adapters has none."""
+    if (directory / "config.json").is_file():
+        causal_class(AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
@@ -281,12 +294,6 @@ def position_limit(config: PretrainedConfig) -> int | None:
     """Return the longest sequence that a model accepts; None if its config sets no limit (some write -1)."""
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
-
-
-def _causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the causal class that transformers has for a config, or that was registered for it."""
-    known: object = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return known if isinstance(known, type) and issubclass(known, PreTrainedModel) else None
 
 
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -313,3 +320,31 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype = torch.float32)
         raise UserError(f"model type {config.model_type!r} cannot be trained as a causal decoder: {reason}") from error
     model: PreTrainedModel = built.train()
     return model
+
+
+def with_key_per_head(config: PretrainedConfig) -> PretrainedConfig | None:
+    """Return `config` with as many key heads as heads, if its weights have a key for each head anyway; else None.
+
+    Attention that makes keys from a compressed form does not read `num_key_value_heads` for their number, but
+    transformers still repeats each key by the ratio of the two, and then fails on the shapes.
+    """
+    text = config.get_text_config(decoder=True)
+    heads, keys = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if not isinstance(heads, int) or not isinstance(keys, int) or heads <= keys:
+        return None
+    changed = copy.deepcopy(config)
+    changed.get_text_config(decoder=True).num_key_value_heads = heads
+    before, after = (
+        {name: parameter.shape for name, parameter in build_skeleton(each).named_parameters()}
+        for each in (config, changed)
+    )
+    return changed if before == after else None
+
+
+def too_few_key_heads(config: PretrainedConfig, changed: PretrainedConfig) -> UserError:
+    """Return the error for a config that `with_key_per_head` has changed."""
+    keys, heads = (each.get_text_config(decoder=True).num_key_value_heads for each in (config, changed))
+    return UserError(
+        f"model type {config.model_type!r}: num_key_value_heads is {keys}, but its weights have a key for each of the "
+        f"{heads} heads, so transformers' attention fails: set num_key_value_heads to {heads}, which changes no weight"
+    )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from harness.arguments import TrainingArguments
 from harness.config.values.json_object import JsonObject
@@ -120,9 +121,10 @@ def _of_directory(name: str) -> PretrainedConfig:
 @cache
 def _tiny(family: str) -> PretrainedConfig:
     config = tiny_config(family, tensor=2)
-    if text_decoder(config).model_type != family:
+    text = text_decoder(config)
+    if text.model_type != family and text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(f"{family} is multimodal; its text decoder is listed as its own family")
-    return config
+    return text
 
 
 def _adapted(model: PreTrainedModel, training: Training) -> PeftModel:

@@ -326,7 +326,8 @@ def compositions(model: str, reduced: Reduced, source: ModelSource) -> list[Comp
     found: list[tuple[Training, tuple[Execution, ...]]] = [
         (replace(training, evaluate=2), (each, each)) for each in (exact, *others)
     ]
-    found.append((replace(training, smoothing=0.1), (exact,)))
+    # one token less: context ranks, or ranks with sequence parallelism, then hold unequal numbers of tokens
+    found.append((replace(training, smoothing=0.1, length=training.length - 1), (exact,)))
     if reduced.training.precision != "fp32":
         found.append((replace(reduced.training, data="blocks"), (reduced.execution,)))
     fields: JsonObject = source.config.to_dict()

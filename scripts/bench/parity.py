@@ -3,6 +3,7 @@
 python scripts/bench/parity.py --count 100 --seed 7                  # prints what is neither right nor refused
 python scripts/bench/parity.py --seconds 170 --results found.jsonl   # goes on where the file ends
 python scripts/bench/parity.py --line 'llama : pp=2 zero=1'          # one composition, with its numbers
+python scripts/bench/parity.py --having cp=2 precision=bf16 --results found.jsonl   # compositions with these words
 python scripts/bench/parity.py --shrink 'gemma2 data=packed : ...'   # the smallest that still fails
 python scripts/bench/parity.py --pairs found.jsonl --write parity.json   # which pairs have been met how often
 """
@@ -10,6 +11,7 @@ python scripts/bench/parity.py --pairs found.jsonl --write parity.json   # which
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from harness.parity.composition import Composition
 from harness.parity.trial import FAILED, REFUSED, RIGHT, WRONG, TrialResult, try_all
 from harness.training.recording.files import versions
-from tests.random_compositions import Families, draw, pairs, shrink
+from tests.random_compositions import Families, draw, features, pairs, shrink
 
 SLICE = 40  # compositions between two looks at the clock: of each slice those on few ranks come first
 LARGE = 1000
@@ -40,6 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=0, help="instead of a count: start no new one after this many seconds"
     )
+    parser.add_argument("--having", nargs="+", default=[], help="only compositions with all these words, as cp=2")
     parser.add_argument("--results", type=Path, help="a file of verdicts that is appended to")
     parser.add_argument("--line", help="try one composition")
     parser.add_argument("--lines", type=Path, help="try the compositions of a file")
@@ -100,8 +103,9 @@ def _search(args: argparse.Namespace) -> int:
     families, start, counts = Families.read(), time.monotonic(), Counter[str]()
     known = args.results.read_text().splitlines() if args.results and args.results.exists() else []
     first = 1 + max((json.loads(line)["number"] for line in known), default=-1)
-    numbers = range(first, first + (LARGE if args.seconds else args.count))
-    chosen = {str(draw(Random(f"{args.seed} {number}"), families)): number for number in numbers}
+    drawn = ((draw(Random(f"{args.seed} {number}"), families), number) for number in itertools.count(first))
+    wanted = ((str(each), number) for each, number in drawn if features(each).issuperset(args.having))
+    chosen = dict(itertools.islice(wanted, LARGE if args.seconds else args.count))
 
     def tell(verdict: TrialResult) -> None:
         counts[verdict.kind] += 1
@@ -166,8 +170,7 @@ def _print_precision(path: Path) -> int:
         executions = Composition.parse(row["line"]).executions
         if row["own"] is not None and len(executions) == 1 and not executions[0].bits:
             one = executions[0]
-            axes = [f"{name}{size}" for name, size in (("pp", one.pp), ("tp", one.tp), ("dp", one.dp)) if size > 1]
-            found.setdefault(" x ".join([*axes, f"ZeRO-{one.zero}"]), []).append((row["off"], row["own"]))
+            found.setdefault(f"{one.sizes} zero={one.zero}", []).append((row["off"], row["own"]))
     for layout, rows in sorted(found.items()):
         cells = [f"| {layout} | {len(rows)}"]
         for name in ("loss", "first_norm", "weights"):

@@ -259,7 +259,7 @@ class LiftedForward:
 
     Attributes:
         stack: the name of the list of the model's decoder layers, e.g. `model.layers`.
-        layers: the model's decoder layers, in order, on the meta device.
+        layers: the model's decoder layers that text reaches, in order, on the meta device.
         layer_names: their names in the model, e.g. `model.layers.0`.
         owners: name -> module of everything outside the layers that holds parameters.
         facts: outputs, random numbers and ZeRO-3 leaves of the layers, found by running them without weights.
@@ -273,21 +273,52 @@ class LiftedForward:
         self.device = device
         self.config = model.config
         self.stack = find_stack(model)
-        self.layers: list[nn.Module] = list(model.get_submodule(self.stack).children())
-        self.layer_names = [f"{self.stack}.{index}" for index in range(len(self.layers))]
-        self.facts = LayerFacts(self.layers, self.layer_names)
         self.owners = parameter_owners(model, self.stack)
         self._run: ForwardRun | None = None
+        self._placeholders: dict[str, PlaceholderModule] = {}
         self.mask_queries = 0  # queries for which masks are made at a time; 0: all
         _revive_buffers(model, self.stack, device, buffers)
-        layers = (PlaceholderLayer(layer, partial(self._at_layer, i)) for i, layer in enumerate(self.layers))
+        layers: list[nn.Module] = list(model.get_submodule(self.stack).children())
         put(model, self.stack, nn.ModuleList(layers))
-        self._placeholders = {
-            name: PlaceholderModule(without_adapters(module), device, partial(self._at_module, name))
-            for name, module in self.owners.items()
-        }
-        for name, placeholder in self._placeholders.items():
-            put(model, name, placeholder)
+        self._place_layers({f"{self.stack}.{index}": layer for index, layer in enumerate(layers)})
+        self._place_modules(self.owners)
+        if len({type(layer) for layer in layers}) > 1 and (skipped := self._skipped_layers()):
+            self._place_modules(skipped)
+            kept = zip(self.layer_names, self.layers, strict=True)
+            self._place_layers({name: layer for name, layer in kept if name not in skipped})
+
+    def _place_layers(self, layers: Mapping[str, nn.Module]) -> None:
+        """Make these, given by name, the decoder layers, and put placeholders in their place."""
+        self.layers, self.layer_names = list(layers.values()), list(layers)
+        self.facts = LayerFacts(self.layers, self.layer_names)
+        for index, (name, layer) in enumerate(layers.items()):
+            put(self.model, name, PlaceholderLayer(layer, partial(self._at_layer, index)))
+
+    def _place_modules(self, modules: Mapping[str, nn.Module]) -> None:
+        """Make these, given by name, modules around the layers, and put placeholders in their place."""
+        for name, module in modules.items():
+            placeholder = PlaceholderModule(without_adapters(module), self.device, partial(self._at_module, name))
+            self.owners[name], self._placeholders[name] = module, placeholder
+            put(self.model, name, placeholder)
+
+    def _skipped_layers(self) -> dict[str, nn.Module]:
+        """Return name -> layer of those that the forward skips when it is given text alone (attention to images).
+
+        They keep their weights and get no gradient. There are none in a forward that does not run: its analysis says
+        why.
+        """
+        reached: set[str] = set()
+
+        def reach(index: int, _inputs: LayerInputs, hidden: Tensor) -> Tensor:
+            reached.add(self.layer_names[index])
+            return hidden
+
+        ids = torch.zeros(1, 8, dtype=torch.long, device=self.device)
+        with suppress(UserError, *CANNOT_RUN), torch.no_grad():
+            self.run(Tokens(ids), ForwardRun(reach, torch.float32))
+            every = zip(self.layer_names, self.layers, strict=True)
+            return {name: layer for name, layer in every if reached and name not in reached}
+        return {}
 
     @property
     def described(self) -> str:

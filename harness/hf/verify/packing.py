@@ -18,6 +18,7 @@ from harness.errors import UserError
 from harness.hf.forward.lifted import takes_positions
 from harness.hf.layers.attention import attention_of, choose_attention, is_flash, usual_attention
 from harness.hf.layers.call import CANNOT_RUN
+from harness.hf.skeleton import too_few_key_heads, with_key_per_head
 from harness.hf.verify.comparison import NOT_CAUSAL, looks_ahead, on_device
 from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
 from harness.parallel.context.masks import documents_apart
@@ -75,6 +76,9 @@ def _try(config: PretrainedConfig, attention: str | None, device: torch.device, 
         model = on_device(tiny_model(tiny, dtype=dtype), device)
         return _difference(model, tiny_ids(model)[:1].to(device))
     except (UserError, *CANNOT_RUN) as error:
+        if (changed := with_key_per_head(config)) is not None:
+            worst = _try(changed, attention, device, dtype)
+            raise too_few_key_heads(config, changed) if worst <= TOLERANCE else _seen(changed, worst) from error
         reason = " ".join(str(error).split())[:160]
         raise UserError(
             f"model type {config.model_type!r} does not run on packed documents ({reason}): train without packing"

@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble, require_cut
 from harness.hf.forward.lifted import find_stack
-from harness.hf.skeleton import ModelSource, build_skeleton, vocabulary_size
+from harness.hf.skeleton import ModelSource, build_skeleton, text_decoder, vocabulary_size
 from harness.hf.verify.comparison import find_difference
-from harness.hf.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
+from harness.hf.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model
 from harness.parallel.comm import TensorParallel
 
 CPU = torch.device("cpu")
@@ -42,6 +43,22 @@ def test_one_layer_that_counts_as_two_is_cut_right() -> None:
     config = tiny_config("longcat_flash")
     config.num_layers = 1
     assert find_difference(config, cut, TensorParallel(), CPU) is None
+
+
+@pytest.mark.filterwarnings("ignore:only the text decoder")
+def test_layers_that_text_skips_keep_their_weights_after_the_others() -> None:
+    config = shrink(text_decoder(CONFIG_MAPPING["mllama"]()))
+    assert find_difference(config, cut, TensorParallel(), CPU) is None
+    outer = cut(ModelSource(name="it", config=config, weights=None), TensorParallel()).outer
+    skipped = {f"model.layers.{index}" for index in config.cross_attention_layers}
+    assert skipped and skipped <= outer.epilogue.keys() and skipped.isdisjoint(outer.layer_names)
+
+
+def test_fewer_key_heads_than_the_weights_have_are_named() -> None:
+    config = tiny_config("deepseek_v3")
+    config.num_key_value_heads = 2
+    with pytest.raises(UserError, match=r"for each of the 4 heads, .* set num_key_value_heads to 4"):
+        cut(ModelSource(name="it", config=config, weights=None), TensorParallel())
 
 
 def test_a_deeper_encoder_beside_the_layers_is_no_hindrance_to_the_cut() -> None:

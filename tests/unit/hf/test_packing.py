@@ -48,6 +48,20 @@ def test_a_model_that_is_not_causal_is_refused_as_such() -> None:
         require_documents_apart(CONFIG_MAPPING["gemma"](use_bidirectional_attention=True))
 
 
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("axk1", "num_key_value_heads is 2, .* for each of the 4 heads, .* set num_key_value_heads to 4"),
+        ("kimi_linear", "does not separate packed documents"),  # which more key heads would not change
+    ],
+)
+def test_fewer_key_heads_than_the_weights_have_are_named(family: str, reason: str) -> None:
+    config = tiny_config(family)
+    config.num_key_value_heads = 2
+    with pytest.raises(UserError, match=reason):
+        require_documents_apart(config)
+
+
 def test_keys_from_a_compressed_form_keep_documents_apart_in_a_tiny_copy() -> None:
     require_documents_apart(tiny_config("minicpm3"))  # whose queries cannot share keys
 

@@ -12,8 +12,8 @@ from harness.arguments.configure import read_run_config
 from harness.errors import UserError
 from harness.hf.skeleton import read_source
 from harness.parity.commands import table, verify
-from harness.parity.composition import Composition
-from harness.parity.subject import deepspeed_config
+from harness.parity.composition import Composition, Training
+from harness.parity.subject import deepspeed_config, make_subject
 from harness.parity.trial import TrialResult
 from harness.parity.verify import Reduced, certify, compositions, conclude, data_ranks, reduce, run_config
 from harness.report import certificate
@@ -107,10 +107,20 @@ def test_guessed_ranks_fit_the_layout(config: dict[str, Any], world: int) -> Non
     assert run_config("tiny-mixtral", arguments, None).values.world_size == world
 
 
-def test_label_smoothing_is_tried() -> None:
-    found = reduced({"train_micro_batch_size_per_gpu": 1}, 2)
+def test_label_smoothing_and_a_length_that_ranks_share_unequally_are_tried() -> None:
+    found = reduced({"train_micro_batch_size_per_gpu": 1, "context_parallel": {"size": 4}}, 4)
     tried = compositions("MODEL", found, read_source("tiny-llama"))
     assert [each.training.smoothing for each in tried] == [0.0, 0.1]
+    assert [each.training.length % 4 for each in tried] == [0, 3]
+
+
+@pytest.mark.parametrize("router", [0.0, 0.05])
+def test_a_model_whose_config_asks_for_a_router_loss_has_one_only_where_it_is_tried(
+    router: float, tmp_path: Path
+) -> None:
+    """Its own coefficient would be added to the loss of the ranks, and not to that of one process."""
+    line = Composition(model="mixtral", training=Training(config={"output_router_logits": True}, router=router))
+    assert read_source(str(make_subject(line, tmp_path).base)).config.output_router_logits == bool(router)
 
 
 def test_offload_and_16_bits_are_kept() -> None:
