@@ -83,7 +83,7 @@ def start(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["zaya", "prophetnet", "hrm_text", "phi4_multimodal", "reformer", "cpmant", "xlm", "xlnet", "emu3"]
+    "family", ["zaya", "prophetnet", "hrm_text", "phi4_multimodal", "reformer", "cpmant", "xlm", "xlnet"]
 )
 def test_a_family_that_no_layout_can_train_is_refused_from_its_config_alone(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
