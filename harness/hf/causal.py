@@ -34,7 +34,13 @@ from harness.hf.forward.router_loss import RouterCapture, router_capture
 from harness.hf.layers.attention import on_any_device
 from harness.hf.locate import PLANS
 from harness.hf.lora import Adaptation, AdaptedWeights, inject, plain_name
-from harness.hf.skeleton import ModelSource, build_skeleton, foreign_modules
+from harness.hf.skeleton import (
+    ModelSource,
+    build_skeleton,
+    foreign_modules,
+    too_few_key_heads,
+    with_key_per_head,
+)
 from harness.hf.weights.conversion import (
     CheckpointFormat,
     ParameterRef,
@@ -336,7 +342,13 @@ def _examine(
     # find the head first: `OuterForward` replaces it by a placeholder
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
     with on_any_device(model):  # the forward is examined in fp32 and on meta, where flash-attention cannot run
-        outer = OuterForward(model, device, source.weights if isinstance(source.weights, Mapping) else {})
+        try:
+            outer = OuterForward(model, device, source.weights if isinstance(source.weights, Mapping) else {})
+        except UserError as error:
+            does_not_run = error.__cause__ is not None
+            if does_not_run and (changed := with_key_per_head(source.config)) is not None:
+                raise too_few_key_heads(source.config, changed) from error
+            raise
         return outer, router_capture(outer, head) if router_loss else None
 
 

@@ -329,7 +329,8 @@ def with_key_per_head(config: PretrainedConfig) -> PretrainedConfig | None:
     transformers still repeats each key by the ratio of the two, and then fails on the shapes.
     """
     text = config.get_text_config(decoder=True)
-    heads, keys = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    # layers may have numbers of their own, and then reading the attribute fails
+    heads, keys = (vars(text).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if not isinstance(heads, int) or not isinstance(keys, int) or heads <= keys:
         return None
     changed = copy.deepcopy(config)

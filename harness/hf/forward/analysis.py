@@ -21,7 +21,6 @@ from harness.errors import UserError
 from harness.hf.forward.lifted import ForwardRun, LiftedForward
 from harness.hf.forward.payload import CarriedTensor, PayloadSpec, Tokens, hidden_name
 from harness.hf.layers.call import CANNOT_RUN, Call, LayerInputs, same
-from harness.hf.skeleton import too_few_key_heads, with_key_per_head
 from harness.parallel.draws import DrawnShapes
 from harness.parallel.generators import own_generators
 from harness.wording import counted
@@ -133,8 +132,6 @@ def analyze(lifted: LiftedForward) -> ForwardAnalysis:
             prologue = _prologue(lifted, base)
             other_ids = ForwardProbe(lifted, base.random, seed=1)
         except CANNOT_RUN as error:
-            if (changed := with_key_per_head(lifted.config)) is not None:
-                raise too_few_key_heads(lifted.config, changed) from error
             raise UserError(
                 f"{lifted.described}: {_failed_in(error)} does not run with placeholders for the model's modules "
                 f"({type(error).__name__}: {' '.join(str(error).split())[:120]}), so it cannot be split into stages"
