@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from deepspeed.comm import comm
 from deepspeed.runtime.zero import stage3
@@ -31,6 +32,36 @@ class Done:
     def is_completed(self) -> bool:
         """Return True: there is nothing to wait for."""
         return True
+
+
+class ScatteredSum:
+    """A reduce-scatter under way: an all-to-all, and then the sum of what has arrived.
+
+    gloo has no reduce-scatter of its own: it sends the whole tensor as an all-reduce does, and drops the rest. This
+    sends half as much.
+    """
+
+    def __init__(self, share: Tensor, x: Tensor, group: ProcessGroup | None) -> None:
+        self._share, self._sent = share, x.contiguous()  # alive until it has been sent
+        self._parts = torch.empty_like(self._sent)
+        self._work: dist.Work | None = dist.all_to_all_single(self._parts, self._sent, group=group, async_op=True)
+
+    def wait(self) -> bool:
+        """Wait until this rank's share [n / ranks, ...] holds its part of the sum over the group."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            with torch.no_grad():
+                torch.sum(self._parts.view(-1, *self._share.shape), 0, out=self._share)
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` has been called: until then the share has its old values."""
+        return self._work is None
+
+
+def _is_gloo(x: Tensor, group: ProcessGroup | None) -> bool:
+    return x.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
 def carry_collectives(sums: InPlace, gathers: Into, scatters: Into, means: Means) -> None:
@@ -72,6 +103,9 @@ def carry_collectives(sums: InPlace, gathers: Into, scatters: Into, means: Means
     ) -> object:
         if op in _SUMS and scatters(output_tensor, input_tensor, group):
             return Done() if async_op else None
+        if op in _SUMS and _is_gloo(input_tensor, group):
+            under_way = ScatteredSum(output_tensor, input_tensor, group)
+            return under_way if async_op else under_way.wait()
         return of_torch.reduce_scatter_tensor(backend, output_tensor, input_tensor, op, group, async_op)
 
     # on the object, not on its class: a second backend of the process keeps torch's collectives

@@ -20,12 +20,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.comm import comm
 from torch import Tensor
 
 from harness import Trainer
+from harness.deepspeed.collectives import carry_collectives
+from harness.deepspeed.process_wide import avoid_compiling
 from harness.parallel.collectives import of_group, peers
 from harness.parallel.collectives.host_memory import HostMemory
 from harness.parallel.tensor.layers import overlap_sums
@@ -264,6 +268,30 @@ def without() -> list[tuple[bool, float]]:
 
 def test_ranks_that_cannot_share_memory_use_torch_distributed() -> None:
     assert run_ranks(2, without) == [[(False, 2.0)] * 3] * 2
+
+
+def scattered(dtype: torch.dtype) -> list[bool]:
+    """Whether a rank gets its share of a sum, at once and when it waits, without gloo's own reduce-scatter."""
+    avoid_compiling()
+    deepspeed.init_distributed("gloo")
+    carry_collectives(
+        lambda _x, _group: False, lambda _whole, _x, _group: False, lambda _part, _x, _group: False, lambda *_: None
+    )
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    given = torch.arange(8 * ranks, dtype=dtype).view(4 * ranks, 2) + rank
+    wanted = (given - rank)[4 * rank : 4 * (rank + 1)] * ranks + sum(range(ranks))
+    now, later = torch.empty(4, 2, dtype=dtype), torch.empty(4, 2, dtype=dtype)
+    with patch.object(comm.cdb, "reduce_scatter_function", None):
+        comm.cdb.reduce_scatter_tensor(now, given)
+        under_way = comm.cdb.reduce_scatter_tensor(later, given, async_op=True)
+        began = under_way.is_completed()
+        under_way.wait()
+    return [torch.equal(now, wanted), torch.equal(later, wanted), not began and under_way.is_completed()]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_reduce_scatter_between_hosts_sends_shares_alone(ranks: int) -> None:
+    assert run_ranks(ranks, scattered, torch.bfloat16) == [[True] * 3] * ranks
 
 
 def run_to_its_end(layout: str, folder: Path, *, overlap: bool = False) -> tuple[Curve, dict[str, Any]]:
