@@ -118,7 +118,7 @@ def test_where_one_rank_fails_all_ranks_say_why(tmp_path: Path) -> None:
     assert "unfinished-" in not_written
     assert not_written.endswith("model.safetensors: cannot be written: No space left on device")
     assert not_made == f"the model cannot be written: {out}/file/export: Not a directory"
-    assert no_card == f"{out}/README.md: Is a directory"
+    assert no_card == f"{out}/README.md: it is not a file: remove it"
     assert not_saved == "not connected"
 
 
