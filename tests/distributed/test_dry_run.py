@@ -8,6 +8,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from harness import Trainer
 from harness.cli import main
+from harness.deepspeed import collectives
 from harness.deepspeed.instructions import announcer
 from harness.deepspeed.no_peers import announce_halves
 from harness.dry_run.ledger import Ledger
@@ -47,9 +49,13 @@ FOUR = [
 
 
 def counted(job: Job, output_dir: str) -> dict[str, Any]:
-    """What this rank holds and sends in the second step of a real run."""
+    """What this rank holds and sends in the second step of a real run, with collectives as on GPUs.
+
+    Over gloo an all-to-all of as many bytes takes the place of a reduce-scatter.
+    """
     layout = Layout(pp_size=job.size("pp"), dp_size=job.size("dp"), tp_size=job.size("tp"))
-    with Ledger(layout, dist.get_rank()) as ledger, without_shared_memory():
+    as_on_gpus = patch.object(collectives, "_is_gloo", lambda _x, _group: False)
+    with Ledger(layout, dist.get_rank()) as ledger, without_shared_memory(), as_on_gpus:
         trainer = Trainer(job.model, arguments_of(job, output_dir), rows())
         engine, stream = trainer.engine, trainer.stream
         count = Step(ledger, engine.deepspeed)
