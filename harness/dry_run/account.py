@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.initialize import replacing
 from harness.deepspeed.update import StagedEngine
+from harness.deepspeed.zero3_parameters import unpartitioned_shape
 from harness.dry_run.fusion import Fusion, fused
 from harness.dry_run.operations import PARTS, SUMS, Recorded, StepRecorder
 from harness.dry_run.rank import DryRun, SimulatedRank, expect_peers, make_step, simulated_rank
@@ -106,7 +108,7 @@ def account(plan: DryRun, env: LaunchEnv, hardware: Hardware, fusion: Fusion | N
         one, two = (_costs(_recorded(rank, count, hardware), hardware, fusion) for count in (1, 2))
         layers = len(compiled_parts(rank.engine.deepspeed.module))
         trained = (each for each in rank.engine.deepspeed.module.parameters() if each.requires_grad)
-        parameters = sum(getattr(each, "ds_numel", each.numel()) for each in trained)  # ZeRO-3 divides them
+        parameters = sum(prod(unpartitioned_shape(each)) for each in trained)
     times = plan.resolved.accumulation - 1
     parts = {part: one[part].plus(two[part], times).plus(one[part], -times) for part in (*PARTS, HOST)}
     issued = parts.pop(HOST).seconds

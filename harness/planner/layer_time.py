@@ -170,7 +170,7 @@ BACKWARD_RATE = 63 / 73
 # Memory traffic of each logit in bytes, besides the product that writes it. The harness's loss computes exponentials in
 # forward and backward, a part of the logits at a time: each widens to fp32, subtracts the maximum, exponentiates, and
 # sums or scales and narrows. torch's widens all logits, and keeps their softmax. So does Megatron's, in more operations
-# (megatron/core/tensor_parallel/cross_entropy.py).
+# (Megatron-LM, `vocab_parallel_cross_entropy`).
 LOGIT_BYTES, LOGIT_BYTES_OF_TORCH, LOGIT_BYTES_OF_MEGATRON = Seconds(28, 36), Seconds(16, 22), Seconds(34, 14)
 LOGITS_AT_ONCE, LOSS_KERNELS = 2**23, Seconds(5.0, 9.0)  # logits of such a part, and its kernels
 # On a CPU most of that stays in a core's cache: forward writes once and reads twice, backward reads and writes. An

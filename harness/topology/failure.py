@@ -57,7 +57,7 @@ def tell(env: LaunchEnv, what: str, seconds: float = TELLING_S) -> str | None:
 def _exchange(env: LaunchEnv, own: str, seconds: float) -> str:
     """Put an error of this rank into the store, and return the first one there, or rank 0's.
 
-    Rank 0 has shown its error before, so ranks with the same one need not show it. It serves the store until all others
+    Rank 0 has shown its error before, so ranks with the same one need not show it: they wait for it. It serves the store until all others
     know of a failure, for some seconds at most; the others wait as long for it.
     """
     from harness.topology.rendezvous import FAILED, LAST, note_told, open_store
@@ -69,7 +69,7 @@ def _exchange(env: LaunchEnv, own: str, seconds: float) -> str:
     store.set(LAST, "")  # for those that wait already
     until = time.monotonic() + HEARING_S
     with suppress(RuntimeError):  # rank 0 has not failed, and ends for this error
-        while first == own and env.rank > 0 and time.monotonic() < until:
+        while env.rank > 0 and not first.startswith("rank 0 ") and time.monotonic() < until:
             time.sleep(POLL_S)
             first = store.get(FAILED).decode()
         note_told(store, env, seconds)
