@@ -57,8 +57,8 @@ def tell(env: LaunchEnv, what: str, seconds: float = TELLING_S) -> str | None:
 def _exchange(env: LaunchEnv, own: str, seconds: float) -> str:
     """Put an error of this rank into the store, and return the first one there, or rank 0's.
 
-    Rank 0 has shown its error before, so ranks with the same one need not show it: they wait for it. It serves the store until all others
-    know of a failure, for some seconds at most; the others wait as long for it.
+    Rank 0 has shown its error before, so ranks with the same one need not show it: they wait for it. It serves the
+    store until all others know of a failure, for some seconds at most.
     """
     from harness.topology.rendezvous import FAILED, LAST, note_told, open_store
 
