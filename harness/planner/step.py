@@ -164,7 +164,8 @@ def _data(
 ) -> float:
     """Return the seconds of data-parallel traffic that are not hidden behind computation.
 
-    ZeRO-0 and 1 reduce gradients once a step, ZeRO-2 after every micro-batch. Flat sums are reduced and scattered.
+    ZeRO-0 and 1 reduce gradients once a step, ZeRO-2 after every micro-batch unless it is told to wait. Flat sums are
+    reduced and scattered.
     ZeRO-1 and 2 gather parameters after the update; ZeRO-3 gathers them for every forward and every backward
     (Rajbhandari et al. 2020, section 7).
     """
@@ -177,16 +178,16 @@ def _data(
         window *= min(times, strategy.pp_size)
     if stage == 3:
         return _zero_3(hardware, workload, strategy, held, experts, compute)
-    every = stage == 2 and not strategy.reduces_once  # each micro-batch reduces
+    each_micro_batch = stage == 2 and not strategy.reduces_once
     each = _reduced_bytes(workload, strategy)
     # DeepSpeed all-reduces whole buckets, although each rank needs only its part
     if not strategy.flat_sums and (stage == 0 or hardware.is_host):
         reduce = _all_reduces(hardware, strategy, held, experts, each)
     else:
         reduce = _half_rings(hardware, strategy, held, experts, each, 1)
-    reduce *= times if every else 1
+    reduce *= times if each_micro_batch else 1
     defers = strategy.flat_sums and strategy.schedule.startswith("zero-bubble")  # weight gradients come last
-    hidden = (compute * 2 / 3 if every else window) if strategy.overlap_data and not defers else 0.0
+    hidden = (compute * 2 / 3 if each_micro_batch else window) if strategy.overlap_data and not defers else 0.0
     gather = _half_rings(hardware, strategy, held, experts, width, 1) if stage or strategy.flat_sums else 0.0
     shown = max(0.0, gather - window / 2) if workload.habits.overlap_parameters else gather
     copied = _copied(hardware, workload, strategy, held * each)
