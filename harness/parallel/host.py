@@ -6,8 +6,8 @@ values at once costs one such wait. Copies from pinned memory to the device need
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,13 +17,15 @@ BATCH_BYTES = 64 << 20
 Key = TypeVar("Key")
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Return a tensor, or a tuple of tensors, on the device.
+def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Return a tensor, or a tuple of tensors, on the device; floating ones in `dtype`, if it is given.
 
     The copy is made from pinned memory, so the host does not wait and the accelerator computes meanwhile.
     """
     if not isinstance(value, Tensor):
-        return tuple(to_device(item, device) for item in value)
+        return tuple(map(partial(to_device, device=device, dtype=dtype), value))
+    if dtype is not None and value.is_floating_point():
+        value = value.to(dtype)
     if value.device == device or device.type == "cpu":
         return value
     return (value.pin_memory() if value.device.type == "cpu" else value).to(device, non_blocking=True)
@@ -31,11 +33,15 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 def numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Return scalars as numbers; those on an accelerator are read in one copy, with one wait."""
-    far = [isinstance(value, Tensor) and value.device.type != "cpu" for value in values]
-    # as float64, in which counts of up to 2**53 stay exact, so that all fit into one tensor
-    there = [torch.as_tensor(each).detach().double().reshape(()) for each in itertools.compress(values, far)]
-    copied = iter(torch.stack(there).tolist() if there else [])
-    return [next(copied) if is_far else float(value) for value, is_far in zip(values, far, strict=True)]
+    far: dict[int, Tensor] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            # as float64, in which counts of up to 2**53 stay exact, so that all fit into one tensor
+            far[index] = value.detach().double().reshape(())
+    if not far:
+        return list(map(float, values))
+    read = dict(zip(far, torch.stack(list(far.values())).tolist(), strict=True))
+    return [read[index] if index in read else float(value) for index, value in enumerate(values)]
 
 
 def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -291,7 +291,7 @@ class StagedModule(GivenStages):
         keys: keys of random numbers in the layers; None if they draw none.
 
     Attributes:
-        finite: watches the outputs that this stage sends; the last one sends none.
+        finite: watches the outputs that this stage sends, of which the last one has none; None for a single chunk.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class StagedModule(GivenStages):
             activation_checkpoint_interval=checkpoint_interval,
             base_seed=seed,
         )
-        self.finite = FiniteWatch()
+        self.finite = FiniteWatch() if chunks.count > 1 else None
         self._keys = keys
         self._unpack: defaultdict[int, Unpacker] = defaultdict(Unpacker)
 
@@ -325,6 +325,7 @@ class StagedModule(GivenStages):
         output = self._run(forward_input if first else self._unpack[self.chunk](forward_input))
         if last:
             return output
+        assert self.finite is not None
         self.finite.see(output)
         return pack_payload(output)
 

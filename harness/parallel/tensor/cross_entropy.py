@@ -12,7 +12,6 @@ nothing else needs them. So a large vocabulary's logits are in memory once, with
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from harness.config.model.shares import stretch
-from harness.parallel.comm import Context, apply, group_rank, group_size, max_over_group, sum_over_group
+from harness.parallel.comm import Context, group_rank, group_size, max_over_group, sum_over_group
 
 ELEMENTS_AT_ONCE, IN_CACHE = 1 << 23, 1 << 18
 """Number of logits that become float32 exponentials at a time: 32 MiB; on a CPU 1 MiB, which fits a core's cache."""
@@ -48,7 +47,10 @@ def vocab_parallel_cross_entropy(
     Raises ValueError for another width than this rank's, and RuntimeError for a label outside the vocabulary.
     """
     logits = logits.contiguous()
-    return apply(_VocabParallelCrossEntropy, logits, labels, group, vocab_size, ignore_index, is_needed(logits))
+    losses: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
+        logits, labels, group, vocab_size, ignore_index, is_needed(logits)
+    )
+    return losses
 
 
 def is_needed(logits: Tensor) -> bool:
@@ -62,15 +64,20 @@ def is_needed(logits: Tensor) -> bool:
     in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # no public name
     if hooks is not None and not in_backward:
         return True
-    base = logits._base  # noqa: SLF001  # this view's base: torch has no public name for it
-    memory, node = _memory(logits), (logits if base is None else base).grad_fn
+    # Torch has no public name for the base of a view, nor for an id of a storage that has no address, as on meta.
+    base = logits._base  # noqa: SLF001
+    memory = logits.untyped_storage()._cdata  # noqa: SLF001
+    node = (logits if base is None else base).grad_fn
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
-        if _has_packed(node) and not in_backward:
+        if not in_backward and _has_packed(node):
             return True  # unpacking a tensor would recompute the part now, and keep it until the backward
-        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        saved += getattr(node, "saved_tensors", ())
-        if any(isinstance(value, Tensor) and _memory(value) == memory for value in saved):
-            return True
+        saved = list(getattr(node, "saved_tensors", ()))
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                saved.append(getattr(node, name))
+        for value in saved:
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata == memory:  # noqa: SLF001
+                return True
         if not isinstance(node, BackwardCFunction) and type(node).__name__ not in _VIEWS:
             return False  # an ordinary operation: its inputs have other memory
         node = node.next_functions[0][0]
@@ -80,15 +87,13 @@ def is_needed(logits: Tensor) -> bool:
 
 def _has_packed(node: Node) -> bool:
     """Return whether hooks hold the tensors that a node has saved, as in a checkpointed part."""
-    raw = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
-    each = chain.from_iterable(value if isinstance(value, tuple | list) else (value,) for value in raw)
-    return any(getattr(saved, "unpack_hook", None) is not None for saved in each)
-
-
-def _memory(tensor: Tensor) -> int:
-    """Return an id of the storage of a tensor; it works for tensors without an address, as on meta."""
-    place: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # torch has no public name for it
-    return place
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            raw = getattr(node, name)
+            for saved in raw if isinstance(raw, tuple | list) else (raw,):
+                if getattr(saved, "unpack_hook", None) is not None:
+                    return True
+    return False
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -105,20 +110,26 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ignored = labels == ignore_index
         inside = (labels >= 0) & (labels < vocab_size)
         torch._assert_async((inside | ignored).all(), "a label is outside the vocabulary")  # noqa: SLF001  # no public name
-        first, stop = stretch(vocab_size, group_rank(group), group_size(group))
+        first, stop = 0, vocab_size
+        if group is not None:
+            first, stop = stretch(vocab_size, group_rank(group), group_size(group))
         if logits.shape[-1] != stop - first:
             raise ValueError(f"got {logits.shape[-1]} columns of logits, expected {stop - first}")
         column = labels - first
         here = (column >= 0) & (column < stop - first) & ~ignored
         column = column.masked_fill(~here, 0)
 
-        largest = max_over_group(logits.amax(-1).float(), group)
+        largest = logits.amax(-1).float()
+        if group is not None:
+            largest = max_over_group(largest, group)
         exp_sum = torch.empty_like(largest)
         for rows, top, total in _in_chunks(logits, largest, exp_sum):
             # the maximum over all ranks is subtracted first, so that no exponential overflows
             total.copy_((rows.float() - top.unsqueeze(-1)).exp_().sum(-1))
         label_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float() - largest
-        exp_sum, label_logit = sum_over_group(torch.stack([exp_sum, label_logit.masked_fill(~here, 0.0)]), group)
+        label_logit = label_logit.masked_fill(~here, 0.0)
+        if group is not None:
+            exp_sum, label_logit = sum_over_group(torch.stack([exp_sum, label_logit]), group)
 
         # `keeps` is saved as a tensor too: recomputation replaces all saved tensors, and may find another answer
         ctx.save_for_backward(logits, largest + exp_sum.log(), column, here, ignored, torch.tensor(keeps, device="cpu"))
@@ -140,7 +151,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 def _in_chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield views of the same rows (tokens) of several tensors, each [..., vocabulary] or [...], chunk by chunk."""
-    dims = logits.dim() - 1
-    flat = [tensor.reshape(-1, *tensor.shape[dims:]) for tensor in (logits, *others)]
-    rows = max((IN_CACHE if logits.is_cpu else ELEMENTS_AT_ONCE) // logits.shape[-1], 1)
-    return zip(*(tensor.split(rows) for tensor in flat), strict=True)
+    dims, rows = logits.dim() - 1, max((IN_CACHE if logits.is_cpu else ELEMENTS_AT_ONCE) // logits.shape[-1], 1)
+    columns = []
+    for tensor in (logits, *others):
+        columns.append(tensor.reshape(-1, *tensor.shape[dims:]).split(rows))
+    return zip(*columns, strict=True)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,6 @@ from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.host import numbers, to_device
 from harness.parallel.values import Value
 from harness.resilience.process.activity import beat, begin_step
-from harness.topology.groups import Groups
 from harness.training.engine.context import EngineContext
 from harness.training.engine.losses import (
     GuardedLoss,
@@ -90,8 +88,13 @@ class Engine(ABC):
 
     Attributes:
         deepspeed: DeepSpeed's engine itself.
-        context: arguments, config, groups and device of the run. Batches are copied to its device, and floating-point
-            inputs cast to its dtype; its seed is that of draws outside of the layers, as in a user's loss.
+        context: arguments, config, groups and device of the run; its seed is that of draws outside of the layers, as
+            in a user's loss.
+        groups, device, dtype: the process groups and the device of this rank, and the dtype of its parameters. Batches
+            are copied to the device, and floating-point inputs cast to the dtype.
+        reads_labels: whether this rank needs labels: only the last stage does.
+        reads_data: whether this rank needs inputs or labels: only the first and the last stage do.
+        sources: collects the losses by data source; None if they are not reported by source.
         schedule: sets the learning rate for any step.
         compared: whether the ranks' data has been compared, which the first step does.
         keys: keys of random draws in the layers; None if they draw none.
@@ -108,27 +111,17 @@ class Engine(ABC):
     ) -> None:
         self.deepspeed: DeepSpeedEngine = deepspeed
         self.context = context
+        self.groups = context.groups
+        self.device = context.device
+        self.dtype = context.dtype
+        self.reads_labels = self.groups.is_last_stage
+        self.reads_data = self.groups.is_first_stage or self.reads_labels
         self.loss = loss
+        self.sources = losses_by_source(loss.loss)
         self.keys = keys
         self.compression = compression
         self.schedule = SchedulePosition(deepspeed)
-        self._length: int | None = None  # padded length of the last step's samples
         self.compared = False
-
-    @property
-    def groups(self) -> Groups:
-        """The process groups of this rank."""
-        return self.context.groups
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.context.device
-
-    @property
-    def reads_data(self) -> bool:
-        """Whether this rank needs inputs or labels: only the first and the last stage do."""
-        return self.groups.is_first_stage or self.groups.is_last_stage
 
     @property
     def has_router_loss(self) -> bool:
@@ -168,26 +161,26 @@ class Engine(ABC):
             UserError: on all ranks: in the first step, ranks that must read the same data do not.
         """
         begin_step()
-        self._expect_length(length)
+        self.loss.reset()
         if not self.compared:
             require_same_data(micro_batches, self.groups)
             self.compared = True
         if self.keys is not None:
             self.keys.begin_step(consumed_samples)
-        self._forget()
 
         # 1. Weights of the micro-batches. DeepSpeed averages over micro-batches and data ranks. If micro-batches have
         #    different numbers of labels, that is not the mean over labels. So count the labels of the global batch
         #    before the first forward pass, and weight each micro-batch's sum by it.
-        whole = [EvaluationBatch(inputs=x, labels=y, rows=len(first_tensor(y))) for x, y in micro_batches]
+        whole = []
+        for inputs, labels in micro_batches:
+            whole.append(EvaluationBatch(inputs=inputs, labels=labels, rows=len(first_tensor(labels))))
         batches = self.weigh(whole, self.count(whole), sources=sources)
 
         # 2. Forward, backward, gradient reduction, clipping, update. Random draws are a function of the step alone, so
         #    a checkpoint needs no generator state.
-        with own_generators(
-            seed_of(self.context.args.seed, consumed_samples, self.groups.coordinate.reader), self.device
-        ):
-            loss, parts = self._forward_backward_update(batches)
+        seed = seed_of(self.context.args.seed, consumed_samples, self.groups.coordinate.reader)
+        with own_generators(seed, self.device):
+            loss, parts = self._forward_backward_update(batches, length)
 
         # 3. The outcome, in one copy to the host: the only place of a step where the host waits for the device.
         found = self.deepspeed.get_global_grad_norm()
@@ -210,12 +203,14 @@ class Engine(ABC):
 
     def source_losses(self, outcome: StepOutcome) -> dict[str, float]:
         """Return the mean loss of each data source in a step, by name; {} if losses are not reported by source."""
-        sources = losses_by_source(self.loss.loss)
-        return {} if sources is None else sources.means(outcome.parts)
+        return {} if self.sources is None else self.sources.means(outcome.parts)
 
     @abstractmethod
-    def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Run one step; return the loss and its reported parts, each the mean over micro-batches and data ranks."""
+    def _forward_backward_update(self, batches: list[Batch], length: int | None) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Run one step; return the loss and its reported parts, each the mean over micro-batches and data ranks.
+
+        `length`: tokens that all samples are padded to; None if it never changes.
+        """
 
     @property
     def scales_loss(self) -> bool:
@@ -225,14 +220,6 @@ class Engine(ABC):
     def evidence(self) -> Evidence:
         """Return which values of the last step were finite on this rank. Waits for the device."""
         return Evidence(rank=self.groups.rank, stage=self.groups.coordinate.stage, loss=self.loss.finite)
-
-    def _forget(self) -> None:
-        """Reset the records of the last step."""
-        self.loss.reset()
-
-    def _expect_length(self, length: int | None) -> None:
-        """Prepare for a step whose samples have this length."""
-        self._length = length
 
     def evaluate(self, micro_batches: Sequence[EvaluationBatch], steps: int) -> tuple[float, float]:
         """Evaluate `steps` micro-batches on each data rank; all ranks call it.
@@ -257,14 +244,13 @@ class Engine(ABC):
 
         Two float64 scalars on the device; valid only on the last stage, which has the labels.
         """
-        own = [0, 0]
-        if self.groups.is_last_stage:
-            own = [
-                sum(self.loss.count(batch.labels, batch.rows) for batch in micro_batches),
-                sum(batch.rows for batch in micro_batches),
-            ]
-        both: Tensor = to_device(torch.tensor(own, dtype=torch.float64), self.device)
-        if self.groups.is_last_stage and self.groups.dp_group is not None:
+        counted, rows = 0, 0
+        if self.reads_labels:
+            for batch in micro_batches:
+                counted += self.loss.count(batch.labels, batch.rows)
+                rows += batch.rows
+        both: Tensor = to_device(torch.tensor([counted, rows], dtype=torch.float64), self.device)
+        if self.reads_labels and self.groups.dp_group is not None:
             dist.all_reduce(both, group=self.groups.dp_group)
             both /= self.groups.layout.cp_size  # context ranks have all counted the same samples
         return both[0], both[1]
@@ -288,19 +274,17 @@ class Engine(ABC):
         layout = self.groups.layout
         # The engine divides the sum over micro-batches and data ranks by n; n / total makes it a mean over labels.
         n = len(micro_batches) * layout.dp_size
-        weight, per_row = (n / total.clamp(min=1.0) for total in totals)
+        counted, rows = totals
+        weight = n / counted.clamp(min=1.0)
+        per_row = n / rows.clamp(min=1.0)
         weighed = []
         for batch, of_rows in zip(micro_batches, sources or [()] * len(micro_batches), strict=True):
             share = weight * self.loss.count(batch.labels, batch.rows) if by_label else per_row * batch.rows
             share = share / layout.cp_size  # each context rank adds its router loss
+            inputs = to_device(batch.inputs, self.device, self.dtype)
             wanted = targets(batch.labels, weight, batch.rows, share, of_rows)
-            weighed.append((to_device(self._cast(batch.inputs), self.device), to_device(wanted, self.device)))
+            weighed.append((inputs, to_device(wanted, self.device)))
         return weighed
-
-    def _cast(self, inputs: Any) -> Any:
-        if isinstance(inputs, Tensor):
-            return inputs.to(self.context.dtype) if inputs.is_floating_point() else inputs
-        return tuple(map(self._cast, inputs))
 
     def release(self) -> None:
         """Free the engine's memory; its process groups stay."""
@@ -318,37 +302,39 @@ class PipelineStages(Engine):
     """Layers in stages (perhaps one), driven by PipelineEngine's schedule."""
 
     deepspeed: PipelineEngine
+    _length: int | None = None  # padded length of the last step's samples
     _shape: tuple[int, ...] | None = None
-
-    def _expect_length(self, length: int | None) -> None:
-        """Make the stages exchange the shape of their activations again if the length has changed."""
-        if length != self._length and self.groups.layout.pp_size > 1:
-            self.deepspeed.reset_activation_shape()
-            self._shape = None
-        super()._expect_length(length)
 
     def evidence(self) -> Evidence:
         """Return which values of the last step were finite on this rank and in its stage. Waits for the device."""
         finite = self.deepspeed.module.finite
+        if finite is None:
+            return super().evidence()
         return replace(super().evidence(), outputs=finite.outputs, gradients=finite.gradients)
 
-    def _forget(self) -> None:
-        super()._forget()
-        self.deepspeed.module.finite.reset()
-
-    def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        self._require_one_shape(batches)
-        with flops_profile(self.deepspeed):
-            # One call for the whole step. The engine executes this stage's instructions: forward, backward, send and
-            # receive of each micro-batch in the order of `pipeline.schedule`, then ReduceTiedGrads, ReduceGrads and
-            # OptimizerStep, which clips: see `deepspeed/update.py`. The returned loss is equal on all ranks.
-            loss = self.deepspeed.train_batch(iter(batches))
+    def _forward_backward_update(self, batches: list[Batch], length: int | None) -> tuple[Tensor, Mapping[str, Tensor]]:
+        if self.deepspeed.module.finite is not None:
+            self.deepspeed.module.finite.reset()
+        if self.groups.layout.pp_size > 1:
+            self._begin_exchange(batches, length)
+        step = self.deepspeed.global_steps
+        # One call for the whole step. The engine executes this stage's instructions: forward, backward, send and
+        # receive of each micro-batch in the order of `pipeline.schedule`, then ReduceTiedGrads, ReduceGrads and
+        # OptimizerStep, which clips: see `deepspeed/update.py`. The returned loss is equal on all ranks.
+        loss = self.deepspeed.train_batch(iter(batches))
+        if self.deepspeed.flops_profiler_enabled() and step == self.deepspeed.flops_profiler_profile_step():
+            end_flops_profile(self.deepspeed)
         return loss, self.deepspeed.get_additional_losses() or {}
+
+    def _begin_exchange(self, batches: list[Batch], length: int | None) -> None:
+        """Have the stages exchange the shape of their activations again if the length has changed."""
+        if length != self._length:
+            self.deepspeed.reset_activation_shape()
+            self._length, self._shape = length, None
+        self._require_one_shape(batches)
 
     def _require_one_shape(self, batches: list[Batch]) -> None:
         """Raise UserError for micro-batches of unequal shapes: stages exchange the shape only once, and would hang."""
-        if self.groups.layout.pp_size == 1:
-            return
         for inputs, _ in batches:
             shape = tuple(first_tensor(inputs).shape)
             self._shape = self._shape or shape
@@ -357,7 +343,8 @@ class PipelineStages(Engine):
 
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
         trained, self._shape = self._shape, None  # evaluation may have another micro-batch size or block size
-        self._require_one_shape(batches)
+        if self.groups.layout.pp_size > 1:
+            self._require_one_shape(batches)
         loss = evaluate_pipeline(self.deepspeed, batches, steps)
         self._shape = trained
         return loss
@@ -371,7 +358,9 @@ class WholeModel(Engine):
         """Controls how long ZeRO-3 keeps gathered parameters."""
         return GatheredParameters(self.deepspeed)
 
-    def _forward_backward_update(self, batches: list[Batch]) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def _forward_backward_update(
+        self, batches: list[Batch], _length: int | None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         total = torch.zeros((), device=self.device)
         parts: dict[str, Tensor] = {}
         for index, (inputs, wanted) in enumerate(batches):
@@ -411,17 +400,14 @@ class WholeModel(Engine):
         return value / self.groups.layout.dp_size
 
 
-@contextmanager
-def flops_profile(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Print the flops profiler's report after the profiled step: PipelineEngine starts the profiler and never ends it.
+def end_flops_profile(engine: DeepSpeedEngine) -> None:
+    """Print the flops profiler's report on the step before: PipelineEngine starts the profiler and never ends it.
 
     The report covers the last micro-batch on rank 0's stage.
     """
-    step = engine.global_steps
-    yield
-    if engine.flops_profiler_enabled() and step == engine.flops_profiler_profile_step() and engine.global_rank == 0:
+    if engine.global_rank == 0:
         engine.flops_profiler.print_model_profile(
-            profile_step=step,
+            profile_step=engine.flops_profiler_profile_step(),
             module_depth=engine.flops_profiler_module_depth(),
             top_modules=engine.flops_profiler_top_modules(),
             detailed=engine.flops_profiler_detailed(),

@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -54,8 +54,10 @@ def targets(
     labels: Labels, weight: float | Tensor, rows: int, share: float | Tensor = 1.0, sources: Sequence[int] = ()
 ) -> Targets:
     """Return Targets from numbers (or scalars on the device) and one or more tensors of labels [batch, ...]."""
-    weight, share = (torch.as_tensor(value, dtype=torch.float32) for value in (weight, share))
-    return weight, torch.tensor(rows), share, torch.tensor(sources, dtype=torch.long), *_tensors(labels)
+    weight = torch.as_tensor(weight, dtype=torch.float32)
+    share = torch.as_tensor(share, dtype=torch.float32)
+    several = (labels,) if isinstance(labels, Tensor) else labels
+    return weight, torch.tensor(rows), share, torch.tensor(sources, dtype=torch.long), *several
 
 
 class SourceLosses:
@@ -65,11 +67,13 @@ class SourceLosses:
     micro-batches and data ranks give the mean loss of a source in the whole global batch.
 
     Attributes:
-        names: names of the sources; with fewer than two nothing is collected.
+        names: names of the sources.
+        keys: names of the reported scalars: the sums of all sources, then their numbers of labels.
     """
 
-    def __init__(self) -> None:
-        self.names: Sequence[str] = ()
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.keys = tuple(f"{what} of source {number}" for what in ("loss", "labels") for number in range(len(names)))
         self._found: dict[int, Tensor] = {}
 
     def begin(self) -> None:
@@ -81,39 +85,30 @@ class SourceLosses:
 
         `tile` is the first token of a tile of the sequence. A tile that the backward recomputes is recorded once.
         """
-        if len(self.names) > 1:
-            found = losses.new_zeros(2, len(self.names))
-            if len(sources):
-                both = torch.stack([losses.detach().sum(1), (labels != IGNORED).sum(1).float()])
-                found.index_add_(1, sources, both)
-            self._found = {0: found} if tile is None else {**self._found, tile: found}
+        found = losses.new_zeros(2, len(self.names))
+        if len(sources):
+            both = torch.stack([losses.detach().sum(1), (labels != IGNORED).sum(1).float()])
+            found.index_add_(1, sources, both)
+        self._found = {0: found} if tile is None else {**self._found, tile: found}
 
-    def reported(self) -> dict[str, Tensor | None]:
-        """Return the scalar sum of losses and number of labels of each source, by key; None without any loss."""
-        if len(self.names) < 2:
-            return {}
-        tiles = list(self._found.values())
-        flat = torch.stack(tiles).sum(0).flatten().unbind() if tiles else [None] * 2 * len(self.names)
-        return dict(zip(self._keys(), flat, strict=True))
+    def reported(self) -> dict[str, Tensor]:
+        """Return the scalar sum of losses and number of labels of each source in the last micro-batch, by key."""
+        return dict(zip(self.keys, torch.stack(list(self._found.values())).sum(0).flatten().unbind(), strict=True))
 
     def means(self, reported: Mapping[str, float]) -> dict[str, float]:
         """Return the mean loss of each source with labels, from the averaged numbers of `reported`."""
-        found = [reported.get(key, 0.0) for key in self._keys()]
+        found = [reported.get(key, 0.0) for key in self.keys]
         pairs = zip(self.names, found[: len(self.names)], found[len(self.names) :], strict=True)
         return {name: total / counted for name, total, counted in pairs if counted}
 
-    def _keys(self) -> list[str]:
-        return [f"{what} of source {number}" for what in ("loss", "labels") for number in range(len(self.names))]
-
 
 class Loss(ABC):
-    """A loss of one micro-batch, and the number of labels or samples for its mean.
+    """A loss of one micro-batch, and the number of labels or samples for its mean."""
 
-    Attributes:
-        reports: names of other numbers that it reports.
-    """
-
-    reports: ClassVar[tuple[str, ...]] = ()
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """Names of the other numbers that `parts` returns."""
+        return ()
 
     @abstractmethod
     def count(self, labels: Labels, rows: int, /) -> int:
@@ -146,14 +141,19 @@ class CausalLoss(Loss):
     Attributes:
         vocab_size: number of ids in the vocabulary.
         group: the tensor-parallel group if the logits are this rank's part of the vocabulary, else None.
-        by_source: collects the losses by data source.
+        by_source: collects the losses by data source; None if they are not reported by source.
         context: the ranks that share the sequence; logits are those of this rank's tokens, labels those of all.
     """
 
     vocab_size: int
     group: dist.ProcessGroup | None
     context: ContextParallel = ALONE
-    by_source: SourceLosses = field(default_factory=SourceLosses, compare=False)
+    by_source: SourceLosses | None = field(default=None, compare=False)
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """Names of the sums of losses and numbers of labels by source."""
+        return () if self.by_source is None else self.by_source.keys
 
     def count(self, labels: Tensor, rows: int) -> int:
         """Return the number of valid labels [batch, sequence], without each sample's first, which is not predicted."""
@@ -169,6 +169,10 @@ class CausalLoss(Loss):
         total = outputs if outputs.dim() == 0 else self._sum(targets, outputs)
         return total * weight
 
+    def parts(self, _outputs: Tensor) -> dict[str, Tensor]:
+        """Return the sums of losses and numbers of labels by source, scalars."""
+        return {} if self.by_source is None else self.by_source.reported()
+
     def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
         """Return the summed losses (a scalar) of a tile's valid labels, from logits [batch, tokens, vocabulary]."""
         return self._sum(targets, logits, (start, stop))
@@ -177,10 +181,14 @@ class CausalLoss(Loss):
         """Return the sum of the losses of this rank's tokens, or of a tile of them, from their logits."""
         _weight, _rows, _share, sources, labels = targets
         wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # shift the labels: slicing logits would copy
-        wanted = self.context.own(wanted)[:, slice(*(tile or (None, None)))]
+        if self.context.size > 1:
+            wanted = self.context.own(wanted)
+        if tile is not None:
+            wanted = wanted[:, slice(*tile)]
         size = self.vocab_size if self.group is not None else logits.shape[-1]
         losses = vocab_parallel_cross_entropy(logits, wanted, self.group, size)
-        self.by_source.see(losses, wanted, sources, None if tile is None else tile[0])
+        if self.by_source is not None:
+            self.by_source.see(losses, wanted, sources, None if tile is None else tile[0])
         return losses.sum()
 
 
@@ -198,7 +206,11 @@ class RouterLoss(Loss):
 
     causal: CausalLoss | LogitsLoss
     coefficient: float
-    reports: ClassVar[tuple[str, ...]] = (AUX_LOSS,)
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """The router loss, and what the causal loss reports."""
+        return AUX_LOSS, *self.causal.reports
 
     def count(self, labels: Tensor, rows: int) -> int:
         """Return the number of valid labels [batch, sequence], as the causal loss counts them."""
@@ -218,8 +230,9 @@ class RouterLoss(Loss):
         return self.causal.of_tile(targets, logits, start, stop)
 
     def parts(self, outputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return the router loss before its coefficient, a scalar."""
-        return {AUX_LOSS: outputs[1].detach().float()}
+        """Return the router loss before its coefficient, a scalar, and the parts of the causal loss."""
+        logits, router_loss = outputs
+        return {AUX_LOSS: router_loss.detach().float(), **self.causal.parts(logits)}
 
 
 @dataclass(frozen=True)
@@ -282,9 +295,18 @@ class LogitsLoss(Loss):
 
 
 def losses_by_source(loss: Loss) -> SourceLosses | None:
-    """Return the loss's collector by data source; None for a user's own loss."""
+    """Return the loss's collector by data source; None if it does not report by source."""
     causal = loss.causal if isinstance(loss, RouterLoss) else loss
     return causal.by_source if isinstance(causal, CausalLoss) else None
+
+
+def reporting_sources(loss: Loss, names: Sequence[str]) -> Loss:
+    """Return a loss that also reports the mean loss of each of several data sources; a user's own loss cannot."""
+    causal = loss.causal if isinstance(loss, RouterLoss) else loss
+    if not isinstance(causal, CausalLoss) or len(names) < 2:
+        return loss
+    reporting = replace(causal, by_source=SourceLosses(names))
+    return replace(loss, causal=reporting) if isinstance(loss, RouterLoss) else reporting
 
 
 def logits_loss(
@@ -335,13 +357,9 @@ def _called(loss_fn: LossFunction, *values: object, **named: object) -> Tensor:
     raise UserError(f"loss_fn returned {kind}: it must return one number in a tensor")
 
 
-def _tensors(value: Value) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else list(value)
-
-
 def first_tensor(value: Value) -> Tensor:
     """Return the tensor (any shape), or the first one of several: ids of (ids, position ids)."""
-    return _tensors(value)[0]
+    return value if isinstance(value, Tensor) else value[0]
 
 
 def _head(value: Value, rows: int) -> Value:
@@ -357,7 +375,8 @@ class GuardedLoss:
 
     Attributes:
         observer: if set, called with outputs and targets of each micro-batch.
-        reported: the loss's other numbers for the last micro-batch; None for those not seen yet.
+        reported: the loss's other scalars for the last micro-batch, by names that are the same on all stages; None for
+            those not seen yet.
         tiles: computes the loss inside the last layer, which then returns it instead of logits.
     """
 
@@ -367,15 +386,9 @@ class GuardedLoss:
         self.spoils = spoils
         self.count = loss.count
         self.units = loss.units
-        self._parts: Mapping[str, Tensor | None] = dict.fromkeys(loss.reports)
+        self.reported: Mapping[str, Tensor | None] = dict.fromkeys(loss.reports)
         self.observer: Callable[[Outputs, Targets], None] | None = None
         self._finite: Tensor | None = None
-
-    @property
-    def reported(self) -> dict[str, Tensor | None]:
-        """The loss's other scalars for the last micro-batch; the names are the same on all stages."""
-        sources = losses_by_source(self.loss)
-        return {**self._parts, **({} if sources is None else sources.reported())}
 
     def expect(self, targets: Targets | None) -> None:
         """Give the last layer the targets of a micro-batch before its forward pass, so that it can compute the loss in
@@ -401,10 +414,11 @@ class GuardedLoss:
         if self.observer is not None:
             self.observer(outputs, targets)
         value = self.loss(outputs, targets)
-        self._parts = self.loss.parts(outputs)
+        if self.reported:
+            self.reported = self.loss.parts(outputs)
         if value.requires_grad:
             finite = value.detach().isfinite()
             self._finite = finite if self._finite is None else self._finite & finite
             if self.spoils:
-                value.register_hook(lambda gradient: torch.where(finite, gradient, float("nan")))
+                value.register_hook(partial(torch.where, finite, other=float("nan")))
         return value

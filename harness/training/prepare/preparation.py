@@ -81,7 +81,7 @@ from harness.topology.placement import Hosts, advise, host_id, hosts_of_launch
 from harness.training.engine.build import build_engine
 from harness.training.engine.context import EngineContext
 from harness.training.engine.gradients import settle_compression
-from harness.training.engine.losses import logits_loss, losses_by_source
+from harness.training.engine.losses import logits_loss, reporting_sources
 from harness.training.engine.optimizer import compiled_optimizer
 from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning_of, sample_length
 from harness.training.prepare.forecast import forecast, require_masks, require_memory
@@ -320,9 +320,8 @@ def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None)
         verify_plan(trainable.causal, context, plan.console)
     if plan.checkpoint is not None:
         directories.require_same_model(plan.checkpoint, trainable.summary, trainable.shaping_config)
-    by_source = losses_by_source(trainable.loss)
-    if isinstance(plan.data.train, SeveralSources) and by_source is not None:
-        by_source.names = plan.data.train.short_names
+    if isinstance(plan.data.train, SeveralSources):
+        return replace(trainable, loss=reporting_sources(trainable.loss, plan.data.train.short_names))
     return trainable
 
 

@@ -10,7 +10,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 
 from harness import UserError
-from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, MeanLoss, RouterLoss, logits_loss, targets
+from harness.training.engine.losses import (
+    CausalLoss,
+    GuardedLoss,
+    LogitsLoss,
+    Loss,
+    MeanLoss,
+    RouterLoss,
+    logits_loss,
+    losses_by_source,
+    reporting_sources,
+    targets,
+)
 
 VOCABULARY, LENGTH = 7, 5
 
@@ -114,23 +125,25 @@ def test_a_users_sum_over_labels_is_divided_by_all_of_the_global_batch(sizes: li
 @pytest.mark.parametrize("sizes", [[6], [2, 4], [3, 3]])
 def test_the_loss_of_a_source_is_the_mean_over_its_labels_however_they_are_spread(sizes: list[int]) -> None:
     logits, labels = batch()
-    loss, sources = CausalLoss(VOCABULARY, None), [0, 2, 2, 0, 0, 2]
-    loss.by_source.names = ["a", "none", "b"]
-    assert set(loss.by_source.reported().values()) == {None}
+    loss, sources = reporting_sources(CausalLoss(VOCABULARY, None), ["a", "none", "b"]), [0, 2, 2, 0, 0, 2]
+    guarded = GuardedLoss(loss, spoils=False)
+    assert set(guarded.reported.values()) == {None}
     means: dict[str, float] = {}
     for logits_part, labels_part, of_rows in zip(
         logits.split(sizes), labels.split(sizes), torch.tensor(sources).split(sizes), strict=True
     ):
-        loss(logits_part, targets(labels_part, 1.0, len(labels_part), sources=of_rows.tolist()))
-        for name, value in loss.by_source.reported().items():
+        guarded(logits_part, targets(labels_part, 1.0, len(labels_part), sources=of_rows.tolist()))
+        for name, value in guarded.reported.items():
             assert value is not None
             means[name] = means.get(name, 0.0) + value.item() / len(sizes)
-    found = loss.by_source.means(means)
+    by_source = losses_by_source(loss)
+    assert by_source is not None
+    found = by_source.means(means)
     assert found.keys() == {"a", "b"}
     for name, rows in (("a", [0, 3, 4]), ("b", [1, 2, 5])):
         assert found[name] == pytest.approx(whole(logits[rows], labels[rows]).item(), rel=1e-6)
-    loss(logits, targets(labels, 1.0, 6))  # as in an evaluation
-    assert [value.item() for value in loss.by_source.reported().values() if value is not None] == [0.0] * 6
+    guarded(logits, targets(labels, 1.0, 6))  # as in an evaluation
+    assert [value.item() for value in guarded.reported.values() if value is not None] == [0.0] * 6
 
 
 def test_a_users_mean_over_samples_counts_samples() -> None:
