@@ -1,16 +1,23 @@
-"""The phase and progress of this process, for the ranks that watch it. No torch here: signal handling uses it."""
+"""What this process does: its phase and progress, for the ranks that watch it, and its seconds, for `run.json`.
+
+No torch here: signal handling uses it, and the clock counts from the start of the process.
+"""
 
 from __future__ import annotations
 
+import os
+import struct
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 
 from harness.resilience.process.records import THIS_RANK, is_lost_peer
-from harness.wall_clock import CLOCK
 
+SHOWN = struct.Struct("<dqii64s")  # time of the last progress, its count, phase, step, activity
 NAMING_S = 10.0  # time for the watch to find which rank was lost, perhaps on another host, and to end this process
 BEATS_OF_STEP = 1 << 20  # each step's count begins at a multiple of this, whatever a rank has counted between steps
 
@@ -32,22 +39,86 @@ class Activity:
     phase: Phase = Phase.OUTSIDE
     beats: int = 0
     steps: int = 0  # number of steps that this process has begun
-    # Writes phase and count where the other ranks of the host read them; does nothing without a watch.
-    publish: Callable[[], None] = lambda: None
+    # Where `show` writes; with a watch, memory that the other ranks of the host read.
+    row: bytearray | memoryview = field(default_factory=lambda: bytearray(SHOWN.size))
     stop_watching: Callable[[], None] = lambda: None  # ends the watch of this process, if there is one
     stage_costs: Sequence[float] = ()  # expected cost of a step on each stage, in any unit; empty if unknown
     is_watched: bool = False
+
+    def show(self) -> None:
+        """Write phase and progress to `row`. Takes a few microseconds."""
+        doing = THIS_RANK.doing.encode()[:63]
+        SHOWN.pack_into(self.row, 0, time.monotonic(), self.beats, self.phase, THIS_RANK.step, doing)
 
 
 ACTIVITY = Activity()
 """The activity of this process."""
 
 
+STARTING = "starting"
+"""The first activity of a process: imports, config, data."""
+
+
+class WallClock:
+    """Seconds by activity. Each second counts once: time of an inner activity is not added to the outer one."""
+
+    def __init__(self, since: float) -> None:
+        self._begin(since)
+        os.register_at_fork(after_in_child=lambda: self._begin(time.monotonic()))  # a rank forked with imports done
+
+    def _begin(self, since: float) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._doing = STARTING
+        self._since = since
+        self._longest: dict[str, float] = {}
+
+    @contextmanager
+    def spent_on(self, doing: str) -> Iterator[None]:
+        """Count the time of the block for `doing`."""
+        outer, begun = self._turn_to(doing), time.monotonic()
+        try:
+            yield
+        finally:
+            self._turn_to(outer)
+            self._longest[doing] = max(self._longest.get(doing, 0.0), time.monotonic() - begun)
+
+    def longest_s(self, doing: str) -> float:
+        """Return the seconds of the longest block of an activity so far, with what was done inside it."""
+        return round(self._longest.get(doing, 0.0), 3)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds so far, in the order in which the activities first ended, and `total`."""
+        self._turn_to(self._doing)
+        found = {name: round(seconds, 3) for name, seconds in self._seconds.items()}
+        return {**found, "total": round(sum(self._seconds.values()), 3)}
+
+    def _turn_to(self, doing: str) -> str:
+        now = time.monotonic()
+        self._seconds[self._doing] += now - self._since
+        outer, self._doing, self._since = self._doing, doing, now
+        return outer
+
+
+def _start_of_process() -> float:
+    """Return the start of this process on the monotonic clock; the current time if the system does not tell."""
+    now = time.monotonic()
+    try:
+        after_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        return now
+    return now - age
+
+
+CLOCK = WallClock(_start_of_process())
+"""The clock of this process."""
+
+
 def beat(doing: str) -> None:
-    """Count progress: this rank begins `doing`. Takes a few microseconds."""
+    """Count progress: this rank begins `doing`."""
     THIS_RANK.doing = doing
     ACTIVITY.beats += 1
-    ACTIVITY.publish()
+    ACTIVITY.show()
 
 
 def begin_step() -> None:
@@ -82,6 +153,6 @@ def leave(error: BaseException | None = None) -> None:
         ACTIVITY.phase = Phase.OUTSIDE
     elif ACTIVITY.phase not in (Phase.FAILED, Phase.LOST):
         ACTIVITY.phase = Phase.LOST if is_lost_peer(error) else Phase.FAILED
-    ACTIVITY.publish()
+    ACTIVITY.show()
     if ACTIVITY.phase is Phase.LOST and ACTIVITY.is_watched:
         time.sleep(NAMING_S)

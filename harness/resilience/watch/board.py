@@ -11,10 +11,9 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.resilience.process.activity import Phase
+from harness.resilience.process.activity import SHOWN, Phase
 
-MAIN = struct.Struct("<dqii64s")  # written by the main thread
-WATCHER = struct.Struct("<dd?d?96s")  # written by the watching thread
+WATCHER = struct.Struct("<dd?d?96s")  # written by the watching thread, behind SHOWN
 ROW, VERDICT = 256, 2048
 
 
@@ -44,19 +43,20 @@ class Board:
         self._memory = mmap.mmap(descriptor, size)
         os.close(descriptor)
 
-    def show(self, row: int, *content: object) -> None:
-        """Write the fields of MAIN to a row: time of progress, count, phase, step, activity."""
-        MAIN.pack_into(self._memory, VERDICT + row * ROW, *content)
+    def row(self, row: int) -> memoryview:
+        """Return the memory of the part of a row that its rank's main thread writes, as `Activity.show` does."""
+        at = VERDICT + row * ROW
+        return memoryview(self._memory)[at : at + SHOWN.size]
 
     def watch(self, row: int, *content: object) -> None:
         """Write the fields of WATCHER to a row."""
-        WATCHER.pack_into(self._memory, VERDICT + row * ROW + MAIN.size, *content)
+        WATCHER.pack_into(self._memory, VERDICT + row * ROW + SHOWN.size, *content)
 
     def read(self, row: int) -> Row:
         """Return a row."""
         at = VERDICT + row * ROW
-        beat_at, beats, phase, step, doing = MAIN.unpack_from(self._memory, at)
-        *watched, place = WATCHER.unpack_from(self._memory, at + MAIN.size)
+        beat_at, beats, phase, step, doing = SHOWN.unpack_from(self._memory, at)
+        *watched, place = WATCHER.unpack_from(self._memory, at + SHOWN.size)
         return Row._make((beat_at, beats, Phase(phase), step, _text(doing), *watched, _text(place)))
 
     @property

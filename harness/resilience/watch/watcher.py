@@ -28,7 +28,7 @@ from harness.console import Console
 from harness.device.process_group import shared_store
 from harness.errors import UserError
 from harness.resilience.process import signals
-from harness.resilience.process.activity import ACTIVITY, Phase
+from harness.resilience.process.activity import ACTIVITY, SHOWN, Phase
 from harness.resilience.process.records import HANG, THIS_RANK
 from harness.resilience.watch.board import Board
 from harness.resilience.watch.diagnosis import FRESH_S, Diagnosis, RankStatus, diagnose
@@ -102,6 +102,7 @@ class Watcher:
         store: SignedStore | None = None,
     ) -> None:
         self.board = board
+        self._row = board.row(me)
         self.members = members
         self.me = me
         self.limits = limits
@@ -134,11 +135,11 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Publish the state of this rank, and start the thread."""
-        ACTIVITY.publish = self.publish
+        """Show the state of this rank on the board, and start the thread."""
+        ACTIVITY.row = self._row
         ACTIVITY.stop_watching = self.close
         ACTIVITY.is_watched = True
-        self.publish()
+        ACTIVITY.show()
         self._look_at_self(time.monotonic())
         self._thread.start()
 
@@ -148,19 +149,15 @@ class Watcher:
             return
         self._open = False
         os.write(self._wake, b"\0")
-        if ACTIVITY.publish == self.publish:
-            ACTIVITY.publish = ACTIVITY.stop_watching = lambda: None
+        if ACTIVITY.row is self._row:
+            ACTIVITY.row = bytearray(SHOWN.size)
+            ACTIVITY.stop_watching = lambda: None
             ACTIVITY.is_watched = False
         self._thread.join()
         for descriptor in self._ends:
             os.close(descriptor)
         if self.others is not None:
             self.others.close()
-
-    def publish(self) -> None:
-        """Write the progress of this rank to the board."""
-        doing = THIS_RANK.doing.encode()[:63]
-        self.board.show(self.me, time.monotonic(), ACTIVITY.beats, ACTIVITY.phase, THIS_RANK.step, doing)
 
     def _run(self) -> None:
         while True:
@@ -181,12 +178,12 @@ class Watcher:
                 self._end_run(verdict)
 
     def _look_at_self(self, now: float) -> None:
-        """Publish where the main thread is. A new position, or bytes read or written, count as progress."""
+        """Show where the main thread is. A new position, or bytes read or written, count as progress."""
         place = main_frame(on_accelerator=self.store is not None)
         seen = (THIS_RANK.step, THIS_RANK.doing, ACTIVITY.beats, ACTIVITY.phase)
         if seen != self._seen or (ACTIVITY.phase is Phase.SLOW and self._has_read_or_written(now)):
             self._seen = seen
-            self.publish()
+            ACTIVITY.show()
         self._time_steps(now)
         if ACTIVITY.phase is Phase.STEP:
             self._works.append(not place.waits)

@@ -29,9 +29,9 @@ from harness.console import warn
 from harness.data.files.sources import TOKENS, find_files, find_tokens, source_groups
 from harness.data.preview import composition
 from harness.errors import UserError, reason
+from harness.resilience.process.activity import CLOCK
 from harness.topology.env import inherited
 from harness.training.callbacks import StepRecord
-from harness.wall_clock import CLOCK
 
 if TYPE_CHECKING:  # benchmarks use `versions` without importing training
     from harness.training.prepare.run import Run

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.resilience.process.activity import Phase
-from harness.resilience.watch.board import MAIN, ROW, VERDICT, WATCHER, Board
+from harness.resilience.process.activity import SHOWN, Phase
+from harness.resilience.watch.board import ROW, VERDICT, WATCHER, Board
 from harness.resilience.watch.diagnosis import LONGEST, Diagnosis
 
 few = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
@@ -36,7 +36,7 @@ rows = st.fixed_dictionaries(
 
 def write(board: Board, row: int, values: dict[str, Any]) -> None:
     named = {name: value.encode() if isinstance(value, str) else value for name, value in values.items()}
-    board.show(row, *(named[name] for name in ("beat_at", "beats", "phase", "step", "doing")))
+    SHOWN.pack_into(board.row(row), 0, *(named[name] for name in ("beat_at", "beats", "phase", "step", "doing")))
     board.watch(row, *(named[name] for name in ("looked_at", "limit", "waits", "work", "ready", "place")))
 
 
@@ -65,7 +65,7 @@ def test_every_rank_reads_what_each_has_written(
 
 
 def test_a_row_has_room_for_both_that_write_it_and_a_page_is_empty_at_first(tmp_path: Path) -> None:
-    assert MAIN.size + WATCHER.size <= ROW
+    assert SHOWN.size + WATCHER.size <= ROW
     board = Board(tmp_path / "board", 2)
     row = board.read(1)
     assert (row.beats, row.phase, row.doing, row.place, row.ready) == (0, Phase.OUTSIDE, "", "", False)

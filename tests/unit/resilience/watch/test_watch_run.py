@@ -77,7 +77,7 @@ def test_a_run_is_watched_until_it_ends_and_nothing_of_it_is_left(
     second = watch(groups, tmp_path)  # an earlier run of this process is not watched any longer
     assert not first._thread.is_alive() and len(named("watch")) == 1
     first.close()
-    assert ACTIVITY.is_watched and ACTIVITY.publish == second.publish
+    assert ACTIVITY.is_watched and ACTIVITY.row is second._row
     second.close()
     second.close()
     assert not ACTIVITY.is_watched and named("watch") == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.resilience.process.activity import ACTIVITY, Phase, beat, inside
+from harness.resilience.process.activity import ACTIVITY, SHOWN, Activity, Phase, beat, inside
 from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.board import Board
 from harness.resilience.watch.ending import main_frame, stacks
@@ -24,7 +24,7 @@ def board(tmp_path: Path) -> Board:
 
 
 def test_a_row_holds_what_was_written_and_a_verdict_is_whole(board: Board) -> None:
-    board.show(1, 3.5, 7, Phase.SLOW, 12, "é".encode() * 40)
+    SHOWN.pack_into(board.row(1), 0, 3.5, 7, Phase.SLOW, 12, "é".encode() * 40)
     board.watch(1, 4.5, 30.0, True, 0.25, False, b"all_reduce")
     row = board.read(1)
     assert (row.beat_at, row.beats, row.phase, row.step, row.doing[:3]) == (3.5, 7, Phase.SLOW, 12, "ééé")
@@ -43,7 +43,7 @@ def test_a_row_holds_what_was_written_and_a_verdict_is_whole(board: Board) -> No
 
 def test_phases_nest_and_only_the_outermost_shows_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[Phase, str]] = []
-    monkeypatch.setattr(ACTIVITY, "publish", lambda: shown.append((ACTIVITY.phase, THIS_RANK.doing)))
+    monkeypatch.setattr(Activity, "show", lambda own: shown.append((own.phase, THIS_RANK.doing)))
     monkeypatch.setattr(ACTIVITY, "phase", Phase.OUTSIDE)
     with pytest.raises(ValueError, match="own"), inside("training", Phase.STEP):
         with inside("saving"):
@@ -84,7 +84,7 @@ def test_the_main_thread_is_seen_where_it_stands() -> None:
 
 def test_each_layer_shows_its_forward_and_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(ACTIVITY, "publish", lambda: shown.append(THIS_RANK.doing))
+    monkeypatch.setattr(Activity, "show", lambda _: shown.append(THIS_RANK.doing))
     layers = [nn.Linear(2, 2), torch.relu, nn.Linear(2, 1)]  # a function has no hooks
     announce_layers(layers)
     value = torch.ones(1, 2)

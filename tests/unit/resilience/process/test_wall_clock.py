@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import wall_clock
+from harness.resilience.process import activity
+from harness.resilience.process.activity import WallClock
 from harness.training.recording import files
-from harness.wall_clock import WallClock
 
 
 class Time:
@@ -24,7 +24,7 @@ class Time:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> tuple[Time, WallClock]:
     moment = Time()
-    monkeypatch.setattr(wall_clock.time, "monotonic", moment)
+    monkeypatch.setattr(activity.time, "monotonic", moment)
     return moment, WallClock(since=90.0)
 
 
@@ -50,7 +50,7 @@ def test_a_process_begins_when_the_system_says_and_a_fork_begins_anew() -> None:
     os.waitpid(child, 0)
     assert json.loads(os.read(read, 1000))["total"] < 100
     assert counted.seconds()["total"] >= 1000
-    assert wall_clock.CLOCK.seconds()["total"] < 10_000
+    assert activity.CLOCK.seconds()["total"] < 10_000
 
 
 def test_run_json_keeps_the_first_step(
