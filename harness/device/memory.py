@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from harness.topology.agreement import largest
 from harness.topology.processes import peak_resident_bytes
 
 GIB = 2**30
@@ -28,19 +27,14 @@ class _Highest:
 HIGHEST = _Highest()
 
 
-def peak_memory_gib(device: torch.device) -> tuple[float | None, float]:
-    """Return the peak memory in GiB on the device (None for a CPU) and on the host: the maximum over all ranks.
-
-    A collective: all ranks call it.
-    """
+def peak_memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Return this process's peak memory in bytes on the device (0 for a CPU) and on the host, in the whole run."""
     on_device = 0 if device.type == "cpu" else max(HIGHEST.device, peak_bytes(device))
-    on_host = max(HIGHEST.host, peak_resident_bytes())
-    on_device, on_host = largest([on_device, on_host])
-    return (None if device.type == "cpu" else on_device / GIB), on_host / GIB
+    return on_device, max(HIGHEST.host, peak_resident_bytes())
 
 
 def reset_peak(device: torch.device) -> None:
-    """Restart the peak that `peak_bytes` returns. `peak_memory_gib` still returns the peak of the whole run."""
+    """Restart the peak that `peak_bytes` returns. `peak_memory_bytes` still returns the peak of the whole run."""
     HIGHEST.host = max(HIGHEST.host, peak_resident_bytes())
     if device.type != "cpu":
         HIGHEST.device = max(HIGHEST.device, peak_bytes(device))

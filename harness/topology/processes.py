@@ -112,8 +112,8 @@ def peak_resident_bytes() -> int:
     started this one.
     """
     with suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
+        for line in Path("/proc/self/status").read_bytes().splitlines():
+            if line.startswith(b"VmHWM:"):
                 return int(line.split()[1]) * 1024
     import resource  # not in CPython for browsers, where the planner's page imports this module
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import deepspeed
 from torch.optim import Optimizer
@@ -30,14 +31,14 @@ from harness.data.batches.collate import AnyDataset, Collator, MicroBatch, colla
 from harness.data.batches.evaluation import by_prefix
 from harness.data.inputs.datasets import UserData, own_tokenizer
 from harness.data.tokenizer import Tokenizer
-from harness.device.memory import peak_memory_gib
+from harness.device.memory import GIB, peak_memory_bytes
 from harness.errors import UserError
 from harness.preconditions import establish
 from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
 from harness.resilience.watch.meeting import telling_of_a_failure
 from harness.topology.agreement import all_or_none, any_rank, largest, value_of_first
-from harness.topology.env import LaunchEnv
+from harness.topology.env import LaunchEnv, records_folder
 from harness.training.callbacks import (
     AnyCallback,
     MomentValues,
@@ -47,6 +48,7 @@ from harness.training.callbacks import (
     TrainerState,
     instance,
     instances,
+    is_default,
     keywords,
     take_out,
 )
@@ -59,6 +61,7 @@ from harness.training.evaluate import evaluation_data, evaluation_metrics, predi
 from harness.training.huggingface import missing, require_ours, upload
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.preparation import prepare_run, release
+from harness.training.prepare.run import NOTHING_DUE
 from harness.training.prepare.trainable import Model
 from harness.training.rebalancing import Rebalancer
 from harness.training.recording.profiler import ProfileCallback
@@ -156,6 +159,12 @@ class Trainer(ScriptMethods):
             own_callbacks = instances(callbacks or ())
             self.run = run = prepare_run(inputs, given, config)
             self.control = TrainerControl()
+            # Attached once, so that a step calls only what this run uses.
+            self._largest: Callable[[Sequence[int]], list[int]] = largest if run.layout.world_size > 1 else list
+            self._is_recorded = records_folder() is not None
+            self._signals: signals.SignalListener | None = None
+            self._keywords: dict[object, Mapping[str, Any] | None] = {}  # of each callback's method; None: not called
+            self._next_event = 0  # the next step after which something may be due; 0: after the next one
             self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console, run.trainable.speed_unit)]
             self.callbacks += map(own_early_stopping, own_callbacks)
             if args.early_stopping_patience:
@@ -175,6 +184,7 @@ class Trainer(ScriptMethods):
         self.checkpoints.settle()
         if self.stream is not None:
             self.stream.close()
+        self._keywords.clear()
         release(self.run)
 
     @inside("training", Phase.STEP)
@@ -207,8 +217,11 @@ class Trainer(ScriptMethods):
                 "with a larger max_steps and resume_from_checkpoint; to start again, one with another output_dir"
             )
         rebalancer = Rebalancer(run) if run.args.rebalance_steps else None
-        watching = signals.at_the_end_of_a_step(run.console.say, run.env.parent)
-        with watching, Recorder(run) as recorder, self.checkpoints:
+        deferred = signals.at_the_end_of_a_step(run.console.say, run.env.parent)
+        with deferred as self._signals, Recorder(run) as recorder, self.checkpoints:
+            guard = partial(self.rollback.guarding, recorder, self._settle)  # rolls back a non-finite step
+            guarded = guard if run.args.nonfinite == "rollback" else nullcontext
+            self._next_event = 0
             self._call("on_train_begin")
             self._call("on_epoch_begin")
             self.rollback.begin(self.save_checkpoint)
@@ -216,12 +229,14 @@ class Trainer(ScriptMethods):
             if run.evaluation_due and self.eval_dataset is not None:
                 stop = self._evaluate_and_save(recorder, evaluate=True)
             while self._goes_on(stop):
-                with self.rollback.guarding(recorder, self._settle):  # rolls back a non-finite step
+                with guarded():
                     record = self.training_step()
                     recorder.step(record)
                     stop = self._after_step(record, recorder)
-                    if rebalancer is not None and self._goes_on(stop) and rebalancer.after_step(record):
-                        recorder.describe()
+                    if rebalancer is not None and self._goes_on(stop):
+                        self._keywords.clear()  # they would keep the memory of an engine that is replaced
+                        if rebalancer.after_step(record):
+                            recorder.describe()
             steps, seconds, loss = state.global_step - first_step, time.perf_counter() - start_time, recorder.mean_loss
             metrics = {
                 "train_runtime": seconds,
@@ -237,8 +252,8 @@ class Trainer(ScriptMethods):
 
     def _goes_on(self, stop: int) -> bool:
         """Whether another step follows; `stop` is the signal that ends the run, 0 without one."""
-        ends = stop or self.control.should_training_stop
-        return not ends and self.state.global_step < self.state.max_steps
+        state = self.run.state
+        return not (stop or self.control.should_training_stop) and state.global_step < state.max_steps
 
     def _warn_without_labels(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Warn of a step whose loss is 0 because its global batch has no label; all ranks call it."""
@@ -256,9 +271,12 @@ class Trainer(ScriptMethods):
         The stream yields the micro-batches of this rank's data-parallel coordinate; `Engine.train_step` runs forward,
         backward and update; a non-finite step is handled before it is counted.
         """
-        run, state, stream = self.run, self.state, self.stream
+        run = self.run
+        state, stream = run.state, run.stream
         assert stream is not None
-        records.begin_step(state.global_step + 1)
+        records.THIS_RANK.step = state.global_step + 1
+        if self._is_recorded:
+            records.record_step()
         self._call("on_step_begin")
         start_time = time.perf_counter()
         learning_rate = run.engine.learning_rate  # read before the update, which advances the schedule
@@ -266,14 +284,17 @@ class Trainer(ScriptMethods):
         micro_batches = stream.next_step(read=run.engine.reads_data)
         outcome = run.engine.train_step(micro_batches, state.consumed_samples, stream.length, stream.sources)
         seconds = time.perf_counter() - start_time  # measured correctly, as train_step has waited for the device
-        self.nonfinite.judge(state.global_step + 1, outcome, run.engine)
+        if not (isfinite(outcome.loss) and outcome.finite_gradient):
+            self.nonfinite.judge(state.global_step + 1, outcome, run.engine)
         state.global_step += 1
         if outcome.loss == 0.0:
             self._warn_without_labels(micro_batches)
         state.consumed_samples = stream.consumed
         state.epoch = stream.epoch
-        units = sum(run.trainable.loss.units(inputs) for inputs, _ in micro_batches)
-        device_gib, host_gib = peak_memory_gib(run.device)
+        units = 0
+        for inputs, _ in micro_batches:
+            units += run.trainable.loss.units(inputs)
+        device_bytes, host_bytes = self._largest(peak_memory_bytes(run.device))  # of the rank that needs most
         return StepRecord(
             step=state.global_step,
             loss=outcome.loss,
@@ -285,8 +306,8 @@ class Trainer(ScriptMethods):
             epoch=state.epoch,
             aux_loss=outcome.parts.get(AUX_LOSS),
             source_losses=run.engine.source_losses(outcome),
-            device_memory_gib=device_gib,
-            host_memory_gib=host_gib,
+            device_memory_gib=device_bytes / GIB if run.device.type != "cpu" else None,
+            host_memory_gib=host_bytes / GIB,
             skipped=not outcome.applied,
         )
 
@@ -296,10 +317,16 @@ class Trainer(ScriptMethods):
         Returns:
             The number of the signal that ends the run; 0 if none does.
         """
-        control = self.control
-        self.checkpoints.wait_a_moment()
-        before = self.stream.before if self.stream else 0
-        due = self.run.events_after(record.step, before, record.consumed_samples, self.state.max_steps)
+        control, run = self.control, self.run
+        stream = run.stream
+        assert stream is not None
+        if self.checkpoints.pending is not None:
+            self.checkpoints.wait_a_moment()
+        due, last_step = NOTHING_DUE, run.state.max_steps
+        epoch_ends = stream.consumed // stream.n > stream.before // stream.n
+        if epoch_ends or record.step >= min(self._next_event, last_step):
+            due = run.events_after(record.step, epoch_ends=epoch_ends, max_steps=last_step)
+            self._next_event = run.next_event(record.step)
         self._call("on_step_end", record=record)
         for event in due.epoch_events:
             self._call(event)
@@ -310,7 +337,10 @@ class Trainer(ScriptMethods):
             self._call("on_log", logs=recorder.log(record))
             stop = self._agree_on_control()
         control.should_log = False
-        return self._evaluate_and_save(recorder, stop, evaluate=due.evaluate, save=due.save)
+        if stop or due.evaluate or due.save or control.should_evaluate or control.should_save:
+            return self._evaluate_and_save(recorder, stop, evaluate=due.evaluate, save=due.save)
+        run.evaluation_due = False
+        return stop
 
     def _evaluate_and_save(self, recorder: Recorder, stop: int = 0, *, evaluate: bool, save: bool = False) -> int:
         """Evaluate and save if that is due, or asked for; the argument and the result are signals that end the run."""
@@ -333,7 +363,8 @@ class Trainer(ScriptMethods):
         return stop
 
     def _settle(self) -> None:
-        """Complete a save that is being written; all ranks call it."""
+        """Complete a save that is being written, before the run goes back to it; all ranks call it."""
+        self._next_event = 0
         self.checkpoints.finish()
         self._agree_on_control()
 
@@ -347,22 +378,23 @@ class Trainer(ScriptMethods):
             The number of the signal that ends the run; 0 if none does.
         """
         control, checkpoints = self.control, self.checkpoints
+        received = 0 if self._signals is None else self._signals.first
         own = [
-            not checkpoints.is_ready,
-            signals.precedence(signals.received()),
+            checkpoints.pending is None or not checkpoints.is_ready,
+            received and signals.precedence(received),
             control.should_training_stop,
-            control.should_save or checkpoints.is_due,
+            control.should_save or (self.run.args.save_seconds is not None and checkpoints.is_due),
             control.should_evaluate,
             control.should_log,
         ]
-        waits, stop, ends, saves, evaluates, logs = largest(own)  # one small all-reduce for everything
+        waits, stop, ends, saves, evaluates, logs = self._largest(own)  # one small all-reduce for everything
         control.should_training_stop = bool(ends)
         control.should_save = bool(saves)
         control.should_evaluate = bool(evaluates)
         control.should_log = bool(logs)
         if not waits and checkpoints.advance():  # on_save was called, and may have set `control`
             return self._agree_on_control()
-        return signals.of_precedence(stop)
+        return stop and signals.of_precedence(stop)
 
     def _end_training(self, stop: int, metrics: Mapping[str, object]) -> None:
         """Complete saves, load the best model, call on_train_end; raise Stopped if a signal, `stop`, ended the run."""
@@ -438,14 +470,18 @@ class Trainer(ScriptMethods):
         self._call("on_log", logs=logs)
 
     def _call(self, moment: str, state: TrainerState | None = None, **kwargs: Unpack[MomentValues]) -> None:
-        """Call the method `moment` of every callback in order.
+        """Call the method `moment` of every callback that has one of its own, in order.
 
         `state` replaces the run's state for an event that is reported late, as the end of a background save.
         """
         for callback in tuple(self.callbacks):  # a copy, as a callback may remove itself
-            with suppress(signals.Interrupted), inside(moment):
-                method = getattr(callback, moment)
-                method(self.args, state or self.state, self.control, **keywords(method, self), **kwargs)
+            method = getattr(callback, moment)
+            function = getattr(method, "__func__", method)
+            if function not in self._keywords:
+                self._keywords[function] = None if is_default(function) else keywords(function, self)
+            if (given := self._keywords[function]) is not None:
+                with suppress(signals.Interrupted), inside(moment):
+                    method(self.run.args, state or self.run.state, self.control, **given, **kwargs)
 
     def add_callback(self, callback: AnyCallback) -> None:
         """Append a callback. UserError if it is none."""

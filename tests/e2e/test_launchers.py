@@ -161,7 +161,8 @@ folder, job = Path(__file__).parent, int(os.environ.get("SLURM_RESTART_COUNT", 0
 rank, attempt = int(os.environ["RANK"]), int(Path(os.environ["DS_HARNESS_RECORDS"]).name)
 records.THIS_RANK.rank = rank
 records.expect_success()
-records.begin_step(1)
+records.THIS_RANK.step = 1
+records.record_step()
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(138))
 if job == 0 and attempt == 0 and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)

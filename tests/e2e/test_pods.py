@@ -36,7 +36,8 @@ signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
 step = 0
 while not (folder / "end").exists() and step < 600:
     step += 1
-    records.begin_step(step)
+    records.THIS_RANK.step = step
+    records.record_step()
     (folder / f"{start}-{rank}-of-{world}").write_text(f"{os.getpid()} {os.environ['MASTER_ADDR']}")
     if stopped or (folder / "stop").exists():
         number = (stopped or [signal.SIGTERM])[0]

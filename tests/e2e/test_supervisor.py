@@ -27,7 +27,8 @@ folder = Path(__file__).parent
 records.THIS_RANK.rank, records.THIS_RANK.stage = rank, rank
 records.expect_success()
 for step in range(1, 4):
-    records.begin_step(step)
+    records.THIS_RANK.step = step
+    records.record_step()
     (folder / f"{attempt}-{rank}-{step}").write_text(str(os.getpid()))
     {what}
     time.sleep(0.2)

@@ -56,10 +56,8 @@ class Failure(Position):
     time: float  # seconds since the epoch
 
 
-def begin_step(step: int) -> None:
-    """Set the current step, and write it to a file: a rank that is killed cannot report it later."""
-    THIS_RANK.step = step
-    THIS_RANK.doing = "training"
+def record_step() -> None:
+    """Record the current step: a rank that is killed cannot report it later."""
     _write(f"position-{THIS_RANK.rank}.json", asdict(THIS_RANK))
 
 

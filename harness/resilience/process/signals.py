@@ -151,8 +151,10 @@ def reported_by(say: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterator[None]:
-    """Defer signals in this block: the caller calls `received` after each step, saves and stops.
+def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterator[SignalListener | None]:
+    """Defer signals in this block: the caller looks at the listener's `first` after each step, saves and stops.
+
+    Yields the listener; None outside of the main thread, where there is none.
 
     After a signal in the last step, all work is done, and the script still writes the model. Without an outer
     `listening` block, that signal is raised again at the end of this one.
@@ -160,12 +162,12 @@ def at_the_end_of_a_step(say: Callable[[str], None], parent: str = "") -> Iterat
     is_outer = _active() is None
     with listening(say, parent) as listener:
         if listener is None:
-            yield
+            yield None
             return
         listener.saves = True
         listener.where = "again"
         try:
-            yield
+            yield listener
         except BaseException as error:
             listener.saves = False
             listener.where = None  # the error itself says why the run ends

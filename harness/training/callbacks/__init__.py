@@ -56,10 +56,14 @@ class StepRecord:
 
     def as_dict(self) -> JsonObject:
         """Return the record for `metrics.jsonl`, without optional fields that are empty, and `skipped` only if true."""
-        names = ("aux_loss", "device_memory_gib", "host_memory_gib")
-        optional = {name: getattr(self, name) is not None for name in names}
-        optional |= {"skipped": self.skipped, "source_losses": bool(self.source_losses)}
-        return {name: value for name, value in asdict(self).items() if optional.get(name, True)}
+        row = {**vars(self), "source_losses": dict(self.source_losses)}
+        for name in ("aux_loss", "device_memory_gib", "host_memory_gib"):
+            if row[name] is None:
+                del row[name]
+        for name in ("source_losses", "skipped"):
+            if not row[name]:
+                del row[name]
+        return row
 
 
 NOT_IN_STATE = {
@@ -270,9 +274,15 @@ NOT_CALLED = {
 """HuggingFace's callback methods that are never called here -> what to use instead."""
 
 
-def keywords(method: Callable[..., object], trainer: Trainer) -> dict[str, object]:
-    """Return the keyword arguments of GIVEN that a callback's method accepts."""
-    taken = _parameters(getattr(method, "__func__", method))
+def is_default(function: Callable[..., object]) -> bool:
+    """Return whether this is a method of TrainerCallback itself, ours or HuggingFace's, which does nothing."""
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    return name.startswith((f"{__name__}.TrainerCallback.", "transformers.trainer_callback.TrainerCallback."))
+
+
+def keywords(function: Callable[..., object], trainer: Trainer) -> dict[str, object]:
+    """Return the keyword arguments of GIVEN that a callback's function accepts."""
+    taken = _parameters(function)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     return {name: make(trainer) for name, make in GIVEN.items() if takes_all or name in taken}
 

@@ -37,6 +37,9 @@ class StepEvents:
     save: bool
 
 
+NOTHING_DUE = StepEvents(epoch_events=(), log=False, evaluate=False, save=False)
+
+
 @dataclass(kw_only=True)
 class Run(RunPlan, EngineContext):
     """A run that is ready for its first step, or for loading its checkpoint.
@@ -112,16 +115,28 @@ class Run(RunPlan, EngineContext):
             train_batch_size=self.resolved.micro_batch,
         )
 
-    def events_after(self, step: int, before: int, consumed: int, max_steps: int | None = None) -> StepEvents:
+    def next_event(self, step: int) -> int:
+        """Return the next step after `step` after which something may be due, if no epoch ends and it is not the last.
+
+        So most steps need not ask for `events_after`.
+        """
+        args = self.args
+        stated = [
+            args.logging_steps if args.logging_strategy == "steps" else 0,
+            (args.eval_steps or args.logging_steps) if args.evaluation_strategy == "steps" else 0,
+            args.save_steps if args.save_strategy == "steps" else 0,
+        ]
+        every = [interval(steps, self.max_steps) for steps in stated]
+        return min([(step // steps + 1) * steps for steps in every if steps], default=self.max_steps)
+
+    def events_after(self, step: int, *, epoch_ends: bool, max_steps: int | None = None) -> StepEvents:
         """Return the events due after a step. After the last step, everything that is enabled is due.
 
         Args:
-            before, consumed: samples consumed before and after the step.
+            epoch_ends: whether the step has used the last sample of a pass through the data.
             max_steps: the number of steps, if a callback has changed it.
         """
         args, last = self.args, step == (max_steps or self.max_steps)
-        samples = dataset_length(self.data.train)
-        epoch_ends = consumed // samples > before // samples
 
         def asks(strategy: str, stated: float) -> bool:
             steps = interval(stated, self.max_steps)

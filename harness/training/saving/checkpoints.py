@@ -40,6 +40,7 @@ class Checkpoints:
     """Saves a run; all ranks call its methods in the same order.
 
     Attributes:
+        pending: the checkpoint that is being written; None without one.
         newest: step of the newest complete checkpoint that this run has saved or resumed; None without one.
     """
 
@@ -56,7 +57,7 @@ class Checkpoints:
         self._on_save = on_save
         self._overridden = overridden
         self._writer = Writer()
-        self._pending: BackgroundSave | None = None
+        self.pending: BackgroundSave | None = None
         self._best: float | None = None  # metric of the step that is being saved, if it is the best so far
         self._begun = time.monotonic()  # time of the last save's begin
         self._saved = run.state  # the state when the newest save began
@@ -95,13 +96,13 @@ class Checkpoints:
     @property
     def is_ready(self) -> bool:
         """Whether this rank has finished its phase of a pending checkpoint."""
-        return self._pending is not None and not self._pending.is_busy
+        return self.pending is not None and not self.pending.is_busy
 
     @property
     def is_due(self) -> bool:
         """Whether a checkpoint is due by rank 0's clock (`--save_seconds`)."""
         seconds = self.run.args.save_seconds if self.run.args.saves else None
-        if seconds is None or self._pending is not None or not self.run.state.is_world_process_zero:
+        if seconds is None or self.pending is not None or not self.run.state.is_world_process_zero:
             return False
         return time.monotonic() - self._begun >= seconds
 
@@ -139,16 +140,16 @@ class Checkpoints:
         So a killed run with short steps repeats at most the steps between two saves.
         """
         until = time.monotonic() + MOMENT_S
-        while self._pending is not None and self._pending.step == self.run.state.global_step - 1:
-            self._pending.wait(until - time.monotonic())
-            if any_rank(self._pending.is_busy):
+        while self.pending is not None and self.pending.step == self.run.state.global_step - 1:
+            self.pending.wait(until - time.monotonic())
+            if any_rank(self.pending.is_busy):
                 return
             self.advance()
 
     @inside("saving")
     def finish(self) -> None:
         """Wait for the pending checkpoint, and for the deletion of older ones; warn if it fails."""
-        while self._pending is not None:
+        while self.pending is not None:
             self.advance()
         self._writer.wait()
 
@@ -166,7 +167,7 @@ class Checkpoints:
 
     def settle(self) -> None:
         """Wait as `finish` does, but give up after PATIENCE_S if some ranks do not call it."""
-        if self._pending is not None and all_arrive(f"save {self._pending.number}", PATIENCE_S):
+        if self.pending is not None and all_arrive(f"save {self.pending.number}", PATIENCE_S):
             self.finish()
 
     def stopped(self, number: int) -> signals.Stopped:
@@ -191,17 +192,17 @@ class Checkpoints:
         self.require_own_directory()
         self._nonfinite.judge_weights(self.run.engine, finished_name(step))
         self._best = self.run.state.best_metric if self.run.state.best_global_step == step else None
-        self._pending = begin_checkpoint(self.run, self._writer, copy=copy)
+        self.pending = begin_checkpoint(self.run, self._writer, copy=copy)
         self._state_of = step, self.run.state.consumed_samples
         self._saved = replace(self.run.state)
-        return self._pending
+        return self.pending
 
     def _advance(self) -> bool:
-        pending, self._pending = self._pending, None  # nothing is pending any more if advance() raises NotSaved
+        pending, self.pending = self.pending, None  # nothing is pending any more if advance() raises NotSaved
         if pending is None:
             return False
         if not pending.advance():
-            self._pending = pending
+            self.pending = pending
             return False
         self.newest = pending.step
         note_checkpoint(self.run.state, pending.path, self._best)
@@ -210,7 +211,7 @@ class Checkpoints:
         return True
 
     def _attempt(self, action: Callable[[], object]) -> object:
-        step = self.run.state.global_step if self._pending is None else self._pending.step
+        step = self.run.state.global_step if self.pending is None else self.pending.step
         try:
             return action()
         except NotSaved as error:

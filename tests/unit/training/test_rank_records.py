@@ -22,7 +22,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_failure_says_where_and_why_and_the_first_one_stays(folder: Path) -> None:
-    records.begin_step(7)
+    records.THIS_RANK.step = 7
+    records.record_step()
     records.THIS_RANK.doing = "saving"
     records.record_failure(ValueError("first line\nsecond"))
     records.record_failure(UserError("later"))
@@ -55,7 +56,8 @@ def test_success_is_of_rank_0_alone(folder: Path) -> None:
 def test_nothing_is_written_without_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_HARNESS_RECORDS", raising=False)
     monkeypatch.chdir(tmp_path)
-    records.begin_step(1)
+    records.THIS_RANK.step = 1
+    records.record_step()
     records.record_failure(ValueError())
     assert list(tmp_path.iterdir()) == []
 
