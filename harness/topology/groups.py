@@ -5,6 +5,7 @@ rank needs no torch.distributed. Otherwise torch.distributed must be initialised
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -41,12 +42,12 @@ class Groups:
         """Whether this is the first data-parallel rank with its experts."""
         return self.coordinate.dp_rank < self.layout.ep_data_size
 
-    @property
+    @cached_property
     def is_first_stage(self) -> bool:
         """Whether this rank reads the inputs."""
         return self.coordinate.stage == 0
 
-    @property
+    @cached_property
     def is_last_stage(self) -> bool:
         """Whether this rank reads the labels and computes the loss."""
         return self.coordinate.stage == self.loss_stage

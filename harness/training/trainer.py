@@ -16,7 +16,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Unpack
+from typing import TYPE_CHECKING, NoReturn, Unpack
 
 import deepspeed
 from torch.optim import Optimizer
@@ -163,7 +163,7 @@ class Trainer(ScriptMethods):
             self._largest: Callable[[Sequence[int]], list[int]] = largest if run.layout.world_size > 1 else list
             self._is_recorded = records_folder() is not None
             self._signals: signals.SignalListener | None = None
-            self._keywords: dict[object, Mapping[str, Any] | None] = {}  # of each callback's method; None: not called
+            self._keywords: dict[object, Mapping[str, object] | None] = {}  # by method; None: does nothing
             self._next_event = 0  # the next step after which something may be due; 0: after the next one
             self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console, run.trainable.speed_unit)]
             self.callbacks += map(own_early_stopping, own_callbacks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from harness.config.values.layout_keys import FOLDED_SCHEDULES, INTERLEAVED
 
@@ -26,7 +27,7 @@ class ModelChunks:
     per_stage: int = 1
     folded: bool = False
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of chunks in the whole model."""
         return self.num_stages * self.per_stage

@@ -10,9 +10,11 @@ longer than the model's positions: these would fail deep inside the model, on a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
@@ -31,6 +33,7 @@ Collator: TypeAlias = Callable[[list[Any]], Any]
 
 _INTEGERS = ("input_ids", "labels", "position_ids")
 _NOT_CARRIED = ("token_type_ids", "inputs_embeds")
+_COLUMNS = (*_INTEGERS, "attention_mask", *_NOT_CARRIED)
 
 
 class MapDataset(Protocol):
@@ -76,31 +79,41 @@ def as_micro_batch(collated: object) -> MicroBatch:
     raise UserError(f"the data_collator gave {type(collated).__name__}: it must give a dict or a pair (inputs, labels)")
 
 
-def hidden_tokens(sample: object) -> int:
-    """Return the number of padding tokens of a sample or collated batch: those that its attention_mask hides."""
-    if not isinstance(sample, Mapping) or sample.get("attention_mask") is None:
-        return 0
-    return int((torch.as_tensor(sample["attention_mask"]) == 0).sum())
+def hidden_tokens(samples: Sequence[object]) -> int:
+    """Return the number of padding tokens of samples or collated batches: those that an attention_mask hides."""
+    hidden = 0
+    for sample in samples:
+        if isinstance(sample, Mapping) and sample.get("attention_mask") is not None:
+            hidden += int((torch.as_tensor(sample["attention_mask"]) == 0).sum())
+    return hidden
 
 
 def _language(samples: Sequence[Mapping[str, object]]) -> MicroBatch:
-    if "input_ids" not in samples[0]:
-        has = ", ".join(map(str, samples[0]))
+    first = samples[0]
+    if "input_ids" not in first:
+        has = ", ".join(map(str, first))
         raise UserError(
             f"a sample has no input_ids (it has: {has}): give input_ids, text, messages, or prompt and completion"
         )
-    names = [name for name in (*_INTEGERS, "attention_mask", *_NOT_CARRIED) if _have(name, samples)]
-    return _with_labels({name: _stack(name, [sample[name] for sample in samples]) for name in names})
+    for sample in samples:
+        if not isinstance(sample, Mapping) or sample.keys() != first.keys():
+            _require_same_columns(samples)
+    batch = {}
+    for name in _COLUMNS:
+        if name in first:
+            batch[name] = _stack(name, samples)
+    return _with_labels(batch)
 
 
-def _have(name: str, samples: Sequence[object]) -> bool:
-    """Return whether the samples have this column. Raises UserError if only some have it."""
-    having = [isinstance(sample, Mapping) and name in sample for sample in samples]
-    if any(having) and not all(having):
-        raise UserError(
-            f"some samples of a micro-batch have {name} and others do not: add the column to all samples, or to none"
-        )
-    return all(having)
+def _require_same_columns(samples: Sequence[object]) -> None:
+    """Raise UserError if only some samples have a column that counts."""
+    for name in _COLUMNS:
+        having = [isinstance(sample, Mapping) and name in sample for sample in samples]
+        if any(having) and not all(having):
+            raise UserError(
+                f"some samples of a micro-batch have {name} and others do not: add the column to all samples, or to "
+                "none"
+            )
 
 
 def _as_tensors(given: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -109,7 +122,23 @@ def _as_tensors(given: Mapping[str, object]) -> dict[str, torch.Tensor]:
     return found | {name: torch.as_tensor(given[name]) for name in ("attention_mask", *_NOT_CARRIED) if name in given}
 
 
-def _stack(name: str, rows: list[object]) -> torch.Tensor:
+def _stack(name: str, samples: Sequence[Mapping[str, object]]) -> torch.Tensor:
+    """Return a column of the samples, int64 [batch, ...]. UserError if it does not hold integers of one shape."""
+    rows = [sample[name] for sample in samples]
+    with suppress(TypeError, ValueError, RuntimeError):  # `_stack_each` names the row at fault
+        if isinstance(rows[0], Tensor):
+            stacked = torch.stack(rows)  # type: ignore[arg-type]  # raises TypeError for others
+        elif isinstance(rows[0], np.ndarray):
+            stacked = torch.as_tensor(np.stack(rows))  # type: ignore[arg-type]  # raises ValueError for others
+        else:
+            stacked = torch.as_tensor(rows)
+        if not stacked.is_floating_point():
+            return stacked.long()
+    return _stack_each(name, rows)
+
+
+def _stack_each(name: str, rows: Sequence[object]) -> torch.Tensor:
+    """Stack rows that may each be of another kind."""
     tensors = [_integers(name, row) for row in rows]
     shapes = sorted({tuple(tensor.shape) for tensor in tensors})
     if len(shapes) > 1:
@@ -141,8 +170,11 @@ def _with_labels(batch: Mapping[str, torch.Tensor]) -> MicroBatch:
             raise UserError(f"samples contain {name}, which is not passed to the model: remove the column")
     ids = batch["input_ids"].long()
     labels = batch.get("labels")
-    labels = ids.clone() if labels is None else labels.long()
-    _require_shape("labels", labels, ids)
+    if labels is None:
+        labels = ids.clone()
+    else:
+        labels = labels.long()
+        _require_shape("labels", labels, ids)
     mask = batch.get("attention_mask")
     if mask is not None:
         _require_shape("attention_mask", mask, ids)
@@ -204,7 +236,8 @@ class TokenCollator:
             raise UserError(f"sample {rows[0]} has no tokens: remove empty ones from the data set")
         if self.positions is not None:
             own = inputs[1] if isinstance(inputs, tuple | list) else None
-            _require_positions(ids, own, self.positions, rows, samples)
+            if own is not None or ids.shape[1] > self.positions:
+                _require_positions(ids, own, self.positions, rows, samples)
         if self.vocabulary is not None:
             _require_known("input_ids", ids, self.vocabulary, rows)
             if self.checks_labels and isinstance(labels, Tensor):
@@ -251,7 +284,8 @@ def too_long(row: int, tokens: int, limit: int) -> UserError:
 
 
 def _require_known(name: str, ids: Tensor, vocabulary: int, rows: Sequence[int]) -> None:
-    if int(ids.min()) >= 0 and int(ids.max()) < vocabulary:
+    lowest, highest = ids.aminmax()
+    if int(lowest) >= 0 and int(highest) < vocabulary:
         return
     row, place = torch.nonzero((ids < 0) | (ids >= vocabulary))[0].tolist()
     except_for = f" or {IGNORED}" if name == "labels" else ""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -25,7 +26,7 @@ from harness.data.batches.collate import (
     hidden_tokens,
 )
 from harness.data.batches.order import Indices, OwnOrder, SeveralSources, batch_indices
-from harness.data.batches.padding import at_length, padding_of
+from harness.data.batches.padding import PaddedSamples, at_length, padding_of
 from harness.data.batches.read_ahead import ReadAhead
 from harness.errors import UserError
 from harness.parallel.generators import own_generators, seed_of
@@ -33,6 +34,7 @@ from harness.resilience.process.activity import inside
 from harness.wording import counted
 
 _STEPS_MEASURED = 16  # for an estimate of the share of padding
+_ORDERED = 1024  # samples whose order is computed at once: the network takes as long for one as for hundreds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class StepPlan:
         consumed: samples of the run before this step.
         rows: sample indices [micro-batches][samples].
         lengths: padded length of each micro-batch in tokens; None if the data set pads nothing.
-        seeds: for each micro-batch, the seed of random draws by data set and collator.
+        places: place of each micro-batch's first sample in the order of samples.
         length: the common length of all micro-batches of the step, if the run needs one.
         tokens: tokens of the step on all data ranks, without padding; None if the data set does not know its lengths.
     """
@@ -51,7 +53,7 @@ class StepPlan:
     consumed: int
     rows: list[list[int]]
     lengths: list[int | None]
-    seeds: list[int]
+    places: range
     length: int | None
     tokens: int | None
 
@@ -63,6 +65,7 @@ class BatchStream:
     that the run has used so far. Raises UserError if the data set is smaller than one global batch.
 
     Attributes:
+        global_batch: number of samples that all data ranks together consume in a step.
         before: samples consumed before the last step.
         length: padded length of the last step's samples in tokens, the same on every rank; None if the step has no
             common length.
@@ -91,6 +94,7 @@ class BatchStream:
         self.accumulation = accumulation
         self.dp_rank = dp_rank
         self.dp_size = dp_size
+        self.global_batch = micro_batch * accumulation * dp_size
         self.consumed = self.before = consumed
         self.sources: list[list[int]] = []
         self.skipped: list[list[int]] = []
@@ -98,14 +102,13 @@ class BatchStream:
         self.one_length = one_length  # all micro-batches of a step are padded alike
         self.length: int | None = None
         self._ahead = ReadAhead(self._read, self._following, workers) if workers else None
+        self._pads = isinstance(dataset, PaddedSamples)
+        self._has_sources = isinstance(dataset, SeveralSources) and len(dataset.names) > 1
+        self._ordered = np.empty(0, dtype=np.int64)  # indices of the samples after the first `_ordered_from`
+        self._ordered_from = 0
         self._tokens: int | None = None
         self._masked = 0
         require_samples(self.n, micro_batch, accumulation, dp_size)
-
-    @property
-    def global_batch(self) -> int:
-        """Number of samples that all data ranks together consume in a step."""
-        return self.micro_batch * self.accumulation * self.dp_size
 
     @property
     def epoch(self) -> float:
@@ -125,7 +128,8 @@ class BatchStream:
         self.length = plan.length
         self._tokens = plan.tokens
         self._masked = masked
-        if isinstance(self.dataset, SeveralSources) and len(self.dataset.names) > 1 and read:
+        if self._has_sources and read:
+            assert isinstance(self.dataset, SeveralSources)
             self.sources = [self.dataset.sources_of(rows) for rows in plan.rows]
         return micro_batches
 
@@ -176,11 +180,15 @@ class BatchStream:
 
     def _read(self, plan: StepPlan) -> tuple[list[MicroBatch], int]:
         """Return the micro-batches of a step, and how many of their tokens an attention_mask hides."""
-        read = [
-            read_micro_batch(at_length(self.dataset, length), rows, self.collator, seed)
-            for rows, length, seed in zip(plan.rows, plan.lengths, plan.seeds, strict=True)
-        ]
-        return [micro_batch for micro_batch, _ in read], sum(masked for _, masked in read)
+        micro_batches = []
+        masked = 0
+        for rows, length, place in zip(plan.rows, plan.lengths, plan.places, strict=True):
+            padded = self.dataset if length is None else at_length(self.dataset, length)
+            # A seed depends on the place in the sample order, not on the rank: it is equal in every layout.
+            micro_batch, hidden = read_micro_batch(padded, rows, self.collator, seed_of("samples", self.seed, place))
+            micro_batches.append(micro_batch)
+            masked += hidden
+        return micro_batches, masked
 
     def _following(self, plan: StepPlan) -> Iterator[StepPlan]:
         """Yield a plan and those of all steps after it."""
@@ -193,19 +201,27 @@ class BatchStream:
         for first, stop in sorted(self.skipped):
             if first < consumed + self.global_batch and consumed < stop:
                 consumed = stop
-        batches = self._order(consumed, self.global_batch).reshape(-1, self.micro_batch)
+        start = consumed - self._ordered_from
+        if not 0 <= start <= len(self._ordered) - self.global_batch:
+            self._ordered = self._order(consumed, max(self.global_batch, _ORDERED))
+            self._ordered_from = consumed
+            start = 0
+        batches = self._ordered[start : start + self.global_batch].reshape(-1, self.micro_batch)
+        lengths: list[int | None] = [None] * len(batches)
+        tokens = None
+        if self._pads:
+            found = padding_of(self.dataset, batches, one_length=self.one_length)
+            assert found.lengths is not None
+            lengths = found.lengths.tolist()
+            tokens = found.tokens - found.padding
         mine = slice(self.dp_rank, None, self.dp_size)
-        found = padding_of(self.dataset, batches, one_length=self.one_length)
-        lengths = [None] * len(batches) if found.lengths is None else found.lengths.tolist()
-        # A micro-batch's seed depends on its place in the sample order, not on the rank: it is equal in every layout.
-        places = range(consumed, consumed + self.global_batch, self.micro_batch)
         return StepPlan(
             consumed=consumed,
             rows=batches[mine].tolist(),
             lengths=lengths[mine],
-            seeds=[seed_of("samples", self.seed, place) for place in places[mine]],
+            places=range(consumed, consumed + self.global_batch, self.micro_batch)[mine],
             length=lengths[0] if self.one_length else None,
-            tokens=None if found.lengths is None else found.tokens - found.padding,
+            tokens=tokens,
         )
 
 
@@ -267,7 +283,7 @@ def read_micro_batch(
     with own_generators(seed):
         samples = read(list(rows)) if read is not None else [dataset[i] for i in rows]
         collated = collator(samples)
-    masked = sum(map(hidden_tokens, [collated] if isinstance(collated, Mapping) else samples))
+    masked = hidden_tokens([collated] if isinstance(collated, Mapping) else samples)
     micro_batch = as_micro_batch(collated)
     if isinstance(collator, TokenCollator):
         collator.check(micro_batch, rows, samples)

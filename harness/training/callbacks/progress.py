@@ -29,12 +29,14 @@ class ProgressCallback(TrainerCallback):
         self.bar: tqdm[NoReturn] | None = None
         self._last_line = 0.0
         self._last_step = time.monotonic()
+        self._every: int | None = None  # steps between lines; None: a line every few seconds
         self._seconds: float | None = None  # moving average of a step's seconds, with logging and saving
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         self._last_line = self._last_step = time.monotonic()
+        self._every = interval(args.logging_steps, state.max_steps) if "logging_steps" in args.given else None
         if self.console.speaks and self.console.is_terminal and not args.disable_tqdm:
             self.bar = tqdm(
                 total=state.max_steps,
@@ -51,21 +53,23 @@ class ProgressCallback(TrainerCallback):
         now = time.monotonic()
         self._seconds = smoothed(self._seconds, now - self._last_step)
         self._last_step = now
+        if self.bar is None and not self._line_is_due(state, now):
+            return
         left = f"{clock((state.max_steps - record.step) * self._seconds)} left"
         if self.bar is not None:
             # time left first: a narrow terminal cuts off the rest
             self.bar.set_postfix_str(", ".join([left, *_figures(record, self.unit)]), refresh=False)
             self.bar.update()
-        elif self._line_is_due(args, state, now):
+        else:
             self._last_line = now
             self.console.say("  ".join([f"step {record.step}/{state.max_steps}", *_figures(record, self.unit), left]))
 
-    def _line_is_due(self, args: TrainingArguments, state: TrainerState, now: float) -> bool:
+    def _line_is_due(self, state: TrainerState, now: float) -> bool:
         """Return whether to print: at the first and the last step, every `logging_steps` if given, else every 5 s."""
         if state.global_step in (1, state.max_steps):
             return True
-        if "logging_steps" in args.given:
-            return state.global_step % interval(args.logging_steps, state.max_steps) == 0
+        if self._every is not None:
+            return state.global_step % self._every == 0
         return now - self._last_line > SECONDS_BETWEEN_LINES
 
     def on_evaluate(

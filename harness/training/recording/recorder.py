@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import socket
 from array import array
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from io import FileIO
 from math import isfinite, nan
 from pathlib import Path
 from statistics import mean
 from types import TracebackType
 
 from harness.arguments.themes.reporting import monitor_sections
+from harness.atomic import open_no_link
 from harness.checkpoint.directories import EVALUATIONS, METRICS, RUN, set_aside
+from harness.config.values.json_file import parse_json
 from harness.config.values.json_object import JsonObject
+from harness.config.values.secrets import Secrets
+from harness.console import warn
 from harness.errors import UserError, reason
 from harness.parallel.collectives.of_group import shares_memory
 from harness.report import certificate
@@ -26,7 +34,7 @@ from harness.training.callbacks import StepRecord
 from harness.training.engine.outputs import continued
 from harness.training.prepare.run import Run
 from harness.training.prepare.sample_prompts import SamplePrompts
-from harness.training.recording.files import MetricsFile, note_wall_clock, origin, versions, write_run
+from harness.training.recording.files import note_wall_clock, origin, versions, write_run
 from harness.training.recording.monitors import Monitors
 
 SAMPLES = "samples.jsonl"
@@ -35,6 +43,81 @@ SHOWN = (
     *("tokens_per_second", "device_memory_gib", "host_memory_gib"),
 )
 """Values of a step that are sent to monitors."""
+
+
+class MetricsFile:
+    """Appends JSON objects to a file, one a line. A resumed run first drops the lines after its checkpoint's step."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        self._path = path
+        self._waiting = b""  # lines that could not be written yet
+        self._secrets = Secrets.known()
+        self._file = self._cut(first_step)
+
+    def write(self, record: StepRecord | JsonObject) -> None:
+        """Append one object, unbuffered, so that it survives a kill. If that fails, warn and try again later."""
+        content = record.as_dict() if isinstance(record, StepRecord) else record
+        if content is record or "source_losses" in content:  # the other values of a step are numbers: no secrets
+            content = self._secrets.without(content)
+        try:
+            line = json.dumps(content, default=str, allow_nan=False)
+        except ValueError:
+            line = json.dumps(_finite(content), default=str)
+        self._waiting += f"{line}\n".encode()
+        self._attempt(self._reopen)
+        self._attempt(self._flush)
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of steps after `step`."""
+        self.close()
+        self._attempt(lambda: setattr(self, "_file", self._cut(step + 1)))
+
+    def close(self) -> None:
+        """Write waiting lines, and close the file."""
+        self._attempt(self._flush)
+        self._file.close()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+    def _cut(self, first_step: int) -> FileIO:
+        """Open the file, and drop the lines of `first_step` and later steps, and lines that are no metrics.
+
+        The file is truncated at the first line to drop, which works even on a full disk. Later lines that must stay are
+        written again with the next write.
+        """
+        # opening a pipe would block, and a link may lead to a file of others
+        if self._path.is_symlink() or (self._path.exists() and not self._path.is_file()):
+            raise UserError(f"{self._path}: it is not a file: move it elsewhere")
+        there = self._path.read_bytes() if self._path.is_file() else b""
+        lines = (there + self._waiting).splitlines(keepends=True)
+        stays = [_is_before(line, first_step) for line in lines]
+        size = min(len(there), sum(map(len, itertools.compress(lines, itertools.accumulate(stays, min)))))
+        self._waiting = b"".join(itertools.compress(lines, stays))[size:]
+        file = self._opened()
+        file.truncate(size)
+        return file
+
+    def _opened(self) -> FileIO:
+        return FileIO(self._path, "ab", opener=open_no_link)
+
+    def _reopen(self) -> None:
+        """Continue in a new file if somebody has deleted this one or its folder."""
+        with suppress(FileNotFoundError):
+            if not self._file.closed and os.path.samestat(self._path.lstat(), os.fstat(self._file.fileno())):
+                return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        gone, self._file = self._file, self._opened()
+        gone.close()
+        warn(f"{self._path}: it was deleted; metrics continue in a new file")
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Run an action, and warn if it fails, as on a full disk: training continues, and lines wait in memory."""
+        try:
+            action()
+        except OSError as error:
+            warn(f"{self._path}: cannot be written: {reason(error)}; training continues")
 
 
 class Recorder:
@@ -181,6 +264,27 @@ class Recorder:
                 self._samples.write({"step": step, "prompt": prompt, "text": text})
             if self._monitors is not None:
                 self._monitors.write_text(f"samples/{number}", f"{prompt}\n\n{text}", step)
+
+
+def _is_before(line: bytes, first_step: int) -> bool:
+    """Return whether this is a complete line of a step before `first_step`."""
+    try:
+        return line.endswith(b"\n") and bool(parse_json(line)["step"] < first_step)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _finite(content: JsonObject) -> JsonObject:
+    """Replace NaN and infinity by null, as JSON has neither."""
+    return {key: _or_null(value) for key, value in content.items()}
+
+
+def _or_null(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _or_null(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_or_null(inner) for inner in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
 
 
 def _shown(metrics: Mapping[str, object]) -> dict[str, float]:

@@ -13,7 +13,8 @@ from harness.config.cli.render import text_block
 from harness.config.text.document import from_text
 from harness.config.values.secrets import Secrets, hide_secrets, masked_by_name
 from harness.console import Console
-from harness.training.recording.files import MetricsFile, write_run
+from harness.training.recording.files import write_run
+from harness.training.recording.recorder import MetricsFile
 
 OF_CONFIG, OF_ENVIRONMENT = "comet-key-4711", "hf_abcdefghij"
 

@@ -22,8 +22,8 @@ from harness.data.tokenizer import ByteTokenizer
 from harness.resilience.process import signals
 from harness.training.callbacks.progress import _figures
 from harness.training.evaluate import computed_metrics
-from harness.training.recording.files import MetricsFile, data_files
-from harness.training.recording.recorder import Recorder, _shown
+from harness.training.recording.files import data_files
+from harness.training.recording.recorder import MetricsFile, Recorder, _shown
 from tests.unit.data.test_token_files import datatrove, megatron
 from tests.unit.training.full_disk import full_disk
 

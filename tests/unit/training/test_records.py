@@ -28,7 +28,7 @@ from harness.checkpoint.integrity import find_resume, newest
 from harness.console import plain_console, quiet
 from harness.hf.skeleton import read_source
 from harness.training.prepare.preparation import report_origin
-from harness.training.recording.files import MetricsFile
+from harness.training.recording.recorder import MetricsFile
 from tests.unit.training.full_disk import full_disk
 
 
