@@ -1,11 +1,15 @@
-"""Norms and rotary embeddings in fewer passes over memory than models of transformers make, with the same results.
+"""Norms, rotary embeddings and gated activations in fewer passes over memory than models of transformers make.
 
-transformers computes both by many small operations: a norm is square, mean, root, product, product. Each reads and
-writes a whole hidden state, and needs two or three more in the backward pass. Here the forward of a norm reads the
-hidden state twice, and a rotation changes each half of a head in one operation.
+transformers computes each by many small operations: a norm is square, mean, root, product, product. Each reads and
+writes a whole hidden state, needs two or three more in the backward pass, and takes Python some microseconds to launch.
 
-Code is replaced only if it equals, word for word, the code that `fused.json` names, which most families share. It is
-replaced only in float32: 16-bit numbers would be rounded differently than in transformers.
+- On a GPU a norm is torch's own fused one, and the others are kernels of `harness/device/kernels`. They give
+  transformers' numbers up to the last bit of the dtype.
+- On a CPU, in float32, the forward of a norm reads the hidden state twice, and a rotation changes each half of a head
+  in one operation. In 16 bits transformers' own code runs there: fewer operations would round differently.
+
+The code of a norm or a rotation is replaced only if it equals, word for word, the code that `fused.json` names, which
+most families share; a gated activation is any product of `self.act_fn(...)` with something else.
 """
 
 from __future__ import annotations
@@ -19,32 +23,48 @@ from functools import cache, wraps
 from pathlib import Path
 from pkgutil import resolve_name
 from types import FunctionType, MethodType
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from transformers.activations import ACT2FN
 
+from harness.device import kernels
 from harness.parallel.comm import Context, apply
 
 REPLACED: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """Purpose -> code of transformers, as `module:name`."""
 ROTATION, HALF = (REPLACED[key].rpartition(":")[2] for key in ("rotation", "half"))
+GATE = "_harness_gate"
+"""The name by which rewritten code calls `_gate`."""
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+"""Activations of transformers -> those of `kernels.gate`."""
+
+Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Rotates queries and keys by angles, all [batch, heads or 1, tokens, n]."""
 
 
-def fuse(layer: nn.Module) -> None:
-    """Make the RMS norms of a layer use `rms_norm`, and its attention use `rotated`.
+def fuse(layer: nn.Module, device: torch.device) -> None:
+    """Make the RMS norms, rotary embeddings and gated activations of a layer on `device` take fewer operations.
 
     Other models of the same family in this process are not changed.
     """
+    has_kernels = kernels.usable(device)
     for module in layer.modules():
         if "forward" in vars(module):
             continue
         forward: object = type(module).forward
         if _reads_as(forward, "norm"):
-            module.forward = MethodType(_normalised, module)
-        elif reads_globals(forward, [ROTATION]) and (rotate := _fused_rotation(forward)) is not None:
-            module.forward = MethodType(with_globals(forward, {ROTATION: rotate}), module)
+            module.forward = MethodType(_norm_of_torch if has_kernels else _norm, module)
+        elif has_kernels and _reads_as(forward, "offset norm") and _reads_as(vars(type(module)).get("_norm"), "root"):
+            module.forward = MethodType(_offset_norm, module)
+        elif reads_globals(forward, [ROTATION]):
+            if (rotate := _fused_rotation(forward, has_kernels)) is not None:
+                module.forward = MethodType(with_globals(forward, {ROTATION: rotate}), module)
+        elif has_kernels and (gated := _gated(forward, tuple(_activations(module)))) is not None:
+            module.forward = MethodType(gated, module)
 
 
 def with_globals(function: FunctionType, values: Mapping[str, object]) -> FunctionType:
@@ -124,32 +144,153 @@ def _turned(x: Tensor, cos: Tensor, sign: int, into_first: Tensor, into_second: 
     return turned
 
 
-def _normalised(self: Any, hidden_states: Tensor) -> Tensor:
+class _RotatedPair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return kernels.rotate(q, k, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dense = (each if each.stride(-1) == 1 else each.contiguous() for each in grads)
+        return *kernels.rotate(*dense, *ctx.saved_tensors, backward=True), None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, gates: Tensor, ups: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(gates, ups)
+        ctx.activation = activation
+        return kernels.gate(gates, ups, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gates, ups = ctx.saved_tensors
+        return *kernels.gate_backward(grad.contiguous(), gates, ups, ctx.activation), None
+
+
+class _Norm(Protocol):
+    """What the norms of transformers have."""
+
+    weight: Tensor
+    variance_epsilon: float  # Llama's
+    eps: float  # Gemma's
+
+    def forward(self, hidden_states: Tensor) -> Tensor: ...
+
+
+def _norm(self: _Norm, hidden_states: Tensor) -> Tensor:
     if hidden_states.dtype != torch.float32 or self.weight.dtype != torch.float32:
-        plain: Tensor = type(self).forward(self, hidden_states)
-        return plain
+        return type(self).forward(self, hidden_states)
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _fused_rotation(forward: FunctionType) -> Callable[..., tuple[Tensor, Tensor]] | None:
+def _norm_of_torch(self: _Norm, hidden_states: Tensor) -> Tensor:
+    if hidden_states.dtype != self.weight.dtype:
+        return type(self).forward(self, hidden_states)
+    return functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def _offset_norm(self: _Norm, x: Tensor) -> Tensor:
+    """Return the norm of the Gemma family, whose weights are stored less one, in float32."""
+    return functional.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
+
+
+def _fused_rotation(forward: FunctionType, has_kernels: bool) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """Return a fused form of the rotation that `forward` calls; None if it is not the rotation of `fused.json`."""
     plain: Any = forward.__globals__.get(ROTATION)
     half = getattr(plain, "__globals__", {}).get(HALF)
-    return _fused(plain) if _reads_as(plain, "rotation") and _reads_as(half, "half") else None
+    return _fused(plain, has_kernels) if _reads_as(plain, "rotation") and _reads_as(half, "half") else None
 
 
-def _fused(plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a family's `apply_rotary_pos_emb` with `rotated` where all is float32 and angles are as wide as heads."""
+def _fused(plain: Callable[..., tuple[Tensor, Tensor]], has_kernels: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a family's `apply_rotary_pos_emb` that is fused where angles are as wide as heads, and of one dtype.
+
+    Without kernels that dtype must be float32.
+    """
 
     @wraps(plain)
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        fits = {(each.dtype, each.shape[-1]) for each in (q, k, cos, sin)} == {(torch.float32, q.shape[-1])}
-        if type(q) is not Tensor or not fits or q.shape[-1] % 2 or cos.requires_grad or sin.requires_grad:
+        kinds = (q.dtype, q.shape[-1])
+        fits = all((each.dtype, each.shape[-1]) == kinds for each in (k, cos, sin)) and q.shape[-1] % 2 == 0
+        if type(q) is not Tensor or not fits or cos.requires_grad or sin.requires_grad:
+            return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        dense = q.stride(-1) == k.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
+        if has_kernels and dense and unsqueeze_dim == 1 and (q.dim(), cos.dim()) == (4, 3):
+            return cast("tuple[Tensor, Tensor]", apply(_RotatedPair, q, k, cos, sin))
+        if q.dtype != torch.float32:
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return rotated(q, cos, sin), rotated(k, cos, sin)
 
     return rotate
+
+
+def _activations(module: nn.Module) -> Iterable[tuple[str, str]]:
+    """Yield the attributes of a module that are activations of `kernels.gate`, each with its name there."""
+    for attribute, child in module.named_children():
+        for name, ours in ACTIVATIONS.items():
+            known = ACT2FN[name]
+            if type(child) is type(known) and str(vars(child).get("act")) == str(vars(known).get("act")):
+                yield attribute, ours
+                break
+
+
+def _gate(activation: str, plain: nn.Module, gates: Tensor, ups: Tensor) -> Tensor:
+    """Return plain(gates) * ups, by one kernel where it fits."""
+    both = type(gates) is Tensor and type(ups) is Tensor
+    fits = both and gates.dtype == ups.dtype and gates.shape == ups.shape and gates.numel()
+    if not fits or kernels.row_stride(gates) is None or kernels.row_stride(ups) is None:
+        product: Tensor = plain(gates) * ups
+        return product
+    return apply(_Gate, gates, ups, activation)
+
+
+class _WithGates(ast.NodeTransformer):
+    """Turns `self.act_fn(x) * y`, and `y * self.act_fn(x)`, into a call of `_gate`."""
+
+    def __init__(self, activations: Mapping[str, str]) -> None:
+        self.activations = activations
+        self.found = 0
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:  # ast's name
+        """Replace a product."""
+        self.generic_visit(node)
+        for call, other in ((node.left, node.right), (node.right, node.left)):
+            name = self._activation(call)
+            if isinstance(node.op, ast.Mult) and name is not None and isinstance(call, ast.Call):
+                self.found += 1
+                arguments = [ast.Constant(name), call.func, *call.args, other]
+                return ast.copy_location(ast.Call(ast.Name(GATE, ast.Load()), arguments, []), node)
+        return node
+
+    def _activation(self, node: ast.expr) -> str | None:
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[_], keywords=[]):
+                return self.activations.get(name)
+        return None
+
+
+@cache
+def _gated(forward: object, activations: tuple[tuple[str, str], ...]) -> FunctionType | None:
+    """Return a forward with its gated activations fused; None if it has none, or is not a plain function."""
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or forward.__closure__:
+        return None
+    if not activations or (tree := _parsed(forward)) is None or tree.decorator_list:
+        return None
+    rewriting = _WithGates(dict(activations))
+    rewriting.visit(tree)
+    if not rewriting.found:
+        return None
+    ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)  # so that a traceback shows the family's own line
+    module = ast.fix_missing_locations(ast.Module([tree], []))
+    scope = {**forward.__globals__, GATE: _gate}
+    exec(compile(module, forward.__code__.co_filename, "exec"), scope)  # transformers' code, parsed above
+    rewritten: FunctionType = scope[tree.name]
+    rewritten.__defaults__, rewritten.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+    return rewritten
 
 
 @cache
@@ -158,13 +299,17 @@ def _reads_as(function: object, replaced: str) -> bool:
     return function is not None and (found := _code(function)) is not None and found == _code_of(replaced)
 
 
-@cache
-def _code(function: Any) -> tuple[str, ...] | None:
+def _parsed(function: Any) -> ast.FunctionDef | None:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError):  # made without a file, or by C
         return None
-    if not isinstance(tree, ast.FunctionDef):
+    return tree if isinstance(tree, ast.FunctionDef) else None
+
+
+@cache
+def _code(function: Any) -> tuple[str, ...] | None:
+    if (tree := _parsed(function)) is None:
         return None
     names = [argument.arg for argument in tree.args.args]
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body

@@ -21,6 +21,7 @@ OF_DEVELOPERS = {"test", "docs", "dev"}
 
 # Imported only where a user asks for it, which ends with a line if the package is missing.
 AT_CHOICE = {
+    "triton": "kernels for a GPU; comes with torch's builds for CUDA and ROCm",
     "liger_kernel": "kernels for a GPU; --use_liger_kernel",
     "wandb": "a monitor; --report_to",
 }

@@ -140,6 +140,12 @@ class ModelArguments(Flags):
         "use the kernels of liger-kernel (to be installed) for norms, feed-forward blocks and rotary embeddings",
         hf_only=True,
     )
+    fused_kernels: bool = flag(
+        True,
+        "compute norms, rotary embeddings and gated activations in fewer passes over memory: in any precision on a "
+        "GPU, in fp32 on a CPU",
+        hf_only=True,
+    )
     gradient_checkpointing: bool = flag(
         False,
         "recompute the activations of decoder layers in the backward pass; if given, overrides "

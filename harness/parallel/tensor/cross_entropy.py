@@ -20,6 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from harness.config.model.shares import stretch
+from harness.device import kernels
 from harness.parallel.comm import Context, group_rank, group_size, max_over_group, sum_over_group
 
 ELEMENTS_AT_ONCE, IN_CACHE = 1 << 23, 1 << 18
@@ -119,13 +120,18 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         here = (column >= 0) & (column < stop - first) & ~ignored
         column = column.masked_fill(~here, 0)
 
-        largest = logits.amax(-1).float()
-        if group is not None:
-            largest = max_over_group(largest, group)
-        exp_sum = torch.empty_like(largest)
-        for rows, top, total in _in_chunks(logits, largest, exp_sum):
-            # the maximum over all ranks is subtracted first, so that no exponential overflows
-            total.copy_((rows.float() - top.unsqueeze(-1)).exp_().sum(-1))
+        if kernels.usable(logits.device):
+            own_largest, exp_sum = kernels.exponentials(logits)
+            largest = own_largest if group is None else max_over_group(own_largest, group)
+            exp_sum.mul_((own_largest - largest).exp_())
+        else:
+            largest = logits.amax(-1).float()
+            if group is not None:
+                largest = max_over_group(largest, group)
+            exp_sum = torch.empty_like(largest)
+            for rows, top, total in _in_chunks(logits, largest, exp_sum):
+                # the maximum over all ranks is subtracted first, so that no exponential overflows
+                total.copy_((rows.float() - top.unsqueeze(-1)).exp_().sum(-1))
         label_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float() - largest
         label_logit = label_logit.masked_fill(~here, 0.0)
         if group is not None:
@@ -142,6 +148,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         scale = grad.float().masked_fill(ignored, 0.0)
         # `detach` shares memory and version counter, so if anything else needs the logits after all, torch raises
         written = torch.empty_like(logits) if keeps else logits.detach()
+        if kernels.usable(logits.device):
+            kernels.probabilities_less_label(logits, written, log_sum, column, scale, scale * here)
+            return written, None, None, None, None, None
         for rows, top, label, is_here, factor, place in _in_chunks(logits, log_sum, column, here, scale, written):
             gradient = (rows.float() - top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
             gradient.scatter_add_(-1, label.unsqueeze(-1), -(factor * is_here).unsqueeze(-1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -247,11 +247,12 @@ def tokens_apart(source: ModelSource, context: EngineContext, *, shared: bool, m
 
 def _finisher(source: ModelSource, context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
     """Return the function to call on each layer that has its weights: it fuses operations and partitions (ZeRO-3)."""
-    spread, fused = layer_finisher(context, part), fuse
+    spread = layer_finisher(context, part)
+    fused: Callable[[nn.Module], None] = partial(fuse, device=context.device)
     if context.args.use_liger_kernel and source.has_values:
         fused = liger_kernels(source.config, context.device).put_into
-    elif context.resolved.compile_backend is not None:  # torch.compile fuses more than the harness
-        return spread
+    elif context.resolved.compile_backend is not None or not context.args.fused_kernels:
+        return spread  # torch.compile fuses more than the harness
 
     def finish(layer: nn.Module) -> None:
         fused(layer)

@@ -13,6 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from harness.hf.fused import ROTATION, fuse, rms_norm, rotated
 from tests.models import model_of
 
+CPU = torch.device("cpu")
+
 
 def gradients(output: Tensor, *inputs: Tensor) -> list[Tensor]:
     torch.manual_seed(1)
@@ -68,8 +70,8 @@ def test_a_fused_model_computes_the_same(family: str, norms: int, rotations: int
         return [loss.detach(), *(each for each in found if each is not None)]
 
     expected = step()
-    fuse(model)
-    fuse(model)  # a second time changes nothing
+    fuse(model, CPU)
+    fuse(model, CPU)  # a second time changes nothing
     changed = [type(module).__name__ for module in model.modules() if "forward" in vars(module)]
     assert [sum(kind in name for name in changed) for kind in ("Norm", "Attention")] == [norms, rotations]
     for ours, theirs in zip(step(), expected, strict=True):
@@ -85,7 +87,7 @@ def test_what_reads_otherwise_is_left_alone() -> None:
     taken.forward = lambda hidden_states: hidden_states  # as another package may have done
     layer = nn.ModuleList([Own(4), GptOssRMSNorm(4), taken, nn.LayerNorm(4)])
     before = [vars(module).get("forward") for module in layer]
-    fuse(layer)
+    fuse(layer, CPU)
     assert [vars(module).get("forward") for module in layer] == before
 
 
@@ -106,7 +108,7 @@ def test_other_models_of_the_process_compute_as_before() -> None:
     beside = copy.deepcopy(model := model_of("llama", num_hidden_layers=1))
     home = sys.modules[type(model).__module__]
     before = dict(vars(home))
-    fuse(model)
+    fuse(model, CPU)
     assert {"_RMSNormBackward", "_RotationBackward"} <= steps_of(model, ids)
     assert vars(home) == before
     for other in (beside, model_of("llama", num_hidden_layers=1)):
@@ -118,7 +120,7 @@ def test_other_dtypes_and_sizes_are_transformers_own() -> None:
     model = model_of("llama").bfloat16()
     ids = torch.randint(0, model.config.vocab_size, (2, 12))
     expected = model(input_ids=ids).logits
-    fuse(model)
+    fuse(model, CPU)
     assert torch.equal(model(input_ids=ids).logits, expected)
     plain = modeling_llama.apply_rotary_pos_emb
     attention = next(module for module in model.modules() if "Attention" in type(module).__name__)

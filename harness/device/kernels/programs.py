@@ -1,0 +1,237 @@
+"""Triton's programs: each reads its inputs once, and writes its outputs once.
+
+They compute in float32, and round wherever torch's operations round. So results equal torch's to the last bit, except
+where there is an exponential, of which torch and Triton have their own.
+
+Imported only where Triton is installed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounded(value, to: tl.constexpr):
+    """Return float32 numbers as torch would have stored them between two operations in `to`."""
+    return value.to(to).to(tl.float32)
+
+
+@triton.jit
+def turn(
+    x,
+    out,
+    x_head,
+    out_head,
+    heads,
+    cos_first,
+    cos_second,
+    into_first,
+    into_second,
+    half,
+    sign: tl.constexpr,
+    columns: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    """Rotate the heads of one token: x * cos + [sign * x2 * into_first, -sign * x1 * into_second]."""
+    column = tl.arange(0, columns)[None, :]
+    for start in range(0, heads, at_once):
+        head = start + tl.arange(0, at_once)[:, None]
+        inside = (head < heads) & (column < half)
+        kind: tl.constexpr = x.dtype.element_ty
+        first = tl.load(x + head * x_head + column, mask=inside).to(tl.float32)
+        second = tl.load(x + head * x_head + half + column, mask=inside).to(tl.float32)
+        to_first = rounded(first * cos_first, kind) + sign * rounded(second * into_first, kind)
+        to_second = rounded(second * cos_second, kind) - sign * rounded(first * into_second, kind)
+        tl.store(out + head * out_head + column, to_first.to(kind), mask=inside)
+        tl.store(out + head * out_head + half + column, to_second.to(kind), mask=inside)
+
+
+@triton.jit
+def rotate(
+    q,
+    k,
+    out_q,
+    out_k,
+    cos,
+    sin,
+    tokens,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    out_q_batch,
+    out_q_head,
+    out_q_token,
+    out_k_batch,
+    out_k_head,
+    out_k_token,
+    cos_batch,
+    cos_token,
+    sin_batch,
+    sin_token,
+    heads_q,
+    heads_k,
+    half,
+    backward: tl.constexpr,
+    columns: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    """Rotate queries and keys of one token."""
+    batch = (tl.program_id(0) // tokens).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    column = tl.arange(0, columns)[None, :]
+    known = column < half
+    cosines, sines = cos + batch * cos_batch + token * cos_token, sin + batch * sin_batch + token * sin_token
+    cos_first = tl.load(cosines + column, mask=known).to(tl.float32)
+    cos_second = tl.load(cosines + half + column, mask=known).to(tl.float32)
+    sin_first = tl.load(sines + column, mask=known).to(tl.float32)
+    sin_second = tl.load(sines + half + column, mask=known).to(tl.float32)
+    if backward:
+        into_first, into_second = sin_second, sin_first
+    else:
+        into_first, into_second = sin_first, sin_second
+    sign: tl.constexpr = 1 if backward else -1
+    turn(
+        q + batch * q_batch + token * q_token,
+        out_q + batch * out_q_batch + token * out_q_token,
+        q_head,
+        out_q_head,
+        heads_q,
+        cos_first,
+        cos_second,
+        into_first,
+        into_second,
+        half,
+        sign,
+        columns,
+        at_once,
+    )
+    turn(
+        k + batch * k_batch + token * k_token,
+        out_k + batch * out_k_batch + token * out_k_token,
+        k_head,
+        out_k_head,
+        heads_k,
+        cos_first,
+        cos_second,
+        into_first,
+        into_second,
+        half,
+        sign,
+        columns,
+        at_once,
+    )
+
+
+@triton.jit
+def logistic(x):
+    """Return 1 / (1 + exp(-x)) as torch does, in float32."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def activated(x, activation: tl.constexpr):
+    """Return an activation of float32 numbers."""
+    if activation == "silu":
+        return x / (1.0 + tl.exp(-x))
+    if activation == "gelu":
+        return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    if activation == "gelu_tanh":
+        # (1 + tanh(y)) / 2 is logistic(2 * y)
+        return x * logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def slope(x, activation: tl.constexpr):
+    """Return the derivative of an activation."""
+    if activation == "silu":
+        share = logistic(x)
+        return share * (1.0 + x * (1.0 - share))
+    if activation == "gelu":
+        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * density
+    if activation == "gelu_tanh":
+        share = logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return share + x * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    return tl.where(x > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def gate(gates, ups, out, gate_row, up_row, width, activation: tl.constexpr, block: tl.constexpr):
+    """Write activation(gate) * up of a part of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    kind: tl.constexpr = gates.dtype.element_ty
+    x = tl.load(gates + row * gate_row + column, mask=inside).to(tl.float32)
+    up = tl.load(ups + row * up_row + column, mask=inside).to(tl.float32)
+    tl.store(out + row * width + column, (rounded(activated(x, activation), kind) * up).to(kind), mask=inside)
+
+
+@triton.jit
+def gate_backward(
+    grads,
+    gates,
+    ups,
+    of_gates,
+    of_ups,
+    grad_row,
+    gate_row,
+    up_row,
+    width,
+    activation: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write the gradients of gate and up of a part of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    kind: tl.constexpr = gates.dtype.element_ty
+    grad = tl.load(grads + row * grad_row + column, mask=inside).to(tl.float32)
+    x = tl.load(gates + row * gate_row + column, mask=inside).to(tl.float32)
+    up = tl.load(ups + row * up_row + column, mask=inside).to(tl.float32)
+    of_up = grad * rounded(activated(x, activation), kind)
+    of_gate = rounded(grad * up, kind) * slope(x, activation)
+    tl.store(of_ups + row * width + column, of_up.to(kind), mask=inside)
+    tl.store(of_gates + row * width + column, of_gate.to(kind), mask=inside)
+
+
+@triton.jit
+def exponentials(logits, largest, sums, width, block: tl.constexpr):
+    """Write the largest logit of a row, and the sum of exp(logit - largest): the row is read once.
+
+    Source of the running sum: Milakov and Gimelshein 2018, arXiv 1805.02867.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.full([block], float("-inf"), tl.float32)
+    total = tl.zeros([block], tl.float32)
+    for start in range(0, width, block):
+        column = start + tl.arange(0, block)
+        x = tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, x)
+        # a lane that has seen nothing, or -inf alone, would compute -inf - -inf
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - base) + tl.exp(x - base)
+        top = higher
+    of_row = tl.max(top, 0)
+    total = tl.sum(total * tl.exp(tl.where(top == float("-inf"), float("-inf"), top - of_row)), 0)
+    tl.store(largest + row, of_row)
+    tl.store(sums + row, total)
+
+
+@triton.jit
+def probabilities_less_label(logits, out, log_sums, labels, scales, label_scales, width, block: tl.constexpr):
+    """Write scale * exp(logit - log_sum), less `label_scale` in the label's column, of a part of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    x = tl.load(logits + row * width + column, mask=inside).to(tl.float32)
+    log_sum, label = tl.load(log_sums + row), tl.load(labels + row)
+    value = tl.exp(x - log_sum) * tl.load(scales + row)
+    value -= tl.where(column == label, tl.load(label_scales + row), 0.0)
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)

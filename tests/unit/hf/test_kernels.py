@@ -1,0 +1,140 @@
+"""The kernels in Triton against torch's own operations: on a GPU, or in Triton's interpreter.
+
+Without a GPU: install triton, and set TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+from transformers.models.llama import modeling_llama
+
+from harness.device import kernels
+from harness.hf.fused import ACTIVATIONS, fuse
+from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from tests.models import model_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BITS = {torch.bfloat16: 2**-7, torch.float16: 2**-9, torch.float32: 1e-5}
+"""Two units in the last place of each dtype: exponentials of torch and of Triton may round to neighbours."""
+pytestmark = pytest.mark.skipif(not kernels.usable(DEVICE), reason="needs triton, and a GPU or TRITON_INTERPRET=1")
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+"""Triton's interpreter cuts bf16 off where a GPU rounds."""
+dtypes = pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("batch", "heads", "of_keys", "tokens", "width"), [(2, 4, 2, 5, 16), (1, 3, 3, 7, 12), (2, 40, 1, 2, 64)]
+)
+def test_queries_and_keys_are_rotated_to_the_bit(
+    dtype: torch.dtype, batch: int, heads: int, of_keys: int, tokens: int, width: int
+) -> None:
+    q, k = (drawn(batch, tokens, each, width, dtype=dtype, seed=each).transpose(1, 2) for each in (heads, of_keys))
+    for angles in (drawn(batch, tokens, width, dtype=dtype), drawn(1, tokens, width, dtype=dtype)):
+        cos, sin = angles, angles.flip(-1).contiguous()
+        inputs = [each.detach().requires_grad_() for each in (q, k)]
+        expected = modeling_llama.apply_rotary_pos_emb(*inputs, cos, sin)
+        found = kernels.rotate(q, k, cos, sin)
+        grads = [drawn(*each.shape, dtype=dtype, seed=1) for each in expected]
+        back = kernels.rotate(*grads, cos, sin, backward=True)
+        wanted = torch.autograd.grad(expected, inputs, grads)
+        for ours, theirs in zip((*found, *back), (*expected, *wanted), strict=True):
+            if dtype == torch.float32:  # a fused multiply-add rounds once
+                torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+            else:
+                assert torch.equal(ours, theirs)
+        if of_keys > 1:  # a single head has any stride
+            assert [each.stride() for each in found] == [each.stride() for each in expected]
+
+
+@dtypes
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(3, 40), (2, 3, 1030)], ids=str)
+def test_a_gate_is_an_activation_and_a_product(dtype: torch.dtype, name: str, shape: tuple[int, ...]) -> None:
+    whole = 3 * drawn(*shape[:-1], 2 * shape[-1], dtype=dtype)
+    inputs = [each.detach().requires_grad_() for each in whole.chunk(2, -1)]  # rows that are not neighbours in memory
+    grad = drawn(*shape, dtype=dtype, seed=1)
+    expected = ACT2FN[name](inputs[0]) * inputs[1]
+    wanted = torch.autograd.grad(expected, inputs, grad)
+    gates, ups = (each.detach() for each in inputs)
+    found = kernels.gate(gates, ups, ACTIVATIONS[name]), *kernels.gate_backward(grad, gates, ups, ACTIVATIONS[name])
+    for ours, theirs in zip(found, (expected, *wanted), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=BITS[dtype], atol=max(BITS[dtype] / 8, 1e-5))
+        assert ours.is_contiguous()
+
+
+@dtypes
+def test_the_loss_is_that_of_torch(dtype: torch.dtype) -> None:
+    logits = (4 * drawn(2, 5, 4100, dtype=dtype)).requires_grad_()
+    labels = torch.tensor([[1, 4099, -100, 7, 0], [-100, 3, 2, 1, 4000]], device=DEVICE)
+    expected = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(2, 5)
+    found = vocab_parallel_cross_entropy(logits, labels, None, 4100)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    weights = drawn(2, 5, dtype=torch.float32, seed=2)
+    ours, theirs = (torch.autograd.grad((each * weights).sum(), logits)[0] for each in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=BITS[dtype], atol=1e-6)
+
+
+def test_rows_of_minus_infinity_and_of_large_logits_have_a_sum() -> None:
+    logits = torch.full((3, 5000), float("-inf"), device=DEVICE)
+    logits[1, 4999], logits[2] = 30000.0, 30000.0
+    largest, sums = kernels.exponentials(logits)
+    assert largest.tolist() == [float("-inf"), 30000.0, 30000.0]
+    assert sums.tolist() == [0.0, 1.0, 5000.0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo2", "glm4", "mixtral"])
+def test_a_family_in_16_bits_computes_as_before(family: str) -> None:
+    torch.manual_seed(0)
+    plain = model_of(family).to(DEVICE, HALF)
+    ids = torch.randint(0, plain.config.vocab_size, (2, 12), device=DEVICE)
+    trained = list(plain.parameters())
+
+    def step() -> list[Tensor]:
+        loss = plain(input_ids=ids, labels=ids).loss
+        return [
+            loss.detach(),
+            *(each for each in torch.autograd.grad(loss, trained, allow_unused=True) if each is not None),
+        ]
+
+    expected = step()
+    fuse(plain, DEVICE)
+    changed = [type(module).__name__ for module in plain.modules() if "forward" in vars(module)]
+    assert any("MLP" in name or "Attention" in name for name in changed), changed
+    for ours, theirs in zip(step(), expected, strict=True):
+        scale = theirs.float().abs().max()
+        torch.testing.assert_close(ours.float() / scale, theirs.float() / scale, rtol=0, atol=0.03)
+
+
+def test_a_gate_is_found_by_what_its_code_computes() -> None:
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.activation, self.other = ACT2FN["silu"], nn.Tanh()
+
+        def forward(self, x: Tensor, y: Tensor, *, twice: bool = False) -> Tensor:
+            """Return a product, whichever side the activation is on."""
+            product = y * self.activation(x) * self.other(x)
+            return product + self.activation(y) * x if twice else product
+
+    module = Reversed().to(DEVICE)
+    x, y = (drawn(3, 8, dtype=HALF, seed=seed) for seed in (1, 2))
+    expected = module(x, y, twice=True)
+    fuse(module, DEVICE)
+    assert "forward" in vars(module)
+    torch.testing.assert_close(module(x, y, twice=True), expected, rtol=2**-7, atol=2**-7)
+    with pytest.raises(TypeError) as raised:
+        module(x, None)  # type: ignore[arg-type]
+    lines = [entry.lineno for entry in raised.traceback]
+    assert any(str(entry.path) == __file__ for entry in raised.traceback[1:]), lines
+    assert all(a != b for a, b in pairwise(lines))
