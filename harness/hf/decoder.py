@@ -25,7 +25,7 @@ from harness.hf.context.arguments import SplitArguments
 from harness.hf.context.layer import StretchLayer, with_whole_masks
 from harness.hf.context.plan import ContextPlan, own_tokens
 from harness.hf.context.sequence import SharedSequence
-from harness.hf.forward.outer_forward import OuterForward
+from harness.hf.forward.outer_forward import HiddenShape, OuterForward
 from harness.hf.forward.payload import CarriedTensor, ForwardOutput, PayloadSpec, StagePayload, Tokens
 from harness.hf.forward.router_loss import RouterCapture
 from harness.hf.layers.call import LayerInputs
@@ -170,11 +170,17 @@ class Prologue(ModelLayer):
     """Token ids [batch, sequence], or a tuple of token ids and position ids -> hidden state [batch, sequence, width].
 
     The output, like that of every layer, also has the other tensors that later layers need (`forward/payload.py`).
+
+    Attributes:
+        chain: names of the modules, if it does nothing but call them one after the other; None: the model's forward
+            runs up to its first layer.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, blueprint.outer.prologue)
         self.names = list(blueprint.outer.prologue)
+        self.chain = blueprint.outer.chains.prologue if self.sequence is None else None
+        self.passes_tokens = not self.schema.bare
         # the prologue runs on all tokens, so its draws need no cut
         self.takes_stretch = blueprint.plan is not None and blueprint.plan.prologue and not self.outer.draws
         if blueprint.noise is not None:
@@ -182,6 +188,11 @@ class Prologue(ModelLayer):
 
     def forward(self, *inputs: Tensor) -> Value:
         """Return the first layer's input for ids, or ids and position ids, each [batch, sequence]."""
+        if self.chain is not None:
+            hidden = inputs[0]
+            for name in self.chain:
+                hidden = self.get_submodule(name)(hidden)
+            return (hidden, *map(torch.clone, inputs)) if self.passes_tokens or len(inputs) > 1 else hidden
         modules = {name: self.get_submodule(name) for name in self.names}
         tokens = Tokens.of(inputs)
         own = tokens
@@ -189,7 +200,7 @@ class Prologue(ModelLayer):
             self.sequence.require_enough(tokens)
             own = own_tokens(tokens, self.outer, self.sequence.context) if self.takes_stretch else tokens
         payload = self.outer.enter(own, modules, self.training)
-        if not self.schema.bare or tokens.positions is not None:
+        if self.passes_tokens or tokens.positions is not None:
             # copies: the cache finds layer inputs by the memory of the ids, which the caller may reuse for other ids
             copies = Tokens(*(tensor.clone() for tensor in tokens.tensors()))
             payload = replace(payload, tokens=copies)
@@ -209,6 +220,7 @@ class DecoderLayer(ModelLayer):
         super().__init__(blueprint, {name: outer.layers[index]}, partial(_leaves, outer, index, tiled))
         self.index = index
         self.name = name
+        self.is_plain = self.schema.bare and not self.schema.replayed and self.sequence is None
         captures = blueprint.capture is not None and index in blueprint.capture.layers
         self.capture = blueprint.capture if captures else None
         shards = [shard for parameter in self.parameters() if (shard := shard_of(parameter)) is not None]
@@ -236,6 +248,15 @@ class DecoderLayer(ModelLayer):
 
     def forward(self, *value: Tensor) -> Value:
         """Return the next layer's input. The hidden state [batch, sequence, width] comes first in both."""
+        if self.is_plain and len(value) == 1:  # nothing else is passed on, not even position ids
+            (hidden,) = value
+            shape = HiddenShape(hidden.shape[0], hidden.shape[1], hidden.dtype)
+            inputs = self.outer.inputs.of_shape[shape][self.index]
+            if self.outer.draws:
+                self._expect(inputs, hidden)
+            output = inputs.apply(self.get_submodule(self.name), hidden)
+            state: Tensor = output[0] if isinstance(output, (tuple, list)) else output
+            return state
         payload = self.schema.open(self.index, value)
         if self.sequence is None:
             hidden, inputs = self.outer.arguments(self.index, payload)
@@ -304,6 +325,10 @@ class Epilogue(ModelLayer):
     """Hidden state [batch, sequence, width] -> logits [batch, sequence, vocabulary or this rank's part of it].
 
     With a router loss it returns (logits, router loss).
+
+    Attributes:
+        chain: names of the modules, if it does nothing but call them one after the other; None: the model's forward
+            runs from its last layer on.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -316,12 +341,19 @@ class Epilogue(ModelLayer):
         stays = blueprint.plan is not None and blueprint.plan.epilogue
         self.takes_stretch = stays and not any(map(has_dropout, blueprint.outer.epilogue.values()))
         self.capture = blueprint.capture
+        shared = self.sequence is not None or self.context is not None
+        self.chain = None if shared or self.tiles or self.capture else blueprint.outer.chains.epilogue
 
     def forward(self, *value: Tensor) -> Value:
         """Return the logits [batch, sequence, vocabulary or this rank's part], with tiles the summed loss (a scalar).
 
         `value` begins with the hidden state [batch, sequence, width]. With a router loss (a scalar) return both.
         """
+        if self.chain is not None:
+            hidden = value[0]
+            for name in self.chain:
+                hidden = self.get_submodule(name)(hidden)
+            return hidden
         modules = {name: self.get_submodule(name) for name in self.names}
         payload = self.schema.open(len(self.outer.layers), value)
         rows = None

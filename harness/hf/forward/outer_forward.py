@@ -12,6 +12,8 @@ placeholders it finds what no table of families could list:
 - the epilogue: the modules called after the last layer (norm, head, scaling).
 
 The real modules live in the pipeline layers (`harness/hf/decoder.py`) and stand in the model only while it runs them.
+Where they form a chain (`chains.py`), the pipeline layers call them without it.
+
 Inputs of layers are cached: masks and rotary tables are the same for every micro-batch of a shape. Where they are made
 from token or position ids, they are kept for one micro-batch: for its forward, and for the one that recomputes
 activations.
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from harness.hf.forward.analysis import analyze
+from harness.hf.forward.chains import Chains, find_chains
 from harness.hf.forward.lifted import ForwardRun, LiftedForward, ReachedLayer, call_name, keep_hidden
 from harness.hf.forward.payload import ForwardOutput, PayloadSpec, StagePayload, Tokens, hidden_name
 from harness.hf.layers.call import LayerInputs, LayerOutput
@@ -61,22 +64,32 @@ class HiddenShape:
         return Tokens(torch.zeros((self.batch, self.sequence), dtype=torch.long, device=device))
 
 
+class InputsByShape(dict[HiddenShape, list[LayerInputs]]):
+    """The inputs of all layers for every micro-batch of a shape; `make` is called for a shape that is new."""
+
+    def __init__(self, make: Make, device: torch.device) -> None:
+        super().__init__()
+        self._make = make
+        self._device = device
+
+    def __missing__(self, shape: HiddenShape) -> list[LayerInputs]:
+        while len(self) >= KEPT_SHAPES:
+            self.pop(next(iter(self)))
+        self[shape] = self._make(shape.tokens(self._device), shape.dtype)
+        return self[shape]
+
+
 class LayerInputCache:
-    """A cache of the inputs of all layers, which calls `make` when they are first needed."""
+    """A cache of the inputs of all layers, which calls `make` when they are first needed.
+
+    Attributes:
+        of_shape: shape of the hidden states -> the inputs.
+    """
 
     def __init__(self, make: Make, device: torch.device) -> None:
         self._make = make
-        self._device = device
-        self._by_shape: dict[HiddenShape, list[LayerInputs]] = {}
+        self.of_shape = InputsByShape(make, device)
         self._by_batch: list[tuple[Tokens, torch.dtype, list[LayerInputs]]] = []
-
-    def of_shape(self, shape: HiddenShape) -> list[LayerInputs]:
-        """Return the inputs for every micro-batch of a shape."""
-        if shape not in self._by_shape:
-            while len(self._by_shape) >= KEPT_SHAPES:
-                self._by_shape.pop(next(iter(self._by_shape)))
-            self._by_shape[shape] = self._make(shape.tokens(self._device), shape.dtype)
-        return self._by_shape[shape]
 
     def of_batch(self, tokens: Tokens, dtype: torch.dtype) -> list[LayerInputs]:
         """Return the inputs for one micro-batch."""
@@ -108,6 +121,8 @@ class OuterForward(LiftedForward):
     Attributes:
         prologue, epilogue: name -> module with parameters that runs before and after the layers.
         schema: the tensors that are passed on besides the hidden state.
+        chains: the modules of prologue and epilogue, where these do nothing but call them one after the other.
+        inputs: the inputs of the layers besides the hidden state.
         draws: whether training draws random numbers (dropout, jitter), as far as runs of its parts show.
 
     Raises:
@@ -120,10 +135,11 @@ class OuterForward(LiftedForward):
     ) -> None:
         drops = has_dropout(model)  # before the layers are taken out of the model
         super().__init__(model, device, buffers)
-        self._input_cache = LayerInputCache(self.make_inputs, device)
+        self.inputs = LayerInputCache(self.make_inputs, device)
         analysis = analyze(self)
         self.schema: PayloadSpec = analysis.schema
         self.draws = drops or analysis.draws
+        self.chains = Chains() if self.schema.replayed else find_chains(self)
         owners = self.owners
         # A module that the forward never calls goes to the epilogue. If it is tied to the prologue it goes there, as
         # only there its parameters get a gradient.
@@ -153,8 +169,8 @@ class OuterForward(LiftedForward):
         if self.schema.replayed:
             return self._replay(index, payload)
         if tokens is not None and (self.schema.tokens or tokens.positions is not None):
-            return hidden, self._input_cache.of_batch(tokens, hidden.dtype)[index]
-        return hidden, self._input_cache.of_shape(HiddenShape.of(hidden, tokens))[index]
+            return hidden, self.inputs.of_batch(tokens, hidden.dtype)[index]
+        return hidden, self.inputs.of_shape[HiddenShape.of(hidden, tokens)][index]
 
     def after(self, index: int, inputs: LayerInputs, output: LayerOutput, payload: StagePayload) -> StagePayload:
         """Return the payload after layer `index`, which returned `output` for `inputs` and `payload`."""

@@ -75,13 +75,13 @@ def test_inputs_are_made_once_for_a_shape_and_the_oldest_shape_is_forgotten() ->
     made = Made()
     shapes = [HiddenShape(1, length, torch.float32) for length in range(1, KEPT_SHAPES + 2)]
     for shape in (*shapes[:-1], *shapes[:-1]):
-        made.cache.of_shape(shape)
+        made.cache.of_shape[shape]
     assert len(made.asked) == KEPT_SHAPES
-    made.cache.of_shape(shapes[-1])
-    assert made.cache.of_shape(shapes[1]) == [2]
-    made.cache.of_shape(shapes[0])
+    made.cache.of_shape[shapes[-1]]
+    assert made.cache.of_shape[shapes[1]] == [2]
+    made.cache.of_shape[shapes[0]]
     assert len(made.asked) == KEPT_SHAPES + 2
-    made.cache.of_shape(HiddenShape(1, 1, torch.bfloat16))
+    made.cache.of_shape[HiddenShape(1, 1, torch.bfloat16)]
     assert made.asked[-1] == ((1, 1), torch.bfloat16)
 
 

@@ -1,0 +1,110 @@
+"""Find out whether a model's forward, around its decoder layers, only calls modules one after the other.
+
+In most decoders the embedding of the token ids is the first layer's hidden state, and the head's output of the last
+one's norm is the logits. Then a pipeline layer calls these modules itself, and the model's own forward need not run.
+Anything else that the forward does with a tensor between two modules (a scale, a dropout, a cast) shows: the next
+module, the first layer or the caller gets another tensor than the module before has returned.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from harness.hf.forward.lifted import ForwardRun, LiftedForward
+from harness.hf.forward.payload import Tokens
+from harness.hf.layers.call import CANNOT_RUN, Call, LayerInputs
+from harness.parallel.generators import own_generators
+
+Chain: TypeAlias = tuple[str, ...]
+"""Names of modules, each of which takes only the tensor that the one before returns."""
+BATCH, SEQUENCE = 2, 8
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The modules before and after the decoder layers, where they form a chain; None where they do not.
+
+    Attributes:
+        prologue: its first module takes the token ids; the last one returns the first layer's hidden state.
+        epilogue: its first module takes the last layer's hidden state; the last one returns the logits.
+    """
+
+    prologue: Chain | None = None
+    epilogue: Chain | None = None
+
+
+class ChainProbe(ForwardRun):
+    """A run in which every module and layer returns a new tensor, and which follows where these go."""
+
+    def __init__(self, lifted: LiftedForward, dtype: torch.dtype) -> None:
+        super().__init__(self._at_layer, dtype)
+        self._depth = len(lifted.layers)
+        self._chain: list[str] | None = []
+        self._prologue: list[str] | None = None
+        self._made = torch.zeros(BATCH, SEQUENCE, dtype=torch.long, device=lifted.device)
+        with torch.no_grad(), own_generators(0, lifted.device):
+            logits = lifted.run(Tokens(self._made), self)
+        self._follow(logits)
+        self.chains = Chains(_fixed(self._prologue), _fixed(self._chain))
+
+    def module_output(self, module: str, like: Tensor, arguments: Call) -> Tensor:
+        """Return a new tensor of the shape of `like` (any shape)."""
+        args, kwargs = arguments
+        self._follow(args[0] if len(args) == 1 and not kwargs else None)
+        if self._chain is not None:
+            self._chain.append(module)
+        self._made = super().module_output(module, like, arguments)
+        return self._made
+
+    def _at_layer(self, index: int, _inputs: LayerInputs, hidden: Tensor) -> Tensor:
+        if index == 0:
+            self._follow(hidden)
+            self._prologue = self._chain
+        if index == self._depth - 1:
+            self._chain = []
+            self._made = hidden.clone()
+            return self._made
+        return hidden
+
+    def _follow(self, given: object) -> None:
+        """Break the chain unless `given` is the tensor that was made last, or a view of all of it, never written to."""
+        made = self._made
+        same = (
+            isinstance(given, Tensor)
+            and (given.dtype, given.shape, given.stride()) == (made.dtype, made.shape, made.stride())
+            and given.storage_offset() == made.storage_offset()
+            # torch has public names neither for the id of a storage that may have no address nor for a tensor's version
+            and given.untyped_storage()._cdata == made.untyped_storage()._cdata  # noqa: SLF001
+            and given._version == 0  # noqa: SLF001
+        )
+        if not same:
+            self._chain = None
+
+
+def find_chains(lifted: LiftedForward) -> Chains:
+    """Return the chains that hold in training and in evaluation, in 32 and in 16 bits."""
+    found: set[Chains] = set()
+    training = lifted.model.training
+    for mode in (True, False):
+        lifted.model.train(mode)
+        for dtype in (torch.float32, torch.bfloat16):
+            probe = Chains()
+            with suppress(*CANNOT_RUN):
+                probe = ChainProbe(lifted, dtype).chains
+            found.add(probe)
+    lifted.model.train(training)
+    prologues, epilogues = {chains.prologue for chains in found}, {chains.epilogue for chains in found}
+    return Chains(
+        prologues.pop() if len(prologues) == 1 else None,
+        epilogues.pop() if len(epilogues) == 1 else None,
+    )
+
+
+def _fixed(chain: list[str] | None) -> Chain | None:
+    """Return a chain of at least one module."""
+    return tuple(chain) if chain else None
