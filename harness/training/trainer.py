@@ -63,8 +63,6 @@ from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.preparation import prepare_run, release
 from harness.training.prepare.run import NOTHING_DUE
 from harness.training.prepare.trainable import Model
-from harness.training.rebalancing import Rebalancer
-from harness.training.recording.profiler import ProfileCallback
 from harness.training.recording.recorder import Recorder
 from harness.training.saving.best_model import load_best, note_evaluation
 from harness.training.saving.checkpoints import Checkpoints
@@ -170,6 +168,8 @@ class Trainer(ScriptMethods):
             if args.early_stopping_patience:
                 self.callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
             if args.profile:
+                from harness.training.recording.profiler import ProfileCallback
+
                 self.callbacks.append(ProfileCallback(args.profile))
             self.nonfinite = NonFinite(args.nonfinite, run.console)
             overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
@@ -216,7 +216,11 @@ class Trainer(ScriptMethods):
                 f"train(): all {state.max_steps} steps are done, so nothing is trained: to continue, make a Trainer "
                 "with a larger max_steps and resume_from_checkpoint; to start again, one with another output_dir"
             )
-        rebalancer = Rebalancer(run) if run.args.rebalance_steps else None
+        rebalancer = None
+        if run.args.rebalance_steps:
+            from harness.training.rebalancing import Rebalancer
+
+            rebalancer = Rebalancer(run)
         deferred = signals.at_the_end_of_a_step(run.console.say, run.env.parent)
         with deferred as self._signals, Recorder(run) as recorder, self.checkpoints:
             guard = partial(self.rollback.guarding, recorder, self._settle)  # rolls back a non-finite step

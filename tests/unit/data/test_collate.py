@@ -17,6 +17,22 @@ def test_labels_are_the_ids_where_none_are_given():
     assert ids.tolist() == IDS
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        IDS,
+        [np.array(row) for row in IDS],
+        [torch.tensor(row, dtype=torch.int32) for row in IDS],
+        [torch.tensor(IDS[0]), IDS[1]],
+        [IDS[0], np.array(IDS[1], dtype=np.uint64)],
+        [np.array(IDS[0]), np.array(IDS[1], dtype=np.uint64)],  # numpy alone would make them floats
+    ],
+)
+def test_rows_may_be_lists_arrays_or_tensors(rows):
+    ids, _ = collate([{"input_ids": row} for row in rows])
+    assert ids.tolist() == IDS and ids.dtype == torch.long
+
+
 def test_given_labels_are_kept():
     _, labels = collate([{"input_ids": row, "labels": [IGNORED, *row[1:]]} for row in IDS])
     assert labels.tolist() == [[-100, 2, 3], [-100, 5, 6]]

@@ -68,6 +68,15 @@ def test_every_data_parallel_size_computes_the_same_micro_batches(dataset):
         assert one == two == four and len(one) == 4
 
 
+def test_the_order_is_the_same_wherever_a_block_of_it_begins():
+    rows = [{"input_ids": [i]} for i in range(1500)]
+    stream, *_ = streams(rows, 1, micro=100, accumulation=3)
+    dealt = [i for _ in range(9) for ids, _ in stream.next_step() for i in ids.flatten().tolist()]
+    assert dealt == batch_indices(0, 2700, 1500, seed=7).tolist()
+    stream.consumed = 450  # back, into the middle of a step
+    assert [i for ids, _ in stream.next_step() for i in ids.flatten().tolist()] == dealt[450:750]
+
+
 def test_micro_batches_are_ids_and_labels_of_one_shape(dataset):
     for ids, labels in streams(dataset, 2)[1].next_step():
         assert ids.shape == labels.shape == (2, BLOCK) and ids.dtype == labels.dtype == torch.long

@@ -1,0 +1,51 @@
+"""A step that neither logs, evaluates nor saves calls only what its run uses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import transformers
+
+import harness
+from harness import Trainer, TrainerCallback, TrainingArguments
+from tests.distributed.training import rows
+
+HARNESS = Path(harness.__file__).parent
+NUMBERS = ("training/engine", "deepspeed", "parallel", "hf", "config/model")  # forward, backward, update
+
+
+class Walk(TrainerCallback):
+    """Notes each function of the harness that is called between the ends of step 2 and step 3."""
+
+    def __init__(self) -> None:
+        self.called: set[tuple[str, str]] = set()
+
+    def _note(self, frame: FrameType, event: str, _argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(HARNESS):
+            self.called.add((path.relative_to(HARNESS).as_posix(), frame.f_code.co_qualname))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        sys.setprofile(self._note if state.global_step == 2 else None)
+
+
+class Theirs(transformers.TrainerCallback):
+    """Has no method of its own."""
+
+
+def test_between_two_events_a_step_is_a_straight_path(tmp_path: Path) -> None:
+    walk = Walk()
+    args = TrainingArguments(str(tmp_path), max_steps=4, logging_steps=10, save_steps=10, report_to="none")
+    trainer = Trainer("tiny-llama", args, rows() * 8, callbacks=[walk, Theirs])
+    trainer.train()
+    trainer.close()
+    loop = {(file, name) for file, name in walk.called if not file.startswith(NUMBERS)}
+    assert 20 < len(loop) <= 45 and len({file for file, _ in loop}) <= 9
+    names = {name for _, name in loop}
+    assert {"Trainer.training_step", "BatchStream.next_step", "Recorder.step", "MetricsFile.write"} <= names
+    events = {"Run.events_after", "Run.next_event", "keywords", "largest", "record_step", "Secrets.without"}
+    assert not names & (events | {"sample_order", "padding_of"})  # not needed here, or computed once for many steps
+    assert not {name for name in names if name.startswith(("Checkpoints.", "Rollback.", "TrainerCallback."))}
