@@ -254,7 +254,9 @@ class DecoderLayer(ModelLayer):
             inputs = self.outer.inputs.of_shape[shape][self.index]
             if self.outer.draws:
                 self._expect(inputs, hidden)
-            output = inputs.apply(self.get_submodule(self.name), hidden)
+            layer = self.get_submodule(self.name)
+            # nearly every model gives its layers the hidden state by position
+            output = layer(hidden, *inputs.args, **inputs.kwargs) if inputs.key is None else inputs.apply(layer, hidden)
             state: Tensor = output[0] if isinstance(output, (tuple, list)) else output
             return state
         payload = self.schema.open(self.index, value)

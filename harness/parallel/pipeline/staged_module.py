@@ -317,27 +317,32 @@ class StagedModule(GivenStages):
         )
         self.finite = FiniteWatch() if chunks.count > 1 else None
         self._keys = keys
+        self._blocks: dict[int, list[tuple[list[tuple[int, LayerCall]], bool]]] = {}  # of each chunk
         self._unpack: defaultdict[int, Unpacker] = defaultdict(Unpacker)
 
     def forward(self, forward_input: Value) -> Value:
-        """Return the output of the last layer of `chunk`, in the form in which it is sent to the next chunk."""
-        first, last = self.chunk == 0, self.chunk == len(self.parts) - 2
-        output = self._run(forward_input if first else self._unpack[self.chunk](forward_input))
-        if last:
-            return output
-        assert self.finite is not None
-        self.finite.see(output)
-        return pack_payload(output)
+        """Return the output of the last layer of `chunk`, in the form in which it is sent to the next chunk.
 
-    def _run(self, value: Value) -> Value:
-        """Run the layers as DeepSpeed's forward does, but with keyed draws. The recomputed function contains the key,
-        so that a layer draws the same numbers when it is recomputed."""
-        key = self._keys.next(self.chunk) if self._keys is not None and self.training else None
-        for block, recomputed in self.blocks():
-            run = partial(run_block, block, key)
-            tensors = value if isinstance(value, tuple) else (value,)
-            value = self.activation_checkpoint_func(run, *tensors) if recomputed else run(*tensors)
-        return value
+        Layers run as in DeepSpeed's forward, but with keyed draws. A recomputed function contains the key, so that a
+        layer draws the same numbers when it is recomputed.
+        """
+        chunk = self.chunk
+        if chunk not in self._blocks:
+            self._blocks[chunk] = list(self.blocks())
+        value = forward_input if chunk == 0 else self._unpack[chunk](forward_input)
+        key = self._keys.next(chunk) if self._keys is not None and self.training else None
+        for block, recomputed in self._blocks[chunk]:
+            if recomputed or key is not None:
+                run = partial(run_block, block, key)
+                tensors = value if isinstance(value, tuple) else (value,)
+                value = self.activation_checkpoint_func(run, *tensors) if recomputed else run(*tensors)
+            else:
+                for _, layer in block:
+                    value = layer(value)
+        if self.finite is None or chunk == len(self.parts) - 2:
+            return value
+        self.finite.see(value)
+        return pack_payload(value)
 
     def get_additional_losses(self) -> dict[str, Tensor | None] | None:
         """Return the scalars that the loss reports for the last micro-batch besides itself (`loss_fn.reported`).
