@@ -4,7 +4,7 @@ Parameters of one group lie one after the other in a flat tensor, and so do the 
 what is reduced at once: each data-parallel rank gets the means of its slice (reduce-scatter), updates the slice of the
 weights in float32, and all ranks gather the new weights (all-gather). In one precision the two send as much as one
 all-reduce of the gradients. Large groups are cut into several, so that the reduction can begin during the backward
-pass.
+pass, and a forward pass with the weights that have arrived.
 
 Gradients are added to the sums as soon as autograd has computed them, which frees them at once. In bf16 that reads and
 writes 10 bytes a parameter and micro-batch: 2 for the gradient, 4 and 4 for the sum. The first gradient of a step is
@@ -13,7 +13,7 @@ written over the sums of the last one, so nothing sets them to zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -58,10 +58,12 @@ class FlatOptimizer(BF16_Optimizer):
     def __init__(self, optimizer: Optimizer, names: dict[Tensor, str], averaging: Averaging, **options: object) -> None:
         self._averaging = averaging
         self._averaged: set[int] = set()
+        self._arriving: dict[int, Callable[[], object]] = {}
         # DeepSpeed asks for bf16 here, and its arithmetic is right for float32 as well
         super().__init__(
             optimizer, names, bfloat16_config=SimpleNamespace(enabled=True, immediate_grad_update=True), **options
         )
+        self._weights_over = list(self.real_dp_process_group)
 
     # 1. Sums over micro-batches, during the backward passes.
 
@@ -158,46 +160,66 @@ class FlatOptimizer(BF16_Optimizer):
 
     # 4. The update.
 
+    def gather_over(self, groups: Mapping[tuple[int, ...], dist.ProcessGroup]) -> None:
+        """Gather weights over these process groups, by their ranks, where there is one for a group's data ranks."""
+        ranks = [tuple(dist.get_process_group_ranks(group)) for group in self.real_dp_process_group]
+        self._weights_over = [
+            groups.get(key, of_means) for key, of_means in zip(ranks, self.real_dp_process_group, strict=True)
+        ]
+
     @torch.no_grad()
-    def update(self) -> None:
-        """Update this rank's slices of the weights, group by group, and gather the others while the next is updated."""
+    def update(self, order: Sequence[int]) -> None:
+        """Update this rank's slices of the weights, group by group, and begin to gather those of the other ranks.
+
+        Until `await_weights`, the weights are a mixture of old and new ones.
+
+        Args:
+            order: all groups, those first that are needed first; the same on all data ranks of a group.
+        """
+        self.await_weights()
         steps, groups = self.optimizer, self.optimizer.param_groups
         for group, gradient in zip(groups, self.slices, strict=True):
             (weights,) = group["params"]
             weights.grad = gradient if gradient.dtype == weights.dtype else gradient.to(weights.dtype)
-        waits: list[Callable[[], object]] = []
-        together = all(dist.get_world_size(ranks) == 1 for ranks in self.real_dp_process_group)
+        together = all(dist.get_world_size(ranks) == 1 for ranks in self._weights_over)
         try:
-            for index, group in enumerate(groups):
+            for number, index in enumerate(order):
                 if not together:
-                    steps.param_groups = [group]
-                if not together or index == 0:
+                    steps.param_groups = [groups[index]]
+                if not together or number == 0:
                     steps.step()
-                waits.append(self._start_gather(index))
+                self._start_gather(index)
         finally:
             steps.param_groups = groups
-        for wait in waits:
-            wait()
         for weights in self.fp32_groups_flat_partition:
             weights.grad = None
 
-    def _start_gather(self, index: int) -> Callable[[], object]:
-        """Begin to bring the updated slices of a group to all its data ranks; return a function that waits for them."""
+    def _start_gather(self, index: int) -> None:
+        """Begin to bring the updated slices of a group to all its data ranks."""
         flat, weights = self.bf16_groups_flat[index], self.fp32_groups_flat_partition[index]
-        ranks = self.real_dp_process_group[index]
+        ranks = self._weights_over[index]
         own = self.bf16_partitioned_groups[index][dist.get_rank(ranks)]
-        if own.data_ptr() != weights.data_ptr():  # float32 weights are updated where they lie
+        if own.untyped_storage()._cdata != weights.untyped_storage()._cdata:  # float32: they are updated where they lie
             own.data.copy_(weights.data)
-        if dist.get_world_size(ranks) == 1:
-            return lambda: None
-        wait: Callable[[], object] = comm.all_gather_into_tensor(flat, own, group=ranks, async_op=True).wait
-        return wait
+        if dist.get_world_size(ranks) > 1:
+            self._arriving[index] = comm.all_gather_into_tensor(flat, own, group=ranks, async_op=True).wait
+
+    def await_weights(self, groups: Iterable[int] | None = None) -> None:
+        """Wait until the weights of some groups (default: all) are those of the last update, on this rank alone.
+
+        On a GPU the current stream waits, and the host goes on.
+        """
+        for index in tuple(self._arriving) if groups is None else groups:
+            if (wait := self._arriving.pop(index, None)) is not None:
+                wait()
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
         """Bring the values of the float32 weights to the parameters of the model; all ranks call it."""
-        for wait in [self._start_gather(index) for index in range(len(self.bf16_groups))]:
-            wait()
+        self.await_weights()
+        for index in range(len(self.bf16_groups)):
+            self._start_gather(index)
+        self.await_weights()
 
     # Where DeepSpeed's constructor makes the tensors.
 

@@ -1,4 +1,6 @@
-"""Average gradients over data-parallel ranks while the last backward pass of a step still computes others.
+"""Hide what data-parallel ranks send behind what they compute: means of gradients, and new weights.
+
+Gradients are averaged while the last backward pass of a step still computes others.
 
 A backward pass reaches the layers in reverse order. When it asks a layer's predecessor for the gradient of its output,
 the layer has all of its own gradients: autograd runs first what the forward pass has made last. Then the reduction of
@@ -7,6 +9,9 @@ each parameter group that has nothing in earlier layers can begin.
 Reductions begin in one fixed order, the same on all ranks: NCCL and gloo pair collectives by their order. A group waits
 for the end of the pass if its gradients are summed over other ranks first: tied weights, and parameters of which each
 tensor-parallel rank has a partial gradient.
+
+New weights are gathered while the next forward pass already computes: each layer waits for the parameter groups that it
+needs and no layer before it did. They begin in the order in which they are needed.
 """
 
 from __future__ import annotations
@@ -116,3 +121,45 @@ class OverlappedMeans:
     def _start(self, group: int) -> None:
         self._fill(self._optimizer.bf16_groups[group])  # zeros for what this rank has not used in this step
         self._under_way[group] = self._optimizer.start_mean(group)
+
+
+class AwaitedWeights:
+    """Has each layer wait for its new weights when a forward pass reaches it for the first time.
+
+    Attributes:
+        order: all parameter groups, those first that are needed first.
+    """
+
+    def __init__(self, optimizer: FlatOptimizer, chunks: Sequence[Chunk]) -> None:
+        self._optimizer = optimizer
+        calls = [layer for chunk in chunks for _, layer in chunk]  # a micro-batch passes them in this order
+        needed = [_first_need(calls, parameters) for parameters in optimizer.bf16_groups]
+        self.order = sorted(range(len(needed)), key=needed.__getitem__)
+        self._at_first = [group for group in self.order if needed[group] < 0]
+        for place, layer in enumerate(calls):
+            groups = [group for group in self.order if needed[group] == place]
+            if groups and isinstance(layer, nn.Module):
+                # before other hooks, which may read weights
+                layer.register_forward_pre_hook(partial(self._await, groups), prepend=True)
+
+    def begin_step(self) -> None:
+        """Wait for the weights that no layer waits for."""
+        self._optimizer.await_weights(self._at_first)
+
+    def _await(self, groups: Sequence[int], _layer: nn.Module, _inputs: object) -> None:
+        self._optimizer.await_weights(groups)
+
+
+def _first_need(calls: Sequence[object], parameters: Sequence[nn.Parameter]) -> int:
+    """Return the place in `calls` of the layer that waits for these parameters; -1 if none can.
+
+    It is the first with any of them. A function may read any parameter and cannot wait, so the last layer before it
+    does.
+    """
+    ids = set(map(id, parameters))
+    for place, call in enumerate(calls):
+        if not isinstance(call, nn.Module):
+            return place - 1
+        if any(id(parameter) in ids for parameter in call.parameters()):
+            return place
+    return -1

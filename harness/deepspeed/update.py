@@ -28,12 +28,12 @@ from harness.deepspeed.expert_groups import is_expert
 from harness.deepspeed.flat_optimizer import FlatOptimizer
 from harness.deepspeed.gradient_norm import counts, global_norm
 from harness.deepspeed.kept_in_fp32 import is_kept
-from harness.deepspeed.overlap import OverlappedMeans
+from harness.deepspeed.overlap import AwaitedWeights, OverlappedMeans
 from harness.deepspeed.schedule import OwnSchedule, Schedule, ScheduledEngine
 from harness.deepspeed.step_gradients import StepGradients, trained_parameters
 from harness.deepspeed.unused_parameters import UnusedParameters
 from harness.topology.agreement import values_of_all
-from harness.topology.groups import Groups
+from harness.topology.groups import Groups, second_data_groups
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, limit: float, loss_scale: float = 1.0) -> None:
@@ -104,17 +104,24 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         self.unused = UnusedParameters(self.module, self.optimizer)
         self._has_stepped = False
         self.means: OverlappedMeans | None = None
-        if isinstance(self.optimizer, FlatOptimizer) and parts.compression is None:
-            self.means = OverlappedMeans(self.optimizer, self.module.chunk_layers(), self.gradients.fill)
+        self.weights: AwaitedWeights | None = None
+        if isinstance(self.optimizer, FlatOptimizer):
+            layers = self.module.chunk_layers()
+            self.optimizer.gather_over(second_data_groups(parts.groups))
+            self.weights = AwaitedWeights(self.optimizer, layers)
+            if parts.compression is None:
+                self.means = OverlappedMeans(self.optimizer, layers, self.gradients.fill)
         self.overlaps = parts.overlaps
         if isinstance(self.optimizer, DividedOptimizer):
             self.optimizer.prepare(skips_nonfinite=parts.skips_nonfinite, compressed=parts.compression is not None)
             self.optimizer.most_groups = max(values_of_all(len(self.optimizer.param_groups)))
 
-    # During the passes: means over data-parallel ranks begin in the backward pass of the last micro-batch.
+    # During the passes: the first one waits for the weights of the last update, layer by layer. Means over
+    # data-parallel ranks begin in the backward pass of the last micro-batch.
 
     def _train_schedule(self) -> OwnSchedule:
-        if isinstance(self.optimizer, FlatOptimizer):
+        if self.weights is not None:
+            self.weights.begin_step()
             self.optimizer.forget_sums()
         if self.means is not None:
             # Not in the first step, in which unused parameters and partial gradients are found, and not if weight
@@ -122,6 +129,15 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             overlaps = self.overlaps and self._has_stepped and not self.schedule.defers
             self.means.begin_step(self._summed_first, overlaps=overlaps)
         return super()._train_schedule()
+
+    def _inference_schedule(self, micro_batches: int) -> OwnSchedule:
+        self.await_weights()
+        return super()._inference_schedule(micro_batches)
+
+    def await_weights(self) -> None:
+        """Wait until the weights on this rank are those of the last update."""
+        if self.weights is not None:
+            self.optimizer.await_weights()
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         with self._last_pass():
@@ -191,11 +207,12 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         else:
             clip(self._stepped_gradients(), norm, self.gradient_clipping())
             applied = not self._skips_nonfinite or bool(torch.isfinite(norm))  # the host waits for the device
-        flat = isinstance(self.optimizer, FlatOptimizer)
         if applied:
             with self.unused.kept([self.basic_optimizer]):
-                self.optimizer.update() if flat else self.optimizer.step()
-        if not flat:
+                self.optimizer.step() if self.weights is None else self.optimizer.update(self.weights.order)
+        if not self.overlaps:  # otherwise the next forward pass waits for the weights that other ranks have updated
+            self.await_weights()
+        if self.weights is None:
             self.zero_grad()
         self._count_step(applied, lr_kwargs)
 

@@ -166,8 +166,8 @@ def _data(
 
     ZeRO-0 and 1 reduce gradients once a step, ZeRO-2 after every micro-batch unless it is told to wait. Flat sums are
     reduced and scattered.
-    ZeRO-1 and 2 gather parameters after the update; ZeRO-3 gathers them for every forward and every backward
-    (Rajbhandari et al. 2020, section 7).
+    ZeRO-1 and 2 gather parameters after the update, which flat sums hide behind the next forward pass; ZeRO-3 gathers
+    them for every forward and every backward (Rajbhandari et al. 2020, section 7).
     """
     if data_group(hardware, strategy).size == 1:
         return 0.0
@@ -189,7 +189,9 @@ def _data(
     defers = strategy.flat_sums and strategy.schedule.startswith("zero-bubble")  # weight gradients come last
     hidden = (compute * 2 / 3 if each_micro_batch else window) if strategy.overlap_data and not defers else 0.0
     gather = _half_rings(hardware, strategy, held, experts, width, 1) if stage or strategy.flat_sums else 0.0
-    shown = max(0.0, gather - window / 2) if workload.habits.overlap_parameters else gather
+    # while the next forward pass computes
+    travels = workload.habits.overlap_parameters or (strategy.flat_sums and strategy.overlap_data)
+    shown = max(0.0, gather - window / 2) if travels else gather
     copied = _copied(hardware, workload, strategy, held * each)
     return max(0.0, reduce - hidden) + contention * min(reduce, hidden) + shown + copied
 

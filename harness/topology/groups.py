@@ -93,6 +93,21 @@ def build_groups(layout: Layout, loss_stage: int | None = None) -> Groups:
     )
 
 
+def second_data_groups(groups: Groups) -> dict[tuple[int, ...], ProcessGroup]:
+    """Create another process group for each group of data-parallel ranks; return this rank's ones by their ranks.
+
+    All ranks call it. Collectives of one group run in order. What travels in another group, as weights do, does not
+    hold up the next sum over the data-parallel ranks.
+    """
+    layout, found = groups.layout, {}
+    for ranks in [*layout.groups("data"), *(layout.expert_copies() if groups.ep_group is not None else [])]:
+        if len(ranks) > 1:
+            group = dist.new_group(ranks, timeout=run_timeout())
+            if groups.rank in ranks:
+                found[tuple(ranks)] = group
+    return found
+
+
 def _build_axis(all_ranks: list[list[int]], layout: Layout, rank: int) -> ProcessGroup | None:
     """Create all groups of an axis and return this rank's; None for groups of one rank. All ranks call it."""
     mine = None

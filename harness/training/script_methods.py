@@ -106,6 +106,7 @@ class ScriptMethods:
     @property
     def model_wrapped(self) -> Any:
         """DeepSpeed's engine around `model`."""
+        self.run.engine.settle()
         return self.run.engine.deepspeed
 
     @property

@@ -221,6 +221,8 @@ class Trainer(ScriptMethods):
             from harness.training.rebalancing import Rebalancer
 
             rebalancer = Rebalancer(run)
+        is_ours = getattr(self.training_step, "__func__", None) is Trainer.training_step
+        step = self._training_step if is_ours else self.training_step  # another one may look at weights after it
         deferred = signals.at_the_end_of_a_step(run.console.say, run.env.parent)
         with deferred as self._signals, Recorder(run) as recorder, self.checkpoints:
             guard = partial(self.rollback.guarding, recorder, self._settle)  # rolls back a non-finite step
@@ -234,7 +236,7 @@ class Trainer(ScriptMethods):
                 stop = self._evaluate_and_save(recorder, evaluate=True)
             while self._goes_on(stop):
                 with guarded():
-                    record = self.training_step()
+                    record = step()
                     recorder.step(record)
                     stop = self._after_step(record, recorder)
                     if rebalancer is not None and self._goes_on(stop):
@@ -270,7 +272,13 @@ class Trainer(ScriptMethods):
 
     @inside("training", Phase.STEP)
     def training_step(self) -> StepRecord:
-        """Train on the next global batch; the same code in every layout. All ranks call it.
+        """Train on the next global batch; the same code in every layout. All ranks call it."""
+        record = self._training_step()
+        self.run.engine.settle()
+        return record
+
+    def _training_step(self) -> StepRecord:
+        """Train on the next global batch; new weights may still travel when this returns (`Engine.settle`).
 
         The stream yields the micro-batches of this rank's data-parallel coordinate; `Engine.train_step` runs forward,
         backward and update; a non-finite step is handled before it is counted.
@@ -286,7 +294,9 @@ class Trainer(ScriptMethods):
         learning_rate = run.engine.learning_rate  # read before the update, which advances the schedule
         # Only the first stage needs inputs and only the last needs labels: stages between get an empty list.
         micro_batches = stream.next_step(read=run.engine.reads_data)
-        outcome = run.engine.train_step(micro_batches, state.consumed_samples, stream.length, stream.sources)
+        outcome = run.engine.train_step(
+            micro_batches, state.consumed_samples, stream.length, stream.sources, settles=False
+        )
         seconds = time.perf_counter() - start_time  # measured correctly, as train_step has waited for the device
         if not (isfinite(outcome.loss) and outcome.finite_gradient):
             self.nonfinite.judge(state.global_step + 1, outcome, run.engine)
@@ -402,6 +412,7 @@ class Trainer(ScriptMethods):
 
     def _end_training(self, stop: int, metrics: Mapping[str, object]) -> None:
         """Complete saves, load the best model, call on_train_end; raise Stopped if a signal, `stop`, ended the run."""
+        self.run.engine.settle()
         self.checkpoints.finish()
         self.nonfinite.summary(self.state.global_step)
         if not stop:
@@ -485,6 +496,8 @@ class Trainer(ScriptMethods):
                 self._keywords[function] = None if is_default(function) else keywords(function, self)
             if (given := self._keywords[function]) is not None:
                 with suppress(signals.Interrupted), inside(moment):
+                    if getattr(callback, "reads_weights", True):
+                        self.run.engine.settle()
                     method(self.run.args, state or self.run.state, self.control, **given, **kwargs)
 
     def add_callback(self, callback: AnyCallback) -> None:

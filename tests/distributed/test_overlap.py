@@ -1,4 +1,5 @@
-"""Gradients are averaged while the last backward pass of a step runs, by flat sums, and come to the same numbers."""
+"""Gradients are averaged while the last backward pass of a step runs, by flat sums, and new weights travel while the
+next forward pass runs; both come to the same numbers."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from harness import Trainer
+from harness import Trainer, TrainerCallback
 from harness.deepspeed.flat_optimizer import FlatOptimizer
 from harness.deepspeed.instructions import Observer
 from harness.deepspeed.update import DividedOptimizer
+from harness.training.callbacks import StepRecord
 from harness.training.engine.engine import PipelineStages
 from tests.distributed.ranks import run_ranks
-from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows
+from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows, steps_of, without_shared_memory
 
 pytestmark = pytest.mark.ranks
 
@@ -37,9 +40,24 @@ FOUR = [
 ]
 
 
+class Records(TrainerCallback):
+    """Keeps the records of steps, and how many groups of weights are on their way after each."""
+
+    reads_weights = False
+
+    def __init__(self) -> None:
+        self.kept: list[StepRecord] = []
+        self.travelling: list[int] = []
+
+    def on_step_end(self, *_: Any, trainer: Trainer, record: StepRecord, **__: Any) -> None:
+        self.kept.append(record)
+        self.travelling.append(len(trainer.engine.deepspeed.optimizer._arriving))
+
+
 def train(job: Job, folder: str) -> tuple[Curve, list[list[str]]]:
     """Losses and norms, and for each step the instructions in which the reduction of a parameter group began."""
-    trainer = Trainer(job.model, arguments_of(job, folder), train_dataset=rows())
+    records = Records()
+    trainer = Trainer(job.model, arguments_of(job, folder), train_dataset=rows(), callbacks=[records])
     engine = trainer.engine
     assert isinstance(engine, PipelineStages)
     now, began = [""], [[] for _ in range(STEPS)]  # type: tuple[list[str], list[list[str]]]
@@ -47,9 +65,10 @@ def train(job: Job, folder: str) -> tuple[Curve, list[list[str]]]:
     optimizer = engine.deepspeed.optimizer
     assert isinstance(optimizer, FlatOptimizer)
     optimizer.start_mean = partial(_noted, optimizer.start_mean, now, began, trainer)  # type: ignore[method-assign]
-    records = [trainer.training_step() for _ in range(STEPS)]
+    trainer.train()
+    assert records.travelling[-1] == len(optimizer.bf16_groups) and not optimizer._arriving
     trainer.close()
-    return [(record.loss, record.grad_norm) for record in records], began
+    return [(record.loss, record.grad_norm or 0.0) for record in records.kept], began
 
 
 def _noted(
@@ -64,7 +83,9 @@ def both(jobs: list[Job], folder: str) -> list[tuple[Curve, list[list[str]], Cur
     for number, job in enumerate(jobs):
         early = train(job, f"{folder}/{number}")
         at_once = Job(job.model, job.layout, {**job.config, **WHOLE}, job.arguments)
-        found.append((*early, train(at_once, f"{folder}/{number}-at-once")[0]))
+        trainer = Trainer(job.model, arguments_of(at_once, f"{folder}/{number}-at-once"), train_dataset=rows())
+        found.append((*early, steps_of(trainer)))
+        trainer.close()
     return found
 
 
@@ -82,6 +103,64 @@ def test_groups_are_averaged_during_the_last_backward_pass(jobs: list[Job], tmp_
         near = partial(pytest.approx, rel=2e-3 if "bf16" in job.config else 1e-6)
         for found, wanted in zip(curve, at_once, strict=True):
             assert tuple(found) == near(tuple(wanted)), job
+
+
+class Reads(TrainerCallback):
+    """Notes a number of all weights after each step, by a reference that it has kept."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+        self.weights: list[nn.Parameter] = []
+
+    def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        self.weights = list(model.parameters())
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seen.append(sum(float(weight.detach().double().square().sum()) for weight in self.weights))
+
+
+def runs(job: Job, folder: str) -> tuple[list[list[object]], Reads, list[int]]:
+    """What is logged by a run, by one with a callback that reads weights, and by one that resumes the first; what the
+    callback has seen, and how many groups of weights have travelled while others looked on."""
+    logged, reads, records = [], Reads(), Records()
+    for name, callback, resumed in (("plain", records, ""), ("reads", reads, ""), ("resumed", None, "plain")):
+        more = {"resume_from_checkpoint": f"{folder}/{resumed}/checkpoint-2"} if resumed else {}
+        arguments = arguments_of(
+            job,
+            f"{folder}/{name}",
+            max_steps=4,
+            logging_steps=1,
+            eval_steps=2,
+            eval_strategy="steps",
+            save_steps=2,
+            **more,
+        )
+        given = [] if callback is None else [callback]
+        trainer = Trainer(job.model, arguments, train_dataset=rows(), eval_dataset=rows()[:3], callbacks=given)
+        trainer.train()
+        names = ("loss", "grad_norm", "eval_loss")
+        logged.append([row[key] for row in trainer.state.log_history for key in names if key in row])
+        trainer.close()
+    return logged, reads, records.travelling
+
+
+def runs_of_all(jobs: list[Job], folder: str) -> list[tuple[list[list[object]], list[float], list[int]]]:
+    found = []
+    with without_shared_memory():  # which gathers at once
+        for number, job in enumerate(jobs):
+            logged, reads, travelling = runs(job, f"{folder}/{number}")
+            found.append((logged, reads.seen, travelling))
+    return found
+
+
+def test_weights_on_their_way_change_nothing_and_whoever_reads_them_gets_the_new_ones(tmp_path: Path) -> None:
+    first, second = run_ranks(2, runs_of_all, [TWO[0], TWO[2]], str(tmp_path))
+    for (logged, seen, travelling), (_, of_other, _) in zip(first, second, strict=True):
+        plain, read, resumed = logged
+        assert len(plain) == 2 * 4 + 2 and plain == read
+        assert plain[-len(resumed) :] == resumed and len(resumed) == 2 * 2 + 1
+        assert seen == of_other and len(set(seen)) == 4
+        assert min(travelling[1::2]) > 1  # after the steps that are evaluated and saved
 
 
 ONCE = {"gradient_reduction": {"once_per_step": True}}

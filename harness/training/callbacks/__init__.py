@@ -161,7 +161,13 @@ class TrainerCallback:
 
     Keyword arguments: `trainer`; `model`, `processing_class`, `optimizer` and `lr_scheduler` as in HuggingFace; and
     `record`, `logs`, `metrics` or `checkpoint` in the methods whose docstrings name them.
+
+    Attributes:
+        reads_weights: whether its methods may look at the model's weights. Set it to False in a class that does not:
+            between steps nothing waits then for new weights on their way from other ranks.
     """
+
+    reads_weights = True
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]

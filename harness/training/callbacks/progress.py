@@ -23,6 +23,8 @@ BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 class ProgressCallback(TrainerCallback):
     """Shows the step's numbers and the time left, on rank 0."""
 
+    reads_weights = False
+
     def __init__(self, console: Console, unit: str = "tokens") -> None:
         self.console = console
         self.unit = unit  # tokens or samples a second

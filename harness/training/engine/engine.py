@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
@@ -17,13 +18,13 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from harness.data.batches.collate import MicroBatch, unequal_shapes
 from harness.data.batches.evaluation import EvaluationBatch
 from harness.data.batches.same_data import require_same_data
 from harness.deepspeed.engine import count_skipped_step, evaluate_pipeline, scales_loss_dynamically
+from harness.deepspeed.update import StagedEngine
 from harness.deepspeed.zero3_parameters import GatheredParameters
 from harness.parallel.draws import DrawKeys
 from harness.parallel.generators import own_generators, seed_of
@@ -147,6 +148,8 @@ class Engine(ABC):
         consumed_samples: int,
         length: int | None = None,
         sources: Sequence[Sequence[int]] = (),
+        *,
+        settles: bool = True,
     ) -> StepOutcome:
         """Run forward, backward and update over one global batch; all ranks call it.
 
@@ -156,6 +159,8 @@ class Engine(ABC):
             consumed_samples: samples that all ranks consumed in the steps before.
             length: tokens that all samples of the step are padded to; None if it never changes.
             sources: source of each sample [micro-batches][samples]; empty if losses are not reported by source.
+            settles: whether this returns with the new weights on every rank; otherwise the next step or `settle` waits
+                for them.
 
         Raises:
             UserError: on all ranks: in the first step, ranks that must read the same data do not.
@@ -182,6 +187,9 @@ class Engine(ABC):
         with own_generators(seed, self.device):
             loss, parts = self._forward_backward_update(batches, length)
 
+        if settles:
+            self.settle()
+
         # 3. The outcome, in one copy to the host: the only place of a step where the host waits for the device.
         found = self.deepspeed.get_global_grad_norm()
         norm, whole_loss, *of_parts = numbers([0.0 if found is None else found, loss, *parts.values()])
@@ -200,6 +208,13 @@ class Engine(ABC):
             applied=applied,
             parts=dict(zip(parts, of_parts, strict=True)),
         )
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for new weights of other ranks that are still on their way to this one; before anything reads weights.
+
+        Not collective: a rank may call it alone.
+        """
 
     def source_losses(self, outcome: StepOutcome) -> dict[str, float]:
         """Return the mean loss of each data source in a step, by name; {} if losses are not reported by source."""
@@ -288,6 +303,8 @@ class Engine(ABC):
 
     def release(self) -> None:
         """Free the engine's memory; its process groups stay."""
+        with suppress(RuntimeError):  # of a rank that has ended
+            self.settle()
         self.deepspeed.destroy()
         for held in (*self.deepspeed.module.parameters(), self.deepspeed):
             vars(held).clear()  # hooks in C++ refer to the engine: gc cannot see this cycle
@@ -301,9 +318,13 @@ class Engine(ABC):
 class PipelineStages(Engine):
     """Layers in stages (perhaps one), driven by PipelineEngine's schedule."""
 
-    deepspeed: PipelineEngine
+    deepspeed: StagedEngine
     _length: int | None = None  # padded length of the last step's samples
     _shape: tuple[int, ...] | None = None
+
+    def settle(self) -> None:
+        """Wait for new weights that are still on their way to this rank."""
+        self.deepspeed.await_weights()
 
     def evidence(self) -> Evidence:
         """Return which values of the last step were finite on this rank and in its stage. Waits for the device."""
@@ -352,6 +373,9 @@ class PipelineStages(Engine):
 
 class WholeModel(Engine):
     """All layers on every rank, for ZeRO-2 and ZeRO-3."""
+
+    def settle(self) -> None:
+        """Return at once: DeepSpeed's update waits for all weights, or each layer gathers its own."""
 
     @cached_property
     def gathered(self) -> GatheredParameters:

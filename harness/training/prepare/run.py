@@ -84,13 +84,15 @@ class Run(RunPlan, EngineContext):
 
     @property
     def module(self) -> nn.Module:
-        """This rank's layers, as DeepSpeed holds them."""
+        """This rank's layers, as DeepSpeed holds them, with the weights of the last update."""
         module: nn.Module = self.engine.deepspeed.module
+        self.engine.settle()
         return module
 
     @property
     def engine_state(self) -> EngineState:
         """The part of the engine that a checkpoint stores, and the names in it."""
+        self.engine.settle()
         adapters, name = self.adaptation is not None, self.trainable.stored_name
         return EngineState(
             engine=self.engine.deepspeed,

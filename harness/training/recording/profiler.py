@@ -35,6 +35,8 @@ WARM_STEPS = 2  # not timed: the first step is slow, and measuring memory slows 
 class ProfileCallback(TrainerCallback):
     """Profiles `steps` steps after the first two on all ranks; rank 0 writes the results."""
 
+    reads_weights = False
+
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self._first = 0

@@ -75,6 +75,7 @@ class NonFinite:
             NonFiniteStep: with `rollback`.
             NotSaved: with `skip` and `warn`.
         """
+        engine.settle()
         bad = _not_finite({n: p for n, p in engine.deepspeed.module.named_parameters() if p.requires_grad})
         if not any_rank(bad is not None):
             return

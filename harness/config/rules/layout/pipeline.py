@@ -134,11 +134,11 @@ def unknown_word(view: RunView, key: str, known: Iterable[str], deepspeed: str) 
 
 @rule("DS605", "overlap-in-pipeline", Severity.WARNING, claim="elsewhere")
 def overlap_in_pipeline(view: RunView) -> Iterator[Finding]:
-    """overlap_comm is on, but the schedule computes weight gradients last, and nothing is left to overlap with.
+    """overlap_comm is on, but the schedule computes weight gradients last, and nothing hides their reduction.
 
     A zero-bubble schedule defers weight gradients to the end of a step. With the other schedules the harness averages
     gradients over data-parallel ranks while the backward pass of the last micro-batch runs; DeepSpeed's own pipeline
-    never does.
+    never does. New weights travel behind the next forward pass by default.
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8,
            "pipeline": {"stages": 2, "schedule": "zero-bubble"},
@@ -152,7 +152,7 @@ def overlap_in_pipeline(view: RunView) -> Iterator[Finding]:
     if overlaps and (name in DEFERRING_SCHEDULES or view.target != "harness"):
         yield Finding(
             pointer="/zero_optimization/overlap_comm",
-            message="overlap_comm has no effect with pipeline stages"
+            message="overlap_comm hides no reduction of gradients with pipeline stages"
             + (f" and the schedule {name}" if name in DEFERRING_SCHEDULES else ""),
             hint="remove it",
             deepspeed="switches it off, with a warning in the log",
