@@ -29,7 +29,7 @@ from harness.data.batches.order import Indices, OwnOrder, SeveralSources, batch_
 from harness.data.batches.padding import PaddedSamples, at_length, padding_of
 from harness.data.batches.read_ahead import ReadAhead
 from harness.errors import UserError
-from harness.parallel.generators import own_generators, seed_of
+from harness.parallel.generators import own_generators, reseed, seed_of
 from harness.resilience.process.activity import inside
 from harness.wording import counted
 
@@ -182,12 +182,14 @@ class BatchStream:
         """Return the micro-batches of a step, and how many of their tokens an attention_mask hides."""
         micro_batches = []
         masked = 0
-        for rows, length, place in zip(plan.rows, plan.lengths, plan.places, strict=True):
-            padded = self.dataset if length is None else at_length(self.dataset, length)
-            # A seed depends on the place in the sample order, not on the rank: it is equal in every layout.
-            micro_batch, hidden = read_micro_batch(padded, rows, self.collator, seed_of("samples", self.seed, place))
-            micro_batches.append(micro_batch)
-            masked += hidden
+        with own_generators(self.seed):
+            for rows, length, place in zip(plan.rows, plan.lengths, plan.places, strict=True):
+                # This seed depends on the place in the sample order, not on the rank: it is equal in every layout.
+                reseed(seed_of("samples", self.seed, place))
+                padded = self.dataset if length is None else at_length(self.dataset, length)
+                micro_batch, hidden = _collated(padded, rows, self.collator)
+                micro_batches.append(micro_batch)
+                masked += hidden
         return micro_batches, masked
 
     def _following(self, plan: StepPlan) -> Iterator[StepPlan]:
@@ -279,10 +281,15 @@ def read_micro_batch(
     `dataset.__getitems__` is used if there is one, as by torch's DataLoader. Data set and collator run under global
     generators seeded with `seed`, so every rank that reads these rows gets the same random draws.
     """
-    read = getattr(dataset, "__getitems__", None)
     with own_generators(seed):
-        samples = read(list(rows)) if read is not None else [dataset[i] for i in rows]
-        collated = collator(samples)
+        return _collated(dataset, rows, collator)
+
+
+def _collated(dataset: MapDataset, rows: Sequence[int], collator: Collator) -> tuple[MicroBatch, int]:
+    """Read and collate as `read_micro_batch` does, with the generators as they are."""
+    read = getattr(dataset, "__getitems__", None)
+    samples = read(list(rows)) if read is not None else [dataset[i] for i in rows]
+    collated = collator(samples)
     masked = hidden_tokens([collated] if isinstance(collated, Mapping) else samples)
     micro_batch = as_micro_batch(collated)
     if isinstance(collator, TokenCollator):
