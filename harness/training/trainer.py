@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from math import isfinite
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Unpack
 
@@ -75,6 +76,11 @@ from harness.uncaught import show_in_one_line
 if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput
+
+ASKED = attrgetter(
+    *("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps"),
+)
+"""Reads the arguments that decide after which steps a run logs, evaluates and saves."""
 
 
 class Trainer(ScriptMethods):
@@ -163,6 +169,7 @@ class Trainer(ScriptMethods):
             self._signals: signals.SignalListener | None = None
             self._keywords: dict[object, Mapping[str, object] | None] = {}  # by method; None: does nothing
             self._next_event = 0  # the next step after which something may be due; 0: after the next one
+            self._asked: object = None  # the values of ASKED for which it holds; a callback may change them
             self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console, run.trainable.speed_unit)]
             self.callbacks += map(own_early_stopping, own_callbacks)
             if args.early_stopping_patience:
@@ -338,9 +345,11 @@ class Trainer(ScriptMethods):
             self.checkpoints.wait_a_moment()
         due, last_step = NOTHING_DUE, run.state.max_steps
         epoch_ends = stream.consumed // stream.n > stream.before // stream.n
-        if epoch_ends or record.step >= min(self._next_event, last_step):
+        asked = ASKED(run.args)
+        if epoch_ends or record.step >= min(self._next_event, last_step) or asked != self._asked:
             due = run.events_after(record.step, epoch_ends=epoch_ends, max_steps=last_step)
             self._next_event = run.next_event(record.step)
+            self._asked = asked
         self._call("on_step_end", record=record)
         for event in due.epoch_events:
             self._call(event)

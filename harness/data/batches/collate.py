@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -124,12 +125,12 @@ def _as_tensors(given: Mapping[str, object]) -> dict[str, torch.Tensor]:
 
 def _stack(name: str, samples: Sequence[Mapping[str, object]]) -> torch.Tensor:
     """Return a column of the samples, int64 [batch, ...]. UserError if it does not hold integers of one shape."""
-    rows = [sample[name] for sample in samples]
+    rows = list(map(itemgetter(name), samples))
     with suppress(TypeError, ValueError, RuntimeError):  # `_stack_each` names the row at fault
         if isinstance(rows[0], Tensor):
-            stacked = torch.stack(rows)  # type: ignore[arg-type]  # raises TypeError for others
+            stacked = torch.stack(rows)
         elif isinstance(rows[0], np.ndarray):
-            stacked = torch.as_tensor(np.stack(rows))  # type: ignore[arg-type]  # raises ValueError for others
+            stacked = torch.as_tensor(np.stack(rows))
         else:
             stacked = torch.as_tensor(rows)
         if not stacked.is_floating_point():

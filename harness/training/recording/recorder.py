@@ -64,7 +64,6 @@ class MetricsFile:
         except ValueError:
             line = json.dumps(_finite(content), default=str)
         self._waiting += f"{line}\n".encode()
-        self._attempt(self._reopen)
         self._attempt(self._flush)
 
     def rewind(self, step: int) -> None:
@@ -78,6 +77,12 @@ class MetricsFile:
         self._file.close()
 
     def _flush(self) -> None:
+        """Write the waiting lines, to a new file if somebody has deleted this one or its folder."""
+        is_there = False
+        with suppress(FileNotFoundError):
+            is_there = not self._file.closed and os.path.samestat(self._path.lstat(), os.fstat(self._file.fileno()))
+        if self._waiting and not is_there:
+            self._reopen()
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
@@ -103,10 +108,6 @@ class MetricsFile:
         return FileIO(self._path, "ab", opener=open_no_link)
 
     def _reopen(self) -> None:
-        """Continue in a new file if somebody has deleted this one or its folder."""
-        with suppress(FileNotFoundError):
-            if not self._file.closed and os.path.samestat(self._path.lstat(), os.fstat(self._file.fileno())):
-                return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         gone, self._file = self._file, self._opened()
         gone.close()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness import Trainer, TrainingArguments, UserError
+from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.training.engine.losses import targets
 from harness.training.engine.outputs import KeptOutputs
 from harness.training.evaluate import computed_metrics
@@ -76,6 +76,26 @@ def test_an_epoch_ends_in_the_step_that_uses_its_last_sample(trainer: Trainer) -
     assert [events_after(trainer, step).epoch_events for step in (2, 3, 5, 8)] == [(), both, both, both]
     last = replace(trainer.run, args=arguments(), max_steps=5)
     assert last.events_after(5, epoch_ends=True).epoch_events == end
+
+
+def test_a_callback_may_change_the_intervals_of_a_run(tmp_path: Path) -> None:
+    logged = []
+
+    class Impatient(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                args.logging_steps = 2
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+            logged.append(state.global_step)
+
+    args = arguments(tmp_path, logging_steps=100, save_steps=0)
+    made = Trainer(
+        [torch.nn.Linear(2, 1)], args, POINTS * 8, loss_fn=torch.nn.functional.mse_loss, callbacks=[Impatient]
+    )
+    made.train()
+    made.close()
+    assert logged == [4, 6, 8, 9, 9]
 
 
 def test_a_users_metrics_are_plain_numbers_under_the_prefix(trainer: Trainer) -> None:
