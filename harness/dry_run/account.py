@@ -99,8 +99,8 @@ def account(plan: DryRun, env: LaunchEnv, hardware: Hardware, fusion: Fusion | N
     """Return the account of the rank `env.rank`. Raises UserError for what a run would refuse.
 
     Args:
-        fusion: "compile" to count what a compiler fuses in each layer as one kernel, "liger" to count norms, rotary
-            embeddings and activations as one each; None to count what the run itself computes.
+        fusion: "compile" to count what a compiler fuses in each layer as one kernel, "kernels" to count norms, rotary
+            embeddings, activations and the loss as one each; None to count transformers' own operations.
     """
     with simulated_rank(plan, env) as rank, replacing((StagedEngine, "_clip_and_skip_on_device", _clip_as_on_a_gpu)):
         expect_peers(rank)

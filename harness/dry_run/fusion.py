@@ -2,7 +2,7 @@
 
 What is fused is one kernel for each size of what it writes. It reads what comes from outside, and writes what others
 read. What only its own backward pass reads is not written but computed again there, from the same inputs, as
-torch.compile and Liger do.
+torch.compile and the kernels of the harness and of Liger do.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from harness.dry_run.operations import ATTENTION, ELEMENTWISE, NORMS, PRODUCTS, ROTARY, Operand, Recorded
+from harness.dry_run.operations import ATTENTION, ELEMENTWISE, LOSS, NORMS, PRODUCTS, ROTARY, Operand, Recorded
 from harness.planner.hardware import Hardware
 
-Fusion = Literal["compile", "liger"]
+Fusion = Literal["compile", "kernels"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ def fused(recorded: Sequence[Recorded], fusion: Fusion | None, hardware: Hardwar
     """Return the operations of a step as they are fused, with what they cost a device.
 
     Args:
-        fusion: "compile": all that lies between two products in the forward or the backward pass of a layer; "liger":
-            norms, rotary embeddings and activations by themselves; None: nothing.
+        fusion: "compile": all that lies between two products in the forward or the backward pass of a layer, and the
+            loss; "kernels": norms, rotary embeddings, activations and the loss by themselves; None: nothing.
     """
     if fusion is None:
         return list(recorded)
@@ -52,25 +52,36 @@ def _costed(merged: Recorded, hardware: Hardware) -> Recorded:
     return replace(merged, bytes=moved, seconds=seconds)
 
 
-def _of_modules(recorded: Iterable[Recorded]) -> list[_Region | None]:
-    return [
-        _Region((each.part, each.call), each.backward)
-        if each.part in (NORMS, ROTARY, ELEMENTWISE) and each.call and not each.collective
-        else None
-        for each in recorded
-    ]
+def _of_modules(recorded: Sequence[Recorded]) -> list[_Region | None]:
+    found = _of_losses(recorded)
+    for at, each in enumerate(recorded):
+        if each.part in (NORMS, ROTARY, ELEMENTWISE) and each.call and not each.collective:
+            found[at] = _Region((each.part, each.call), each.backward)
+    return found
 
 
-def _of_layers(recorded: Iterable[Recorded]) -> list[_Region | None]:
-    """Return regions that end at each operation that a compiler leaves to a library, and at each collective."""
+def _of_losses(recorded: Iterable[Recorded]) -> list[_Region | None]:
+    """Return regions of the operations that compute a loss, or its gradient, one after the other."""
     found: list[_Region | None] = []
     run = 0
     for each in recorded:
-        if each.part in (PRODUCTS, ATTENTION) or each.collective or not each.layer:
+        if each.part == LOSS and not each.collective:
+            found.append(_Region(LOSS, each.backward, run))
+        else:
             run += 1
             found.append(None)
-        else:
-            found.append(_Region(each.layer, each.backward, run))
+    return found
+
+
+def _of_layers(recorded: Sequence[Recorded]) -> list[_Region | None]:
+    """Return regions that end at each operation that a compiler leaves to a library, and at each collective."""
+    found = _of_losses(recorded)
+    run = 0
+    for at, each in enumerate(recorded):
+        if each.part in (PRODUCTS, ATTENTION) or each.collective or not each.layer:
+            run += 1
+        elif found[at] is None:
+            found[at] = _Region(each.layer, each.backward, run)
     return found
 
 

@@ -167,7 +167,7 @@ def predict(
     hardware: Hardware | None = None,
     on_cpu: bool = False,
     boundaries: tuple[int, ...] | None = None,
-    liger: bool = False,
+    fused_kernels: bool = True,
 ) -> Prediction:
     """Predict a resolved config: memory only, or with `hardware` an `Estimate` with the seconds of a step too.
 
@@ -176,15 +176,15 @@ def predict(
         on_cpu: whether ranks are processes on a CPU; not needed with `hardware`.
         boundaries: boundaries of the model chunks, if the run has chosen them; by default those that a run would
             choose.
-        liger: whether layers use Liger's kernels.
+        fused_kernels: whether a GPU computes norms, rotations and gated activations by one kernel each.
 
     Raises:
         UserError: the device lacks the precision, or there are fewer layers than stages.
     """
     workload, strategy = of_config(resolved, shape, sequence, on_cpu=on_cpu if hardware is None else hardware.is_host)
     strategy = replace(strategy, boundaries=boundaries)
-    if liger:
-        workload = replace(workload, kernels="liger")
+    if fused_kernels and workload.kernels == "single":
+        workload = replace(workload, kernels="fused")
     if hardware is None:
         return Prediction(workload=workload, strategy=strategy, stages=memory_of(workload, strategy))
     require_precision(hardware, resolved.precision)

@@ -159,18 +159,19 @@ COMPILED = {
     "activation": ((6, 10), (2, 2)),
     "rotation": ((6, 9), (4, 4)),
 }
-BY_KERNELS = {"single": NARROW, "liger": AS_ONE, "compiled": COMPILED}
+BY_KERNELS = {"single": NARROW, "fused": AS_ONE, "compiled": COMPILED}
 # A norm in 16 bits, whose Python code computes in fp32, moves per element 6 bytes to widen, 8 to square, 4 to average,
 # 8 to scale, 6 to narrow, and 4 to multiply by its weight.
 NARROW_NORM_BYTES = 36
-# The same for norms and rotations of harness/hf/fused.py; measured only on a CPU, so not counted on a GPU.
+# The same for norms and rotations of harness/hf/fused.py on a CPU.
 FEWER = {"norm": 5, "rotation": 5}
 # Rate of attention's backward kernel relative to its forward kernel (Dao 2023, section 4.1: 63% and 73% of the peak).
 BACKWARD_RATE = 63 / 73
-# Memory traffic of each logit in bytes, besides the product that writes it. The harness's loss computes exponentials in
-# forward and backward, a part of the logits at a time: each widens to fp32, subtracts the maximum, exponentiates, and
-# sums or scales and narrows. torch's widens all logits, and keeps their softmax. So does Megatron's, in more operations
-# (Megatron-LM, `vocab_parallel_cross_entropy`).
+# Memory traffic of each logit in bytes, besides the product that writes it. The harness's kernels for GPUs read each
+# logit once, and read and write it once. Without them its loss computes exponentials in forward and backward, a part
+# of the logits at a time: each widens to fp32, subtracts the maximum, exponentiates, sums or scales, and narrows.
+# torch's widens all logits, and keeps their softmax. So does Megatron's, in more operations (Megatron-LM,
+# `vocab_parallel_cross_entropy`).
 LOGIT_BYTES, LOGIT_BYTES_OF_TORCH, LOGIT_BYTES_OF_MEGATRON = Seconds(28, 36), Seconds(16, 22), Seconds(34, 14)
 LOGITS_AT_ONCE, LOSS_KERNELS = 2**23, Seconds(5.0, 9.0)  # logits of such a part, and its kernels
 # On a CPU most of that stays in a core's cache: forward writes once and reads twice, backward reads and writes. An
@@ -278,9 +279,9 @@ def _elementwise(hardware: Hardware, workload: Workload, strategy: Strategy, lay
     """Return the seconds of norms, residuals, rotations and activations."""
     if _has_narrow_norms(workload):
         return _narrow_elementwise(hardware, workload, strategy, layer, tokens)
-    passes = FUSED if workload.habits.fused_elementwise else PLAIN
+    passes = FUSED if workload.habits.fused_elementwise or workload.has_kernels else PLAIN
     tp = strategy.tp_size
-    fewer = FEWER if workload.fewer_passes and not workload.habits.fused_elementwise else passes
+    fewer = FEWER if workload.fewer_passes and passes is PLAIN else passes
     norm: float = (passes if layer.plain_norms else fewer)["norm"]
     if layer.native_norms:
         norm = FUSED["norm"]
@@ -353,9 +354,12 @@ def head_seconds(hardware: Hardware, workload: Workload, strategy: Strategy) -> 
     summed = columns * workload.shape.hidden * added / hardware.memory_bytes_per_second
     of_others = LOGIT_BYTES_OF_MEGATRON if workload.habits.fused_elementwise else LOGIT_BYTES_OF_TORCH
     on_gpu = LOGIT_BYTES if workload.habits.loss_in_place else of_others
+    if workload.habits.loss_in_one_pass:
+        on_gpu = Seconds(1.0 * workload.element_bytes, 2.0 * workload.element_bytes)
     each = LOGIT_BYTES_IN_CACHE if workload.on_cpu else on_gpu
     moved = Seconds(each.forward * logits, each.backward * logits + summed)
-    parts = ceil(tokens * columns / LOGITS_AT_ONCE) if workload.habits.loss_in_place and not workload.on_cpu else 0
+    in_parts = workload.habits.loss_in_place and not workload.habits.loss_in_one_pass and not workload.on_cpu
+    parts = ceil(tokens * columns / LOGITS_AT_ONCE) if in_parts else 0
     start = parts * hardware.kernel_seconds
     moved = moved.plus(Seconds(LOSS_KERNELS.forward * start, LOSS_KERNELS.backward * start))
     if _has_narrow_norms(workload):

@@ -279,7 +279,8 @@ def layer_activations(workload: Workload, strategy: Strategy, layer: LayerShape)
     keys = (layer.key + layer.value) * (1 if workload.habits.fused_elementwise or repeated == 1 else repeated)
     copies = 1 if keys == (layer.key + layer.value) * repeated else max(1.0, ranks / max(layer.kv_heads, 1))
     attention = (layer.query + keys * copies + 2 * layer.output) * width / tp
-    active = (layer.into_ffn + 2 if layer.gated else 2) * width  # input and output of the activation, and their product
+    # the input of the activation, what it is multiplied by, their product, and without kernels the activation's output
+    active = (layer.into_ffn + (1 if workload.has_kernels else 2) if layer.gated else 2) * width
     inside = layer.dense_ffn * active / tp
     if layer.experts:
         whole = tp if strategy.ep_size > 1 else 1  # whole experts: ranks divide their tokens instead
@@ -297,12 +298,11 @@ def _norm_bytes(workload: Workload, layer: LayerShape) -> float:
     """Return the bytes that a norm keeps for each element: its input, and its output, which the next product needs.
 
     If it is written in single operations, as in transformers' models, a norm also keeps the input in fp32 and the
-    normalised value. In float32 the harness has norms of its own (harness/hf/fused.py). They were measured only on a
-    CPU, so they are not counted on a GPU.
+    normalised value. The harness's own norms (harness/hf/fused.py) do not: on a GPU, and in float32 on a CPU.
     """
     width = workload.element_bytes
     fused = workload.habits.fused_elementwise or layer.native_norms
-    fused = fused or (workload.fewer_passes and not layer.plain_norms)
+    fused = fused or ((workload.fewer_passes or workload.has_kernels) and not layer.plain_norms)
     return 2 * width if fused else 4 + 2 * width
 
 

@@ -59,6 +59,7 @@ class Habits:
             ranks; else only between data-parallel ranks.
         tiles_norms: if feed-forward blocks are computed in tiles, so are norms.
         loss_in_place: the loss writes its gradient over the logits and makes no copy of them.
+        loss_in_one_pass: on a GPU it reads them once forward, and reads and writes them once backward.
         sums_in_place: a gradient is added to its sum when it is computed, and not stored itself.
         fused_sums: the matrix product that computes a gradient also adds it.
         sums_wide: bf16 gradients of micro-batches are summed in float32.
@@ -82,6 +83,7 @@ class Habits:
     tokens_travel: bool = False
     tiles_norms: bool = True
     loss_in_place: bool = True
+    loss_in_one_pass: bool = False
     sums_in_place: bool = False
     fused_sums: bool = False
     sums_wide: bool = True
@@ -105,7 +107,8 @@ DEEPSPEED = HABITS["deepspeed"]
 
 
 Recompute = Literal["none", "full"]
-Kernels = Literal["single", "liger", "compiled"]
+Kernels = Literal["single", "fused", "compiled"]
+"""How a GPU computes norms, rotations and activations: by transformers' operations, by one kernel each, or compiled."""
 Schedule = Literal["1f1b", "gpipe", "zero-bubble", "zero-bubble-v"]
 Offload = Literal["none", "optimizer", "parameters", "optimizer+parameters"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of stored tensors; products may use fewer
@@ -146,8 +149,13 @@ class Workload:
 
     @property
     def fewer_passes(self) -> bool:
-        """Whether norms and rotations are counted as fused by harness/hf/fused.py: only where that was measured."""
+        """Whether norms and rotations take the fewer operations of harness/hf/fused.py on a CPU."""
         return self.on_cpu and self.precision == "fp32"
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether norms, rotations and gated activations are one kernel each: harness/hf/fused.py on a GPU."""
+        return self.kernels == "fused" and not self.on_cpu
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,8 +152,10 @@ def predict_run(run: RunFiles, hardware: Hardware) -> Estimate | None:
         if isinstance(counted, int) and abs(shape.parameters / max(counted, 1) - 1) > MOST_OFF:
             return None  # the config describes another model to the planner than the one that ran
         boundaries = _boundaries(run, len(shape.layers) + 2, resolved.chunks.count)
-        liger = _object(run.about.get("arguments")).get("use_liger_kernel") is True
-        found = predict(resolved, shape, block, hardware=hardware, boundaries=boundaries, liger=liger)
+        flags = _object(run.about.get("arguments"))
+        # a run from before the flag existed had none of these kernels, but for Liger's
+        fused = flags.get("fused_kernels") is True or flags.get("use_liger_kernel") is True
+        found = predict(resolved, shape, block, hardware=hardware, boundaries=boundaries, fused_kernels=fused)
         assert isinstance(found, Estimate)  # its hardware is known
         return found
     except UserError:

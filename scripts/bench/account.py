@@ -5,8 +5,9 @@
         --hardware h100
 
 One rank's step is traced by the dry run with its real shapes, and costed with the planner's formulas and the device's
-figures. Every other flag is one of scripts/train.py. `--use_liger_kernel` and the JSON's `compile` count what they fuse
-as one kernel; `--compile` does so whatever the JSON says. Waits for other ranks, and the data, are not counted, and
+figures. Every other flag is one of scripts/train.py. Norms, rotary embeddings, activations and the loss count as one
+kernel each, unless `--fused_kernels false`; the JSON's `compile`, and `--compile` whatever the JSON says, count what a
+compiler fuses as one. Waits for other ranks, and the data, are not counted, and
 communication is counted as if nothing else ran beside it.
 """
 
@@ -51,7 +52,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder, quiet(Path(folder) / "log", own.json) as console:
             plan = dry_run_plan(script, args, config, lora)
             compiles = own.compile or plan.resolved.compile_backend is not None
-            fusion = "compile" if compiles else "liger" if args.use_liger_kernel else None
+            one_each = args.fused_kernels or args.use_liger_kernel
+            fusion = "compile" if compiles else "kernels" if one_each else None
             found = account(plan, env, hardware, fusion)
             print(json.dumps(found.as_json(), indent=1) if own.json else found, file=console.out)
     except UserError as error:

@@ -7,7 +7,8 @@ Writes a JSON (scripts/bench/results/gpu.json, or --output) and prints a summary
     versions     of Python, torch, CUDA, NCCL, the driver, and what is installed beside
     correctness  losses of a tiny model in each layout that one GPU can hold, beside those of plain PyTorch on the CPU
     speed        tokens/s, MFU, peak memory and waits of a llama of 1 billion parameters (bf16, sequences of 4,096) with
-                 the harness, with torch.compile and Liger, with HuggingFace's Trainer and with plain PyTorch
+                 the harness, without its fused kernels, with torch.compile and with Liger's, with HuggingFace's Trainer
+                 (also with Liger and torch.compile) and with plain PyTorch
     largest      the same of the harness for the largest llama that the planner expects to fit
     predicted    what the planner had expected of each run of the harness
 
@@ -88,20 +89,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 PROGRAMS: dict[str, dict[str, Any]] = {
     "harness": {},
+    "harness, not fused": {"fused_kernels": False},
     "harness, compiled": {"compile": {"enabled": True}},
     "harness, Liger": {"use_liger_kernel": True},
-    "harness, compiled, Liger": {"compile": {"enabled": True}, "use_liger_kernel": True},
 }
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+"""DeepSpeed alone, without a launcher, would ask mpi4py."""
 OTHERS = {
     "PyTorch": ("plain_torch", "one_process"),
     "HF Trainer with DeepSpeed": ("trainers", "hf_zero1"),
+    "HF Trainer with DeepSpeed, Liger, compiled": ("trainers", "hf_zero1_fused"),
 }
 
 
-def trained(task: Task, *, use_liger_kernel: bool = False, **sections: Any) -> Trainer:
-    """Return a trainer of the harness for a task."""
+def trained(task: Task, **options: Any) -> Trainer:
+    """Return a trainer of the harness for a task; `options` are sections of the config, and flags."""
     trainers = import_module("peer_programs.trainers")
-    return trainers.trainer_of(task, {"zero_optimization": {"stage": 1}, **sections}, use_liger_kernel=use_liger_kernel)
+    sections = {name: value for name, value in options.items() if isinstance(value, dict)}
+    flags = {name: value for name, value in options.items() if name not in sections}
+    return trainers.trainer_of(task, {"zero_optimization": {"stage": 1}, **sections}, **flags)
 
 
 def with_harness(task: Task, **options: Any) -> dict[str, Any]:
@@ -254,7 +260,7 @@ class Clock:
             try:
                 done = subprocess.run(
                     command,
-                    env={**os.environ, **(environment or {})},
+                    env={**os.environ, **ALONE, **(environment or {})},
                     stderr=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     text=True,

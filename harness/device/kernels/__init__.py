@@ -8,7 +8,7 @@ queries and keys is 14 operations, a gated activation two or three, and a softma
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -22,6 +22,8 @@ from harness.topology.env import inherited
 
 BLOCK = 1024
 """Columns of a row that one program computes."""
+AS_TORCH = {"enable_fp_fusion": False}
+"""Options of the compiler: a multiplication and an addition round twice, as two operations of torch do."""
 
 
 @cache
@@ -30,15 +32,16 @@ def usable(device: torch.device) -> bool:
     if (device.type != "cuda" and not _interpreted()) or find_spec("triton") is None:
         return False
     wide = (2, 2, 3, 8)
+    require_close = partial(torch.testing.assert_close, rtol=4e-3, atol=1e-3)  # four units of float16's last place
     try:
         generator = torch.Generator().manual_seed(0)
         x, up, angles = (torch.randn(shape, generator=generator).half().to(device) for shape in (wide, wide, wide[1:]))
         first, second = x.chunk(2, -1)
         turned = x * angles.unsqueeze(1) + torch.cat([-second, first], -1) * angles.unsqueeze(1)
-        torch.testing.assert_close(rotate(x, up, angles, angles)[0], turned)
-        torch.testing.assert_close(gate(x, up, "silu"), functional.silu(x) * up)
+        require_close(rotate(x, up, angles, angles)[0], turned)
+        require_close(gate(x, up, "silu"), functional.silu(x) * up)
         largest, sums = exponentials(x)
-        torch.testing.assert_close(largest + sums.log(), x.float().logsumexp(-1), rtol=1e-5, atol=1e-5)
+        require_close(largest + sums.log(), x.float().logsumexp(-1))
     except Exception as error:  # whatever a compiler and a driver may say: torch's own operations need neither
         reason = str(error).strip().partition("\n")[0]
         warn(f"kernels in Triton are not used on {device}: {type(error).__name__}: {reason}")
@@ -90,6 +93,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backward: bool = F
         backward=backward,
         columns=columns,
         at_once=max(1, min(_power_of_two(heads), 2048 // columns)),
+        **AS_TORCH,
     )
     return outputs
 
@@ -99,7 +103,7 @@ def gate(gates: Tensor, ups: Tensor, activation: str) -> Tensor:
     out = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     rows, (of_gates, of_ups) = _rows(gates, ups)
     grid, width = _grid(rows, gates.shape[-1])
-    _programs().gate[grid](gates, ups, out, of_gates, of_ups, width, activation=activation, block=BLOCK)
+    _programs().gate[grid](gates, ups, out, of_gates, of_ups, width, activation=activation, block=BLOCK, **AS_TORCH)
     return out
 
 
@@ -108,7 +112,9 @@ def gate_backward(grads: Tensor, gates: Tensor, ups: Tensor, activation: str) ->
     outputs = tuple(torch.empty(gates.shape, dtype=gates.dtype, device=gates.device) for _ in range(2))
     rows, strides = _rows(grads, gates, ups)
     grid, width = _grid(rows, gates.shape[-1])
-    _programs().gate_backward[grid](grads, gates, ups, *outputs, *strides, width, activation=activation, block=BLOCK)
+    _programs().gate_backward[grid](
+        grads, gates, ups, *outputs, *strides, width, activation=activation, block=BLOCK, **AS_TORCH
+    )
     return outputs[0], outputs[1]
 
 

@@ -200,7 +200,10 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
         "--tf32", action=Boolean, help="with fp32: compute matrix products in TF32, like the run's --tf32"
     )
     parser.add_argument(
-        "--use_liger_kernel", action=Boolean, help="predict layers with Liger's kernels, as with the run's flag"
+        "--fused_kernels",
+        action=Boolean,
+        default=True,
+        help="on a GPU: norms, rotary embeddings and gated activations by one kernel each, like the run's flag",
     )
     parser.add_argument("--json", action=Boolean, help="print the rows as JSON")
     return parser
@@ -236,7 +239,7 @@ def estimate(argv: Sequence[str]) -> int:
     _, shape = _decoder(args.model)
     values = run_arguments(args, hidden_size=shape.hidden)
     resolved = resolve(load(args.deepspeed_config), values, model=args.model)
-    one = predict(resolved, shape, args.block_size, hardware=hardware, liger=args.use_liger_kernel)
+    one = predict(resolved, shape, args.block_size, hardware=hardware, fused_kernels=args.fused_kernels)
     assert isinstance(one, Estimate)  # its hardware is known
     print(json.dumps([one.row()], indent=2) if args.json else "\n".join(estimate_lines(one)))
     return 0
@@ -321,8 +324,8 @@ def _task(args: argparse.Namespace) -> Task:
         shape=shape,
         habits=HABITS[args.like],
     )
-    if args.use_liger_kernel:
-        task = replace(task, workload=replace(task.workload, kernels="liger"))
+    if args.fused_kernels and task.workload.habits.loss_in_one_pass:
+        task = replace(task, workload=replace(task.workload, kernels="fused"))
     return task
 
 

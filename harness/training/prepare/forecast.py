@@ -37,8 +37,8 @@ def forecast(plan: RunPlan, length: int, device: torch.device, local_ranks: int)
         read = decoder_of(source.config.to_dict(), source.name)
         shape = with_counts(read, counts_of(source.config))
         hardware = None if name is None else _device(name, plan.layout.world_size)
-        liger = plan.args.use_liger_kernel
-        found = predict(plan.resolved, shape, length, hardware=hardware, on_cpu=on_cpu, liger=liger)
+        fused = plan.args.fused_kernels or plan.args.use_liger_kernel
+        found = predict(plan.resolved, shape, length, hardware=hardware, on_cpu=on_cpu, fused_kernels=fused)
     except (UserError, ArithmeticError, LookupError):  # a config that the planner cannot read must not stop a run
         return None
     limit = device_limit_bytes(device)  # measured: other processes may use a part of the device

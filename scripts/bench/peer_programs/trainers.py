@@ -34,8 +34,8 @@ class _Clock(TrainerCallback):
         self._task.seconds.append(time.perf_counter() - self._begun)
 
 
-def hf_trainer(stage: int, task: Task) -> None:
-    """Train with HuggingFace's Trainer and a ZeRO stage of DeepSpeed."""
+def hf_trainer(stage: int, task: Task, **options: Any) -> None:
+    """Train with HuggingFace's Trainer and a ZeRO stage of DeepSpeed; `options` of its TrainingArguments."""
     data = [{"input_ids": row, "labels": row} for row in task.samples().tolist()]
     arguments = HFArguments(
         output_dir=str(task.folder / "hf"),
@@ -49,6 +49,7 @@ def hf_trainer(stage: int, task: Task) -> None:
         per_device_train_batch_size=task.work.samples,
         bf16=task.work.dtype == "bfloat16",
         **SAME,
+        **options,
     )
     trainer = HFTrainer(
         task.model(), arguments, train_dataset=data, data_collator=default_data_collator, callbacks=[_Clock(task)]
@@ -96,4 +97,5 @@ harness_experts = partial(
 )
 hf_zero3 = partial(hf_trainer, 3)
 hf_zero1 = partial(hf_trainer, 1)
+hf_zero1_fused = partial(hf_trainer, 1, use_liger_kernel=True, torch_compile=True)
 harness_zero1_alone = partial(harness, {"zero_optimization": {"stage": 1}}, 1)
