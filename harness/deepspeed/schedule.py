@@ -273,7 +273,8 @@ class ScheduledEngine(PipelineEngine):
         return partial(self.observers.remove, observer)
 
     def _train_schedule(self) -> OwnSchedule:
-        self.schedule.deferred.clear()  # a failed step may have left some
+        if self.schedule.defers:
+            self.schedule.deferred.clear()  # a failed step may have left some
         return self._begin(self.schedule.training(self.micro_batches), UPDATE)
 
     def _inference_schedule(self, micro_batches: int) -> OwnSchedule:

@@ -8,8 +8,9 @@ optimizers that DeepSpeed keeps to itself: ZeRO-2 (and ZeRO-1 with offloaded sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -103,6 +104,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         self.gradients = StepGradients(self.optimizer)
         self.unused = UnusedParameters(self.module, self.optimizer)
         self._has_stepped = False
+        self._sums_partial = True
         self.means: OverlappedMeans | None = None
         self.weights: AwaitedWeights | None = None
         if isinstance(self.optimizer, FlatOptimizer):
@@ -115,6 +117,19 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         if isinstance(self.optimizer, DividedOptimizer):
             self.optimizer.prepare(skips_nonfinite=parts.skips_nonfinite, compressed=parts.compression is not None)
             self.optimizer.most_groups = max(values_of_all(len(self.optimizer.param_groups)))
+
+    def train_batch(self, data_iter: Iterator[object] | None = None) -> Tensor:
+        """Make a step with the micro-batches of an iterator; return the mean loss, a scalar, equal on all ranks."""
+        if self.wall_clock_breakdown():
+            loss: Tensor = super().train_batch(data_iter)  # with DeepSpeed's timers and their report
+            return loss
+        self.set_dataiterator(data_iter)
+        self.module.train()
+        self.total_loss = self.total_additional_losses = None
+        self._compute_loss = True
+        self._exec_schedule(self._train_schedule())
+        mean: Tensor = self.agg_train_loss  # by the last instruction
+        return mean
 
     # During the passes: the first one waits for the weights of the last update, layer by layer. Means over
     # data-parallel ranks begin in the backward pass of the last micro-batch.
@@ -163,14 +178,16 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
     # The instruction ReduceTiedGrads, after the last backward pass of a step: sums within the model.
 
     def _exec_reduce_tied_grads(self) -> None:
-        # Only in the first step. Before missing gradients become zeros, which have no gradient for the optimizer to
-        # leave alone: DeepSpeed's would apply weight decay to them.
-        self.unused.look(self.gradients.found)
+        # Before missing gradients become zeros, which have no gradient for the optimizer to leave alone: DeepSpeed's
+        # would apply weight decay to them.
+        if not self._has_stepped:
+            self.unused.look(self.gradients.found)
         # Ranks may have used different parameters. Those that reduce only existing gradients would call different
         # collectives, and hang.
         self.gradients.fill(self.trained)
         # Gradients that are partial sums on each tensor-parallel rank, in one all-reduce a step.
-        self.parts.sum_partial(self.gradients.found)
+        if self._sums_partial:
+            self.parts.sum_partial(self.gradients.found)
         # Weights that several stages hold. Every stage calls the all-reduce for every such weight, with zeros if it
         # has no gradient. DeepSpeed sums `grad`, where most of its optimizers do not look, and skips missing ones.
         for weight, group in self.module.get_tied_weights_and_groups():
@@ -191,7 +208,13 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         # Otherwise there is one data-parallel rank, or the means are taken. DeepSpeed would copy all gradients into a
         # flat tensor and back.
 
-    # OptimizerStep: norm, clipping, the update or nothing, and counters.
+    # OptimizerStep: the mean loss, norm, clipping, the update or nothing, and counters.
+
+    @torch.no_grad()
+    def _exec_optimizer_step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
+        # before the update, after which new weights keep the links between hosts busy
+        self.agg_train_loss = self._aggregate_total_loss()
+        super()._exec_optimizer_step(lr_kwargs)
 
     @torch.no_grad()
     def _take_model_step(self, lr_kwargs: Mapping[str, object] | None) -> None:
@@ -208,7 +231,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             clip(self._stepped_gradients(), norm, self.gradient_clipping())
             applied = not self._skips_nonfinite or bool(torch.isfinite(norm))  # the host waits for the device
         if applied:
-            with self.unused.kept([self.basic_optimizer]):
+            with self.unused.kept([self.basic_optimizer]) if self.unused.pieces else nullcontext():
                 self.optimizer.step() if self.weights is None else self.optimizer.update(self.weights.order)
         if not self.overlaps:  # otherwise the next forward pass waits for the weights that other ranks have updated
             self.await_weights()
@@ -224,11 +247,15 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         optimizer, limit = self.basic_optimizer, self.gradient_clipping()
         optimizer.found_inf = (~torch.isfinite(norm)).float() if self._skips_nonfinite else None
         self.skips_on_device = self._skips_nonfinite
-        # On a CPU a multiplication of its own keeps the numbers of other layouts, and takes no longer.
-        inside = self.device.type != "cpu" and bool(limit)
+        inside = bool(limit) and self._clips_inside
         optimizer.grad_scale = clipping_divisor(norm, limit).float() if inside else None
         if not inside:
             clip(self._stepped_gradients(), norm, limit)
+
+    @property
+    def _clips_inside(self) -> bool:
+        # On a CPU a multiplication of its own keeps the numbers of other layouts, and takes no longer.
+        return bool(self.device.type != "cpu")
 
     def _stepped_gradients(self) -> list[Tensor]:
         """Return the gradients by which this rank updates weights: whole ones, or its flat slices."""
@@ -259,14 +286,27 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         groups = self.parts.groups
         if isinstance(self.optimizer, FlatOptimizer):
             # compressed means are whole on every rank, but each rank may count its slice alone all the same
-            dense, experts = self.optimizer.counted(groups.coordinate.tp_rank)
-            return global_norm(dense, experts, groups, self.device, divided=True)
-        counted = [p for p in self.trained if counts(p, groups.coordinate.tp_rank)]
-        dense, experts = ([self.gradients.of(p) for p in counted if is_expert(p) is which] for which in (False, True))
+            return global_norm(*self._slices, groups, self.device, divided=True)
+        dense, experts = ([self.gradients.of(parameter) for parameter in kind] for kind in self._counted)
         return global_norm(dense, experts, groups, self.device)
+
+    @cached_property
+    def _slices(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The slices of flat gradients that this rank counts in the norm: dense ones, and those of experts."""
+        found: tuple[list[Tensor], list[Tensor]] = self.optimizer.counted(self.parts.groups.coordinate.tp_rank)
+        return found
+
+    @cached_property
+    def _counted(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters that this rank counts in the norm: dense ones, and experts."""
+        counted = [p for p in self.trained if counts(p, self.parts.groups.coordinate.tp_rank)]
+        return [p for p in counted if not is_expert(p)], [p for p in counted if is_expert(p)]
 
     def _count_step(self, applied: bool, lr_kwargs: Mapping[str, object] | None) -> None:
         """Count a step, and advance the learning-rate schedule if weights have changed, as DeepSpeed does."""
+        if not self._has_stepped:
+            tensor_parallel = self.parts.groups.tp_group is not None
+            self._sums_partial = tensor_parallel or any(map(self.parts.is_partial, self.trained))
         self._has_stepped = True
         self._step_applied = applied
         if not applied:

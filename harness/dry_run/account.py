@@ -11,9 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
-from torch import Tensor
-
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.initialize import replacing
 from harness.deepspeed.update import StagedEngine
@@ -102,7 +99,8 @@ def account(plan: DryRun, env: LaunchEnv, hardware: Hardware, fusion: Fusion | N
         fusion: "compile" to count what a compiler fuses in each layer as one kernel, "kernels" to count norms, rotary
             embeddings, activations and the loss as one each; None to count transformers' own operations.
     """
-    with simulated_rank(plan, env) as rank, replacing((StagedEngine, "_clip_and_skip_on_device", _clip_as_on_a_gpu)):
+    # as on a GPU, by torch's fused optimizer: the engine of a dry run has a CPU, on which it would not
+    with simulated_rank(plan, env) as rank, replacing((StagedEngine, "_clips_inside", True)):
         expect_peers(rank)
         make_step(rank, 1)  # afterwards the optimizer has its states
         one, two = (_costs(_recorded(rank, count, hardware), hardware, fusion) for count in (1, 2))
@@ -120,19 +118,6 @@ def account(plan: DryRun, env: LaunchEnv, hardware: Hardware, fusion: Fusion | N
         later=two[SUMS].bytes - one[SUMS].bytes,
         parameters=parameters,
     )
-
-
-def _clip_as_on_a_gpu(engine: StagedEngine, norm: Tensor) -> None:
-    """Clip inside torch's fused optimizer: the engine of a dry run has a CPU, on which it does not."""
-    device = engine.device
-    engine.device = torch.device("cuda")
-    try:
-        _CLIP(engine, norm)
-    finally:
-        engine.device = device
-
-
-_CLIP = StagedEngine._clip_and_skip_on_device  # noqa: SLF001  # before it is replaced
 
 
 def _recorded(rank: SimulatedRank, micro_batches: int, hardware: Hardware) -> list[Recorded]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,14 +25,20 @@ SAME: dict[str, Any] = {
 
 
 class _Clock(TrainerCallback):
+    """Takes the time from the end of a step to the end of the next: weights may travel in between."""
+
+    reads_weights = False
+
     def __init__(self, task: Task) -> None:
         self._task, self._begun = task, 0.0
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._begun = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._task.seconds.append(time.perf_counter() - self._begun)
+        now = time.perf_counter()
+        self._task.seconds.append(now - self._begun)
+        self._begun = now
 
 
 def hf_trainer(stage: int, task: Task, **options: Any) -> None:
@@ -58,7 +65,14 @@ def hf_trainer(stage: int, task: Task, **options: Any) -> None:
     task.losses += [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def trainer_of(task: Task, sections: dict[str, Any], replicas: int = 1, **more: Any) -> Trainer:
+def trainer_of(
+    task: Task,
+    sections: dict[str, Any],
+    replicas: int = 1,
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    **more: Any,
+) -> Trainer:
     """Return a Trainer of the harness, in the layout of some sections of a DeepSpeed config."""
     arguments = TrainingArguments(
         deepspeed_config=config(task.work, replicas, **sections),
@@ -74,13 +88,14 @@ def trainer_of(task: Task, sections: dict[str, Any], replicas: int = 1, **more: 
         **more,
     )
     data = [{"input_ids": row} for row in task.samples().tolist()]
-    return Trainer(str(task.folder), arguments, train_dataset=data)
+    return Trainer(str(task.folder), arguments, train_dataset=data, callbacks=callbacks)
 
 
 def harness(sections: dict[str, Any], replicas: int, task: Task) -> None:
     """Train with the harness."""
-    trainer = trainer_of(task, sections, replicas)
-    task.run(lambda: trainer.training_step().loss)
+    trainer = trainer_of(task, sections, replicas, callbacks=[_Clock(task)])
+    trainer.train()
+    task.losses += [row["loss"] for row in trainer.state.log_history if "loss" in row]
     trainer.close()
 
 
