@@ -81,8 +81,8 @@ class FlatOptimizer(BF16_Optimizer):
                 hook = partial(self._add, group, index)
                 self._grad_acc_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    @torch.no_grad()
     def _add(self, group: int, index: int, parameter: nn.Parameter) -> None:
+        # neither sums nor gradients have a graph, so there is none to turn off, once for each gradient
         if parameter.grad is None:  # a schedule has deferred it
             return
         if group in self._averaged:

@@ -42,9 +42,6 @@ GATE = "_harness_gate"
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 """Activations of transformers -> those of `kernels.gate`."""
 
-Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Rotates queries and keys by angles, all [batch, heads or 1, tokens, n]."""
-
 
 def fuse(layer: nn.Module, device: torch.device) -> None:
     """Make the RMS norms, rotary embeddings and gated activations of a layer on `device` take fewer operations.
