@@ -25,6 +25,7 @@ from harness.hf.context.arguments import SplitArguments
 from harness.hf.context.layer import StretchLayer, with_whole_masks
 from harness.hf.context.plan import ContextPlan, own_tokens
 from harness.hf.context.sequence import SharedSequence
+from harness.hf.forward.chains import Chain
 from harness.hf.forward.outer_forward import HiddenShape, OuterForward
 from harness.hf.forward.payload import CarriedTensor, ForwardOutput, PayloadSpec, StagePayload, Tokens
 from harness.hf.forward.router_loss import RouterCapture
@@ -161,6 +162,12 @@ class ModelLayer(nn.Module):
         output: Value = super().__call__(*value) if isinstance(value, tuple) else super().__call__(value)
         return output
 
+    def called(self, chain: Chain, value: Tensor) -> Tensor:
+        """Return the output of the modules of a chain, called one after the other; the first one gets `value`."""
+        for name in chain:
+            value = self.get_submodule(name)(value)
+        return value
+
     def compiled_parts(self) -> Sequence[nn.Module]:
         """Return the modules that torch.compile compiles separately."""
         return ()
@@ -179,7 +186,7 @@ class Prologue(ModelLayer):
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__(blueprint, blueprint.outer.prologue)
         self.names = list(blueprint.outer.prologue)
-        self.chain = blueprint.outer.chains.prologue if self.sequence is None else None
+        self.chain = blueprint.outer.chains.prologue
         self.passes_tokens = not self.schema.bare
         # the prologue runs on all tokens, so its draws need no cut
         self.takes_stretch = blueprint.plan is not None and blueprint.plan.prologue and not self.outer.draws
@@ -188,18 +195,15 @@ class Prologue(ModelLayer):
 
     def forward(self, *inputs: Tensor) -> Value:
         """Return the first layer's input for ids, or ids and position ids, each [batch, sequence]."""
-        if self.chain is not None:
-            hidden = inputs[0]
-            for name in self.chain:
-                hidden = self.get_submodule(name)(hidden)
+        if self.chain is not None and self.sequence is None:
+            hidden = self.called(self.chain, inputs[0])
             return (hidden, *map(torch.clone, inputs)) if self.passes_tokens or len(inputs) > 1 else hidden
-        modules = {name: self.get_submodule(name) for name in self.names}
         tokens = Tokens.of(inputs)
         own = tokens
         if self.sequence is not None:
             self.sequence.require_enough(tokens)
             own = own_tokens(tokens, self.outer, self.sequence.context) if self.takes_stretch else tokens
-        payload = self.outer.enter(own, modules, self.training)
+        payload = self._entered(own)
         if self.passes_tokens or tokens.positions is not None:
             # copies: the cache finds layer inputs by the memory of the ids, which the caller may reuse for other ids
             copies = Tokens(*(tensor.clone() for tensor in tokens.tensors()))
@@ -207,6 +211,12 @@ class Prologue(ModelLayer):
         if self.sequence is not None:
             payload = self.sequence.split(payload, tokens)
         return self.schema.close(0, payload)
+
+    def _entered(self, tokens: Tokens) -> StagePayload:
+        """Return the payload for the first layer, without the tokens."""
+        if self.chain is not None:
+            return StagePayload(hidden=self.called(self.chain, tokens.ids))
+        return self.outer.enter(tokens, {name: self.get_submodule(name) for name in self.names}, self.training)
 
 
 class DecoderLayer(ModelLayer):
@@ -343,20 +353,16 @@ class Epilogue(ModelLayer):
         stays = blueprint.plan is not None and blueprint.plan.epilogue
         self.takes_stretch = stays and not any(map(has_dropout, blueprint.outer.epilogue.values()))
         self.capture = blueprint.capture
-        shared = self.sequence is not None or self.context is not None
-        self.chain = None if shared or self.tiles or self.capture else blueprint.outer.chains.epilogue
+        self.chain = blueprint.outer.chains.epilogue
+        self.is_plain = self.sequence is None and self.context is None and self.tiles is None and self.capture is None
 
     def forward(self, *value: Tensor) -> Value:
         """Return the logits [batch, sequence, vocabulary or this rank's part], with tiles the summed loss (a scalar).
 
         `value` begins with the hidden state [batch, sequence, width]. With a router loss (a scalar) return both.
         """
-        if self.chain is not None:
-            hidden = value[0]
-            for name in self.chain:
-                hidden = self.get_submodule(name)(hidden)
-            return hidden
-        modules = {name: self.get_submodule(name) for name in self.names}
+        if self.chain is not None and self.is_plain:
+            return self.called(self.chain, value[0])
         payload = self.schema.open(len(self.outer.layers), value)
         rows = None
         if self.sequence is not None:
@@ -364,30 +370,36 @@ class Epilogue(ModelLayer):
             payload = self._joined(self.sequence, payload)
         elif self.context is not None and self.takes_stretch:
             payload = self._cut(self.context, payload)
-        leave = partial(self.outer.leave, payload, modules, self.training)
         if self.tiles is not None and self.tiles.loss is not None:
-            total = self.tiles.sum(payload.hidden, partial(self._logits, payload, modules))
-            leave = partial(self.outer.leave, replace(payload, hidden=payload.hidden[:, :1]), modules, self.training)
-            return total if self.capture is None else (total, self._router_loss(rows, payload, leave)[1])
+            total = self.tiles.sum(payload.hidden, partial(self._logits_of_tile, payload))
+            one = replace(payload, hidden=payload.hidden[:, :1])
+            return total if self.capture is None else (total, self._router_loss(rows, one)[1])
         if self.capture is None:
-            return self._own(leave().logits)
-        logits, router_loss = self._router_loss(rows, payload, leave)
+            return self._own(self._logits(payload))
+        logits, router_loss = self._router_loss(rows, payload)
         return self._own(logits), router_loss
 
-    def _logits(self, payload: StagePayload, modules: dict[str, nn.Module], hidden: Tensor) -> Tensor:
-        """Return the logits of a subset of the tokens, from their hidden states."""
-        logits: Tensor = self.outer.leave(replace(payload, hidden=hidden, tokens=None), modules, self.training).logits
+    def _left(self, payload: StagePayload, **options: object) -> ForwardOutput:
+        """Return the output of the model's forward from its last layer on, with `options` as further arguments."""
+        modules = {name: self.get_submodule(name) for name in self.names}
+        return self.outer.leave(payload, modules, self.training, **options)
+
+    def _logits(self, payload: StagePayload) -> Tensor:
+        """Return the logits [batch, tokens, vocabulary or this rank's part] of the hidden state."""
+        logits: Tensor = self._left(payload).logits if self.chain is None else self.called(self.chain, payload.hidden)
         return logits
 
-    def _router_loss(
-        self, rows: TokenRows | None, payload: StagePayload, leave: Callable[..., ForwardOutput]
-    ) -> tuple[Tensor, Tensor]:
-        """Return the logits of `leave`, and the router loss of all tokens."""
+    def _logits_of_tile(self, payload: StagePayload, hidden: Tensor) -> Tensor:
+        """Return the logits of a subset of the tokens, from their hidden states."""
+        return self._logits(replace(payload, hidden=hidden, tokens=None))
+
+    def _router_loss(self, rows: TokenRows | None, payload: StagePayload) -> tuple[Tensor, Tensor]:
+        """Return the logits of the tokens in `payload`, and the router loss of all tokens."""
         assert self.capture is not None
         taken = [payload.states[self.capture.state_name(index)] for index in sorted(self.capture.layers)]
         if rows is not None:
             taken = [torch.stack([rows.join(logits) for logits in layer]) for layer in taken]
-        return self.capture.finish(self.outer.model, taken, leave)
+        return self.capture.finish(self.outer.model, taken, partial(self._left, payload))
 
     def _own(self, logits: Tensor) -> Tensor:
         """Return the logits of this rank's stretch."""

@@ -15,6 +15,8 @@ from tests.distributed.training import rows
 
 HARNESS = Path(harness.__file__).parent
 NUMBERS = ("training/engine", "deepspeed", "parallel", "hf", "config/model")  # forward, backward, update
+MODEL = ("training/engine", "parallel", "hf/decoder", "hf/forward", "hf/layers", "hf/context", "config/model")
+OPTIONAL = ("LiftedForward", "OuterForward", "PayloadSpec", "LayerInputs", "SourceLosses", "FiniteWatch", "KeyedDraws")
 
 
 class Walk(TrainerCallback):
@@ -49,3 +51,7 @@ def test_between_two_events_a_step_is_a_straight_path(tmp_path: Path) -> None:
     events = {"Run.events_after", "Run.next_event", "keywords", "largest", "record_step", "Secrets.without"}
     assert not names & (events | {"sample_order", "padding_of"})  # not needed here, or computed once for many steps
     assert not {name for name in names if name.startswith(("Checkpoints.", "Rollback.", "TrainerCallback."))}
+    model = {(file, name) for file, name in walk.called if file.startswith(MODEL)}
+    assert 20 < len(model) <= 45 and len({file for file, _ in model}) <= 12
+    assert {("hf/decoder.py", f"{kind}.forward") for kind in ("Prologue", "DecoderLayer", "Epilogue")} <= model
+    assert not {name for _, name in model if name.startswith(OPTIONAL)}
