@@ -1,7 +1,7 @@
-"""Steps that an H100 measured (`scripts/bench/results/gpu.json`, 26 November 2026), predicted from its device file.
+"""Steps that GPUs measured (`scripts/bench/results/gpu*.json`, 26 and 27 November 2026), predicted from device files.
 
-The harness of that day had DeepSpeed sum and update in bf16. What this moved was counted in a trace of its step; all
-else is predicted as it is today.
+The harness of the first day had DeepSpeed sum and update in bf16. What this moved was counted in a trace of its step;
+all else is predicted as it is today.
 """
 
 from __future__ import annotations
@@ -60,6 +60,13 @@ def test_a_step_of_today_is_faster_by_what_it_no_longer_moves() -> None:
     before = seconds(replace(WORK, habits=replace(DEEPSPEED, update=THAT_DAY)))
     assert 0 < before - seconds(WORK) - less < 0.025  # and kernels
     assert 0.27 < seconds(replace(WORK, kernels="fused")) < 0.29
+
+
+def test_a_step_of_an_h200_without_fused_kernels_takes_as_long_as_predicted() -> None:
+    measured = json.loads(Path("scripts/bench/results/gpu-h200.json").read_text(encoding="utf-8"))
+    of_that_day = replace(WORK, habits=replace(DEEPSPEED, loss_in_one_pass=False))
+    predicted = step_seconds(load_hardware("h200"), of_that_day, STEP).total
+    assert predicted == pytest.approx(measured["speed"]["harness"]["step_seconds"], rel=0.05)
 
 
 def test_deepspeed_s_hooks_hide_behind_enough_work_on_a_gpu() -> None:
