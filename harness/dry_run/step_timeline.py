@@ -1,11 +1,13 @@
 """Predict the timeline of a whole step on one rank, from the tape of a step with at most two micro-batches.
 
-Each micro-batch but the last takes as long as the first one: gradients are sent with the last.
+Each micro-batch but the last takes as long as the first one: gradients are sent with the last. If new weights travel
+while the next step computes, the timeline begins behind the update of the step before, and ends behind its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 from torch import Tensor
@@ -15,10 +17,13 @@ from harness.deepspeed.instructions import Observer
 from harness.deepspeed.no_peers import announce_halves, cut_step
 from harness.dry_run.stage_times import stage_times
 from harness.dry_run.tape import Event, Tape, TapeSegment
-from harness.dry_run.timeline import StepClock, TimelineSpan
+from harness.dry_run.timeline import StepClock, TimelineSpan, between
 from harness.parallel.pipeline.schedules.instructions import Action, instructions, make_schedule
 from harness.parallel.pipeline.schedules.orders import ORDERS
 from harness.training.engine.engine import Engine, PipelineStages
+
+WEIGHTS = "weights"
+"""The stream of weights that travel: they have a process group of their own."""
 
 
 def predicted_step(engine: Engine, resolved: Resolved, tape: Tape, ids: Tensor) -> list[TimelineSpan]:
@@ -39,12 +44,20 @@ def predicted_step(engine: Engine, resolved: Resolved, tape: Tape, ids: Tensor) 
         # a step after another micro-batch than the last updates nothing, and the next forward pass follows
         announce_halves(deepspeed, lambda name: tape.begin("ForwardPass" if name == "OptimizerStep" else name))
     batches = [(ids, ids)] * min(2, accumulation)
-    cut_step(deepspeed, len(batches))
+    weights_travel = is_pipeline and deepspeed.weights is not None and deepspeed.overlaps
+    update_before: list[Event] = []
     with tape:
-        engine.train_step(batches if engine.reads_data else [], 0, ids.shape[1])
+        for repeats in (True, False) if weights_travel else (False,):
+            cut_step(deepspeed, len(batches))
+            engine.train_step(batches if engine.reads_data else [], 0, ids.shape[1], settles=not weights_travel)
+            if repeats:
+                update_before = tape.segments[-1].events
+                tape.segments = [TapeSegment("step")]
+    engine.settle()
+    dispatch_seconds = tape.hardware.dispatch_seconds
     if is_pipeline:
-        return stage_step(tape.segments, resolved, deepspeed.stage_id, tape.hardware.dispatch_seconds)
-    return whole_step(tape.segments, accumulation, tape.hardware.dispatch_seconds)
+        return stage_step(tape.segments, resolved, deepspeed.stage_id, dispatch_seconds, update_before)
+    return whole_step(tape.segments, accumulation, dispatch_seconds)
 
 
 def whole_step(segments: Sequence[TapeSegment], accumulation: int, dispatch_seconds: float) -> list[TimelineSpan]:
@@ -62,12 +75,17 @@ def whole_step(segments: Sequence[TapeSegment], accumulation: int, dispatch_seco
 
 
 def stage_step(
-    segments: Sequence[TapeSegment], resolved: Resolved, own_stage: int, dispatch_seconds: float
+    segments: Sequence[TapeSegment],
+    resolved: Resolved,
+    own_stage: int,
+    dispatch_seconds: float,
+    update_before: Sequence[Event] = (),
 ) -> list[TimelineSpan]:
     """Return the timeline of a step on a pipeline stage, which waits as if all stages took as long as this one.
 
     Args:
         segments: of a step in which the stage follows the schedule of `resolved`.
+        update_before: the update of the step before, whose weights travel into this step.
     """
     chunks, accumulation = resolved.chunks, resolved.accumulation
     programs = [
@@ -85,6 +103,8 @@ def stage_step(
     messages = [event.seconds for segment in segments for event in segment.events if event.name in ("send", "recv")]
     times = stage_times(programs, chunks, seconds, max(messages, default=0.0))
     clock = StepClock(dispatch_seconds)
+    clock.run(_travelling(update_before))
+    start = clock.meet()
     clock.run(segments[0].events)
     begin = clock.computed
     for instruction in programs[own_stage]:
@@ -92,11 +112,21 @@ def stage_step(
         is_last = instruction.micro_batch == accumulation - 1
         arrival = begin + times.arrivals.get(instruction, 0.0)
         clock.run(events[-1 if is_last else 0], instruction.micro_batch, arrival=arrival)
-    for segment in segments[1:]:
-        if segment.chunk is None:
-            clock.run(segment.events, arrival=begin + times.end if len(programs) > 1 else 0.0)
+    joined = begin + times.end if len(programs) > 1 else 0.0  # when the other stages come to the collectives
+    *of_stage, update = (segment for segment in segments[1:] if segment.chunk is None)
+    for segment in of_stage:
+        clock.run(segment.events, arrival=joined)
+    if not update_before:
+        clock.run(update.events, arrival=joined)
+        return between(clock.spans, start, clock.finish())
     clock.finish()
-    return clock.spans
+    clock.run(_travelling(update.events), arrival=joined)
+    return between(clock.spans, start, clock.meet())
+
+
+def _travelling(update: Sequence[Event]) -> list[Event]:
+    """Return the events of an update with its all-gathers on the stream of weights."""
+    return [replace(event, stream=WEIGHTS) if event.name == "all_gather" else event for event in update]
 
 
 def _by_instruction(segments: Sequence[TapeSegment]) -> dict[tuple[str, int], list[list[Event]]]:

@@ -8,7 +8,7 @@ what for, so the spans of the stream `compute` follow each other without a gap, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from harness.config.values.json_object import JsonObject
@@ -85,7 +85,12 @@ class StepClock:
         """Wait for all messages and for the host; return the end of the step."""
         for end, name in sorted(self._messages.values()):
             self._wait(end, name)
+        return self.meet()
+
+    def meet(self) -> float:
+        """Let device and host wait for each other, but for no message; return when both are there."""
         self._wait(self.host, "the host")
+        self.host = self.computed
         return self.computed
 
     def _compute(self, event: Event, micro_batch: int | None) -> None:
@@ -113,6 +118,15 @@ class StepClock:
             TimelineSpan(name=name, stream=stream, part=part, start=start, end=end, micro_batch=micro_batch)
         )
         self._free[stream] = end
+
+
+def between(spans: Sequence[TimelineSpan], start: float, end: float) -> list[TimelineSpan]:
+    """Return what lies between two times, cut there; the first becomes the beginning."""
+    return [
+        replace(span, start=max(span.start, start) - start, end=min(span.end, end) - start)
+        for span in spans
+        if span.end > start and span.start < end
+    ]
 
 
 def passes(spans: Sequence[TimelineSpan]) -> list[TimelineSpan]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from harness.config import AutoValues, resolve
 from harness.config.values.batch import bubble
 from harness.config.values.model_chunks import model_chunks
 from harness.dry_run.stage_times import stage_times
-from harness.dry_run.step_timeline import whole_step
+from harness.dry_run.step_timeline import stage_step, whole_step
 from harness.dry_run.tape import COMPUTE, Event, Tape, TapeSegment
 from harness.dry_run.timeline import StepClock, TimelineSpan, as_trace
 from harness.parallel.pipeline.schedules.instructions import Action, instructions
@@ -85,6 +86,29 @@ def test_each_micro_batch_but_the_last_repeats_the_first() -> None:
     spans = whole_step(segments, 4, 0.0)
     assert [span.end - span.start for span in spans] == [1, 10, 100, 10, 100, 10, 100, 1000, 10000]
     assert [span.micro_batch for span in spans] == [0, 0, 1, 1, 2, 2, 3, 3, None]
+
+
+def test_weights_on_their_way_are_waited_for_by_the_passes_that_use_them_and_not_at_the_end() -> None:
+    update = TapeSegment("OptimizerStep", events=[kernel(1.0, part="optimizer"), sent(0, 4.0, name="all_gather")])
+    segments = [
+        TapeSegment("step", events=[kernel(1.0)]),
+        TapeSegment("ForwardPass", 0, [kernel(1.0), kernel(1.0, waits=(0,))]),
+        TapeSegment("BackwardPass", 0, [kernel(5.0)]),
+        update,
+    ]
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    resolved = resolve(config, AutoValues())
+    travelling = stage_step(segments, resolved, 0, 0.0, update.events)
+    assert [(span.stream, span.start, span.end) for span in travelling] == [
+        ("weights", 0, 4),
+        (COMPUTE, 0, 1),
+        (COMPUTE, 1, 2),
+        (COMPUTE, 2, 4),  # waits
+        (COMPUTE, 4, 5),
+        (COMPUTE, 5, 10),
+        (COMPUTE, 10, 11),  # the update; the weights leave when the step ends
+    ]
+    assert stage_step(segments, resolved, 0, 0.0)[-1].end == 1 + 2 + 5 + 1 + 4  # with the weights in the end
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "interleaved", "zero-bubble-v"])
