@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.parallel.collectives.of_group import gathered, largest, summed
-from harness.parallel.compiling import eager
+from harness.parallel.compiling import Eager
 
 Context: TypeAlias = Any
 """The context that torch hands from a forward to its backward: an object that takes any attribute."""
@@ -65,11 +65,9 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-@eager
-def apply(function: type[torch.autograd.Function], *inputs: object) -> Tensor:
-    """Call an autograd function and return its output (any shape), with the types that torch lacks; never compiled."""
-    output: Tensor = function.apply(*inputs)
-    return output
+apply: Eager[..., Tensor] = Eager(vars(torch.autograd.Function)["apply"].__func__)
+"""Call an autograd function: `apply(function, *inputs)` returns its output (any shape), and is never compiled. It is
+torch's own `apply`, with the types that torch lacks."""
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
