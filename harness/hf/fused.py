@@ -23,7 +23,7 @@ from functools import cache, wraps
 from pathlib import Path
 from pkgutil import resolve_name
 from types import FunctionType, MethodType
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from harness.device import kernels
-from harness.parallel.comm import Context, apply
+from harness.parallel.comm import Context
 
 REPLACED: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """Purpose -> code of transformers, as `module:name`."""
@@ -82,7 +82,8 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
     Source: Zhang and Sennrich 2019, arXiv 1910.07467.
     """
-    return apply(_RMSNorm, hidden, weight, epsilon)
+    normal: Tensor = _RMSNorm.apply(hidden, weight, epsilon)  # type: ignore[no-untyped-call]
+    return normal
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -90,7 +91,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Dimension i is rotated with dimension i + n / 2 (Su et al. 2021, arXiv 2104.09864). Angles get no gradient.
     """
-    return apply(_Rotation, x, cos, sin)
+    turned: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return turned
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -210,13 +212,14 @@ def _fused(plain: Callable[..., tuple[Tensor, Tensor]], has_kernels: bool) -> Ca
 
     @wraps(plain)
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        kinds = (q.dtype, q.shape[-1])
-        fits = all((each.dtype, each.shape[-1]) == kinds for each in (k, cos, sin)) and q.shape[-1] % 2 == 0
-        if type(q) is not Tensor or not fits or cos.requires_grad or sin.requires_grad:
+        width, dtype = q.shape[-1], q.dtype
+        fits = width == k.shape[-1] == cos.shape[-1] == sin.shape[-1] and dtype == k.dtype == cos.dtype == sin.dtype
+        if type(q) is not Tensor or not fits or width % 2 or cos.requires_grad or sin.requires_grad:
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         dense = q.stride(-1) == k.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
         if has_kernels and dense and unsqueeze_dim == 1 and (q.dim(), cos.dim()) == (4, 3):
-            return cast("tuple[Tensor, Tensor]", apply(_RotatedPair, q, k, cos, sin))
+            pair: tuple[Tensor, Tensor] = _RotatedPair.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
+            return pair
         if q.dtype != torch.float32:
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
@@ -242,7 +245,8 @@ def _gate(activation: str, plain: nn.Module, gates: Tensor, ups: Tensor) -> Tens
     if not fits or kernels.row_stride(gates) is None or kernels.row_stride(ups) is None:
         product: Tensor = plain(gates) * ups
         return product
-    return apply(_Gate, gates, ups, activation)
+    gated: Tensor = _Gate.apply(gates, ups, activation)  # type: ignore[no-untyped-call]
+    return gated
 
 
 class _WithGates(ast.NodeTransformer):
