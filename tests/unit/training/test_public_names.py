@@ -89,6 +89,7 @@ VALUES = {
     "report_to": "csv,wandb",
     "deepspeed_config": '{"a": 1}',
     "resume_from_checkpoint": "auto",
+    "fused_kernels": "false",
 }
 COMPANIONS = {
     "load_best_model_at_end": ("--eval_steps", "5"),
@@ -116,7 +117,7 @@ def a_value(name: str, item: Field[object], hint: object) -> tuple[str, ...]:
         pytest.param(name, words, id="-".join((name, *words)))
         for kind in KINDS
         for name, (item, hint) in flags_of(kind).items()
-        for words in (a_value(name, item, hint), *([()] if hint is bool else []))
+        for words in (a_value(name, item, hint), *([()] if hint is bool and not default_of(item) else []))
         if item.init  # else scripts have flags of that name
     ],
 )
