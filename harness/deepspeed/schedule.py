@@ -14,13 +14,12 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.pipe import schedule as of_deepspeed
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -28,8 +27,6 @@ from torch.utils._pytree import tree_map
 from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.instructions import Observer, Operands
 from harness.topology.env import run_timeout
-
-InstructionType: TypeAlias = type[of_deepspeed.PipeInstruction]
 
 
 @dataclass
@@ -120,18 +117,6 @@ OF_A_CHUNK = (
 """Attributes of the engine that are saved and replaced for each chunk."""
 
 
-class InputGradients(of_deepspeed.BufferOpInstruction):
-    """Instruction: run a backward pass, but defer the weight gradients that can be deferred."""
-
-
-class WeightGradients(of_deepspeed.BufferOpInstruction):
-    """Instruction: compute the weight gradients of the oldest backward pass that has deferred some."""
-
-
-class AwaitSends(of_deepspeed.PipeInstruction):
-    """Instruction: wait until all sends of the step are complete."""
-
-
 @dataclass(frozen=True)
 class StageProgram:
     """The instructions of one stage in a step.
@@ -139,15 +124,12 @@ class StageProgram:
     Attributes:
         instructions: name, micro-batch and model chunk of each instruction, in order.
         buffers: largest number of micro-batches that a chunk of the stage holds at a time.
+        last: names of the instructions of the whole stage, which follow.
     """
 
     instructions: Sequence[tuple[str, int, int]]
     buffers: int
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of micro-batches in the program; an evaluation may have another than a step."""
-        return 1 + max((micro_batch for _, micro_batch, _ in self.instructions), default=-1)
+    last: Sequence[str] = ()
 
 
 class Deferring(Protocol):
@@ -181,23 +163,9 @@ class Schedule:
     defers: bool
 
 
-INSTRUCTIONS: Mapping[str, type[of_deepspeed.BufferOpInstruction]] = {
-    kind.__name__: kind
-    for kind in (
-        of_deepspeed.LoadMicroBatch,
-        of_deepspeed.ForwardPass,
-        of_deepspeed.BackwardPass,
-        of_deepspeed.SendActivation,
-        of_deepspeed.RecvActivation,
-        of_deepspeed.SendGrad,
-        of_deepspeed.RecvGrad,
-        InputGradients,
-        WeightGradients,
-    )
-}
-
-# Tied weights first: DeepSpeed sums them over stages before the data-parallel reduction, which must see the sums.
-UPDATE = (AwaitSends, of_deepspeed.ReduceTiedGrads, of_deepspeed.ReduceGrads, of_deepspeed.OptimizerStep)
+# Sends first: what was sent must have arrived before weights change. Tied weights before the data-parallel reduction,
+# which must see their sums over stages.
+UPDATE = ("AwaitSends", "ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 
 METHODS: Mapping[str, str] = {
     "LoadMicroBatch": "_exec_load_micro_batch",
@@ -215,25 +183,6 @@ METHODS: Mapping[str, str] = {
     "OptimizerStep": "_exec_optimizer_step",
 }
 """Name of an instruction -> the engine's method that executes it."""
-
-
-class OwnSchedule(of_deepspeed.PipeSchedule):
-    """A stage program in the form of a DeepSpeed schedule; the instructions `last` follow it."""
-
-    def __init__(self, engine: PipelineEngine, program: StageProgram, last: Sequence[InstructionType]) -> None:
-        super().__init__(program.micro_batches, engine.num_stages, engine.stage_id)
-        self._program = program
-        self._last = last
-
-    def num_pipe_buffers(self) -> int:
-        """Return how many buffers the engine has to hold."""
-        return self._program.buffers
-
-    def steps(self) -> Iterator[list[of_deepspeed.PipeInstruction]]:
-        """Yield the instructions."""
-        for name, micro_batch, chunk in self._program.instructions:
-            yield [INSTRUCTIONS[name](self._buffer_idx(micro_batch), micro_batch=micro_batch, chunk=chunk)]
-        yield [kind() for kind in self._last]
 
 
 class ScheduledEngine(PipelineEngine):
@@ -272,16 +221,16 @@ class ScheduledEngine(PipelineEngine):
         self.observers.append(observer)
         return partial(self.observers.remove, observer)
 
-    def _train_schedule(self) -> OwnSchedule:
+    def _train_schedule(self) -> StageProgram:
         if self.schedule.defers:
             self.schedule.deferred.clear()  # a failed step may have left some
         return self._begin(self.schedule.training(self.micro_batches), UPDATE)
 
-    def _inference_schedule(self, micro_batches: int) -> OwnSchedule:
-        return self._begin(self.schedule.evaluation(micro_batches), (AwaitSends,))
+    def _inference_schedule(self, micro_batches: int) -> StageProgram:
+        return self._begin(self.schedule.evaluation(micro_batches), ("AwaitSends",))
 
-    def _begin(self, program: StageProgram, last: Sequence[InstructionType]) -> OwnSchedule:
-        """Drop what a failed step may have left, and return a program as DeepSpeed's engine executes it."""
+    def _begin(self, program: StageProgram, last: Sequence[str]) -> StageProgram:
+        """Drop what a failed step may have left, and return a program that ends with the instructions `last`."""
         for transfers in self._transfers or ():
             transfers.clear()
         self._leave_chunk()
@@ -289,14 +238,16 @@ class ScheduledEngine(PipelineEngine):
         self._losses.clear()
         for waiting in self._loaded.values():
             waiting.clear()
-        return OwnSchedule(self, program, last)
+        return replace(program, last=last)
 
-    def _exec_schedule(self, pipe_schedule: OwnSchedule) -> None:
-        self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
+    def _exec_schedule(self, program: StageProgram) -> None:
+        self._reserve_pipe_buffers(program.buffers)
         self.fwd_outputs: list[Tensor] = []
-        for commands in pipe_schedule:
-            for command in commands:
-                self._execute(type(command).__name__, command.kwargs)
+        for name, micro_batch, chunk in program.instructions:
+            buffer = micro_batch % program.buffers
+            self._execute(name, {"buffer_id": buffer, "micro_batch": micro_batch, "chunk": chunk})
+        for name in program.last:
+            self._execute(name, {})
 
     def _execute(self, name: str, place: Operands) -> None:
         for observer in self.observers:

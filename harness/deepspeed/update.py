@@ -30,7 +30,7 @@ from harness.deepspeed.flat_optimizer import FlatOptimizer
 from harness.deepspeed.gradient_norm import counts, global_norm
 from harness.deepspeed.kept_in_fp32 import is_kept
 from harness.deepspeed.overlap import AwaitedWeights, OverlappedMeans
-from harness.deepspeed.schedule import OwnSchedule, Schedule, ScheduledEngine
+from harness.deepspeed.schedule import Schedule, ScheduledEngine, StageProgram
 from harness.deepspeed.step_gradients import StepGradients, trained_parameters
 from harness.deepspeed.unused_parameters import UnusedParameters
 from harness.topology.agreement import values_of_all
@@ -134,7 +134,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
     # During the passes: the first one waits for the weights of the last update, layer by layer. Means over
     # data-parallel ranks begin in the backward pass of the last micro-batch.
 
-    def _train_schedule(self) -> OwnSchedule:
+    def _train_schedule(self) -> StageProgram:
         if self.weights is not None:
             self.weights.begin_step()
             self.optimizer.forget_sums()
@@ -145,7 +145,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             self.means.begin_step(self._summed_first, overlaps=overlaps)
         return super()._train_schedule()
 
-    def _inference_schedule(self, micro_batches: int) -> OwnSchedule:
+    def _inference_schedule(self, micro_batches: int) -> StageProgram:
         self.await_weights()
         return super()._inference_schedule(micro_batches)
 

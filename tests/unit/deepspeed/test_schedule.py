@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.pipe import schedule as of_deepspeed
 from torch import Tensor
 
 from harness.config.values.model_chunks import ModelChunks
-from harness.deepspeed.schedule import INSTRUCTIONS, METHODS, UPDATE, AwaitSends, OwnSchedule, Schedule, StageProgram
+from harness.deepspeed.instructions import Observer
+from harness.deepspeed.schedule import METHODS, UPDATE, Schedule, StageProgram
+from harness.deepspeed.update import StagedEngine
 from harness.parallel.pipeline.schedules.instructions import Action
 from harness.parallel.weight_gradients import DeferredGradients
 from tests.unit.deepspeed.pipelines import LATE, batches, built, config_of, pipeline, scheduled, staged, weights
@@ -117,26 +118,26 @@ def test_deepspeed_sends_as_before_once_an_instruction_has_ended() -> None:
 
 
 def test_instructions_have_the_names_that_logs_show() -> None:
-    assert set(INSTRUCTIONS) == {action.value for action in Action}
-    assert set(METHODS) == {*INSTRUCTIONS, *(kind.__name__ for kind in UPDATE)}
-    assert all(issubclass(kind, of_deepspeed.BufferOpInstruction) for kind in INSTRUCTIONS.values())
+    assert set(METHODS) == {*(action.value for action in Action), *UPDATE}
+
+
+def executed(engine: StagedEngine) -> list[tuple[str, int | None]]:
+    """Note the instructions that an engine executes from now on, each with its buffer."""
+    noted: list[tuple[str, int | None]] = []
+    engine.observe(Observer(begin=lambda name, place: noted.append((name, place.get("buffer_id")))))
+    return noted
 
 
 def test_a_program_is_executed_in_order_and_ends_with_the_update() -> None:
-    engine = pipeline(3)
-    stated = StageProgram(
-        instructions=[("ForwardPass", 0, 0), ("ForwardPass", 2, 0), ("BackwardPass", 1, 0)], buffers=2
-    )
-    schedule = OwnSchedule(engine, stated, UPDATE)
-    assert schedule.num_pipe_buffers() == 2
-    *steps, last = schedule.steps()
-    assert [(step.name, step.buffer_id, step.chunk) for (step,) in steps] == [
-        ("ForwardPass", 0, 0),
-        ("ForwardPass", 0, 0),  # the third micro-batch takes the first one's place
-        ("BackwardPass", 1, 0),
+    engine = scheduled("1f1b", ONE, 3)
+    noted = executed(engine)
+    engine.train_batch(batches(0))
+    of_micro_batches = ("LoadMicroBatch", "ForwardPass", "BackwardPass")
+    assert noted == [
+        *((name, 0) for _ in range(3) for name in of_micro_batches),  # each takes the place of the one before
+        *((name, None) for name in UPDATE),
     ]
-    assert [type(each) for each in last] == list(UPDATE)
-    assert list(UPDATE).index(AwaitSends) == 0  # what was sent must have arrived before weights change
+    assert UPDATE[0] == "AwaitSends"  # what was sent must have arrived before weights change
 
 
 def test_an_unknown_instruction_is_an_error_at_once() -> None:
@@ -151,9 +152,8 @@ def test_an_unknown_instruction_is_an_error_at_once() -> None:
 @pytest.mark.parametrize(("name", "chunks"), [("zero-bubble", ONE), ("interleaved", TWO)])
 def test_an_evaluation_ends_when_its_sends_have_arrived(name: str, chunks: ModelChunks) -> None:
     engine = scheduled(name, chunks, 2)
-    schedule = engine._inference_schedule(2)
-    assert isinstance(schedule, OwnSchedule)
-    *passes, last = schedule.steps()
-    forwards = [each for step in passes for each in step if isinstance(each, of_deepspeed.ForwardPass)]
-    assert len(forwards) == 2 * chunks.per_stage
-    assert [type(each) for each in last] == [AwaitSends]
+    noted = executed(engine)
+    engine.eval_batch(batches(0), num_micro_batches=2)
+    names = [name for name, _ in noted]
+    assert names.count("ForwardPass") == 2 * chunks.per_stage
+    assert names[-1] == "AwaitSends" and names.count("AwaitSends") == 1
