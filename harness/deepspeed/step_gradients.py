@@ -60,7 +60,8 @@ class StepGradients:
     def fill(self, parameters: Iterable[nn.Parameter]) -> None:
         """Create a gradient of zeros for each of these parameters that has none."""
         for parameter in parameters:
-            self.of(parameter)
+            if self.found(parameter) is None:
+                self.of(parameter)
 
     def _in_flat(self, group: int, at: int) -> Tensor:
         gradient: Tensor = self._optimizer.fp32_groups_gradients[group][at]

@@ -252,7 +252,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         if not inside:
             clip(self._stepped_gradients(), norm, limit)
 
-    @property
+    @cached_property
     def _clips_inside(self) -> bool:
         # On a CPU a multiplication of its own keeps the numbers of other layouts, and takes no longer.
         return bool(self.device.type != "cpu")
@@ -263,7 +263,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             return self.optimizer.slices
         return [p.grad for p in self.trained if p.grad is not None]
 
-    @property
+    @cached_property
     def _updates_here(self) -> bool:
         """Whether the update is the one above: with a plain torch optimizer, or flat sums.
 
@@ -272,7 +272,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         """
         return self.torch_autocast_z0_gradscaler is None and isinstance(self.optimizer, (FlatOptimizer, Optimizer))
 
-    @property
+    @cached_property
     def _skips_nonfinite(self) -> bool:
         # DeepSpeed's optimizers for ZeRO-1 and bf16 always skip
         return self.parts.skips_nonfinite or isinstance(self.optimizer, FlatOptimizer)
@@ -287,8 +287,8 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         if isinstance(self.optimizer, FlatOptimizer):
             # compressed means are whole on every rank, but each rank may count its slice alone all the same
             return global_norm(*self._slices, groups, self.device, divided=True)
-        dense, experts = ([self.gradients.of(parameter) for parameter in kind] for kind in self._counted)
-        return global_norm(dense, experts, groups, self.device)
+        dense, experts = self._counted
+        return global_norm(map(self.gradients.of, dense), map(self.gradients.of, experts), groups, self.device)
 
     @cached_property
     def _slices(self) -> tuple[list[Tensor], list[Tensor]]:
