@@ -27,14 +27,8 @@ class _Highest:
 HIGHEST = _Highest()
 
 
-def peak_memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Return this process's peak memory in bytes on the device (0 for a CPU) and on the host, in the whole run."""
-    on_device = 0 if device.type == "cpu" else max(HIGHEST.device, peak_bytes(device))
-    return on_device, max(HIGHEST.host, peak_resident_bytes())
-
-
 def reset_peak(device: torch.device) -> None:
-    """Restart the peak that `peak_bytes` returns. `peak_memory_bytes` still returns the peak of the whole run."""
+    """Restart the peak that `peak_bytes` returns; HIGHEST keeps the one before."""
     HIGHEST.host = max(HIGHEST.host, peak_resident_bytes())
     if device.type != "cpu":
         HIGHEST.device = max(HIGHEST.device, peak_bytes(device))

@@ -32,7 +32,7 @@ from harness.data.batches.collate import AnyDataset, Collator, MicroBatch, colla
 from harness.data.batches.evaluation import by_prefix
 from harness.data.inputs.datasets import UserData, own_tokenizer
 from harness.data.tokenizer import Tokenizer
-from harness.device.memory import GIB, peak_memory_bytes
+from harness.device.memory import GIB, HIGHEST, peak_bytes
 from harness.errors import UserError
 from harness.preconditions import establish
 from harness.resilience.process import records, signals
@@ -40,6 +40,7 @@ from harness.resilience.process.activity import Phase, inside
 from harness.resilience.watch.meeting import telling_of_a_failure
 from harness.topology.agreement import all_or_none, any_rank, largest, value_of_first
 from harness.topology.env import LaunchEnv, records_folder
+from harness.topology.processes import peak_resident_bytes
 from harness.training.callbacks import (
     AnyCallback,
     MomentValues,
@@ -315,7 +316,13 @@ class Trainer(ScriptMethods):
         units = 0
         for inputs, _ in micro_batches:
             units += run.trainable.loss.units(inputs)
-        device_bytes, host_bytes = self._largest(peak_memory_bytes(run.device))  # of the rank that needs most
+        on_device = run.device.type != "cpu"
+        peaks = [
+            max(HIGHEST.device, peak_bytes(run.device)) if on_device else 0,
+            max(HIGHEST.host, peak_resident_bytes()),
+        ]
+        device_bytes, host_bytes = self._largest(peaks)  # of the rank that needs most
+        sources = run.engine.sources
         return StepRecord(
             step=state.global_step,
             loss=outcome.loss,
@@ -326,8 +333,8 @@ class Trainer(ScriptMethods):
             consumed_samples=state.consumed_samples,
             epoch=state.epoch,
             aux_loss=outcome.parts.get(AUX_LOSS),
-            source_losses=run.engine.source_losses(outcome),
-            device_memory_gib=device_bytes / GIB if run.device.type != "cpu" else None,
+            source_losses={} if sources is None else sources.means(outcome.parts),
+            device_memory_gib=device_bytes / GIB if on_device else None,
             host_memory_gib=host_bytes / GIB,
             skipped=not outcome.applied,
         )

@@ -31,7 +31,7 @@ class ProgressCallback(TrainerCallback):
         self.bar: tqdm[NoReturn] | None = None
         self._last_line = 0.0
         self._last_step = time.monotonic()
-        self._every: int | None = None  # steps between lines; None: a line every few seconds
+        self._every: int | None = None  # steps between lines, if `logging_steps` is given; None: a line every 5 s
         self._seconds: float | None = None  # moving average of a step's seconds, with logging and saving
 
     def on_train_begin(
@@ -55,7 +55,12 @@ class ProgressCallback(TrainerCallback):
         now = time.monotonic()
         self._seconds = smoothed(self._seconds, now - self._last_step)
         self._last_step = now
-        if self.bar is None and not self._line_is_due(state, now):
+        # a line at the first and the last step, and every few steps or seconds
+        if self._every is None:
+            is_due = now - self._last_line > SECONDS_BETWEEN_LINES
+        else:
+            is_due = state.global_step % self._every == 0
+        if self.bar is None and not is_due and state.global_step not in (1, state.max_steps):
             return
         left = f"{clock((state.max_steps - record.step) * self._seconds)} left"
         if self.bar is not None:
@@ -65,14 +70,6 @@ class ProgressCallback(TrainerCallback):
         else:
             self._last_line = now
             self.console.say("  ".join([f"step {record.step}/{state.max_steps}", *_figures(record, self.unit), left]))
-
-    def _line_is_due(self, state: TrainerState, now: float) -> bool:
-        """Return whether to print: at the first and the last step, every `logging_steps` if given, else every 5 s."""
-        if state.global_step in (1, state.max_steps):
-            return True
-        if self._every is not None:
-            return state.global_step % self._every == 0
-        return now - self._last_line > SECONDS_BETWEEN_LINES
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]

@@ -216,10 +216,6 @@ class Engine(ABC):
         Not collective: a rank may call it alone.
         """
 
-    def source_losses(self, outcome: StepOutcome) -> dict[str, float]:
-        """Return the mean loss of each data source in a step, by name; {} if losses are not reported by source."""
-        return {} if self.sources is None else self.sources.means(outcome.parts)
-
     @abstractmethod
     def _forward_backward_update(self, batches: list[Batch], length: int | None) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Run one step; return the loss and its reported parts, each the mean over micro-batches and data ranks.
