@@ -13,7 +13,7 @@ from harness.planner.hardware import Hardware, Link, load_hardware
 from tests.distributed.training import Job, arguments_of, rows
 from tests.simulated_device.clock import Clock, Span, running
 
-WARM = 1  # steps before those that are timed: the first one makes the optimizer's states
+WARM = 2  # steps before those that are timed: the first one makes the optimizer's states, and waits for all weights
 MESSAGES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "receive")
 PASSES = (Action.FORWARD, Action.BACKWARD, Action.INPUT_GRADIENTS, Action.WEIGHT_GRADIENTS)
 
