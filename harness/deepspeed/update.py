@@ -216,6 +216,20 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         self.agg_train_loss = self._aggregate_total_loss()
         super()._exec_optimizer_step(lr_kwargs)
 
+    def _aggregate_total_loss(self) -> Tensor:
+        """Return the mean loss of a step on all ranks, a scalar; DeepSpeed keeps the other losses of the model."""
+        if self.is_last_stage():
+            mean: Tensor = super()._aggregate_total_loss()
+            return mean
+        # DeepSpeed would copy zeros from the host here, and wait for them
+        names = list(self.module.get_additional_losses() or ())
+        losses = torch.zeros(2 + len(names), device=self.device)
+        comm.broadcast(losses, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
+        self.dp_group_loss, mean, *others = losses.unbind()
+        if names:
+            self.agg_additional_losses = dict(zip(names, others, strict=True))
+        return mean
+
     @torch.no_grad()
     def _take_model_step(self, lr_kwargs: Mapping[str, object] | None) -> None:
         if not self._updates_here:
