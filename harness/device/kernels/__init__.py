@@ -120,7 +120,7 @@ def gate_backward(grads: Tensor, gates: Tensor, ups: Tensor, activation: str) ->
 
 def exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest of each row of `logits` [..., n], and the sum of exp(logit - largest): float32, [...]."""
-    largest, sums = (torch.empty(logits.shape[:-1], device=logits.device) for _ in range(2))
+    largest, sums = (torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device) for _ in range(2))
     _programs().exponentials[(largest.numel(),)](logits, largest, sums, logits.shape[-1], block=4096)
     return largest, sums
 
@@ -132,8 +132,9 @@ def probabilities_less_label(
 
     Args:
         logits, out: [..., n], contiguous.
-        log_sums, labels, scales, label_scales: [...], contiguous; sums and scales in float32.
+        log_sums, labels, scales, label_scales: [...]; sums and scales in float32.
     """
+    log_sums, labels, scales, label_scales = (each.contiguous() for each in (log_sums, labels, scales, label_scales))
     grid, width = _grid(log_sums.numel(), logits.shape[-1])
     _programs().probabilities_less_label[grid](logits, out, log_sums, labels, scales, label_scales, width, block=BLOCK)
 
