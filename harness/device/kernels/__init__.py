@@ -31,17 +31,30 @@ def usable(device: torch.device) -> bool:
     """Return whether the kernels run on `device`, which the first call tries: they must give torch's results there."""
     if (device.type != "cuda" and not _interpreted()) or find_spec("triton") is None:
         return False
-    wide = (2, 2, 3, 8)
     require_close = partial(torch.testing.assert_close, rtol=4e-3, atol=1e-3)  # four units of float16's last place
     try:
         generator = torch.Generator().manual_seed(0)
-        x, up, angles = (torch.randn(shape, generator=generator).half().to(device) for shape in (wide, wide, wide[1:]))
-        first, second = x.chunk(2, -1)
-        turned = x * angles.unsqueeze(1) + torch.cat([-second, first], -1) * angles.unsqueeze(1)
+        x, up, grad = (torch.randn((2, 2, 3, 8), generator=generator).half().to(device) for _ in range(3))
+        angles = up[:, 0]
+        inputs = [each.requires_grad_() for each in (x.clone(), up.clone())]
+
+        first, second = inputs[0].chunk(2, -1)
+        turned = inputs[0] * angles.unsqueeze(1) + torch.cat([-second, first], -1) * angles.unsqueeze(1)
         require_close(rotate(x, up, angles, angles)[0], turned)
-        require_close(gate(x, up, "silu"), functional.silu(x) * up)
+        (of_turned,) = torch.autograd.grad(turned, inputs[:1], grad)
+        require_close(rotate(grad, up, angles, angles, backward=True)[0], of_turned)
+
+        gated = functional.silu(inputs[0]) * inputs[1]
+        require_close(gate(x, up, "silu"), gated)
+        require_close(gate_backward(grad, x, up, "silu"), torch.autograd.grad(gated, inputs, grad))
+
         largest, sums = exponentials(x)
-        require_close(largest + sums.log(), x.float().logsumexp(-1))
+        log_sums, labels, ones = largest + sums.log(), torch.full_like(largest, 5, dtype=torch.int64), torch.ones_like
+        require_close(log_sums, x.float().logsumexp(-1))
+        loss = functional.cross_entropy(inputs[0].flatten(0, 2).float(), labels.flatten(), reduction="sum")
+        of_logits = torch.empty_like(x)
+        probabilities_less_label(x, of_logits, log_sums, labels, ones(sums), ones(sums))
+        require_close(of_logits, *torch.autograd.grad(loss, inputs[:1]))
     except Exception as error:  # whatever a compiler and a driver may say: torch's own operations need neither
         reason = str(error).strip().partition("\n")[0]
         warn(f"kernels in Triton are not used on {device}: {type(error).__name__}: {reason}")
