@@ -10,8 +10,8 @@ from harness.arguments import TrainingArguments
 from harness.arguments.themes.reporting import monitor_sections, require_inside, require_packages
 from harness.config import AutoValues, Document, Resolved, load
 from harness.config.resolving.resolve import complete, resolve_before_data
-from harness.config.rules.view import RunView
 from harness.config.text.document import from_values
+from harness.config.values.view import ConfigView
 from harness.errors import UserError
 
 
@@ -81,8 +81,8 @@ def fewest_ranks(args: TrainingArguments) -> int:
 
     Raises ConfigError if the config cannot be read.
     """
-    view = RunView(
-        read_config(args.deepspeed_config),
+    view = ConfigView(
+        data=read_config(args.deepspeed_config).data,
         pp_override=args.pipeline_parallel_size,
         tp_override=args.tensor_parallel_size,
         ep_override=args.expert_parallel_size,

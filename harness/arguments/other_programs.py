@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from harness.config.schema.suggest import nearest
+from harness.spelling import nearest
 
 NOTHING = "nothing: "
 

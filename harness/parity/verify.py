@@ -22,7 +22,7 @@ from harness.config import Resolved
 from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN
 from harness.config.values.idle_keys import accelerated
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import CONTEXT, DEEPSPEED_CONTEXT, EXPERTS
+from harness.config.values.layout_keys import CONTEXT, DEEPSPEED_CONTEXT, EXPERTS, TENSOR
 from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource, read_source
@@ -137,7 +137,7 @@ def run_config(model: str, arguments: TrainingArguments, world_size: int | None)
         return read_run_config(arguments, world_size=world_size, model=model)
     data = read_config(arguments.deepspeed_config).data
     pp = arguments.pipeline_parallel_size or whole(lookup(data, "/pipeline/stages")) or 1
-    tp = arguments.tensor_parallel_size or whole(lookup(data, "/tensor_parallel/autotp_size")) or 1
+    tp = arguments.tensor_parallel_size or whole(lookup(data, TENSOR)) or 1
     cp = arguments.context_parallel_size or whole(lookup(data, CONTEXT)) or whole(lookup(data, DEEPSPEED_CONTEXT)) or 1
     stated = whole(lookup(data, f"{EXPERTS}/autoep_size")) if lookup(data, f"{EXPERTS}/enabled") is True else None
     fewest = data_ranks(tp, cp, arguments.expert_parallel_size or stated or 1)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from harness.config.schema.suggest import nearest
 from harness.errors import UserError, refuse_all
+from harness.spelling import nearest
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 METHODS, ATTRIBUTES, ARGUMENTS = (

@@ -197,8 +197,8 @@ def test_the_rule_of_the_contributing_page_works() -> None:
     names: dict[str, Any] = {"rule": rule, "Severity": Severity, "Finding": Finding, "RunView": RunView}
     exec(compile("from __future__ import annotations\n" + source, "rule.md", "exec"), names)
     made = next(value for value in names.values() if isinstance(value, Rule))
-    assert len(list(made.check(RunView(from_text(made.wrong))))) == 1
-    assert list(made.check(RunView(from_text(made.right)))) == []
+    assert len(list(made.check(RunView.of(from_text(made.wrong))))) == 1
+    assert list(made.check(RunView.of(from_text(made.right)))) == []
 
 
 def test_the_preset_of_the_contributing_page_passes_the_check(tmp_path: Path) -> None:

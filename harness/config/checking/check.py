@@ -35,7 +35,7 @@ def check(
 
     Raises UserError if the model's config cannot be read, or the model uses LayerDrop.
     """
-    view = RunView(
+    view = RunView.of(
         document,
         world_size=world_size,
         model=known_shape(model, target),
@@ -75,7 +75,7 @@ def unsupported_on_cpu(config: Mapping[str, object]) -> list[Diagnostic]:
     """Return an error for each feature that a CPU lacks; `check` does not know the device and only gives advice."""
     document = from_values(config)
     found = [
-        _diagnostic(document, needs_an_accelerator, item) for item in needs_an_accelerator.check(RunView(document))
+        _diagnostic(document, needs_an_accelerator, item) for item in needs_an_accelerator.check(RunView.of(document))
     ]
     return [replace(item, severity=Severity.ERROR, file="") for item in found]
 

@@ -9,7 +9,7 @@ from harness.config.resolving.resolved import Filled
 from harness.config.values.arguments import OPTIMIZERS, AutoValues
 from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN, bucket_elements, complete, stated_sizes
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import GRADIENT_BITS, size_fault
+from harness.config.values.layout_keys import GRADIENT_BITS, TENSOR, size_fault
 from harness.config.values.pointers import AUTO, bf16_section, lookup, put, whole
 
 
@@ -38,7 +38,7 @@ OF_DATA_AND_MODEL = {
     *("/zero_optimization/stage3_prefetch_bucket_size", "/zero_optimization/stage3_param_persistence_threshold"),
 }
 """Keys whose "auto" depends on the length of the data or the size of the model."""
-_MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", "/tensor_parallel/autotp_size", GRADIENT_BITS}
+_MEANINGFUL_AUTO = {"/data_types/keep_in_fp32_modules", TENSOR, GRADIENT_BITS}
 
 
 def fill_batch(resolution: Resolution, readers: int) -> None:

@@ -27,10 +27,12 @@ from harness.config.values.layout_keys import (
     LOSS_TILE,
     PARTITIONS,
     SCHEDULES,
+    TENSOR,
     partition_method,
     schedule_name,
 )
 from harness.config.values.pointers import put
+from harness.config.values.view import ConfigView
 
 
 def resolve(
@@ -70,19 +72,17 @@ def resolve_before_data(
     `complete` fills in the rest when they are read. Raises ConfigError as `resolve` does.
     """
     document = config if isinstance(config, Document) else from_values(config)
-    view = RunView(
-        document,
-        world_size=values.world_size,
-        model=known_shape(model, "harness"),
-        pp_override=values.pipeline_parallel_size,
-        tp_override=values.tensor_parallel_size,
-        ep_override=values.expert_parallel_size,
-        cp_override=values.context_parallel_size,
-        arguments=values,
-    )
+    sizes = {
+        "world_size": values.world_size,
+        "pp_override": values.pipeline_parallel_size,
+        "tp_override": values.tensor_parallel_size,
+        "ep_override": values.expert_parallel_size,
+        "cp_override": values.context_parallel_size,
+    }
+    shape = known_shape(model, "harness")
     run = Resolution(as_read(document.data), values)
     # The config may still be wrong: a value that cannot be written is left out here, and the rules refuse it.
-    filling.fill_batch(run, view.readers or 1)
+    filling.fill_batch(run, ConfigView(data=run.config, **sizes).readers or 1)
     filling.fill_precision(run)
     filling.fill_optimizer(run)
     filling.fill_checkpointing(run)
@@ -91,11 +91,11 @@ def resolve_before_data(
     written = copy.deepcopy(dict(document.data))
     for item in run.filled:
         put(written, item.pointer, item.value)
-    view = replace(view, filled=written)
+    view = RunView.of(document, data=written, model=shape, arguments=values, **sizes)
     refused = refusals(findings(view), allow_ignored_keys=allow_ignored_keys)
     if refused:
         raise ConfigError(refused)
-    return _resolved(run, view)
+    return _resolved(run, ConfigView(data=copy.deepcopy(run.config), **sizes))
 
 
 def complete(resolved: Resolved, values: AutoValues) -> Resolved:
@@ -110,7 +110,7 @@ def complete(resolved: Resolved, values: AutoValues) -> Resolved:
     return replace(resolved, config=config.config, alone=alone.config, filled=filled)
 
 
-def _resolved(run: Resolution, view: RunView) -> Resolved:
+def _resolved(run: Resolution, view: ConfigView) -> Resolved:
     """Return the config for DeepSpeed, and the settings that the harness reads from it."""
     filling.fill_pipeline(run, view.pp_size)
     stage = filling.fill_zero_stage(run, view.precision, view.zero_stage or 0)
@@ -148,7 +148,7 @@ def _resolved(run: Resolution, view: RunView) -> Resolved:
     )
 
 
-def _for_deepspeed_alone(run: Resolution, view: RunView) -> JsonObject:
+def _for_deepspeed_alone(run: Resolution, view: ConfigView) -> JsonObject:
     """Return the config for a program without the harness, on the same ranks.
 
     DeepSpeed then cuts the layers itself, by AutoTP, and counts ranks that share a copy of the model as data-parallel.
@@ -163,9 +163,9 @@ def _for_deepspeed_alone(run: Resolution, view: RunView) -> JsonObject:
         for name in names:
             alone.get(section, {}).pop(name, None)
     if tp_size > 1:
-        put(alone, "/tensor_parallel/autotp_size", tp_size)
-    elif run.get("/tensor_parallel/autotp_size") is not None:
-        put(alone, "/tensor_parallel/autotp_size", 0)
+        put(alone, TENSOR, tp_size)
+    elif run.get(TENSOR) is not None:
+        put(alone, TENSOR, 0)
     if pp_size * tp_size > 1:
         del alone["train_batch_size"]
     return alone

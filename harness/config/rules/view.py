@@ -5,30 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, Self
 
 from harness.config import schema
 from harness.config.model.shape import ModelShape
 from harness.config.schema import Key
-from harness.config.schema.coercion import as_bool, as_int
 from harness.config.schema.normalize import as_read
 from harness.config.text.document import Document
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import (
-    CHUNKS,
-    CONTEXT,
-    DEEPSPEED_1F1B,
-    DEEPSPEED_CONTEXT,
-    GRADIENT_BITS,
-    INDUCTOR,
-    OLD_CHUNKS,
-    ONE_REDUCTION,
-    TOKEN_PIECES,
-    schedule_name,
-)
-from harness.config.values.model_chunks import ModelChunks, model_chunks
-from harness.config.values.pointers import AUTO, bf16_section, lookup, whole
+from harness.config.values.layout_keys import DEEPSPEED_CONTEXT
+from harness.config.values.model_chunks import ModelChunks
+from harness.config.values.pointers import AUTO, lookup, whole
+from harness.config.values.view import ConfigView
 
 Target = Literal["harness", "hf", "deepspeed"]
 TARGETS: tuple[Target, ...] = ("harness", "hf", "deepspeed")
@@ -51,29 +40,27 @@ class KeyOccurrence:
         return self.pointer.rsplit("/", 1)[0]
 
 
-@dataclass(frozen=True)
-class RunView:
-    """The argument of every rule."""
+@dataclass(frozen=True, kw_only=True)
+class RunView(ConfigView):
+    """The argument of every rule.
+
+    Attributes:
+        document: the file.
+        data: the values of the file, with the arguments in place of "auto" where they are known.
+        model: shape of the model; None if it is not known.
+        target: the program that reads the file. What only the harness reads has no effect in another one.
+        arguments: those of the run, where there is one.
+    """
 
     document: Document
-    world_size: int | None = None
     model: ModelShape | None = None
     target: Target = "harness"
-    pp_override: int | None = None
-    tp_override: int | None = None
-    ep_override: int | None = None
-    cp_override: int | None = None
-    arguments: AutoValues | None = None  # of the run, where there is one
-    filled: Mapping[str, object] | None = None  # the file with the arguments in place of "auto"
+    arguments: AutoValues | None = None
 
-    @property
-    def data(self) -> Mapping[str, object]:
-        """The config as plain values."""
-        return self.document.data if self.filled is None else self.filled
-
-    def get(self, pointer: str) -> object:
-        """Return the value at a pointer; None if it is absent."""
-        return lookup(self.data, pointer)
+    @classmethod
+    def of(cls, document: Document, **options: Any) -> Self:
+        """Return the view of a file alone, or of a file with some of the other attributes."""
+        return cls(**{"data": document.data, **options}, document=document)
 
     def as_read(self, pointer: str) -> object:
         """Return the value at a pointer after DeepSpeed's conversion."""
@@ -101,19 +88,15 @@ class RunView:
         """Return whether the file has a key: what arguments and defaults have filled in is not in it."""
         return _has(self.document.data, pointer)
 
-    def on(self, pointer: str) -> bool:
-        """Return whether a switch is on for DeepSpeed's lenient reader."""
-        return as_bool(self.get(pointer)) is True
-
     def truthy(self, pointer: str) -> bool:
         """Return whether a switch that a program uses as it stands is on: Python takes any text for true."""
         value = self.get(pointer)
         return bool(value) and not (value == AUTO and self.target == "harness")
 
-    def section(self, pointer: str) -> JsonObject:
-        """Return the object at a pointer; empty if there is none."""
-        value = self.get(pointer)
-        return value if isinstance(value, dict) else {}
+    def size(self, pointer: str) -> int | None:
+        """Return the value at any pointer, as DeepSpeed reads it, if it is a whole number of at least 1, else None."""
+        number = whole(self.as_read(pointer))
+        return number if number is not None and number > 0 else None
 
     @cached_property
     def visits(self) -> tuple[KeyOccurrence, ...]:
@@ -123,68 +106,19 @@ class RunView:
         return tuple(visit for visit in visits if not (shadowed and visit.parent == "/bfloat16"))
 
     @cached_property
-    def zero_stage(self) -> int | None:
-        """The ZeRO stage that DeepSpeed will run; None if it is not known."""
-        if "stage" not in self.section("/zero_optimization"):
-            return int(self.get("/zero_optimization") is True)
-        stage = self.as_read("/zero_optimization/stage")
-        return 0 if stage == AUTO else as_int(stage)
-
-    def size(self, pointer: str) -> int | None:
-        """Return the value at a pointer if it is a whole number of at least 1, else None."""
-        number = whole(self.as_read(pointer))
-        return number if number is not None and number > 0 else None
-
-    @cached_property
-    def pp_size(self) -> int:
-        """Number of pipeline stages, from the config or an argument."""
-        return self.pp_override or self.size("/pipeline/stages") or 1
-
-    @cached_property
     def chunks(self) -> ModelChunks:
-        """The model chunks of the schedule under the harness."""
-        schedule = schedule_name(self.get("/pipeline/schedule")) if self.target == "harness" else None
-        return model_chunks(self.pp_size, schedule or DEEPSPEED_1F1B, self.size(CHUNKS) or self.size(OLD_CHUNKS))
-
-    @cached_property
-    def tp_size(self) -> int:
-        """Number of tensor-parallel ranks, from the config or an argument."""
-        return self.tp_override or self.size("/tensor_parallel/autotp_size") or 1
-
-    @cached_property
-    def sequence_parallel(self) -> bool:
-        """Whether tensor-parallel ranks share the sequence between the blocks of a layer."""
-        return self.tp_size > 1 and self.on("/tensor_parallel/sequence_parallel")
-
-    @property
-    def compile_backend(self) -> str | None:
-        """The backend of torch.compile for decoder layers; None if they are not compiled."""
-        if not self.on("/compile/enabled"):
-            return None
-        named = self.get("/compile/backend")
-        return named if isinstance(named, str) and named != AUTO else INDUCTOR
+        """The model chunks of the pipeline schedule; other programs have DeepSpeed's own schedule."""
+        return super().chunks if self.target == "harness" else ModelChunks(self.pp_size)
 
     @cached_property
     def gradient_bits(self) -> int | None:
-        """Bits of gradients sent between data-parallel ranks: 8, 4, 0 (uncompressed), or None for "auto"."""
-        asked = self.get(GRADIENT_BITS) if self.target == "harness" else None
-        return None if asked == AUTO else whole(asked) or 0
+        """Bits of gradients sent between data-parallel ranks, as in a run; 0 in other programs."""
+        return super().gradient_bits if self.target == "harness" else 0
 
     @property
     def reduces_once(self) -> bool:
         """Whether ZeRO-2 reduces gradients once a step, and not in each micro-batch."""
-        return self.target == "harness" and self.zero_stage == 2 and self.get(ONE_REDUCTION) is True
-
-    @cached_property
-    def ep_size(self) -> int:
-        """Number of expert-parallel ranks, each with whole experts, from the config or an argument."""
-        asked = self.size("/expert_parallel/autoep_size") if self.on("/expert_parallel/enabled") else None
-        return self.ep_override or asked or 1
-
-    @property
-    def token_pieces(self) -> int:
-        """Number of pieces in which the tokens of a layer are sent to the ranks of their experts."""
-        return self.size(TOKEN_PIECES) or 1
+        return self.target == "harness" and super().reduces_once
 
     @property
     def exchanges_tokens(self) -> bool:
@@ -194,36 +128,12 @@ class RunView:
     @cached_property
     def cp_size(self) -> int:
         """Number of data-parallel ranks that share each sequence, from the config or an argument."""
-        if self.target != "harness":
-            return self.size(DEEPSPEED_CONTEXT) or 1
-        return self.cp_override or self.size(CONTEXT) or self.size(DEEPSPEED_CONTEXT) or 1
-
-    @cached_property
-    def readers(self) -> int | None:
-        """Number of data-parallel ranks that read different samples; None if the ranks are unknown or do not fit."""
-        return None if self.dp_size is None or self.dp_size % self.cp_size else self.dp_size // self.cp_size
+        return super().cp_size if self.target == "harness" else self.size(DEEPSPEED_CONTEXT) or 1
 
     @cached_property
     def dp_size(self) -> int | None:
-        """Number of data-parallel ranks, including context ranks; None if the ranks are unknown or do not fit.
-
-        Without the harness DeepSpeed counts every rank as data-parallel.
-        """
-        if self.world_size is None:
-            return None
-        cut = self.pp_size * self.tp_size if self.target == "harness" else 1
-        return self.world_size // cut if self.world_size % cut == 0 else None
-
-    @cached_property
-    def precision(self) -> str:
-        """fp32, bf16 or fp16, as far as the file sets it."""
-        bf16 = self.on(f"/{self.bf16_section}/enabled")
-        return "bf16" if bf16 else "fp16" if self.on("/fp16/enabled") else "fp32"
-
-    @property
-    def bf16_section(self) -> str:
-        """The section that DeepSpeed reads for bf16."""
-        return bf16_section(self.data)
+        """Number of data-parallel ranks; without the harness DeepSpeed counts every rank as data-parallel."""
+        return super().dp_size if self.target == "harness" else self.world_size
 
 
 def is_comment(name: str) -> bool:

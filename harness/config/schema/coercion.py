@@ -1,8 +1,8 @@
-"""How DeepSpeed reads one value: whether it accepts, converts or refuses it.
+"""How DeepSpeed reads the value of a key: whether it accepts, converts or refuses it.
 
 Its pydantic sections are lenient: 5e8, true and "500" all pass as an integer, "yes" and 1 as a boolean. Plain sections
 check nothing, and use only some of their values at once. Rules about wrong values use this module, so that they refuse
-nothing that DeepSpeed accepts. Source: pydantic's conversion table, lax mode.
+nothing that DeepSpeed accepts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import re
 from dataclasses import dataclass
 
 from harness.config.schema import Key
+from harness.config.values.coercion import as_bool, as_float, as_int
 from harness.wording import one_of
 
-LARGEST_WHOLE_FLOAT = 2.0**63  # above this pydantic refuses a float as an int
-_TRUE = {"1", "on", "t", "true", "y", "yes"}
-_FALSE = {"0", "off", "f", "false", "n", "no"}
 NAMES = {
     "boolean": "true or false",
     "integer": "a whole number",
@@ -38,39 +36,6 @@ class Reading:
     value: object
     fault: str = ""
     wanted: str = ""
-
-
-def as_bool(value: object) -> bool | None:
-    """Return a value as pydantic's bool, or None if it refuses it."""
-    if isinstance(value, str):
-        word = value.lower()
-        return True if word in _TRUE else False if word in _FALSE else None
-    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
-
-
-def as_int(value: object) -> int | None:
-    """Return a value as pydantic's int, or None if it refuses it."""
-    if isinstance(value, str):
-        whole_number = len(value) < 400 and re.fullmatch(r"\s*([-+]?[0-9]+(_[0-9]+)*)(\.0+)?\s*", value)
-        return int(whole_number.group(1)) if whole_number else None
-    if isinstance(value, float):
-        return int(value) if abs(value) < LARGEST_WHOLE_FLOAT and value == int(value) else None
-    return int(value) if isinstance(value, int) else None
-
-
-def as_float(value: object) -> float | None:
-    """Return a value as pydantic's float, or None if it refuses it."""
-    if isinstance(value, str):
-        if not value.strip().isascii():
-            return None  # unlike pydantic, Python's int also reads digits of other scripts
-        if "_" in value:  # pydantic ignores single underscores between characters, and then allows no blanks
-            if value != value.strip().strip("_") or "__" in value:
-                return None
-            value = value.replace("_", "")
-    try:
-        return float(value) if isinstance(value, (int, float, str)) else None
-    except (ValueError, OverflowError):
-        return None
 
 
 def read(key: Key, value: object, *, pydantic: bool) -> Reading:

@@ -25,6 +25,7 @@ SPLIT_BACKWARD = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 INDUCTOR = "inductor"
 """The default backend of torch.compile."""
 CHUNKS, OLD_CHUNKS = "/pipeline/chunks_per_stage", "/pipeline/parts_per_stage"
+TENSOR = "/tensor_parallel/autotp_size"
 CONTEXT, DEEPSPEED_CONTEXT = "/context_parallel/size", "/sequence_parallel_size"
 """Keys of the context-parallel size: the harness's own, and DeepSpeed's, which means the same."""
 LOSS_TILE, FEED_FORWARD_TILE, ATTENTION_TILE = "/tiling/loss", "/tiling/feed_forward", "/tiling/attention"
@@ -50,7 +51,7 @@ LEAST = {
     LOSS_TILE: 0,
     FEED_FORWARD_TILE: 0,
     ATTENTION_TILE: 0,
-    "/tensor_parallel/autotp_size": 0,
+    TENSOR: 0,
     "/expert_parallel/autoep_size": 1,
     TOKEN_PIECES: 1,
 }

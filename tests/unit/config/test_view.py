@@ -21,7 +21,7 @@ from harness.config.values.pointers import bf16_section, lookup, put, whole
 
 
 def view(config: dict[str, Any], **more: Any) -> RunView:
-    return RunView(from_values(config), **more)
+    return RunView.of(from_values(config), **more)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from harness.config.rules.rule import Finding, rule
 from harness.config.rules.syntax.values import show
 from harness.config.rules.view import KeyOccurrence, RunView
 from harness.config.text.diagnostic import Severity
-from harness.config.values.layout_keys import GRADIENT_BITS
+from harness.config.values.layout_keys import GRADIENT_BITS, TENSOR
 from harness.config.values.pointers import AUTO, name_of
 
 # what transformers' HfTrainerDeepSpeedConfig fills in; the harness fills the same
@@ -33,9 +33,7 @@ _FILLED = frozenset(
         "/zero_optimization/stage3_param_persistence_threshold",
     }
 )
-_HARNESS_FILLS = frozenset(
-    {"/pipeline/stages", "/pipeline/partition", "/tensor_parallel/autotp_size", "/bfloat16/enabled", GRADIENT_BITS}
-)
+_HARNESS_FILLS = frozenset({"/pipeline/stages", "/pipeline/partition", TENSOR, "/bfloat16/enabled", GRADIENT_BITS})
 _ITS_OWN = frozenset({"/data_types/keep_in_fp32_modules"})  # DeepSpeed itself knows "auto" here
 _OF_CLASSES = ("/optimizer/params", "/scheduler/params")
 _USED_AT_ONCE = frozenset({"/train_batch_size", "/train_micro_batch_size_per_gpu", "/gradient_accumulation_steps"})

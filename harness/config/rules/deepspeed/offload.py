@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
-from harness.config.schema.coercion import as_float
 from harness.config.text.diagnostic import Severity
+from harness.config.values.coercion import as_float
 from harness.config.values.pointers import AUTO
 
 ZERO = "/zero_optimization"

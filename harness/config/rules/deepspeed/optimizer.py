@@ -8,11 +8,11 @@ from harness.config.rules.deepspeed.offload import offloads, uses_zenflow
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.schema import Signature, signatures
-from harness.config.schema.coercion import as_float
-from harness.config.schema.suggest import nearest
 from harness.config.text import edits
 from harness.config.text.diagnostic import Severity
+from harness.config.values.coercion import as_float
 from harness.config.values.pointers import AUTO
+from harness.spelling import nearest
 from harness.wording import one_of
 
 TYPE, PARAMS = "/optimizer/type", "/optimizer/params"

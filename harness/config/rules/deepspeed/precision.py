@@ -10,11 +10,11 @@ from harness.config.rules.rule import Finding, rule
 from harness.config.rules.syntax.values import show
 from harness.config.rules.view import RunView
 from harness.config.schema import torch_modules
-from harness.config.schema.coercion import as_float, as_int
-from harness.config.schema.suggest import nearest
 from harness.config.text import edits
 from harness.config.text.diagnostic import Severity
+from harness.config.values.coercion import as_float, as_int
 from harness.config.values.pointers import AUTO
+from harness.spelling import nearest
 
 FLOAT16 = ("torch.float16", "fp16", "float16", "half")
 _KINDS = {

@@ -9,9 +9,9 @@ from harness.config.rules.rule import Finding, rule
 from harness.config.rules.syntax.ranges import FUNCTIONS, LISTS
 from harness.config.rules.view import RunView
 from harness.config.schema import Signature, signatures
-from harness.config.schema.suggest import nearest
 from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import AUTO, whole
+from harness.spelling import nearest
 from harness.wording import all_of, one_of
 
 TYPE, PARAMS = "/scheduler/type", "/scheduler/params"

@@ -11,8 +11,8 @@ from harness.config.rules.deepspeed.precision import FLOAT16
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.schema import find
-from harness.config.schema.coercion import as_float
 from harness.config.text.diagnostic import Severity
+from harness.config.values.coercion import as_float
 from harness.config.values.idle_keys import IDLE, accelerated
 from harness.config.values.layout_keys import EXPERT_PARTS, EXPERT_ROUTING, EXPERTS, FEED_FORWARD_TILE
 from harness.config.values.pointers import AUTO, name_of

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from harness.config.rules.layout.context import context_pointer
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
-from harness.config.schema.coercion import as_int
 from harness.config.text import edits
 from harness.config.text.diagnostic import Edit, Severity
-from harness.config.values.layout_keys import EXPERT_PARTS, EXPERT_ROUTING, LEAST, expert_fault, size_fault
+from harness.config.values.coercion import as_int
+from harness.config.values.layout_keys import EXPERT_PARTS, EXPERT_ROUTING, LEAST, TENSOR, expert_fault, size_fault
 from harness.config.values.pointers import AUTO
 from harness.wording import counted
 
@@ -38,7 +38,7 @@ def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
         return
     copy = view.pp_size * view.tp_size * view.cp_size
     if view.world_size % copy:
-        pointer = "/pipeline/stages" if view.pp_size > 1 else "/tensor_parallel/autotp_size"
+        pointer = "/pipeline/stages" if view.pp_size > 1 else TENSOR
         context = f"{counted(view.cp_size, 'context rank')} x " if view.cp_size > 1 else ""
         yield Finding(
             pointer=context_pointer(view) if view.cp_size > 1 else pointer,
@@ -53,7 +53,7 @@ def layout_does_not_fit(view: RunView) -> Iterator[Finding]:
 def _groups_that_do_not_fit(view: RunView, world_size: int) -> Iterator[Finding]:
     """Yield a finding for each kind of group of DeepSpeed's own that does not divide the ranks."""
     experts = view.size(EXPERT_RANKS) if view.truthy("/expert_parallel/enabled") else None
-    for pointer, size in (("/tensor_parallel/autotp_size", view.tp_size), (EXPERT_RANKS, experts or 1)):
+    for pointer, size in ((TENSOR, view.tp_size), (EXPERT_RANKS, experts or 1)):
         if world_size % size:
             yield Finding(
                 pointer=pointer,

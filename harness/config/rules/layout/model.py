@@ -9,6 +9,7 @@ from harness.config.model.shares import Heads
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.text.diagnostic import Severity
+from harness.config.values.layout_keys import TENSOR
 from harness.wording import counted
 
 _TINY = "tiny-llama"
@@ -61,7 +62,7 @@ def fewer_heads_than_ranks(view: RunView) -> Iterator[Finding]:
     heads = view.model.heads if view.model is not None else None
     if view.target == "harness" and heads is not None and view.tp_size > heads:
         yield Finding(
-            pointer="/tensor_parallel/autotp_size",
+            pointer=TENSOR,
             message=f"{view.tp_size} tensor-parallel ranks, but the model has only {counted(heads, 'attention head')}",
             hint=f"set tensor_parallel.autotp_size to {heads} and expert_parallel.autoep_size to {heads}"
             if view.ep_size > 1
@@ -104,7 +105,7 @@ def unequal_shares(view: RunView) -> Iterator[Finding]:
         )
     if unequal:
         yield Finding(
-            pointer="/tensor_parallel/autotp_size",
+            pointer=TENSOR,
             message=f"{view.tp_size} tensor-parallel ranks get unequal shares: the largest is {' and '.join(unequal)}",
             hint="use a size that divides them evenly: all ranks wait for the one with the largest share",
             deepspeed="does nothing here: the harness splits the layers itself",
@@ -153,7 +154,7 @@ def no_tensor_parallel_plan(view: RunView) -> Iterator[Finding]:
     spreads_experts = view.ep_size > 1  # then every rank may hold the other weights whole
     if view.target == "harness" and view.tp_size > 1 and not spreads_experts and refusal is not None:
         yield Finding(
-            pointer="/tensor_parallel/autotp_size",
+            pointer=TENSOR,
             message=refusal,
             hint="set tensor_parallel.autotp_size to 1, or add a plan file for the family to models/plans",
             deepspeed="does nothing here: the harness splits the layers itself",

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from harness.config import schema
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import KeyOccurrence, RunView, is_comment
-from harness.config.schema.coercion import as_bool
-from harness.config.schema.suggest import alias_here, elsewhere, nearest
+from harness.config.schema.suggest import alias_here, elsewhere
 from harness.config.text import edits
 from harness.config.text.diagnostic import Edit, Severity
+from harness.config.values.coercion import as_bool
 from harness.config.values.pointers import AUTO, name_of
+from harness.spelling import nearest
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
