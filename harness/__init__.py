@@ -1,35 +1,12 @@
 """Train any HuggingFace decoder with DeepSpeed: pipeline, tensor and data parallel from one JSON.
 
-Importing this package imports neither torch nor deepspeed and changes nothing; its names are loaded on first use. What
-a run prints also goes to the logger `harness`.
+Importing this package imports neither torch nor deepspeed and changes nothing; its names are loaded on first use, and
+type checkers find them in `__init__.pyi`. What a run prints also goes to the logger `harness`.
 """
 
 import logging
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from harness.arguments import LoraArguments as LoraArguments
-    from harness.arguments import TrainingArguments as TrainingArguments
-    from harness.arguments.configure import RunConfig as RunConfig
-    from harness.arguments.configure import read_run_config as read_run_config
-    from harness.config import ConfigError as ConfigError
-    from harness.config import Diagnostic as Diagnostic
-    from harness.config import Severity as Severity
-    from harness.config import check as check
-    from harness.config import load as load
-    from harness.data.tokenizer import ByteTokenizer as ByteTokenizer
-    from harness.errors import UserError as UserError
-    from harness.errors import UserErrors as UserErrors
-    from harness.parallel.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
-    from harness.parallel.tensor.layers import RowParallelLinear as RowParallelLinear
-    from harness.parallel.tensor.layers import VocabParallelEmbedding as VocabParallelEmbedding
-    from harness.training.callbacks import StepRecord as StepRecord
-    from harness.training.callbacks import TrainerCallback as TrainerCallback
-    from harness.training.callbacks import TrainerControl as TrainerControl
-    from harness.training.callbacks import TrainerState as TrainerState
-    from harness.training.callbacks.early_stopping import EarlyStoppingCallback as EarlyStoppingCallback
-    from harness.training.trainer import Trainer as Trainer
+from typing import Any
 
 _HOMES = {
     "ByteTokenizer": "harness.data.tokenizer",
@@ -42,7 +19,7 @@ _HOMES = {
     "RunConfig": "harness.arguments.configure",
     "Severity": "harness.config",
     "StepRecord": "harness.training.callbacks",
-    "Trainer": "harness.training.trainer",
+    "Trainer": "harness.composition",
     "TrainerCallback": "harness.training.callbacks",
     "TrainerControl": "harness.training.callbacks",
     "TrainerState": "harness.training.callbacks",

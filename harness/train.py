@@ -29,8 +29,8 @@ from harness.training.prepare.preflight import check_before_start, limit_trial
 from harness.uncaught import GRACE_S, lines_of, report
 
 if TYPE_CHECKING:
+    from harness.composition import Trainer
     from harness.data.inputs.datasets import Datasets
-    from harness.training.trainer import Trainer
 
 DESCRIPTION = "Train a HuggingFace decoder in the layout of a DeepSpeed JSON config."
 EXAMPLE = """example:
@@ -100,11 +100,11 @@ def run(
     console: Console,
 ) -> None:
     """Read the data, train, evaluate, export."""
+    from harness.composition import Trainer
     from harness.data.inputs.datasets import script_datasets
     from harness.device.process_group import require_supported
     from harness.hf.skeleton import read_source
     from harness.training.recording.files import note_wall_clock
-    from harness.training.trainer import Trainer
 
     files = script.train_file if args.trains else script.validation_file or script.train_file
     console.say(f"preparing {script.model} and {' '.join(files)}")

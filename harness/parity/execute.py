@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from harness.atomic import replace_text
 from harness.checkpoint.directories import EVALUATIONS, METRICS
+from harness.composition import Trainer
 from harness.config.values.json_object import JsonObject
 from harness.console import Console
 from harness.data.tokenizer import ByteTokenizer
@@ -30,7 +31,6 @@ from harness.parity.subject import Subject, arguments, make_subject
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import TrainerCallback, TrainerControl, TrainerState
 from harness.training.recording.recorder import SAMPLES
-from harness.training.trainer import Trainer
 
 EXPORTED = "exported"
 NEVER = 1000  # steps between saves, so none comes; but with saves a run checks its optimizer before the first step

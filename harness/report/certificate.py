@@ -70,6 +70,13 @@ def subject(config: Mapping[str, object], layout: Mapping[str, object], model: M
     return {"config": digest(config), "layout": dict(layout), "model": digest(model), "code": digest_of_code()}
 
 
+def of_run(
+    config: Mapping[str, object], resolved: Resolved, model: Mapping[str, object], versions: Mapping[str, object]
+) -> JsonObject | None:
+    """Return the certificate of `ds-harness verify` for a run's config, model and code; None without one."""
+    return find(subject(config, layout_of(resolved), model), versions)
+
+
 def store(certificate: JsonObject) -> Path | None:
     """Write a certificate where runs look for it and return its path; None if the folder cannot be written."""
     path = _path(certificate["subject"], certificate["versions"])

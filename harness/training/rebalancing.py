@@ -18,10 +18,10 @@ from torch import nn
 from harness.checkpoint.directories import TrainingProgress
 from harness.checkpoint.tensors.exchange import exchange
 from harness.checkpoint.tensors.local_shard import LocalShard
+from harness.config.values.batch import pipeline_seconds
 from harness.deepspeed.instructions import Observer, Operands
 from harness.device.moments import Moment, moment, seconds_between
 from harness.parallel.pipeline.partition import balanced
-from harness.report.profile.timeline import pipeline_seconds
 from harness.resilience.process.activity import ACTIVITY, inside
 from harness.topology.agreement import values_of_all
 from harness.training.callbacks import StepRecord

@@ -17,7 +17,7 @@ from functools import partial
 from math import isfinite
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Unpack
+from typing import TYPE_CHECKING, ClassVar, NoReturn, Unpack
 
 import deepspeed
 from torch.optim import Optimizer
@@ -61,6 +61,7 @@ from harness.training.engine.losses import AUX_LOSS, LossFunction, first_tensor
 from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_data, evaluation_metrics, predict
 from harness.training.huggingface import missing, require_ours, upload
+from harness.training.parts import Parts, needed
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.preparation import prepare_run, release
 from harness.training.prepare.run import NOTHING_DUE
@@ -116,6 +117,8 @@ class Trainer(ScriptMethods):
         UserError: anything that the user can correct, before the model is built if possible.
     """
 
+    parts: ClassVar[Parts] = Parts()  # none: `harness.Trainer` has all that are installed
+
     def __init__(
         self,
         model: Model,
@@ -139,13 +142,15 @@ class Trainer(ScriptMethods):
     ) -> None:
         show_in_one_line()
         establish()
-        require_ours(type(self), Trainer, others)
+        composed = next(each for each in type(self).__mro__ if "parts" in vars(each))
+        require_ours(type(self), composed, others)
         env = LaunchEnv.from_environ(os.environ)
         inputs = RunInputs(
             model=model,
             args=args,
             console=console or plain_console(env.rank),
             env=env,
+            parts=self.parts,
             data_collator=data_collator or collate,
             loss_fn=loss_fn,
             compute_loss_func=compute_loss_func,
@@ -162,6 +167,8 @@ class Trainer(ScriptMethods):
         )
         with telling_of_a_failure(env), inside("preparing"):
             own_callbacks = instances(callbacks or ())
+            if args.profile:
+                profiler = needed(self.parts.profiling, "--profile", "harness.report")(args.profile)
             self.run = run = prepare_run(inputs, given, config)
             self.control = TrainerControl()
             # Attached once, so that a step calls only what this run uses.
@@ -176,9 +183,7 @@ class Trainer(ScriptMethods):
             if args.early_stopping_patience:
                 self.callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
             if args.profile:
-                from harness.training.recording.profiler import ProfileCallback
-
-                self.callbacks.append(ProfileCallback(args.profile))
+                self.callbacks.append(profiler)
             self.nonfinite = NonFinite(args.nonfinite, run.console)
             overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
             self.checkpoints = Checkpoints(run, self.nonfinite, partial(self._call, "on_save"), overridden)

@@ -25,7 +25,7 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "harness.parity.preload",
     "datasets",  # its cache is where the environment of the server has it, as that of the hub
-    "harness.training.trainer",
+    "harness.composition",
     "tests.distributed.training",
 )
 OF_A_LAUNCH = {

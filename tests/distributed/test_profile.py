@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from harness import Trainer
+from harness.report.profile.profiler import ProfileCallback
 from harness.report.profile.record import COMPUTING, RankProfile, StepProfile, read_steps
 from harness.report.profile.timeline import bubble, with_answers, with_waits
-from harness.training.recording.profiler import ProfileCallback
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 

@@ -6,7 +6,7 @@ or tensor parallelism only the data-parallel size counts, not the number of rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.config.values.arguments import AutoValues
@@ -152,6 +152,22 @@ def idle(
     batches = counted(micro_batches, "micro-batch", "micro-batches")
     share = bubble(num_stages, micro_batches, schedule, chunks_per_stage)
     return f"{num_stages} stages with {batches} are idle for {share:.0%} of a step"
+
+
+def pipeline_seconds(
+    stages: Sequence[float], micro_batches: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
+) -> float:
+    """Return the predicted seconds of a step's passes: the first micro-batch crosses every stage, and each other one
+    costs the time of the slowest stage.
+
+    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
+    section 2.2.1, extended to stages of unequal time. Schedules other than 1F1B leave only a share of the waits.
+
+    Args:
+        stages: seconds of a forward and backward of one micro-batch, by stage.
+    """
+    waits = (sum(stages) - max(stages)) * left_waits(len(stages), micro_batches, schedule, chunks_per_stage)
+    return micro_batches * max(stages) + waits
 
 
 def micro_batches_wanted(num_stages: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None) -> int:

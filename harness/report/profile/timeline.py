@@ -9,9 +9,8 @@ from statistics import fmean
 from typing import TypeAlias
 
 from harness.config.values.batch import bubble as idle_share
-from harness.config.values.batch import left_waits
+from harness.config.values.batch import pipeline_seconds
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.report.profile.record import COMPUTING, RankProfile, Span, StepProfile
 
 PEERS = {
@@ -39,22 +38,6 @@ class Bubble:
     measured: float
     balanced: float
     unequal: float
-
-
-def pipeline_seconds(
-    stages: Sequence[float], micro_batches: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
-) -> float:
-    """Return the predicted seconds of a step's passes: the first micro-batch crosses every stage, and each other one
-    costs the time of the slowest stage.
-
-    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
-    section 2.2.1, extended to stages of unequal time. Schedules other than 1F1B leave only a share of the waits.
-
-    Args:
-        stages: seconds of a forward and backward of one micro-batch, by stage.
-    """
-    waits = (sum(stages) - max(stages)) * left_waits(len(stages), micro_batches, schedule, chunks_per_stage)
-    return micro_batches * max(stages) + waits
 
 
 def bubble(profile: StepProfile) -> Bubble | None:

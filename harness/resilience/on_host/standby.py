@@ -45,7 +45,7 @@ PRELOADED = (
     "deepspeed.module_inject.auto_ep_layer",  # this and the next two: imported by the first engine
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "torch._subclasses.schema_check_mode",
-    "harness.training.trainer",
+    "harness.composition",
 )
 
 

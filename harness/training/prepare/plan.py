@@ -55,6 +55,7 @@ from harness.training.callbacks.early_stopping import require_metric_of_one
 from harness.training.engine.losses import LossFunction
 from harness.training.engine.outputs import Preprocess
 from harness.training.engine.user_optimizer import UserOptimizer, user_optimizer
+from harness.training.parts import Parts
 from harness.training.prepare.one_model import tensors_in_memory
 from harness.training.prepare.trainable import Model, adapted
 
@@ -68,6 +69,7 @@ class RunInputs:
     """The Trainer's arguments under the Trainer's names, without its data, and the launch that this process belongs to.
 
     Attributes:
+        parts: what the run can do besides the core.
         flags: flags of the script, besides `args`.
     """
 
@@ -75,6 +77,7 @@ class RunInputs:
     args: TrainingArguments
     console: Console
     env: LaunchEnv
+    parts: Parts = field(default_factory=Parts)
     loss_fn: LossFunction | None = None
     compute_loss_func: LossFunction | None = None
     data_collator: Collator = collate

@@ -25,7 +25,6 @@ from harness.config.values.secrets import Secrets
 from harness.console import warn
 from harness.errors import UserError, reason
 from harness.parallel.collectives.of_group import shares_memory
-from harness.report import certificate
 from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, values_on_first
@@ -295,11 +294,11 @@ def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
     return {f"eval/{n.removeprefix('eval_')}": v for n, v in named.items() if isinstance(v, int | float)}
 
 
-def certificate_of(run: Run) -> JsonObject | None:
-    """Return the certificate of `ds-harness verify` for this config, model and code; None without one."""
-    layout = certificate.layout_of(run.resolved)
-    subject = certificate.subject(run.config.document.data, layout, run.trainable.shaping_config)
-    return certificate.find(subject, versions())
+def _certificate(run: Run) -> JsonObject | None:
+    find = run.parts.certificate
+    if find is None or run.trainable.causal is None:
+        return None
+    return find(run.config.document.data, run.resolved, run.trainable.shaping_config, versions())
 
 
 def describe(run: Run) -> JsonObject:
@@ -319,7 +318,7 @@ def describe(run: Run) -> JsonObject:
         "stage_boundaries": run.boundaries,
         "stages": [asdict(line) for line in run.stage_lines],
         "expected": None if run.prediction is None else run.prediction.for_boundaries(run.boundaries).as_json(),
-        "certificate": None if causal is None else certificate_of(run),
+        "certificate": _certificate(run),
         "shared_memory": [axis for axis in AXES if shares_memory(run.groups.along(axis))],
         "output_dir": str(run.output_dir.resolve()),
     }

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from harness.report.profile.timeline import pipeline_seconds
+from harness.config.values.batch import pipeline_seconds
 from harness.training.rebalancing import corrected
 
 

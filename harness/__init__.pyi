@@ -1,0 +1,23 @@
+from harness.arguments import LoraArguments as LoraArguments
+from harness.arguments import TrainingArguments as TrainingArguments
+from harness.arguments.configure import RunConfig as RunConfig
+from harness.arguments.configure import read_run_config as read_run_config
+from harness.composition import Trainer as Trainer
+from harness.config import ConfigError as ConfigError
+from harness.config import Diagnostic as Diagnostic
+from harness.config import Severity as Severity
+from harness.config import check as check
+from harness.config import load as load
+from harness.data.tokenizer import ByteTokenizer as ByteTokenizer
+from harness.errors import UserError as UserError
+from harness.errors import UserErrors as UserErrors
+from harness.parallel.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
+from harness.parallel.tensor.layers import RowParallelLinear as RowParallelLinear
+from harness.parallel.tensor.layers import VocabParallelEmbedding as VocabParallelEmbedding
+from harness.training.callbacks import StepRecord as StepRecord
+from harness.training.callbacks import TrainerCallback as TrainerCallback
+from harness.training.callbacks import TrainerControl as TrainerControl
+from harness.training.callbacks import TrainerState as TrainerState
+from harness.training.callbacks.early_stopping import EarlyStoppingCallback as EarlyStoppingCallback
+
+__version__: str

@@ -1,0 +1,50 @@
+"""What a run can do without: parts that lie around the core and that the core never imports.
+
+Each field of `Parts` is one extension point. `harness/composition.py` fills in the parts that are installed; a run that
+asks for one that is absent is refused, and any other run trains without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from harness.config import Resolved
+from harness.config.values.json_object import JsonObject
+from harness.errors import UserError
+from harness.training.callbacks import TrainerCallback
+
+Part = TypeVar("Part")
+
+
+class FindCertificate(Protocol):
+    """Finds the certificate of `ds-harness verify` for a config, a model and versions of libraries; None without one.
+
+    `config` is the DeepSpeed JSON as it is written; `model` the entries of the model's config that change what it
+    computes.
+    """
+
+    def __call__(
+        self, config: Mapping[str, object], resolved: Resolved, model: Mapping[str, object], versions: JsonObject
+    ) -> JsonObject | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of a run. None: the part is absent.
+
+    Attributes:
+        profiling: makes the callback that profiles that many steps (`--profile N`).
+        certificate: finds the certificate that `run.json` gets.
+    """
+
+    profiling: Callable[[int], TrainerCallback] | None = None
+    certificate: FindCertificate | None = None
+
+
+def needed(part: Part | None, flag: str, folder: str) -> Part:
+    """Return the part that a flag needs. UserError if `folder`, which holds it, is not installed."""
+    if part is None:
+        raise UserError(f"{flag} needs {folder}, which is not installed: start without {flag}")
+    return part
