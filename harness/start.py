@@ -18,11 +18,11 @@ from harness.arguments.fewer_ranks import KINDS
 from harness.checkpoint.integrity import require_unused
 from harness.console import print_if_heard
 from harness.errors import UserError
+from harness.preflight import check_inputs
 from harness.resilience.hosts import counts_own_devices, devices_here, find_hosts
 from harness.resilience.launch import start
 from harness.resilience.options import Options, add_launch_flags, training_options
 from harness.topology.env import ACCELERATOR, LaunchEnv, inherited, replace_environment
-from harness.training.prepare.preflight import check_inputs
 from harness.verb_parser import VerbParser
 from harness.wording import counted
 

@@ -22,10 +22,10 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.console import Console, plain_console, quiet
 from harness.errors import UserError
 from harness.preconditions import establish
+from harness.preflight import check_before_start, limit_trial
 from harness.resilience.process import activity, records, signals
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import ACCELERATOR, LaunchEnv, inherited, replace_environment
-from harness.training.prepare.preflight import check_before_start, limit_trial
 from harness.uncaught import GRACE_S, lines_of, report
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from harness.arguments.words import value_of
 from harness.config.values.paths import usable_file
 from harness.errors import UserError
 from harness.hf.locate import model_directory
+from harness.preflight import check_inputs
 from harness.resilience.script import Script
 from harness.topology.env import LaunchEnv
-from harness.training.prepare.preflight import check_inputs
 
 OURS = ("harness.train", "scripts/train.py")  # the harness's own script; in a container it lies elsewhere
 CPUS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,3})?|[0-9]{1,9}m")

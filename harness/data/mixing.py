@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from harness.data.batches.collate import MapDataset
-from harness.data.batches.order import Indices, OwnOrder, SeveralSources, sample_order
+from harness.batches.collate import MapDataset
+from harness.batches.order import Indices, OwnOrder, SeveralSources, sample_order
 from harness.data.blocks import Blocks
 from harness.data.samples import Samples
 from harness.parallel.generators import seed_of

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from harness.batches.collate import IGNORED, AnyDataset
 from harness.config.values.json_object import JsonObject
-from harness.data.batches.collate import IGNORED, AnyDataset
 from harness.data.blocks import Blocks
 from harness.data.mixing import Joined, Mixture
 from harness.data.samples import Samples

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from harness.data.batches.collate import IGNORED
+from harness.batches.collate import IGNORED
 from harness.data.blocks import require_block_size, smallest_dtype
 from harness.data.chat import ConversationEncoder, Encoded
 from harness.data.on_disk.cache import USUAL, Preparation, fingerprint_of

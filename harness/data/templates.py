@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.config.values.json_object import JsonObject
 from harness.data.marks import words_of
-from harness.hf.template_process import TemplateProcess
+from harness.data.template_process import TemplateProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

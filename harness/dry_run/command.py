@@ -16,8 +16,8 @@ from harness.atomic import replace_text
 from harness.console import quiet
 from harness.errors import UserError, reason
 from harness.planner.hardware import load_hardware, names
+from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv
-from harness.training.prepare.preflight import check_inputs
 from harness.verb_parser import Boolean, VerbParser, name_or_path, path_argument, positive, whole_number
 
 if TYPE_CHECKING:

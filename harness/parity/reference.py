@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, get_scheduler
 
+from harness.batches.order import batch_indices
 from harness.config.values.json_object import JsonObject
-from harness.data.batches.order import batch_indices
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
 from harness.parallel.plans.experts import run_where_aligned

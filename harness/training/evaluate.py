@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from harness.arguments.themes.training import ROUTER_BATCH
-from harness.config.values.json_object import JsonObject
-from harness.data.batches.collate import AnyDataset, Collator, MapDataset, collate
-from harness.data.batches.evaluation import (
+from harness.batches.collate import AnyDataset, Collator, MapDataset, collate
+from harness.batches.evaluation import (
     EvaluationData,
     by_prefix,
     evaluation_batches,
     evaluation_digest,
     evaluation_steps,
 )
-from harness.data.batches.padding import at_longest
-from harness.data.batches.same_data import require_same_data
-from harness.data.batches.stream import dataset_length
+from harness.batches.given import as_dataset, read_all, require_dataset
+from harness.batches.padding import at_longest
+from harness.batches.same_data import require_same_data
+from harness.batches.stream import dataset_length
+from harness.config.values.json_object import JsonObject
 from harness.data.inputs.datasets import later_dataset
-from harness.data.inputs.given import as_dataset, require_dataset
 from harness.data.mixing import parts_of
-from harness.data.streaming.rows import read_all
 from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.activity import Phase, beat, inside

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from harness.arguments import TrainingArguments
 from harness.atomic import replace_text
+from harness.batches.collate import AnyDataset, Collator, MapDataset
+from harness.batches.evaluation import EvaluationData
+from harness.batches.stream import BatchStream, read_micro_batch
 from harness.config.values.json_file import read_json
 from harness.config.values.secrets import Secrets
-from harness.data.batches.collate import AnyDataset, Collator, MapDataset
-from harness.data.batches.evaluation import EvaluationData
-from harness.data.batches.stream import BatchStream, read_micro_batch
 from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
 from harness.training.callbacks import TrainerState

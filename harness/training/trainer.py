@@ -26,10 +26,10 @@ from transformers import PreTrainedModel
 
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
+from harness.batches.collate import AnyDataset, Collator, MicroBatch, collate
+from harness.batches.evaluation import by_prefix
 from harness.config.values.json_object import JsonObject
 from harness.console import Console, plain_console
-from harness.data.batches.collate import AnyDataset, Collator, MicroBatch, collate
-from harness.data.batches.evaluation import by_prefix
 from harness.data.inputs.datasets import UserData, own_tokenizer
 from harness.data.tokenizer import Tokenizer
 from harness.device.memory import GIB, HIGHEST, peak_bytes

@@ -26,8 +26,8 @@ from harness.dry_run.account import account
 from harness.dry_run.command import dry_run_plan
 from harness.errors import UserError
 from harness.planner.hardware import load_hardware, names
+from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv
-from harness.training.prepare.preflight import check_inputs
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from report import RESULTS, write_report
 
 from harness import Trainer, TrainingArguments
-from harness.data.batches.evaluation import EvaluationBatch
+from harness.batches.evaluation import EvaluationBatch
 
 
 def main() -> None:

@@ -38,9 +38,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from harness.batches.order import batch_indices
 from harness.checkpoint.directories import write_manifest
 from harness.checkpoint.tensors.tensor_writer import Entry, file_regions
-from harness.data.batches.order import batch_indices
 from harness.resilience.judging import History
 from harness.resilience.on_host.ranks import Exit
 from harness.resilience.process.records import Position

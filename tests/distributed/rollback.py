@@ -22,7 +22,7 @@ class Points:
     """Samples in the order in which they are drawn; those whose place is in `bad` are not finite."""
 
     def __init__(self, bad: set[int]) -> None:
-        from harness.data.batches.order import batch_indices
+        from harness.batches.order import batch_indices
 
         self.x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3))
         order = batch_indices(0, 64, 64, 42)
@@ -107,7 +107,7 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def with_tensor_parallelism(model: str, folder: str) -> list[list[tuple[Any, ...]]]:
     """The same comparison for a decoder whose layers are divided, and whose loss fails for one sample."""
-    from harness.data.batches.order import batch_indices
+    from harness.batches.order import batch_indices
 
     order = batch_indices(0, 32, 32, 42)
     data = [{"input_ids": [(7 * i + k) % 100 for k in range(16)]} for i in range(32)]

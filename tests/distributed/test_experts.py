@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.data.batches.stream import BatchStream
+from harness.batches.stream import BatchStream
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer
-from harness.data.batches.collate import IGNORED
+from harness.batches.collate import IGNORED
 from harness.data.blocks import make_blocks
 from harness.data.files.documents import as_documents
 from harness.data.mixing import Mixture

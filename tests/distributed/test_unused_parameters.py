@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from harness import Trainer
-from harness.data.batches.order import sample_order
+from harness.batches.order import sample_order
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import STEPS, Job, arguments_of, rows
 from tests.models import model_of

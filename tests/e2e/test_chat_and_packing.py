@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.data.batches.order import batch_indices
+from harness.batches.order import batch_indices
 from harness.data.files.documents import as_documents
 from harness.data.mixing import Joined
 from harness.data.on_disk.cache import Preparation

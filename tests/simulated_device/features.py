@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedModel
 
 from harness import Trainer, TrainerCallback
-from harness.data.batches.order import SeveralSources
+from harness.batches.order import SeveralSources
 from harness.data.tokenizer import ByteTokenizer
 from harness.parallel.generators import default_generator
 from tests.distributed.ranks import here

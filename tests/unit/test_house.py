@@ -37,7 +37,8 @@ LAYERS = (
     "arguments",
     "resilience",
 )
-LAYERS += ("data", "training", "report", "composition", "parity", "compat", "dry_run", "train", "cli")
+LAYERS += ("batches", "data", "training", "report", "preflight", "composition", "parity", "compat", "dry_run")
+LAYERS += ("train", "cli")
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 

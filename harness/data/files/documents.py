@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from harness.data.batches.collate import MapDataset
+from harness.batches.collate import MapDataset
 from harness.data.files.pieces import in_pieces, parts_of
 from harness.data.files.readers import Extent, planned, read_documents_of
 from harness.data.files.rows import COLUMNS, TEXT, document, kind_of_row, plain_row

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
 from harness.arguments.themes.script import ScriptArguments
+from harness.batches.collate import AnyDataset, MapDataset
+from harness.batches.evaluation import EvaluationData, by_prefix
+from harness.batches.given import as_dataset, is_iterable, read_all
+from harness.batches.stream import require_samples
 from harness.config.model.files import has_tokenizer
 from harness.config.values.arguments import BLOCK_SIZE
 from harness.console import Console
-from harness.data.batches.collate import AnyDataset, MapDataset
-from harness.data.batches.evaluation import EvaluationData, by_prefix
-from harness.data.batches.stream import require_samples
 from harness.data.blocks import make_blocks, require_block_size, token_blocks
 from harness.data.files.documents import as_documents, hold_out, holds_tokens, read_documents
 from harness.data.files.sources import TOKENS, SourceGroup, find_files, find_tokens, source_groups, validation_group
 from harness.data.inputs.early_checks import refuse_buffer, require_streamable
-from harness.data.inputs.given import as_dataset
 from harness.data.mixing import Source, described, joined
 from harness.data.on_disk.cache import Preparation, once_per_host
 from harness.data.on_disk.progress import Speaker
 from harness.data.preview import composition, summary
 from harness.data.samples import make_samples
-from harness.data.streaming.rows import FileRows, IterableRows, Rows, is_iterable, read_all
+from harness.data.streaming.rows import FileRows, IterableRows, Rows
 from harness.data.streaming.source import RowsAsTheyAre, Streamed, StreamedSource, sample_maker
 from harness.data.tokenizer import Tokenizer, check_vocabulary, identity, load_tokenizer
 from harness.device.process_group import shared_store, start

@@ -14,23 +14,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from torch.utils.data import IterableDataset
-
+from harness.batches.same_data import digest
 from harness.config.values.json_object import JsonObject
-from harness.data.batches.collate import AnyDataset, MapDataset
-from harness.data.batches.same_data import digest
 from harness.data.files.pieces import in_pieces
 from harness.data.files.readers import in_order, read_documents_of
 from harness.data.files.rows import COLUMNS, document, kind_of_row, plain_row
 from harness.data.on_disk.cache import fingerprint
 from harness.errors import UserError
 from harness.parallel.generators import own_generators, seed_of
-from harness.wording import counted
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 Row: TypeAlias = Any
 """A document of a file, or an item of a user's data set."""
@@ -212,25 +205,3 @@ def _sampled(file: Path) -> str:
             stream.seek(max(size - _SAMPLE_BYTES, 0) * number // (_SAMPLES - 1))
             found.update(stream.read(_SAMPLE_BYTES))
     return found.hexdigest()
-
-
-def is_iterable(dataset: object) -> TypeIs[IterableDataset[Row]]:
-    """Return whether this is an IterableDataset of torch or of `datasets` (which is a subclass of torch's)."""
-    return isinstance(dataset, IterableDataset)
-
-
-def read_all(dataset: AnyDataset, name: str, most: int = 1 << 20) -> MapDataset:
-    """Read an IterableDataset into a list; return any other data set unchanged.
-
-    Raises UserError for more than `most` samples: the data set may be endless.
-    """
-    if not is_iterable(dataset):
-        return dataset
-    with own_generators(seed_of("pass", 0)):
-        samples = list(itertools.islice(dataset, most + 1))
-    if len(samples) > most:
-        raise UserError(
-            f"{name}: {type(dataset).__name__} gives more than {counted(most, 'sample')}, too many to be held "
-            "for an evaluation: give a part of it, such as dataset.take(1000)"
-        )
-    return samples

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from harness.batches.order import Indices, OwnOrder, SeveralSources, sample_order
 from harness.config.values.json_object import JsonObject
-from harness.data.batches.order import Indices, OwnOrder, SeveralSources, sample_order
 from harness.data.blocks import positions_of
 from harness.data.chat import ConversationEncoder, Encoded
 from harness.data.files.rows import TEXT

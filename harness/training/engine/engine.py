@@ -20,9 +20,9 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from harness.data.batches.collate import MicroBatch, unequal_shapes
-from harness.data.batches.evaluation import EvaluationBatch
-from harness.data.batches.same_data import require_same_data
+from harness.batches.collate import MicroBatch, unequal_shapes
+from harness.batches.evaluation import EvaluationBatch
+from harness.batches.same_data import require_same_data
 from harness.deepspeed.engine import count_skipped_step, evaluate_pipeline, scales_loss_dynamically
 from harness.deepspeed.update import StagedEngine
 from harness.deepspeed.zero3_parameters import GatheredParameters

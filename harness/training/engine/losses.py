@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
-from harness.data.batches.collate import IGNORED
+from harness.batches.collate import IGNORED
 from harness.errors import UserError
 from harness.parallel.context.stretches import ALONE, ContextParallel
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy

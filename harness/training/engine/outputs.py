@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
+from harness.batches.collate import IGNORED
+from harness.batches.evaluation import EvaluationBatch
 from harness.config.model.shares import stretch
-from harness.data.batches.collate import IGNORED
-from harness.data.batches.evaluation import EvaluationBatch
 from harness.errors import UserError
 from harness.parallel.comm import gather_from_group, group_size
 from harness.resilience.process.activity import inside

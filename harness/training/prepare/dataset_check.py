@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.config.values.arguments import BLOCK_SIZE
-from harness.data.batches.collate import (
+from harness.batches.collate import (
     IGNORED,
     Collator,
     MapDataset,
@@ -17,9 +16,10 @@ from harness.data.batches.collate import (
     collate,
     unequal_shapes,
 )
-from harness.data.batches.padding import PaddedSamples
-from harness.data.batches.stream import dataset_length, read_micro_batch
-from harness.data.inputs.given import require_one_length, require_short
+from harness.batches.given import require_one_length, require_short
+from harness.batches.padding import PaddedSamples
+from harness.batches.stream import dataset_length, read_micro_batch
+from harness.config.values.arguments import BLOCK_SIZE
 from harness.errors import UserError
 from harness.hf.context.sequence import require_enough
 from harness.hf.forward.payload import Tokens

@@ -18,6 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig, read_run_config
 from harness.arguments.themes.flags import Help, default_of
+from harness.batches.collate import Collator, collate
+from harness.batches.given import require_types
+from harness.batches.stream import data_digest, dataset_length, require_samples
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
     TrainingProgress,
@@ -38,10 +41,7 @@ from harness.checkpoint.integrity import (
 from harness.config import Resolved
 from harness.config.model.shape import layer_drop, require_every_layer
 from harness.console import Console
-from harness.data.batches.collate import Collator, collate
-from harness.data.batches.stream import data_digest, dataset_length, require_samples
 from harness.data.inputs.datasets import Datasets, UserData, user_datasets
-from harness.data.inputs.given import require_types
 from harness.device.process_group import require_supported
 from harness.errors import UserError, refuse_all
 from harness.hf.lora import Adaptation, fingerprint

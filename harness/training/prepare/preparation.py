@@ -23,16 +23,16 @@ import transformers
 from harness.arguments.configure import RunConfig
 from harness.arguments.other_programs import notes
 from harness.atomic import room, sync_folder
+from harness.batches.collate import MicroBatch, TokenCollator
+from harness.batches.evaluation import by_prefix, evaluation_digest
+from harness.batches.order import SeveralSources
+from harness.batches.stream import BatchStream, dataset_length
 from harness.checkpoint import directories
 from harness.checkpoint.integrity import run_id
 from harness.checkpoint.run_lock import is_lent_twice, lock_directory, unlock_directory
 from harness.checkpoint.trial import try_saving
 from harness.config.schema import version_warning
 from harness.console import Console
-from harness.data.batches.collate import MicroBatch, TokenCollator
-from harness.data.batches.evaluation import by_prefix, evaluation_digest
-from harness.data.batches.order import SeveralSources
-from harness.data.batches.stream import BatchStream, dataset_length
 from harness.data.inputs.datasets import UserData
 from harness.data.preview import BEGIN, END, shown
 from harness.deepspeed.collectives import carry_collectives

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.arguments.themes.intervals import interval
+from harness.batches.stream import BatchStream, dataset_length
 from harness.checkpoint.training_state import EngineState
-from harness.data.batches.stream import BatchStream, dataset_length
 from harness.hf.lora import saved_name
 from harness.planner.estimate import Prediction
 from harness.training.callbacks import TrainerState

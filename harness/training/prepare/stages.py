@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from harness.batches.collate import MicroBatch
 from harness.config import Resolved
 from harness.config.values.batch import bubble, idle, micro_batches_wanted
 from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.config.values.model_chunks import ModelChunks
 from harness.console import Console
-from harness.data.batches.collate import MicroBatch
 from harness.deepspeed.pipeline import LayerCall
 from harness.deepspeed.zero3_parameters import held_tensor
 from harness.errors import UserError

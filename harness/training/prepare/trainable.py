@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.arguments import TrainingArguments
+from harness.batches.collate import MicroBatch
 from harness.config.model.shape import require_countable
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import without_secret_texts
 from harness.console import warn
-from harness.data.batches.collate import MicroBatch
 from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble

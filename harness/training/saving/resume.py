@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from harness.arguments import TrainingArguments
+from harness.batches.stream import dataset_length
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
     TrainingProgress,
@@ -26,7 +27,6 @@ from harness.checkpoint.integrity import damage, find_resume, newest_whole, run_
 from harness.checkpoint.training_state import load_residue
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
-from harness.data.batches.stream import dataset_length
 from harness.data.streaming.source import Streamed
 from harness.errors import UserError
 from harness.resilience.process.activity import inside

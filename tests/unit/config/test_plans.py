@@ -14,8 +14,8 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.cli import main
 from harness.config.model.plans import expert_plan_refusal, plan_refusal
 from harness.errors import UserError
+from harness.preflight import check_before_start
 from harness.topology.env import LaunchEnv
-from harness.training.prepare.preflight import check_before_start
 from harness.wording import counted
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}

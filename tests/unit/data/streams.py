@@ -1,6 +1,6 @@
 """The streams of all data ranks of a run, in one process."""
 
-from harness.data.batches.stream import BatchStream
+from harness.batches.stream import BatchStream
 
 
 def ranks_of(dataset, seed, dp_size, consumed):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from harness.data.batches.collate import IGNORED
+from harness.batches.collate import IGNORED
 from harness.data.chat import ConversationEncoder
 from harness.data.files.documents import as_documents, holds_tokens, read_documents
 from harness.data.files.sources import preflight

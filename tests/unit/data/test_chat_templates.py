@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from harness.data import template_process
 from harness.data.answers import find_answers
 from harness.data.templates import Template
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
-from harness.hf import template_process
 
 TEMPLATES = {
     file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("chat_templates/*.jinja")

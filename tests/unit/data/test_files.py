@@ -9,8 +9,8 @@ import pytest
 from datasets import Dataset
 
 from harness.arguments.themes.script import ScriptArguments
-from harness.data.batches.order import OwnOrder
-from harness.data.batches.stream import BatchStream, data_digest
+from harness.batches.order import OwnOrder
+from harness.batches.stream import BatchStream, data_digest
 from harness.data.blocks import make_blocks
 from harness.data.files.documents import as_documents, hold_out, read_documents
 from harness.data.files.sources import find_files, preflight, source_groups, validation_group

@@ -5,9 +5,9 @@ import io
 import pytest
 import torch
 
+from harness.batches.evaluation import evaluation_batches
+from harness.batches.stream import BatchStream
 from harness.console import Console
-from harness.data.batches.evaluation import evaluation_batches
-from harness.data.batches.stream import BatchStream
 from harness.data.files.documents import as_documents
 from harness.data.on_disk.cache import Preparation
 from harness.data.samples import make_samples

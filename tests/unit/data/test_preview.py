@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from harness.data.batches.collate import IGNORED
+from harness.batches.collate import IGNORED
 from harness.data.blocks import make_blocks
 from harness.data.files.documents import as_documents
 from harness.data.mixing import joined, parts_of

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from harness import preflight
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.script import ScriptArguments
-from harness.data.batches.stream import data_digest
+from harness.batches.given import read_all
+from harness.batches.stream import data_digest
 from harness.data.blocks import make_blocks
 from harness.data.files import pieces, readers
 from harness.data.files.documents import read_documents
@@ -26,11 +28,10 @@ from harness.data.piece_encoder import PieceEncoder
 from harness.data.samples import make_samples
 from harness.data.streaming import rows as rows_module
 from harness.data.streaming import source as source_module
-from harness.data.streaming.rows import FileRows, IterableRows, read_all
+from harness.data.streaming.rows import FileRows, IterableRows
 from harness.data.streaming.source import RowsAsTheyAre, Streamed, StreamedSource, sample_maker
 from harness.data.tokenizer import ByteTokenizer, load_tokenizer
 from harness.errors import UserError
-from harness.training.prepare import preflight
 from tests.unit.data.streams import ranks_of
 
 BLOCK = 64

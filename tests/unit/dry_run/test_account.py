@@ -21,8 +21,8 @@ from harness.planner.layer_time import AS_ONE, HOST_ZERO_3, NARROW
 from harness.planner.model_config import decoder_of
 from harness.planner.update_traffic import update_traffic
 from harness.planner.workload import Strategy, Workload
+from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv
-from harness.training.prepare.preflight import check_inputs
 
 LAYERS, HIDDEN, WIDE, VOCABULARY, TOKENS = 1, 64, 128, 512, 128
 LLAMA: dict[str, Any] = {

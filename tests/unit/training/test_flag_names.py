@@ -17,9 +17,9 @@ from harness.arguments.command_line import known_flags
 from harness.arguments.other_programs import other_programs
 from harness.arguments.themes.flags import ALIASES
 from harness.arguments.themes.script import ScriptArguments
+from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv
 from harness.train import main
-from harness.training.prepare.preflight import check_inputs
 
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
 RUN_CLM = (

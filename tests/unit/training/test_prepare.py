@@ -19,8 +19,8 @@ from harness.data.inputs.datasets import Datasets, SampleForm, UserData, script_
 from harness.data.tokenizer import ByteTokenizer
 from harness.hf.causal import require_cut
 from harness.hf.skeleton import ModelSource, read_source
+from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv
-from harness.training.prepare.preflight import check_inputs
 from harness.training.prepare.trainable import trainable_layers
 
 LAYOUT = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}

@@ -16,10 +16,10 @@ from harness import TrainingArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.config import AutoValues, resolve
 from harness.console import Console
+from harness.preflight import TRIAL_STEPS, limit_trial
 from harness.topology.layout import Layout
 from harness.train import main
 from harness.training.callbacks import TrainerState
-from harness.training.prepare.preflight import TRIAL_STEPS, limit_trial
 from harness.training.prepare.stages import report_stages
 from harness.training.saving.checkpoints import Checkpoints
 from harness.training.saving.nonfinite import NonFinite

@@ -11,10 +11,10 @@ from torch import nn
 
 import harness
 from harness import Trainer, TrainerCallback, TrainingArguments, UserError
+from harness.batches.collate import TokenCollator, collate
+from harness.batches.given import require_one_length, require_short, require_types
+from harness.batches.stream import read_micro_batch
 from harness.cli import main
-from harness.data.batches.collate import TokenCollator, collate
-from harness.data.batches.stream import read_micro_batch
-from harness.data.inputs.given import require_one_length, require_short, require_types
 from harness.training.callbacks import instances, take_out
 from harness.training.evaluate import mean_loss
 from harness.training.prepare.dataset_check import require_one_shape

@@ -13,7 +13,7 @@ from typing import Protocol, Self, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from harness.data.batches.collate import MapDataset
+from harness.batches.collate import MapDataset
 
 MULTIPLE = 8  # tensor cores want multiples of 8; fewer distinct shapes mean fewer recompilations
 

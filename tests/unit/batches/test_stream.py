@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, TensorDataset
 
-from harness.data.batches.evaluation import evaluation_batches
-from harness.data.batches.order import batch_indices
-from harness.data.batches.stream import BatchStream, data_digest
+from harness.batches.evaluation import evaluation_batches
+from harness.batches.order import batch_indices
+from harness.batches.stream import BatchStream, data_digest
 from harness.errors import UserError
 
 N, BLOCK = 37, 6

@@ -15,9 +15,9 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from harness.data.batches.collate import IGNORED, AnyDataset, Collator, MapDataset, collate
-from harness.data.batches.padding import Padding, at_length, padding_of
-from harness.data.batches.stream import data_digest, dataset_length, read_micro_batch
+from harness.batches.collate import IGNORED, AnyDataset, Collator, MapDataset, collate
+from harness.batches.padding import Padding, at_length, padding_of
+from harness.batches.stream import data_digest, dataset_length, read_micro_batch
 from harness.errors import UserError
 from harness.parallel.generators import seed_of
 from harness.parallel.values import Value

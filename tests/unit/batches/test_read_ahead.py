@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.data.batches.read_ahead import ReadAhead
+from harness.batches.read_ahead import ReadAhead
 from harness.errors import UserError
 
 

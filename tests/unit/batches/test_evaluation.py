@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from harness.data.batches.evaluation import evaluation_batches, evaluation_steps
+from harness.batches.evaluation import evaluation_batches, evaluation_steps
 from harness.errors import UserError
 
 SIZES = {

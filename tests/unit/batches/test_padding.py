@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from harness.data.batches.padding import at_length, at_longest, padding_of
-from harness.data.batches.same_data import digest
+from harness.batches.padding import at_length, at_longest, padding_of
+from harness.batches.same_data import digest
 
 
 class Texts:

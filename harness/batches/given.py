@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import IterableDataset
 
 from harness.arguments import TrainingArguments
-from harness.data.batches.collate import MapDataset, tokens_of, too_long
-from harness.data.batches.stream import dataset_length
-from harness.data.streaming.rows import is_iterable
+from harness.batches.collate import AnyDataset, MapDataset, tokens_of, too_long
+from harness.batches.stream import dataset_length
 from harness.errors import UserError
+from harness.parallel.generators import own_generators, seed_of
 from harness.wording import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from typing_extensions import TypeIs
 
 
 def require_types(
@@ -88,6 +91,28 @@ def as_dataset(data: Any) -> Any:
         case ("polars", _):
             return Dataset.from_polars(data)
     return Dataset(data)
+
+
+def is_iterable(dataset: object) -> TypeIs[IterableDataset[object]]:
+    """Return whether this is an IterableDataset of torch or of `datasets` (which is a subclass of torch's)."""
+    return isinstance(dataset, IterableDataset)
+
+
+def read_all(dataset: AnyDataset, name: str, most: int = 1 << 20) -> MapDataset:
+    """Read an IterableDataset into a list; return any other data set unchanged.
+
+    Raises UserError for more than `most` samples: the data set may be endless.
+    """
+    if not is_iterable(dataset):
+        return dataset
+    with own_generators(seed_of("pass", 0)):
+        samples = list(itertools.islice(dataset, most + 1))
+    if len(samples) > most:
+        raise UserError(
+            f"{name}: {type(dataset).__name__} gives more than {counted(most, 'sample')}, too many to be held "
+            "for an evaluation: give a part of it, such as dataset.take(1000)"
+        )
+    return samples
 
 
 def require_short(dataset: MapDataset, limit: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.data.batches.order import batch_indices, sample_order
+from harness.batches.order import batch_indices, sample_order
 
 SEEDS = st.integers(0, 2**40)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.data.batches.collate import IGNORED, as_micro_batch, collate
+from harness.batches.collate import IGNORED, as_micro_batch, collate
 from harness.errors import UserError
 
 IDS = [[1, 2, 3], [4, 5, 6]]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from harness.data.batches.collate import (
+from harness.batches.collate import (
     Collator,
     MapDataset,
     MicroBatch,
@@ -25,9 +25,9 @@ from harness.data.batches.collate import (
     collate,
     hidden_tokens,
 )
-from harness.data.batches.order import Indices, OwnOrder, SeveralSources, batch_indices
-from harness.data.batches.padding import PaddedSamples, at_length, padding_of
-from harness.data.batches.read_ahead import ReadAhead
+from harness.batches.order import Indices, OwnOrder, SeveralSources, batch_indices
+from harness.batches.padding import PaddedSamples, at_length, padding_of
+from harness.batches.read_ahead import ReadAhead
 from harness.errors import UserError
 from harness.parallel.generators import own_generators, reseed, seed_of
 from harness.resilience.process.activity import inside

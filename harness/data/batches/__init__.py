@@ -1,1 +1,0 @@
-"""Samples -> micro-batches: order, collation, streams for training and evaluation."""
