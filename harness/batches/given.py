@@ -103,7 +103,7 @@ def read_all(dataset: AnyDataset, name: str, most: int = 1 << 20) -> MapDataset:
 
     Raises UserError for more than `most` samples: the data set may be endless.
     """
-    if not is_iterable(dataset):
+    if not isinstance(dataset, IterableDataset):
         return dataset
     with own_generators(seed_of("pass", 0)):
         samples = list(itertools.islice(dataset, most + 1))
