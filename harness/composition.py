@@ -18,6 +18,7 @@ def installed_parts() -> Parts:
     """Return all parts that are installed."""
     parts = Parts()
     adding: dict[str, Callable[[Parts], Parts]] = {
+        "harness.planner": _with_planner,
         "harness.report": _with_report,
     }
     for folder, add in adding.items():
@@ -29,6 +30,12 @@ def installed_parts() -> Parts:
 def _is_installed(folder: str) -> bool:
     spec = find_spec(folder)
     return spec is not None and spec.origin is not None  # a deleted package may leave a folder of caches: no origin
+
+
+def _with_planner(parts: Parts) -> Parts:
+    from harness.planner.forecast import forecast
+
+    return replace(parts, forecast=forecast)
 
 
 def _with_report(parts: Parts) -> Parts:

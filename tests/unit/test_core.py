@@ -18,9 +18,10 @@ PARTS = (
     "harness.composition",
     "harness.dry_run",
     "harness.parity",
+    "harness.planner",
     "harness.report",
 )
-MOST_LINES = 51_700
+MOST_LINES = 48_600
 
 
 def module_name(path: Path) -> str:

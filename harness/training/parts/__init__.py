@@ -6,13 +6,18 @@ asks for one that is absent is refused, and any other run trains without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
+import torch
+
+from harness.arguments import TrainingArguments
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
+from harness.hf.skeleton import ModelSource
+from harness.topology.layout import Layout
 from harness.training.callbacks import TrainerCallback
 
 Part = TypeVar("Part")
@@ -30,15 +35,50 @@ class FindCertificate(Protocol):
     ) -> JsonObject | None: ...
 
 
+class RunPrediction(Protocol):
+    """The predicted memory and speed of a run; its `str` is the line for the user."""
+
+    def require_memory(self) -> str | None:
+        """Raise UserError if the run cannot fit into memory; return a warning if its size is a guess."""
+
+    def for_boundaries(self, boundaries: Sequence[int]) -> Self:
+        """Return the prediction for the stage boundaries that the run has chosen."""
+
+    def as_json(self) -> JsonObject:
+        """Return the JSON for run.json."""
+
+
+class PredictRun(Protocol):
+    """Predicts memory and speed of a run on samples of `length` tokens; None if that is not possible.
+
+    `ranks` are those of this host; `adapters`: whether adapters are trained instead of the model.
+    """
+
+    def __call__(
+        self,
+        source: ModelSource,
+        resolved: Resolved,
+        layout: Layout,
+        args: TrainingArguments,
+        *,
+        length: int,
+        device: torch.device,
+        ranks: Sequence[int],
+        adapters: bool,
+    ) -> RunPrediction | None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The parts of a run. None: the part is absent.
 
     Attributes:
+        forecast: predicts memory and speed, which the run reports before it builds the model.
         profiling: makes the callback that profiles that many steps (`--profile N`).
         certificate: finds the certificate that `run.json` gets.
     """
 
+    forecast: PredictRun | None = None
     profiling: Callable[[int], TrainerCallback] | None = None
     certificate: FindCertificate | None = None
 

@@ -60,7 +60,6 @@ from harness.parallel.collectives.of_group import (
     sums_in_memory,
 )
 from harness.parallel.memory import keep_freed_memory, malloc_trim
-from harness.planner.estimate import Prediction
 from harness.resilience.process.activity import ACTIVITY
 from harness.resilience.process.records import THIS_RANK
 from harness.resilience.watch.meeting import watching_for_stopped_ranks
@@ -83,8 +82,8 @@ from harness.training.engine.context import EngineContext
 from harness.training.engine.gradients import settle_compression
 from harness.training.engine.losses import logits_loss, reporting_sources
 from harness.training.engine.optimizer import compiled_optimizer
+from harness.training.parts import RunPrediction
 from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning_of, sample_length
-from harness.training.prepare.forecast import forecast, require_masks, require_memory
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
 from harness.training.prepare.plan import (
     RunInputs,
@@ -289,18 +288,26 @@ def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:
 
 def _predicted(
     plan: RunPlan, context: EngineContext, sample: MicroBatch | None, ranks: Sequence[int]
-) -> Prediction | None:
+) -> RunPrediction | None:
     """Predict memory and speed, and report it. UserError if the run cannot fit. `ranks` are those of this host."""
-    if plan.source is None or plan.data.train is None:
+    forecast = plan.parts.forecast
+    if forecast is None or plan.source is None or plan.data.train is None:
         return None
-    found = forecast(plan, sample_length(sample), context.device, len(ranks))
+    found = forecast(
+        plan.source,
+        plan.resolved,
+        plan.layout,
+        plan.args,
+        length=sample_length(sample),
+        device=context.device,
+        ranks=ranks,
+        adapters=plan.adaptation is not None,
+    )
     if found is None:
         return None
     plan.console.say(str(found))
     if not plan.args.skip_memory_check:
-        if plan.args.attn_implementation in (None, "sdpa", "eager"):  # others make no mask [tokens, tokens]
-            all_or_none(lambda: require_masks(found, packed=plan.args.packing))
-        warning = all_or_none(lambda: require_memory(found, plan, ranks, context.device))
+        warning = all_or_none(found.require_memory)
         if warning is not None:
             plan.console.warn(warning)
     return found

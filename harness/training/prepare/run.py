@@ -16,10 +16,10 @@ from harness.arguments.themes.intervals import interval
 from harness.batches.stream import BatchStream, dataset_length
 from harness.checkpoint.training_state import EngineState
 from harness.hf.lora import saved_name
-from harness.planner.estimate import Prediction
 from harness.training.callbacks import TrainerState
 from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine
+from harness.training.parts import RunPrediction
 from harness.training.prepare.dataset_check import DatasetCheck
 from harness.training.prepare.plan import RunPlan
 from harness.training.prepare.sample_prompts import SamplePrompts
@@ -55,7 +55,7 @@ class Run(RunPlan, EngineContext):
         foreign_groups: process groups that were open before the run.
         one_host: whether all ranks are on one host.
         prompts: texts that the model continues at each evaluation; None without any.
-        prediction: the planner's prediction of memory and speed; None if it cannot read the model.
+        prediction: of memory and speed; None without the planner, or if it cannot read the model.
         run_id: identifies the run; a resumed run keeps the id of its checkpoint.
         state: counters, best evaluation and log history, as callbacks get it.
         stream: the training samples of this rank; None without training data.
@@ -73,7 +73,7 @@ class Run(RunPlan, EngineContext):
     one_host: bool
     run_id: str
     prompts: SamplePrompts | None = None
-    prediction: Prediction | None = None
+    prediction: RunPrediction | None = None
     state: TrainerState = field(init=False)
     stream: BatchStream | None = field(init=False, default=None)
     evaluation_is_new: bool = field(init=False, default=False)

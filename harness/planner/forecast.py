@@ -3,46 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
+from harness.arguments import TrainingArguments
+from harness.config import Resolved
+from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import lookup
 from harness.device.memory import device_limit_bytes, host_limit_bytes
 from harness.errors import UserError
 from harness.hf.counts import counts_of
+from harness.hf.skeleton import ModelSource
 from harness.planner.estimate import Prediction, predict
 from harness.planner.hardware import GIB, Hardware, load_hardware, names
 from harness.planner.memory import mask_bytes
 from harness.planner.model_config import decoder_of, with_counts
 from harness.planner.step import strategy_stages
+from harness.topology.layout import Layout
 from harness.wording import counted
 
-if TYPE_CHECKING:
-    from harness.training.prepare.plan import RunPlan
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The prediction for a run, before its model is built.
+
+    Attributes:
+        stages: the pipeline stage of each rank of this host.
+    """
+
+    prediction: Prediction
+    resolved: Resolved
+    args: TrainingArguments
+    device: torch.device
+    stages: Sequence[int]
+
+    def __str__(self) -> str:
+        return str(self.prediction)
+
+    def require_memory(self) -> str | None:
+        """Raise UserError if the run cannot fit into memory; return a warning if its size is a guess."""
+        if self.args.attn_implementation in (None, "sdpa", "eager"):  # others make no mask [tokens, tokens]
+            require_masks(self.prediction, packed=self.args.packing)
+        return require_states(self.prediction, self.resolved, self.stages, self.device)
+
+    def for_boundaries(self, boundaries: Sequence[int]) -> Self:
+        """Return the forecast for the stage boundaries that the run has chosen."""
+        return replace(self, prediction=self.prediction.for_boundaries(boundaries))
+
+    def as_json(self) -> JsonObject:
+        """Return the JSON for run.json."""
+        return self.prediction.as_json()
 
 
-def forecast(plan: RunPlan, length: int, device: torch.device, local_ranks: int) -> Prediction | None:
+def forecast(
+    source: ModelSource,
+    resolved: Resolved,
+    layout: Layout,
+    args: TrainingArguments,
+    *,
+    length: int,
+    device: torch.device,
+    ranks: Sequence[int],
+    adapters: bool,
+) -> Forecast | None:
     """Predict memory and speed of a run on samples of `length` tokens; None if the planner cannot.
 
     Parameters are counted on the model itself, as the config of an unknown family does not give their number. The
     planner assumes that all parameters are trained, so there is no prediction for adapters or for a model from memory.
+
+    Args:
+        ranks: the ranks of this host.
     """
-    source = plan.source
-    if source is None or source.model is not None or plan.adaptation is not None:
+    if source.model is not None or adapters:
         return None
     on_cpu, name = device.type == "cpu", _described(device)
     try:
         read = decoder_of(source.config.to_dict(), source.name)
         shape = with_counts(read, counts_of(source.config))
-        hardware = None if name is None else _device(name, plan.layout.world_size)
-        fused = plan.args.fused_kernels or plan.args.use_liger_kernel
-        found = predict(plan.resolved, shape, length, hardware=hardware, on_cpu=on_cpu, fused_kernels=fused)
+        hardware = None if name is None else _device(name, layout.world_size)
+        fused = args.fused_kernels or args.use_liger_kernel
+        found = predict(resolved, shape, length, hardware=hardware, on_cpu=on_cpu, fused_kernels=fused)
     except (UserError, ArithmeticError, LookupError):  # a config that the planner cannot read must not stop a run
         return None
     limit = device_limit_bytes(device)  # measured: other processes may use a part of the device
-    return replace(found, limit_bytes=host_limit_bytes() / local_ranks if limit is None else limit)
+    return Forecast(
+        prediction=replace(found, limit_bytes=host_limit_bytes() / len(ranks) if limit is None else limit),
+        resolved=resolved,
+        args=args,
+        device=device,
+        stages=[layout.coordinate(rank).stage for rank in ranks],
+    )
 
 
 def require_masks(found: Prediction, *, packed: bool) -> None:
@@ -57,23 +109,19 @@ def require_masks(found: Prediction, *, packed: bool) -> None:
         )
 
 
-def require_memory(found: Prediction, plan: RunPlan, ranks: Sequence[int], device: torch.device) -> str | None:
+def require_states(found: Prediction, resolved: Resolved, stages: Sequence[int], device: torch.device) -> str | None:
     """Raise UserError if parameters, gradients and optimizer states alone exceed the memory.
 
-    If the number of parameters is a guess, return a warning instead. Each rank has its own GPU, while the `ranks` of a
-    host share its memory, also for what they offload.
+    If the number of parameters is a guess, return a warning instead. Each rank has its own GPU, while the ranks of a
+    host, which have these `stages`, share its memory, also for what they offload.
     """
-    if (
-        found.limit_bytes is None
-        or lookup(plan.resolved.config, "/zero_optimization/offload_optimizer/device") == "nvme"
-    ):
+    if found.limit_bytes is None or lookup(resolved.config, "/zero_optimization/offload_optimizer/device") == "nvme":
         return None
-    here = [plan.layout.coordinate(rank).stage for rank in ranks]
     needs = [("of a rank", stage.states, found.limit_bytes) for stage in found.stages if device.type != "cpu"]
     shared = sum(
-        found.stages[stage].host + (found.stages[stage].states if device.type == "cpu" else 0) for stage in here
+        found.stages[stage].host + (found.stages[stage].states if device.type == "cpu" else 0) for stage in stages
     )
-    needs.append((f"of the {counted(len(ranks), 'rank')} of this host", shared, host_limit_bytes()))
+    needs.append((f"of the {counted(len(stages), 'rank')} of this host", shared, host_limit_bytes()))
     for whose, needed, limit in needs:
         if needed > limit and found.workload.shape.guessed:
             return (

@@ -17,11 +17,11 @@ from harness import TrainingArguments, UserError
 from harness.console import plain_console
 from harness.data.inputs.datasets import UserData
 from harness.device.memory import host_limit_bytes
+from harness.planner import forecast as forecasts
 from harness.planner.estimate import Prediction
+from harness.planner.forecast import Forecast, forecast, require_states
 from harness.report.run_files import RunFiles, expected_parts
 from harness.topology.env import LaunchEnv
-from harness.training.prepare import forecast as forecasts
-from harness.training.prepare.forecast import forecast, require_memory
 from harness.training.prepare.plan import RunInputs, RunPlan, plan_run
 
 CPU = torch.device("cpu")
@@ -44,10 +44,16 @@ def planned(
     return plan_run(inputs, UserData(train_dataset=data))
 
 
+def forecast_of(plan: RunPlan, ranks: int = 2) -> Forecast | None:
+    assert plan.source is not None
+    on = {"length": 32, "device": CPU, "ranks": range(ranks), "adapters": plan.adaptation is not None}
+    return forecast(plan.source, plan.resolved, plan.layout, plan.args, **on)
+
+
 def expected(plan: RunPlan, ranks: int = 2) -> Prediction:
-    found = forecast(plan, 32, CPU, ranks)
+    found = forecast_of(plan, ranks)
     assert found is not None
-    return found
+    return found.prediction
 
 
 def test_each_stage_has_its_states_in_float32(tmp_path: Any) -> None:
@@ -73,21 +79,22 @@ def test_what_the_ranks_of_a_host_hold_together_must_fit(
 ) -> None:
     plan = planned(tmp_path, config)
     found = expected(plan)
+    stages = [plan.layout.coordinate(rank).stage for rank in range(2)]
     held = sum((found.stages * 2)[rank].states + (found.stages * 2)[rank].host for rank in range(2))
     monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: held + 1)
-    require_memory(found, plan, range(2), CPU)
+    require_states(found, plan.resolved, stages, CPU)
     monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: held - 1)
     with pytest.raises(UserError, match=r"states of the 2 ranks of this host need .* --skip_memory_check"):
-        require_memory(found, plan, range(2), CPU)
+        require_states(found, plan.resolved, stages, CPU)
 
 
 def test_a_device_must_hold_the_states_of_its_rank(tmp_path: Any) -> None:
     plan = planned(tmp_path)
     found, device = expected(plan), torch.device("cuda")
     most = max(stage.states for stage in found.stages)
-    require_memory(replace(found, limit_bytes=most + 1), plan, range(2), device)
+    require_states(replace(found, limit_bytes=most + 1), plan.resolved, [0, 1], device)
     with pytest.raises(UserError, match="optimizer states of a rank need"):
-        require_memory(replace(found, limit_bytes=most - 1), plan, range(2), device)
+        require_states(replace(found, limit_bytes=most - 1), plan.resolved, [0, 1], device)
 
 
 @pytest.mark.parametrize("boundaries", [[0, 3, 6], [0, 5, 6], [0, 2, 9]])
@@ -103,7 +110,7 @@ def test_the_report_shows_what_the_run_has_said_of_its_own_stages(boundaries: li
 
 def test_what_the_planner_cannot_count_has_no_forecast(tmp_path: Any) -> None:
     adapters = planned(tmp_path, peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
-    assert forecast(adapters, 32, CPU, 2) is None
+    assert forecast_of(adapters) is None
 
 
 @pytest.mark.parametrize(("name", "states"), [("AdamW", 2), ("Adagrad", 1), ("SGD", 0)])
@@ -131,7 +138,7 @@ def test_a_model_is_counted_by_itself_and_not_by_what_its_config_may_mean(
     found, elements = expected(plan, 1), sum(p.numel() for p in plan.source.skeleton().parameters())
     assert sum(stage.states for stage in found.stages) == 16 * elements
     monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: 16 * elements + 1)
-    assert require_memory(found, plan, range(1), CPU) is None
+    assert require_states(found, plan.resolved, [0], CPU) is None
 
 
 def test_a_guess_warns_where_what_is_certain_refuses(tmp_path: Any) -> None:
@@ -139,4 +146,4 @@ def test_a_guess_warns_where_what_is_certain_refuses(tmp_path: Any) -> None:
     found, device = expected(plan), torch.device("cuda")
     shape = replace(found.workload.shape, guessed=True)
     guess = replace(found, workload=replace(found.workload, shape=shape), limit_bytes=1.0)
-    assert "may need more memory than there is" in str(require_memory(guess, plan, range(2), device))
+    assert "may need more memory than there is" in str(require_states(guess, plan.resolved, [0, 1], device))
