@@ -7,29 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import ClassVar
 
+from harness.installed import is_installed, watch
 from harness.training.parts import Parts
 from harness.training.trainer import Trainer as CoreTrainer
 
 
 def installed_parts() -> Parts:
     """Return all parts that are installed."""
-    parts = Parts()
+    parts = Parts(watch=watch())
     adding: dict[str, Callable[[Parts], Parts]] = {
         "harness.planner": _with_planner,
         "harness.report": _with_report,
     }
     for folder, add in adding.items():
-        if _is_installed(folder):
+        if is_installed(folder):
             parts = add(parts)
     return parts
-
-
-def _is_installed(folder: str) -> bool:
-    spec = find_spec(folder)
-    return spec is not None and spec.origin is not None  # a deleted package may leave a folder of caches: no origin
 
 
 def _with_planner(parts: Parts) -> Parts:

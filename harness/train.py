@@ -21,10 +21,10 @@ from harness.arguments.configure import RunConfig
 from harness.arguments.themes.script import ScriptArguments
 from harness.console import Console, plain_console, quiet
 from harness.errors import UserError
+from harness.installed import watch
 from harness.preconditions import establish
 from harness.preflight import check_before_start, limit_trial
 from harness.resilience.process import activity, records, signals
-from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.env import ACCELERATOR, LaunchEnv, inherited, replace_environment
 from harness.uncaught import GRACE_S, lines_of, report
 
@@ -80,7 +80,7 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
         if args.use_cpu:  # before DeepSpeed is imported
             replace_environment({**inherited(), ACCELERATOR: "cpu"})
         # one rank may be downloading for the whole host
-        with watching_for_stopped_ranks(args.hang_seconds, console):
+        with watch().for_stopped_ranks(args.hang_seconds, console):
             config = check_before_start(script, args, env, lora)
         log = Path(args.output_dir) / "logs" / f"rank_{env.rank}.log"
         with quiet(log, env.rank) as console, signals.reported_by(console.say):
@@ -111,7 +111,7 @@ def run(
     if args.trains and (note := limit_trial(script, args)):
         console.say(note)
     require_supported(config.resolved)
-    with watching_for_stopped_ranks(args.hang_seconds, console):
+    with watch().for_stopped_ranks(args.hang_seconds, console):
         source = read_source(script.model)
         data = script_datasets(script, args, config, source, env, console)
     if script.preview_samples:

@@ -37,7 +37,6 @@ from harness.errors import UserError
 from harness.preconditions import establish
 from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
-from harness.resilience.watch.meeting import telling_of_a_failure
 from harness.topology.agreement import all_or_none, any_rank, largest, value_of_first
 from harness.topology.env import LaunchEnv, records_folder
 from harness.topology.processes import peak_resident_bytes
@@ -165,7 +164,7 @@ class Trainer(ScriptMethods):
             eval_dataset=eval_dataset,
             processing_class=processing_class or own_tokenizer(model),
         )
-        with telling_of_a_failure(env), inside("preparing"):
+        with self.parts.watch.telling_of_a_failure(env), inside("preparing"):
             own_callbacks = instances(callbacks or ())
             if args.profile:
                 profiler = needed(self.parts.profiling, "--profile", "harness.report")(args.profile)

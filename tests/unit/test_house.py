@@ -42,6 +42,7 @@ LAYERS += (
     "training",
     "planner",
     "report",
+    "installed",
     "preflight",
     "composition",
     "parity",

@@ -7,7 +7,7 @@ asks for one that is absent is refused, and any other run trains without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
+from harness.resilience.process.watching import Watch
 from harness.topology.layout import Layout
 from harness.training.callbacks import TrainerCallback
 
@@ -76,11 +77,13 @@ class Parts:
         forecast: predicts memory and speed, which the run reports before it builds the model.
         profiling: makes the callback that profiles that many steps (`--profile N`).
         certificate: finds the certificate that `run.json` gets.
+        watch: ends a run of which a rank fails, hangs or is stopped.
     """
 
     forecast: PredictRun | None = None
     profiling: Callable[[int], TrainerCallback] | None = None
     certificate: FindCertificate | None = None
+    watch: Watch = field(default_factory=Watch)
 
 
 def needed(part: Part | None, flag: str, folder: str) -> Part:

@@ -47,7 +47,6 @@ from harness.errors import UserError, refuse_all
 from harness.hf.lora import Adaptation, fingerprint
 from harness.hf.skeleton import ModelSource
 from harness.resilience.process.records import THIS_RANK
-from harness.resilience.watch.meeting import watching_for_stopped_ranks
 from harness.topology.agreement import all_or_none, value_of_first
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
@@ -149,7 +148,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
         config = read_run_config(args, world_size=env.world_size, model=model)
         require_supported(config.resolved)
     # The watchdog starts when the ranks have met, which may take hours. Until then at least detect stopped processes.
-    with watching_for_stopped_ranks(args.hang_seconds, inputs.console):
+    with inputs.parts.watch.for_stopped_ranks(args.hang_seconds, inputs.console):
         reads_tokens = inputs.data_collator is collate  # the user's own collator gets the samples unchanged
         data = user_datasets(given, args, config, source if reads_tokens else None, env, inputs.console)
     samples = None if data.train is None else dataset_length(data.train)

@@ -62,8 +62,6 @@ from harness.parallel.collectives.of_group import (
 from harness.parallel.memory import keep_freed_memory, malloc_trim
 from harness.resilience.process.activity import ACTIVITY
 from harness.resilience.process.records import THIS_RANK
-from harness.resilience.watch.meeting import watching_for_stopped_ranks
-from harness.resilience.watch.watcher import watch_run
 from harness.topology.agreement import (
     HostValues,
     all_or_none,
@@ -196,7 +194,7 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     for note in notes(args.without_effect):
         console.say(note)
     THIS_RANK.doing = "waiting for the other ranks"
-    with watching_for_stopped_ranks(args.hang_seconds, console):
+    with plan.parts.watch.for_stopped_ranks(args.hang_seconds, console):
         device = start(env)
         if plan.args.use_cpu and device.type != "cpu":
             raise UserError("--use_cpu: DeepSpeed has found a GPU already: set DS_ACCELERATOR=cpu in the environment")
@@ -228,7 +226,7 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         groups = build_groups(plan.layout, plan.resolved.chunks.loss_stage)
         THIS_RANK.rank = groups.rank
         THIS_RANK.stage = groups.coordinate.stage
-        watch_run(args, groups, console, on_accelerator=device.type != "cpu")
+        plan.parts.watch.ranks(args, groups, console, on_accelerator=device.type != "cpu")
     if device.type == "cpu":  # ranks of one host reduce in shared memory, several times as fast as gloo
         share_memory([groups.tp_group, groups.dp_group, groups.cp_group, groups.ep_group])
         carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)
