@@ -58,12 +58,16 @@ class FlatOptimizer(BF16_Optimizer):
     def __init__(self, optimizer: Optimizer, names: dict[Tensor, str], averaging: Averaging, **options: object) -> None:
         self._averaging = averaging
         self._averaged: set[int] = set()
+        self._unsent: list[int] = []
         self._arriving: dict[int, Callable[[], object]] = {}
         # DeepSpeed asks for bf16 here, and its arithmetic is right for float32 as well
         super().__init__(
             optimizer, names, bfloat16_config=SimpleNamespace(enabled=True, immediate_grad_update=True), **options
         )
         self._weights_over = list(self.real_dp_process_group)
+        # Between hosts, a CPU's small collectives, of which each step has a few before the next forward pass, would
+        # wait behind weights in the queue of the same network card: they go first. A GPU sends the sooner the better.
+        self._sends_at_once = self.bf16_groups_flat[0].device.type != "cpu"
 
     # 1. Sums over micro-batches, during the backward passes.
 
@@ -169,7 +173,7 @@ class FlatOptimizer(BF16_Optimizer):
 
     @torch.no_grad()
     def update(self, order: Sequence[int]) -> None:
-        """Update this rank's slices of the weights, group by group, and begin to gather those of the other ranks.
+        """Update this rank's slices of the weights, group by group; a GPU begins to gather those of the other ranks.
 
         Until `await_weights`, the weights are a mixture of old and new ones.
 
@@ -188,27 +192,41 @@ class FlatOptimizer(BF16_Optimizer):
                     steps.param_groups = [groups[index]]
                 if not together or number == 0:
                     steps.step()
-                self._start_gather(index)
+                self._copy_slice(index)
+                self._unsent.append(index)
+                if self._sends_at_once:
+                    self.send_weights()
         finally:
             steps.param_groups = groups
         for weights in self.fp32_groups_flat_partition:
             weights.grad = None
 
-    def _start_gather(self, index: int) -> None:
-        """Begin to bring the updated slices of a group to all its data ranks."""
-        flat, weights = self.bf16_groups_flat[index], self.fp32_groups_flat_partition[index]
-        ranks = self._weights_over[index]
-        own = self.bf16_partitioned_groups[index][dist.get_rank(ranks)]
+    def _copy_slice(self, index: int) -> None:
+        """Copy this rank's updated slice of a group to the model's parameters."""
+        weights, own = self.fp32_groups_flat_partition[index], self._own_slice(index)
         if own.untyped_storage()._cdata != weights.untyped_storage()._cdata:  # float32: they are updated where they lie
             own.data.copy_(weights.data)
-        if dist.get_world_size(ranks) > 1:
-            self._arriving[index] = comm.all_gather_into_tensor(flat, own, group=ranks, async_op=True).wait
+
+    def _own_slice(self, index: int) -> Tensor:
+        own: Tensor = self.bf16_partitioned_groups[index][dist.get_rank(self._weights_over[index])]
+        return own
+
+    @torch.no_grad()
+    def send_weights(self) -> None:
+        """Begin to gather updated slices over the data ranks, unless that has begun; all ranks call it."""
+        for index in self._unsent:
+            flat, ranks = self.bf16_groups_flat[index], self._weights_over[index]
+            if dist.get_world_size(ranks) > 1:
+                work = comm.all_gather_into_tensor(flat, self._own_slice(index), group=ranks, async_op=True)
+                self._arriving[index] = work.wait
+        self._unsent.clear()
 
     def await_weights(self, groups: Iterable[int] | None = None) -> None:
-        """Wait until the weights of some groups (default: all) are those of the last update, on this rank alone.
+        """Wait until the weights of some groups (default: all) are those of the last update; all ranks call it.
 
         On a GPU the current stream waits, and the host goes on.
         """
+        self.send_weights()
         for index in tuple(self._arriving) if groups is None else groups:
             if (wait := self._arriving.pop(index, None)) is not None:
                 wait()
@@ -218,7 +236,8 @@ class FlatOptimizer(BF16_Optimizer):
         """Bring the values of the float32 weights to the parameters of the model; all ranks call it."""
         self.await_weights()
         for index in range(len(self.bf16_groups)):
-            self._start_gather(index)
+            self._copy_slice(index)
+            self._unsent.append(index)
         self.await_weights()
 
     # Where DeepSpeed's constructor makes the tensors.

@@ -143,7 +143,7 @@ class AwaitedWeights:
                 layer.register_forward_pre_hook(partial(self._await, groups), prepend=True)
 
     def begin_step(self) -> None:
-        """Wait for the weights that no layer waits for."""
+        """Send the weights that are not sent yet, and wait for those that no layer waits for."""
         self._optimizer.await_weights(self._at_first)
 
     def _await(self, groups: Sequence[int], _layer: nn.Module, _inputs: object) -> None:

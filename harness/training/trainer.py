@@ -51,6 +51,7 @@ from harness.training.callbacks import (
     instances,
     is_default,
     keywords,
+    reads_between_steps,
     take_out,
 )
 from harness.training.callbacks.early_stopping import EarlyStoppingCallback, own_early_stopping
@@ -175,6 +176,7 @@ class Trainer(ScriptMethods):
             self._is_recorded = records_folder() is not None
             self._signals: signals.SignalListener | None = None
             self._keywords: dict[object, Mapping[str, object] | None] = {}  # by method; None: does nothing
+            self._weights_are_read = True  # whether a callback of any rank may look at weights after a step
             self._next_event = 0  # the next step after which something may be due; 0: after the next one
             self._asked: object = None  # the values of ASKED for which it holds; a callback may change them
             self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console, run.trainable.speed_unit)]
@@ -290,7 +292,7 @@ class Trainer(ScriptMethods):
         return record
 
     def _training_step(self) -> StepRecord:
-        """Train on the next global batch; new weights may still travel when this returns (`Engine.settle`).
+        """Train on the next global batch; the next step may still have to send the new weights (`Engine.settle`).
 
         The stream yields the micro-batches of this rank's data-parallel coordinate; `Engine.train_step` runs forward,
         backward and update; a non-finite step is handled before it is counted.
@@ -326,6 +328,8 @@ class Trainer(ScriptMethods):
             max(HIGHEST.host, peak_resident_bytes()),
         ]
         device_bytes, host_bytes = self._largest(peaks)  # of the rank that needs most
+        if self._weights_are_read:  # by a callback, of perhaps one rank alone, which could not bring them here
+            run.engine.settle()
         sources = run.engine.sources
         return StepRecord(
             step=state.global_step,
@@ -420,8 +424,10 @@ class Trainer(ScriptMethods):
             control.should_save or (self.run.args.save_seconds is not None and checkpoints.is_due),
             control.should_evaluate,
             control.should_log,
+            any(map(reads_between_steps, map(type, self.callbacks))),
         ]
-        waits, stop, ends, saves, evaluates, logs = self._largest(own)  # one small all-reduce for everything
+        waits, stop, ends, saves, evaluates, logs, reads = self._largest(own)  # one small all-reduce for everything
+        self._weights_are_read = bool(reads)
         control.should_training_stop = bool(ends)
         control.should_save = bool(saves)
         control.should_evaluate = bool(evaluates)

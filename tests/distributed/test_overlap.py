@@ -51,7 +51,7 @@ class Records(TrainerCallback):
 
     def on_step_end(self, *_: Any, trainer: Trainer, record: StepRecord, **__: Any) -> None:
         self.kept.append(record)
-        self.travelling.append(len(trainer.engine.deepspeed.optimizer._arriving))
+        self.travelling.append(len(trainer.engine.deepspeed.optimizer._unsent))
 
 
 def train(job: Job, folder: str) -> tuple[Curve, list[list[str]]]:
@@ -66,7 +66,7 @@ def train(job: Job, folder: str) -> tuple[Curve, list[list[str]]]:
     assert isinstance(optimizer, FlatOptimizer)
     optimizer.start_mean = partial(_noted, optimizer.start_mean, now, began, trainer)  # type: ignore[method-assign]
     trainer.train()
-    assert records.travelling[-1] == len(optimizer.bf16_groups) and not optimizer._arriving
+    assert records.travelling[-1] == len(optimizer.bf16_groups) and not optimizer._arriving and not optimizer._unsent
     trainer.close()
     return [(record.loss, record.grad_norm or 0.0) for record in records.kept], began
 

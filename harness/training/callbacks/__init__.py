@@ -286,6 +286,14 @@ def is_default(function: Callable[..., object]) -> bool:
     return name.startswith((f"{__name__}.TrainerCallback.", "transformers.trainer_callback.TrainerCallback."))
 
 
+@cache
+def reads_between_steps(kind: type) -> bool:
+    """Return whether callbacks of this class may look at the model's weights before the next step begins."""
+    moments = ("on_step_begin", "on_step_end", "on_log", "on_save", "on_epoch_begin", "on_epoch_end")
+    acts = any(hasattr(kind, moment) and not is_default(getattr(kind, moment)) for moment in moments)
+    return acts and bool(getattr(kind, "reads_weights", True))
+
+
 def keywords(function: Callable[..., object], trainer: Trainer) -> dict[str, object]:
     """Return the keyword arguments of GIVEN that a callback's function accepts."""
     taken = _parameters(function)

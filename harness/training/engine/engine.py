@@ -159,8 +159,8 @@ class Engine(ABC):
             consumed_samples: samples that all ranks consumed in the steps before.
             length: tokens that all samples of the step are padded to; None if it never changes.
             sources: source of each sample [micro-batches][samples]; empty if losses are not reported by source.
-            settles: whether this returns with the new weights on every rank; otherwise the next step or `settle` waits
-                for them.
+            settles: whether this returns with the new weights on every rank; otherwise the next step or `settle` sends
+                them and waits for them.
 
         Raises:
             UserError: on all ranks: in the first step, ranks that must read the same data do not.
@@ -211,10 +211,7 @@ class Engine(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait for new weights of other ranks that are still on their way to this one; before anything reads weights.
-
-        Not collective: a rank may call it alone.
-        """
+        """Wait for the new weights of other ranks, before anything reads weights; all ranks call it."""
 
     @abstractmethod
     def _forward_backward_update(self, batches: list[Batch], length: int | None) -> tuple[Tensor, Mapping[str, Tensor]]:
