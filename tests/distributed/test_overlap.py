@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 from harness import Trainer, TrainerCallback
@@ -120,10 +121,13 @@ class Reads(TrainerCallback):
 
 
 def runs(job: Job, folder: str) -> tuple[list[list[object]], Reads, list[int]]:
-    """What is logged by a run, by one with a callback that reads weights, and by one that resumes the first; what the
-    callback has seen, and how many groups of weights have travelled while others looked on."""
+    """What is logged by a run, by one in which a callback of rank 0 reads weights, by one in which both ranks have such
+    a callback, and by one that resumes the first; what the callback has seen, and how many groups of weights have
+    travelled while others looked on."""
     logged, reads, records = [], Reads(), Records()
-    for name, callback, resumed in (("plain", records, ""), ("reads", reads, ""), ("resumed", None, "plain")):
+    alone = Reads() if dist.get_rank() == 0 else None
+    named = (("plain", records, ""), ("alone", alone, ""), ("reads", reads, ""), ("resumed", None, "plain"))
+    for name, callback, resumed in named:
         more = {"resume_from_checkpoint": f"{folder}/{resumed}/checkpoint-2"} if resumed else {}
         arguments = arguments_of(
             job,
@@ -141,6 +145,7 @@ def runs(job: Job, folder: str) -> tuple[list[list[object]], Reads, list[int]]:
         names = ("loss", "grad_norm", "eval_loss")
         logged.append([row[key] for row in trainer.state.log_history for key in names if key in row])
         trainer.close()
+    assert alone is None or alone.seen == reads.seen
     return logged, reads, records.travelling
 
 
@@ -156,8 +161,8 @@ def runs_of_all(jobs: list[Job], folder: str) -> list[tuple[list[list[object]], 
 def test_weights_on_their_way_change_nothing_and_whoever_reads_them_gets_the_new_ones(tmp_path: Path) -> None:
     first, second = run_ranks(2, runs_of_all, [TWO[0], TWO[2]], str(tmp_path))
     for (logged, seen, travelling), (_, of_other, _) in zip(first, second, strict=True):
-        plain, read, resumed = logged
-        assert len(plain) == 2 * 4 + 2 and plain == read
+        plain, read_by_one, read, resumed = logged
+        assert len(plain) == 2 * 4 + 2 and plain == read == read_by_one
         assert plain[-len(resumed) :] == resumed and len(resumed) == 2 * 2 + 1
         assert seen == of_other and len(set(seen)) == 4
         assert min(travelling[1::2]) > 1  # after the steps that are evaluated and saved
