@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from harness.installed import is_installed, watch
 from harness.training.parts import Parts
@@ -40,7 +40,13 @@ def _with_report(parts: Parts) -> Parts:
     return replace(parts, profiling=ProfileCallback, certificate=certificate.of_run)
 
 
-class Trainer(CoreTrainer):
+if TYPE_CHECKING or is_installed("harness.huggingface"):
+    from harness.huggingface.trainer import HuggingFaceTrainer as BaseTrainer
+else:
+    BaseTrainer = CoreTrainer
+
+
+class Trainer(BaseTrainer):
     __doc__ = CoreTrainer.__doc__
 
     parts: ClassVar[Parts] = installed_parts()

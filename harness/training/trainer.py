@@ -13,11 +13,12 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import deepspeed
 from torch.optim import Optimizer
@@ -26,18 +27,19 @@ from transformers import PreTrainedModel
 
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
-from harness.batches.collate import AnyDataset, Collator, MicroBatch, collate
-from harness.batches.evaluation import by_prefix
+from harness.batches.collate import AnyDataset, Collator, MapDataset, MicroBatch, collate
+from harness.batches.evaluation import EvaluationData, by_prefix
+from harness.batches.stream import BatchStream
 from harness.config.values.json_object import JsonObject
 from harness.console import Console, plain_console
 from harness.data.inputs.datasets import UserData, own_tokenizer
 from harness.data.tokenizer import Tokenizer
 from harness.device.memory import GIB, HIGHEST, peak_bytes
-from harness.errors import UserError
+from harness.errors import UserError, refuse_all
 from harness.preconditions import establish
 from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
-from harness.topology.agreement import all_or_none, any_rank, largest, value_of_first
+from harness.topology.agreement import any_rank, largest, value_of_first
 from harness.topology.env import LaunchEnv, records_folder
 from harness.topology.processes import peak_resident_bytes
 from harness.training.callbacks import (
@@ -60,7 +62,6 @@ from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction, first_tensor
 from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_data, evaluation_metrics, predict
-from harness.training.huggingface import missing, require_ours, upload
 from harness.training.parts import Parts, needed
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.preparation import prepare_run, release
@@ -72,7 +73,6 @@ from harness.training.saving.checkpoints import Checkpoints
 from harness.training.saving.model import gather_model, write_model
 from harness.training.saving.nonfinite import NonFinite
 from harness.training.saving.resume import Rollback, begin_or_resume, resume_named
-from harness.training.script_methods import ScriptMethods
 from harness.uncaught import show_in_one_line
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ ASKED = attrgetter(
 """Reads the arguments that decide after which steps a run logs, evaluates and saves."""
 
 
-class Trainer(ScriptMethods):
+class Trainer:
     """Trains, evaluates, predicts, saves.
 
     Args:
@@ -142,8 +142,7 @@ class Trainer(ScriptMethods):
     ) -> None:
         show_in_one_line()
         establish()
-        composed = next(each for each in type(self).__mro__ if "parts" in vars(each))
-        require_ours(type(self), composed, others)
+        self._require_known(others)
         env = LaunchEnv.from_environ(os.environ)
         inputs = RunInputs(
             model=model,
@@ -192,6 +191,10 @@ class Trainer(ScriptMethods):
             begin_or_resume(run)
             self.checkpoints.resumed(run.checkpoint)
             self._call("on_init_end")
+
+    def _require_known(self, others: Mapping[str, object]) -> None:
+        """Raise UserError for keyword arguments that the constructor does not take."""
+        refuse_all([f"Trainer takes no {name}: leave it out" for name in others])
 
     def close(self) -> None:
         """Free the engine's memory and close its process groups, so that another Trainer can be made."""
@@ -560,27 +563,6 @@ class Trainer(ScriptMethods):
         write_model(self.run, directory)
         return directory
 
-    def push_to_hub(
-        self,
-        commit_message: str = "End of training",
-        blocking: bool = True,  # noqa: ARG002  # it always waits
-        token: str | None = None,
-        revision: str | None = None,
-        *,
-        repo_id: str | None = None,
-        private: bool | None = None,
-        **card: str | None,
-    ) -> str:
-        """Write the model and upload it to the hub as `repo_id` (default: the name of `output_dir`); all ranks call it.
-
-        `card` is passed to `create_model_card`. Returns the commit's URL when everything is sent, whatever `blocking`
-        says. Raises UserError if the upload fails.
-        """
-        folder = self.save_model()
-        all_or_none(lambda: self.create_model_card(**card))
-        send = partial(upload, folder, commit_message, repo_id=repo_id, private=private, token=token, revision=revision)
-        return all_or_none(lambda: send() if self.is_world_process_zero() else "")
-
     @inside("gathering the model")
     def trained_model(self) -> PreTrainedModel | None:
         """Return the whole model on the CPU of rank 0, None elsewhere; all ranks call it.
@@ -590,12 +572,55 @@ class Trainer(ScriptMethods):
         return gather_model(self.run)
 
     @property
+    def args(self) -> TrainingArguments:
+        """The arguments."""
+        return self.run.args
+
+    @property
+    def state(self) -> TrainerState:
+        """Counters, best evaluation and log history, passed to callbacks."""
+        return self.run.state
+
+    @property
+    def stream(self) -> BatchStream | None:
+        """The training samples of this rank; None without training data."""
+        return self.run.stream
+
+    @property
+    def train_dataset(self) -> MapDataset | None:
+        """The training data as tokens."""
+        return self.run.data.train
+
+    @property
+    def eval_dataset(self) -> EvaluationData:
+        """The evaluation data as tokens: one data set, several by name, or None. The next evaluation
+        checks what is set."""
+        return self.run.data.evaluation
+
+    @eval_dataset.setter
+    def eval_dataset(self, data: EvaluationData) -> None:
+        self.run.data = replace(self.run.data, evaluation=data)
+        self.run.evaluation_is_new = True
+
+    @property
+    def processing_class(self) -> Tokenizer | None:
+        """The tokenizer."""
+        return self.run.data.tokenizer
+
+    @property
+    def model(self) -> Any:
+        """This rank's layers, and the config; `trained_model()` gathers the whole model."""
+        module: Any = self.run.module
+        if self.run.trainable.causal is not None:
+            module.config = self.run.trainable.causal.source.config
+        return module
+
+    @property
+    def data_collator(self) -> Collator:
+        """The function that makes a micro-batch from samples."""
+        return self.run.data_collator
+
+    @property
     def engine(self) -> Engine:
         """The present engine; it is replaced when layers move between stages."""
         return self.run.engine
-
-    if not TYPE_CHECKING:  # hidden from type checkers, which would accept any name
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError; for a member of HuggingFace's Trainer, it says what to use instead."""
-            raise missing(self, name)

@@ -41,6 +41,7 @@ LAYERS += (
     "data",
     "training",
     "planner",
+    "huggingface",
     "report",
     "installed",
     "preflight",

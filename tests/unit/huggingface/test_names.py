@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.training import huggingface
+from harness.huggingface import names
 from harness.training.engine.losses import LogitsLoss, logits_loss, targets
 
 
@@ -51,7 +51,7 @@ def test_a_training_step_that_wants_a_batch_is_refused_and_one_that_does_not_is_
 
 
 def test_our_own_class_is_spared_the_import_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "methods_of_transformers", lambda: pytest.fail("it takes seconds"))
+    monkeypatch.setattr(names, "methods_of_transformers", lambda: pytest.fail("it takes seconds"))
     with pytest.raises(UserError, match="has no_such_file"):
         Trainer(model="tiny-llama", args=TrainingArguments(deepspeed_config="has no_such_file"))
 

@@ -26,12 +26,6 @@ NOT_CALLED = frozenset(["get_train_dataloader", "get_eval_dataloader", "get_test
 
 LOOP = "use a TrainerCallback"
 
-MODEL_FILES = [
-    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
-    *("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "chat_template*", "README.md"),
-]
-"""The files of `output_dir` that belong to the model."""
-
 
 class NotHere(UserError, AttributeError):
     """A member of HuggingFace's Trainer that ours does not have; an AttributeError, so that `hasattr` is false."""
@@ -46,12 +40,13 @@ def missing(trainer: object, name: str) -> AttributeError:
     return AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}")
 
 
-def require_ours(kind: type, base: type, others: Mapping[str, object]) -> None:
-    """Raise UserError if a subclass `kind` overrides methods that our Trainer, `base`, never calls.
+def require_ours(kind: type, others: Mapping[str, object]) -> None:
+    """Raise UserError if a user's class `kind` overrides methods that our Trainer, its base, never calls.
 
     Also raise it for keyword arguments `others`, which the constructor does not take, unless they are HuggingFace's
     with its own default, None.
     """
+    base = next(cls for cls in kind.__mro__ if cls.__module__.startswith("harness."))
     for cls in (each for each in kind.__mro__ if each not in base.__mro__):
         known = methods_of_transformers() | METHODS.keys()  # the import takes seconds, so only for subclasses
         for name in vars(cls):
@@ -100,27 +95,3 @@ def _serves(method: Callable[..., object], of_base: Callable[..., object] | None
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     return all(name in takes for name in required)
-
-
-def upload(
-    folder: Path, message: str, *, repo_id: str | None, private: bool | None, token: str | None, revision: str | None
-) -> str:
-    """Upload the model in `folder` to the hub; return the commit's URL. UserError if that fails."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its client's, whichever that is
-
-    try:
-        api = HfApi(token=token)
-        done = api.upload_folder(
-            repo_id=api.create_repo(repo_id or folder.name, private=private, exist_ok=True).repo_id,
-            folder_path=folder,
-            commit_message=message,
-            revision=revision,
-            allow_patterns=MODEL_FILES,
-            # checkpoints, also those set aside, and models and adapters of earlier runs (`model.1`, `adapters.1`)
-            ignore_patterns=["checkpoint-*/*", "*-checkpoint-*/*", "model.*/*", "adapters.*/*", "logs/*"],
-        )
-    except (HTTPError, OSError, ValueError) as error:  # no token, no network, no such name, no right
-        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"push_to_hub: {said}; the model is in {folder}: `hf upload` can send it") from error
-    return str(done.commit_url)

@@ -1,31 +1,31 @@
-"""What scripts for HuggingFace's Trainer read from a run, and call before and after training.
+"""The Trainer for scripts written for HuggingFace's: what they read from a run, and call before and after training.
 
-The Trainer inherits it; none of it takes part in training.
+None of it takes part in training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from huggingface_hub import ModelCardData
 from torch.utils.data import DataLoader, Dataset
 
-from harness.arguments import TrainingArguments
 from harness.atomic import replace_text
 from harness.batches.collate import AnyDataset, Collator, MapDataset
-from harness.batches.evaluation import EvaluationData
-from harness.batches.stream import BatchStream, read_micro_batch
+from harness.batches.stream import read_micro_batch
 from harness.config.values.json_file import read_json
 from harness.config.values.secrets import Secrets
-from harness.data.tokenizer import Tokenizer
 from harness.errors import UserError
-from harness.training.callbacks import TrainerState
+from harness.huggingface.hub import upload
+from harness.huggingface.names import missing, require_ours
+from harness.topology.agreement import all_or_none
 from harness.training.evaluate import batch_size, tokens_of_new
-from harness.training.prepare.run import Run
 from harness.training.recording.files import write_object
+from harness.training.trainer import Trainer
 
 CARD = "<!-- written by ds-harness -->"
 Batches: TypeAlias = "DataLoader[object]"
@@ -54,54 +54,14 @@ class MicroBatches(Dataset[object]):
         return {**named, "labels": labels}
 
 
-class ScriptMethods:
-    """A run under the names of HuggingFace's Trainer: attributes, reports, files, data loaders."""
+class HuggingFaceTrainer(Trainer):
+    """A run under more names of HuggingFace's Trainer: attributes, reports, files, data loaders, the hub.
 
-    run: Run
+    Methods and arguments of HuggingFace's Trainer that this one does not have are refused, with what to use instead.
+    """
 
-    @property
-    def args(self) -> TrainingArguments:
-        """The arguments."""
-        return self.run.args
-
-    @property
-    def state(self) -> TrainerState:
-        """Counters, best evaluation and log history, passed to callbacks."""
-        return self.run.state
-
-    @property
-    def stream(self) -> BatchStream | None:
-        """The training samples of this rank; None without training data."""
-        return self.run.stream
-
-    @property
-    def train_dataset(self) -> MapDataset | None:
-        """The training data as tokens."""
-        return self.run.data.train
-
-    @property
-    def eval_dataset(self) -> EvaluationData:
-        """The evaluation data as tokens: one data set, several by name, or None. The next evaluation
-        checks what is set."""
-        return self.run.data.evaluation
-
-    @eval_dataset.setter
-    def eval_dataset(self, data: EvaluationData) -> None:
-        self.run.data = replace(self.run.data, evaluation=data)
-        self.run.evaluation_is_new = True
-
-    @property
-    def processing_class(self) -> Tokenizer | None:
-        """The tokenizer."""
-        return self.run.data.tokenizer
-
-    @property
-    def model(self) -> Any:
-        """This rank's layers, and the config; `trained_model()` gathers the whole model."""
-        module: Any = self.run.module
-        if self.run.trainable.causal is not None:
-            module.config = self.run.trainable.causal.source.config
-        return module
+    def _require_known(self, others: Mapping[str, object]) -> None:
+        require_ours(type(self), others)
 
     @property
     def model_wrapped(self) -> Any:
@@ -118,11 +78,6 @@ class ScriptMethods:
     def lr_scheduler(self) -> object:
         """The schedule of the learning rate."""
         return self.model_wrapped.lr_scheduler
-
-    @property
-    def data_collator(self) -> Collator:
-        """The function that makes a micro-batch from samples."""
-        return self.run.data_collator
 
     @property
     def is_deepspeed_enabled(self) -> bool:
@@ -239,6 +194,33 @@ class ScriptMethods:
         parts = [f"---\n{data.to_yaml()}\n---", CARD, heading, of_base + of_data, "\n".join(figures)]
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, Secrets.known().masked("\n\n".join(filter(None, parts)) + "\n"))
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,  # noqa: ARG002  # it always waits
+        token: str | None = None,
+        revision: str | None = None,
+        *,
+        repo_id: str | None = None,
+        private: bool | None = None,
+        **card: str | None,
+    ) -> str:
+        """Write the model and upload it to the hub as `repo_id` (default: the name of `output_dir`); all ranks call it.
+
+        `card` is passed to `create_model_card`. Returns the commit's URL when everything is sent, whatever `blocking`
+        says. Raises UserError if the upload fails.
+        """
+        folder = self.save_model()
+        all_or_none(lambda: self.create_model_card(**card))
+        send = partial(upload, folder, commit_message, repo_id=repo_id, private=private, token=token, revision=revision)
+        return all_or_none(lambda: send() if self.is_world_process_zero() else "")
+
+    if not TYPE_CHECKING:  # hidden from type checkers, which would accept any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError; for a member of HuggingFace's Trainer, it says what to use instead."""
+            raise missing(self, name)
 
 
 def _is_loss(key: str) -> bool:
