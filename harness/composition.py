@@ -18,6 +18,7 @@ def installed_parts() -> Parts:
     """Return all parts that are installed."""
     parts = Parts(watch=watch())
     adding: dict[str, Callable[[Parts], Parts]] = {
+        "harness.data": _with_data,
         "harness.planner": _with_planner,
         "harness.report": _with_report,
     }
@@ -25,6 +26,12 @@ def installed_parts() -> Parts:
         if is_installed(folder):
             parts = add(parts)
     return parts
+
+
+def _with_data(parts: Parts) -> Parts:
+    from harness.data.inputs import part
+
+    return replace(parts, data=part)
 
 
 def _with_planner(parts: Parts) -> Parts:

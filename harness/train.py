@@ -30,7 +30,7 @@ from harness.uncaught import GRACE_S, lines_of, report
 
 if TYPE_CHECKING:
     from harness.composition import Trainer
-    from harness.data.inputs.datasets import Datasets
+    from harness.training.parts.data import Datasets
 
 DESCRIPTION = "Train a HuggingFace decoder in the layout of a DeepSpeed JSON config."
 EXAMPLE = """example:

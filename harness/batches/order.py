@@ -16,13 +16,16 @@ as easy as 1, 2, 3"), whose output numpy guarantees across versions; the hash is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from math import isqrt
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from harness.batches.collate import MapDataset
+from harness.config.values.json_object import JsonObject
 
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -49,6 +52,13 @@ class OwnOrder(ABC):
     def order(self, consumed: int, count: int, seed: int) -> Indices:
         """Return the indices [count] of the samples that follow the first `consumed` of the run."""
 
+    def position(self, consumed: int) -> JsonObject:  # noqa: ARG002
+        """Return what a checkpoint after `consumed` samples must hold; {} if their number says it all."""
+        return {}
+
+    def seek(self, position: JsonObject, consumed: int) -> None:  # noqa: B027  # a stream alone has anything to do
+        """Continue after `consumed` samples, from a result of `position`."""
+
 
 class SeveralSources(ABC):
     """A data set whose samples come from one or several sources.
@@ -62,6 +72,10 @@ class SeveralSources(ABC):
     @abstractmethod
     def sources_of(self, rows: Sequence[int]) -> list[int]:
         """Return, for each of these sample indices, the index of its source in `names`."""
+
+    def by_source(self) -> Mapping[str, MapDataset]:
+        """Return the samples of each source by its short name; {} for one source, and for a stream."""
+        return {}
 
     @property
     def short_names(self) -> list[str]:

@@ -112,6 +112,12 @@ class Joined(SeveralSources):
         """Return the index of the source of each of these samples."""
         return [bisect_right(self._ends, row) for row in rows]
 
+    def by_source(self) -> dict[str, MapDataset]:
+        """Return the samples of each source by its short name; {} for one source."""
+        if len(self.names) < 2:
+            return {}
+        return {name: Joined([source]) for name, source in zip(self.short_names, self.sources, strict=True)}
+
     def padded_to(self, length: int) -> Joined:
         """Return the same samples padded to `length` tokens; a longer sample must not be read from the result."""
         joined = Joined([source.padded_to(length) for source in self.sources], self.names)
@@ -161,10 +167,3 @@ def described(data: MapDataset | None) -> Iterator[str]:
             yield f"{share}: {summary}" if summary else share
         elif summary:
             yield summary
-
-
-def parts_of(data: MapDataset) -> dict[str, MapDataset]:
-    """Return the sources of a data set by their file names; {} if there is only one source."""
-    if not isinstance(data, Joined) or len(data.names) < 2:
-        return {}
-    return {name: Joined([source]) for name, source in zip(data.short_names, data.sources, strict=True)}

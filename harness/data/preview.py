@@ -17,8 +17,9 @@ from harness.config.values.json_object import JsonObject
 from harness.data.blocks import Blocks
 from harness.data.mixing import Joined, Mixture
 from harness.data.samples import Samples
-from harness.data.tokenizer import ByteTokenizer, Tokenizer
+from harness.data.tokenizer import ByteTokenizer, known
 from harness.parallel.generators import own_generators, seed_of
+from harness.training.parts.data import AnyTokenizer, Datasets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,13 +65,20 @@ def summary(found: JsonObject) -> Iterator[str]:
         )
 
 
-def shown(data: AnyDataset | None, tokenizer: Tokenizer | None, count: int = 1) -> Iterator[str]:
+def sample_lines(data: Datasets) -> Iterator[str]:
+    """Yield a line for the user that shows the first training sample."""
+    for text in shown(data.train, data.tokenizer):
+        yield f"a sample, the tokens in the loss between {BEGIN} and {END}: {text}"
+
+
+def shown(data: AnyDataset | None, given: AnyTokenizer | None, count: int = 1) -> Iterator[str]:
     """Yield `count` samples as text, one line each, with the text that is trained on between [[ and ]].
 
     Yields nothing without a tokenizer, or for samples without ids.
     """
-    if data is None or tokenizer is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+    if data is None or given is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         return
+    tokenizer = known(given)
     as_text = tokenizer.as_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer
     count = min(count, len(data))
     rows = data.order(0, count, 0).tolist() if isinstance(data, Mixture) else range(count)  # from every source some

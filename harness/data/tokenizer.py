@@ -14,23 +14,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from harness.atomic import replaced_files
-from harness.checkpoint.directories import set_aside
 from harness.config.model.files import TOKENIZER_FILES, has_tokenizer, has_weights
 from harness.config.model.hub import TEXTS, Wanted, fetch
 from harness.config.values.json_file import read_json, require_regular_files
-from harness.config.values.secrets import hide_secrets
 from harness.errors import UserError
 from harness.hf.locate import require_vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerBase
+
+    from harness.training.parts.data import AnyTokenizer
 
 BYTES = "bytes"
 MARK = "harness_tokenizer"
@@ -100,6 +99,11 @@ class ByteTokenizer:
 
 
 Tokenizer: TypeAlias = "ByteTokenizer | PreTrainedTokenizerBase"
+
+
+def known(tokenizer: AnyTokenizer) -> Tokenizer:
+    """Return a tokenizer that the Trainer hands back under the narrower type that the core knows."""
+    return cast("Tokenizer", tokenizer)
 
 
 def end_of_document_id(tokenizer: Tokenizer) -> int:
@@ -262,18 +266,6 @@ def _as_byte_level_bpe(tokenizer: ByteTokenizer) -> tokenizers.Tokenizer:
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens([AddedToken(t, special=True) for t in (tokenizer.eos_token, tokenizer.pad_token)])
     return bpe
-
-
-def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the tokenizer's files, so that a full disk leaves the earlier ones whole.
-
-    An earlier one's chat template, which would replace its own or none, is renamed.
-    """
-    with replaced_files(directory) as folder:
-        tokenizer.save_pretrained(folder)
-        hide_secrets(folder)
-        if not getattr(tokenizer, "chat_template", None):  # so it has written no such file
-            set_aside(directory / "chat_template.jinja")
 
 
 def identity(tokenizer: Tokenizer) -> str:

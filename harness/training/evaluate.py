@@ -21,12 +21,11 @@ from harness.batches.evaluation import (
     evaluation_steps,
 )
 from harness.batches.given import as_dataset, read_all, require_dataset
+from harness.batches.order import SeveralSources
 from harness.batches.padding import at_longest
 from harness.batches.same_data import require_same_data
 from harness.batches.stream import dataset_length
 from harness.config.values.json_object import JsonObject
-from harness.data.inputs.datasets import later_dataset
-from harness.data.mixing import parts_of
 from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.activity import Phase, beat, inside
@@ -34,6 +33,7 @@ from harness.topology.agreement import any_rank, host_group, require_alike, valu
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import Labels, Outputs, RouterLoss
 from harness.training.engine.outputs import KeptOutputs
+from harness.training.parts.data import require_samples_of
 from harness.training.prepare.run import Run
 
 if TYPE_CHECKING:
@@ -136,7 +136,9 @@ def tokens_of_new(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
     source = run.source if run.data_collator is collate else None
     require_dataset(name, dataset)
     data = read_all(as_dataset(dataset), name)
-    return later_dataset(data, name, run.data.tokenizer, source, run.args, run.env, run.console)
+    if run.parts.data is None:
+        return require_samples_of(data, name, source)
+    return run.parts.data.later_dataset(data, name, run.data.tokenizer, source, run.args, run.env, run.console)
 
 
 def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | None) -> JsonObject:
@@ -169,7 +171,8 @@ def _losses(
     """Return the mean loss, and the mean loss of each source if there are several; each sample counts once."""
     engine, collator = run.engine, run.data_check.collator
     # Evaluating source by source would change the micro-batches, and so a router loss, and the order of the outputs.
-    parts = {} if engine.has_router_loss or kept is not None else parts_of(dataset)
+    together = engine.has_router_loss or kept is not None
+    parts = dataset.by_source() if isinstance(dataset, SeveralSources) and not together else {}
     if not parts:
         return mean_loss(engine, dataset, micro_batch, collator, kept), {}
     sums = {name: _totals(engine, part, micro_batch, collator, None) for name, part in parts.items()}

@@ -32,8 +32,6 @@ from harness.batches.evaluation import EvaluationData, by_prefix
 from harness.batches.stream import BatchStream
 from harness.config.values.json_object import JsonObject
 from harness.console import Console, plain_console
-from harness.data.inputs.datasets import UserData, own_tokenizer
-from harness.data.tokenizer import Tokenizer
 from harness.device.memory import GIB, HIGHEST, peak_bytes
 from harness.errors import UserError, refuse_all
 from harness.preconditions import establish
@@ -63,6 +61,7 @@ from harness.training.engine.losses import AUX_LOSS, LossFunction, first_tensor
 from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_data, evaluation_metrics, predict
 from harness.training.parts import Parts, needed
+from harness.training.parts.data import AnyTokenizer, UserData
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.preparation import prepare_run, release
 from harness.training.prepare.run import NOTHING_DUE
@@ -127,7 +126,7 @@ class Trainer:
         eval_dataset: AnyDataset | Mapping[str, AnyDataset] | None = None,
         *,
         loss_fn: LossFunction | None = None,
-        processing_class: Tokenizer | None = None,
+        processing_class: AnyTokenizer | None = None,
         data_collator: Collator | None = None,
         callbacks: Sequence[AnyCallback] | None = None,
         console: Console | None = None,
@@ -159,10 +158,12 @@ class Trainer:
             flags=flags or {},
             optimizers=optimizers,
         )
+        if not processing_class and self.parts.data is not None:
+            processing_class = self.parts.data.own_tokenizer(model)
         given = UserData(
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class or own_tokenizer(model),
+            processing_class=processing_class,
         )
         with self.parts.watch.telling_of_a_failure(env), inside("preparing"):
             own_callbacks = instances(callbacks or ())
@@ -603,7 +604,7 @@ class Trainer:
         self.run.evaluation_is_new = True
 
     @property
-    def processing_class(self) -> Tokenizer | None:
+    def processing_class(self) -> AnyTokenizer | None:
         """The tokenizer."""
         return self.run.data.tokenizer
 

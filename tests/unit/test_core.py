@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import pytest
+from torch.utils.data import IterableDataset
 
+import harness
 from harness import TrainingArguments, UserError
 from harness.training.trainer import Trainer
 
@@ -16,6 +20,7 @@ PARTS = (
     "harness.cluster",
     "harness.compat",
     "harness.composition",
+    "harness.data",
     "harness.dry_run",
     "harness.parity",
     "harness.huggingface",
@@ -24,7 +29,7 @@ PARTS = (
     "harness.resilience.watch",
     "harness.report",
 )
-MOST_LINES = 47_100
+MOST_LINES = 41_000
 
 
 def module_name(path: Path) -> str:
@@ -74,3 +79,38 @@ def test_a_flag_that_needs_an_absent_part_is_refused_in_one_line() -> None:
 def test_an_argument_that_the_core_does_not_take_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match=r"^Trainer takes no tokenizer: leave it out$"):
         Trainer(model="tiny-llama", args=TrainingArguments(), tokenizer=None)
+
+
+TOKENS = [{"input_ids": [(5 * row + place) % 250 for place in range(8)]} for row in range(8)]
+
+
+class Endless(IterableDataset[dict[str, list[int]]]):
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return cycle(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("data", "flags", "refusal"),
+    [
+        ([{"text": "a"}], {}, "train_dataset has text: to turn text and conversations into samples needs harness.data"),
+        (Endless(), {"max_steps": 1}, "train_dataset: to read an IterableDataset while training needs harness.data"),
+        (TOKENS, {"packing": True}, "--packing needs harness.data, which is not installed"),
+    ],
+)
+def test_what_is_not_samples_is_refused_without_the_part_that_makes_them(
+    data: object, flags: dict[str, object], refusal: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as refused:
+        Trainer("tiny-llama", TrainingArguments(str(tmp_path), **flags), data)  # type: ignore[arg-type]
+    assert str(refused.value).startswith(refusal)
+
+
+def test_a_run_without_parts_comes_to_the_losses_of_one_with_all(tmp_path: Path) -> None:
+    losses = []
+    for kind in (Trainer, harness.Trainer):
+        args = TrainingArguments(str(tmp_path / kind.__module__), max_steps=2, eval_steps=2, save_steps=0)
+        trainer = kind("tiny-llama", args, TOKENS, TOKENS[:2])
+        losses.append((trainer.train().training_loss, trainer.evaluate()["eval_loss"]))
+        trainer.predict(TOKENS[:2])
+        trainer.close()
+    assert losses[0] == losses[1]

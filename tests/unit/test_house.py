@@ -38,8 +38,8 @@ LAYERS = (
 )
 LAYERS += (
     "batches",
-    "data",
     "training",
+    "data",
     "planner",
     "huggingface",
     "report",

@@ -32,7 +32,7 @@ from harness.data.preview import composition, summary
 from harness.data.samples import make_samples
 from harness.data.streaming.rows import FileRows, IterableRows, Rows
 from harness.data.streaming.source import RowsAsTheyAre, Streamed, StreamedSource, sample_maker
-from harness.data.tokenizer import Tokenizer, check_vocabulary, identity, load_tokenizer
+from harness.data.tokenizer import Tokenizer, check_vocabulary, identity, known, load_tokenizer
 from harness.device.process_group import shared_store, start
 from harness.errors import UserError
 from harness.hf.causal import require_cut
@@ -41,6 +41,7 @@ from harness.hf.locate import model_directory
 from harness.hf.skeleton import ModelSource, build_skeleton, position_limit, vocabulary_size
 from harness.hf.verify.packing import require_documents_apart
 from harness.topology.env import LaunchEnv
+from harness.training.parts.data import AnyTokenizer, Datasets, UserData
 from harness.wording import counted
 
 if TYPE_CHECKING:
@@ -86,24 +87,6 @@ class SampleForm:
             )
         require_block_size(block_size)
         return cls(block_size=block_size, packing=args.packing, vocabulary=vocabulary)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UserData:
-    """The data sets given to the Trainer, not tokenised yet, and their tokenizer."""
-
-    train_dataset: AnyDataset | None = None
-    eval_dataset: AnyDataset | Mapping[str, AnyDataset] | None = None
-    processing_class: Tokenizer | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Datasets:
-    """Tokenised data sets, and their tokenizer."""
-
-    train: MapDataset | None
-    evaluation: EvaluationData
-    tokenizer: Tokenizer | None
 
 
 def script_datasets(
@@ -189,7 +172,8 @@ def user_datasets(
     Raises:
         UserError: text without a tokenizer; --packing or --block_size where they would have no effect.
     """
-    given_train, tokenizer = as_dataset(given.train_dataset), given.processing_class
+    given_train = as_dataset(given.train_dataset)
+    tokenizer = None if given.processing_class is None else known(given.processing_class)
     evaluation = _each(given.eval_dataset, lambda data: read_all(as_dataset(data), "eval_dataset"))
     say = _speaker(console)
     train = stream_of_dataset(given_train, tokenizer, source, args, say) if is_iterable(given_train) else given_train
@@ -259,7 +243,7 @@ def _each(data: _Data | Mapping[str, _Data] | None, change: Callable[[_Data], Ma
 def later_dataset(
     data: MapDataset,
     name: str,
-    tokenizer: Tokenizer | None,
+    tokenizer: AnyTokenizer | None,
     source: ModelSource | None,
     args: TrainingArguments,
     env: LaunchEnv,
@@ -274,7 +258,7 @@ def later_dataset(
     if tokenizer is None:
         raise UserError(NEEDS_TOKENIZER)
     say = _speaker(console)
-    lay_out = _layer_out(tokenizer, SampleForm.of(tokenizer, source, args), say)
+    lay_out = _layer_out(known(tokenizer), SampleForm.of(known(tokenizer), source, args), say)
     return once_per_host(lambda: lay_out(as_documents(data, name, say)), env=env, store=shared_store())
 
 

@@ -20,6 +20,7 @@ from harness.hf.skeleton import ModelSource
 from harness.resilience.process.watching import Watch
 from harness.topology.layout import Layout
 from harness.training.callbacks import TrainerCallback
+from harness.training.parts.data import DataPart
 
 Part = TypeVar("Part")
 
@@ -77,12 +78,14 @@ class Parts:
         forecast: predicts memory and speed, which the run reports before it builds the model.
         profiling: makes the callback that profiles that many steps (`--profile N`).
         certificate: finds the certificate that `run.json` gets.
+        data: makes samples of text and conversations.
         watch: ends a run of which a rank fails, hangs or is stopped.
     """
 
     forecast: PredictRun | None = None
     profiling: Callable[[int], TrainerCallback] | None = None
     certificate: FindCertificate | None = None
+    data: DataPart | None = None
     watch: Watch = field(default_factory=Watch)
 
 

@@ -41,7 +41,6 @@ from harness.checkpoint.integrity import (
 from harness.config import Resolved
 from harness.config.model.shape import layer_drop, require_every_layer
 from harness.console import Console
-from harness.data.inputs.datasets import Datasets, UserData, user_datasets
 from harness.device.process_group import require_supported
 from harness.errors import UserError, refuse_all
 from harness.hf.lora import Adaptation, fingerprint
@@ -54,7 +53,8 @@ from harness.training.callbacks.early_stopping import require_metric_of_one
 from harness.training.engine.losses import LossFunction
 from harness.training.engine.outputs import Preprocess
 from harness.training.engine.user_optimizer import UserOptimizer, user_optimizer
-from harness.training.parts import Parts
+from harness.training.parts import Parts, needed
+from harness.training.parts.data import FOLDER, Datasets, UserData, given_samples
 from harness.training.prepare.one_model import tensors_in_memory
 from harness.training.prepare.trainable import Model, adapted
 
@@ -150,7 +150,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     # The watchdog starts when the ranks have met, which may take hours. Until then at least detect stopped processes.
     with inputs.parts.watch.for_stopped_ranks(args.hang_seconds, inputs.console):
         reads_tokens = inputs.data_collator is collate  # the user's own collator gets the samples unchanged
-        data = user_datasets(given, args, config, source if reads_tokens else None, env, inputs.console)
+        data = _samples(inputs, given, config, source if reads_tokens else None)
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, args, config, samples)
     if samples is not None:
@@ -177,6 +177,17 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     if not inputs.may_hold_a_run and args.resume_from_checkpoint != "auto":
         plan.checkpoint = checkpoint_to_resume(plan)
     return plan
+
+
+def _samples(inputs: RunInputs, given: UserData, config: RunConfig, source: ModelSource | None) -> Datasets:
+    """Return the data sets as samples; `source` is None if they stay as they are given."""
+    args, part = inputs.args, inputs.parts.data
+    if part is not None:
+        return part.user_datasets(given, args, config, source, inputs.env, inputs.console)
+    for name in ("packing", "shuffle_buffer_size", "sample_prompts"):
+        if getattr(args, name):
+            needed(part, f"--{name}", FOLDER)
+    return given_samples(given, source)
 
 
 def _user_optimizer(

@@ -33,8 +33,6 @@ from harness.checkpoint.run_lock import is_lent_twice, lock_directory, unlock_di
 from harness.checkpoint.trial import try_saving
 from harness.config.schema import version_warning
 from harness.console import Console
-from harness.data.inputs.datasets import UserData
-from harness.data.preview import BEGIN, END, shown
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.process_wide import silence_prints
@@ -81,6 +79,7 @@ from harness.training.engine.gradients import settle_compression
 from harness.training.engine.losses import logits_loss, reporting_sources
 from harness.training.engine.optimizer import compiled_optimizer
 from harness.training.parts import RunPrediction
+from harness.training.parts.data import SamplePrompts, UserData
 from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning_of, sample_length
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
 from harness.training.prepare.plan import (
@@ -93,9 +92,7 @@ from harness.training.prepare.plan import (
     resolve_for,
 )
 from harness.training.prepare.run import Run
-from harness.training.prepare.sample_prompts import sample_prompts
 from harness.training.prepare.stages import choose_boundaries, report_stages, stage_costs, stage_lines
-from harness.training.prepare.stop_at_answers import stop_at_answers
 from harness.training.prepare.trainable import (
     TrainableModel,
     require_compilable,
@@ -137,7 +134,9 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
         console.say(
             "labels are neither the tokens nor the next tokens; the loss shifts them: position i predicts label i + 1"
         )
-    stop_at_answers(plan)
+    part = plan.parts.data
+    if part is not None and plan.source is not None:
+        plan.source = part.stop_at_answers(plan.source, plan.data, console)
     # 4. The model as a list of pipeline layers, not built yet: check that it fits, cut it, and estimate its costs.
     prediction = _predicted(plan, context, sample, list(here.values))
     trainable = _trainable(plan, context, sample)
@@ -145,12 +144,12 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
         collator = TokenCollator(plan.data_collator, trainable.causal.vocab_size, longest, not own_loss)
         data_check = replace(data_check, collator=collator)
         _first_samples(data_check, plan)
-    for text in shown(plan.data.train, plan.data.tokenizer):  # so that the user sees a wrong loss mask
-        console.say(f"a sample, the tokens in the loss between {BEGIN} and {END}: {text}")
+    for line in [] if part is None else part.sample_lines(plan.data):  # so that the user sees a wrong loss mask
+        console.say(line)
     base = all_or_none(lambda: _base_checksums(plan))
     if (checkpoint := plan.checkpoint) is not None:
         all_or_none(lambda: directories.require_same_base(checkpoint, base))
-    prompts = all_or_none(lambda: sample_prompts(plan, trainable))
+    prompts = all_or_none(lambda: _prompts(plan, trainable))
     boundaries = choose_boundaries(trainable, context, sample)
     ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, plan.resolved.chunks)
 
@@ -328,6 +327,15 @@ def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None)
     if isinstance(plan.data.train, SeveralSources):
         return replace(trainable, loss=reporting_sources(trainable.loss, plan.data.train.short_names))
     return trainable
+
+
+def _prompts(plan: RunPlan, trainable: TrainableModel) -> SamplePrompts | None:
+    """Return the prompts of `--sample_prompts`, None without any. UserError if the model cannot take them."""
+    if plan.args.sample_prompts is None:
+        return None
+    part, causal = plan.parts.data, trainable.causal
+    assert part is not None and causal is not None  # `plan_run` refuses the flag without the part, and for layers
+    return part.sample_prompts(plan.args, plan.data, causal.source, causal.vocab_size)
 
 
 def report_origin(console: Console, source: ModelSource, seed: int) -> None:

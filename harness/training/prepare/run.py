@@ -20,9 +20,9 @@ from harness.training.callbacks import TrainerState
 from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine
 from harness.training.parts import RunPrediction
+from harness.training.parts.data import SamplePrompts
 from harness.training.prepare.dataset_check import DatasetCheck
 from harness.training.prepare.plan import RunPlan
-from harness.training.prepare.sample_prompts import SamplePrompts
 from harness.training.prepare.stages import StageLine
 from harness.training.prepare.trainable import TrainableModel
 

@@ -16,14 +16,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.arguments.themes.script import PYTHON_STDLIB
 from harness.atomic import replace_text
 from harness.checkpoint.directories import RUN
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets, masked_by_name
-from harness.data.files.sources import TOKENS, find_files, find_tokens, source_groups
-from harness.data.preview import composition
 from harness.errors import UserError, reason
 from harness.resilience.process.activity import CLOCK
 from harness.topology.env import inherited
@@ -31,8 +28,6 @@ from harness.topology.env import inherited
 if TYPE_CHECKING:  # benchmarks use `versions` without importing training
     from harness.training.prepare.run import Run
 
-DATA_FLAGS = ("train_file", "validation_file")
-MOST_FILES = 1000
 # What git may run by a checkout's own config: a monitor of files, hooks (one when it writes the index), filters when it
 # compares contents, programs of a remote when it fetches missing objects.
 WITHOUT_PROGRAMS = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
@@ -42,13 +37,14 @@ PROGRAM = re.compile(rf"(local|worktree)\s+({PROGRAMS})\b")
 
 def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
     """Return the origin of a run for `run.json`: command, date, git state, data, tokenizer. `hosts`: of each rank."""
-    tokenizer = run.data.tokenizer
+    tokenizer, part = run.data.tokenizer, run.parts.data
+    files, composition = ({}, {}) if part is None else (part.data_files(run.flags), part.composition(run.data.train))
     return {
         "command": masked_by_name(shlex.join([sys.executable, *sys.argv])),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(Path.cwd()),
         "hosts": list(hosts),
-        "data": {**data_files(run.flags), "digest": run.data_digest, **composition(run.data.train)},
+        "data": {**files, "digest": run.data_digest, **composition},
         "tokenizer": None
         if tokenizer is None
         else {
@@ -57,27 +53,6 @@ def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
             "size": len(tokenizer),
         },
     }
-
-
-def data_files(flags: Mapping[str, object]) -> JsonObject:
-    """Return the files that the script's flags name, with sizes in bytes; only the first 1,000 are listed."""
-    found: JsonObject = {}
-    for name in DATA_FLAGS:
-        given = flags.get(name)
-        if not given:
-            continue
-        words = (given,) if isinstance(given, str) else tuple(given)  # type: ignore[arg-type]  # a flag's words
-        try:
-            groups = source_groups(words)
-            paths = [(group.kind, path) for group in groups for path in group.paths]
-            files = [file for kind, path in paths for file in (find_tokens if kind == TOKENS else find_files)(path)]
-            sizes = {str(file): file.stat().st_size for file in files}
-        except (OSError, UserError) as error:  # deleted since they were read
-            found[name] = {"unreadable": str(error)}
-            continue
-        listed = {} if PYTHON_STDLIB in dict(paths).values() else dict(list(sizes.items())[:MOST_FILES])
-        found[name] = {"files": len(sizes), "bytes": sum(sizes.values()), "sizes": listed}
-    return found
 
 
 def git_state(folder: Path) -> JsonObject | None:

@@ -31,8 +31,8 @@ from harness.topology.agreement import all_or_none, values_on_first
 from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord
 from harness.training.engine.outputs import continued
+from harness.training.parts.data import SamplePrompts
 from harness.training.prepare.run import Run
-from harness.training.prepare.sample_prompts import SamplePrompts
 from harness.training.recording.files import note_wall_clock, origin, versions, write_run
 from harness.training.recording.monitors import Monitors
 
@@ -255,10 +255,9 @@ class Recorder:
 
     def _sample(self, prompts: SamplePrompts, step: int) -> None:
         """Write the model's continuation of each prompt; all ranks call it."""
-        ends = prompts.tokenizer.eos_token_id
-        made = continued(self.run.engine, prompts.ids, prompts.most, prompts.length, ends)
+        made = continued(self.run.engine, prompts.ids, prompts.most, prompts.length, prompts.end)
         for number, (prompt, ids) in enumerate(zip(prompts.texts, made, strict=True), 1):
-            text = prompts.text(ids)
+            text = prompts.decode(ids)
             self.run.console.say(f"step {step}: sample {number}: {prompt!r} -> {text!r}")
             if self._samples is not None:
                 self._samples.write({"step": step, "prompt": prompt, "text": text})

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from harness.batches.order import OwnOrder
 from harness.checkpoint.background_save import BackgroundSave, Target, Writer
 from harness.checkpoint.directories import TrainingProgress, finished_name, numbered, set_aside_foreign
 from harness.checkpoint.integrity import require_unused
 from harness.checkpoint.tensors.not_saved import NotSaved
 from harness.config.values.json_object import JsonObject
-from harness.data.streaming.source import Streamed
 from harness.device.process_group import all_arrive
 from harness.errors import UserError
 from harness.resilience.process import signals
@@ -276,6 +276,6 @@ def progress_of(run: Run) -> TrainingProgress:
 
 
 def stream_position(run: Run, consumed: int) -> JsonObject:
-    """Return the position in streamed training data, on rank 0, which writes `state.json`; {} elsewhere."""
+    """Return the position in training data that has its own order, on rank 0, which writes `state.json`."""
     data = run.data.train
-    return data.position(consumed) if isinstance(data, Streamed) and run.groups.rank == 0 else {}
+    return data.position(consumed) if isinstance(data, OwnOrder) and run.groups.rank == 0 else {}

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from harness.atomic import replaced_files
+from harness.checkpoint.directories import set_aside
 from harness.checkpoint.exporting.weights import (
     export_adapter_config,
     export_adapters,
@@ -26,12 +28,12 @@ from harness.checkpoint.exporting.weights import (
 from harness.checkpoint.tensors.local_shard import saved_tensors
 from harness.checkpoint.tensors.not_saved import NotSaved, all_save
 from harness.config.values.secrets import hide_secrets
-from harness.data.tokenizer import save_tokenizer
 from harness.errors import UserError
 from harness.hf.causal import CausalModel
 from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.hf.weights.conversion import untie
 from harness.topology.groups import Groups
+from harness.training.parts.data import AnyTokenizer
 from harness.training.prepare.run import Run
 
 BASE = "base_model"
@@ -50,6 +52,18 @@ def write_configs(run: Run, folder: Path) -> None:
     if run.data.tokenizer is not None:
         run.data.tokenizer.save_pretrained(folder)
         hide_secrets(folder)
+
+
+def save_tokenizer(tokenizer: AnyTokenizer, directory: Path) -> None:
+    """Write the tokenizer's files, so that a full disk leaves the earlier ones whole.
+
+    An earlier one's chat template, which would replace its own or none, is renamed.
+    """
+    with replaced_files(directory) as folder:
+        tokenizer.save_pretrained(folder)
+        hide_secrets(folder)
+        if not getattr(tokenizer, "chat_template", None):  # so it has written no such file
+            set_aside(directory / "chat_template.jinja")
 
 
 def write_model(run: Run, directory: Path) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from harness.arguments import TrainingArguments
+from harness.batches.order import OwnOrder
 from harness.batches.stream import dataset_length
 from harness.checkpoint import training_state
 from harness.checkpoint.directories import (
@@ -27,7 +28,6 @@ from harness.checkpoint.integrity import damage, find_resume, newest_whole, run_
 from harness.checkpoint.training_state import load_residue
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
-from harness.data.streaming.source import Streamed
 from harness.errors import UserError
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, value_of_first
@@ -59,7 +59,7 @@ def load(run: Run, checkpoint: Path) -> TrainingProgress:
         run.console.warn(lost)
     if stream is not None:
         stream.consumed = progress.consumed_samples
-        if isinstance(stream.dataset, Streamed):
+        if isinstance(stream.dataset, OwnOrder):
             stream.dataset.seek(progress.stream, progress.consumed_samples)
         state.epoch = stream.epoch
     return progress

@@ -9,7 +9,7 @@ import torch
 from harness.batches.collate import IGNORED
 from harness.data.blocks import make_blocks
 from harness.data.files.documents import as_documents
-from harness.data.mixing import joined, parts_of
+from harness.data.mixing import Joined, joined
 from harness.data.on_disk.cache import Preparation
 from harness.data.preview import composition, shown, summary
 from harness.data.samples import Samples, make_samples
@@ -66,7 +66,7 @@ def test_each_source_is_counted_and_the_lengths_of_conversations(tmp_path: Path)
 def test_sources_that_are_evaluated_each_have_short_names(tmp_path: Path) -> None:
     chats = samples(tmp_path, "a", "b")
     names = ["x/a.jsonl", "y/a.parquet", "a2.txt", "docs/"]
-    parts = parts_of(joined([chats] * 4, names=names))
+    parts = Joined([chats] * 4, names).by_source()
     assert list(parts) == ["a", "a2", "a22", "docs"]
     assert [len(part) for part in parts.values()] == [2] * 4  # type: ignore[arg-type]
-    assert parts_of(chats) == parts_of(joined([chats], names=["a"])) == parts_of(joined([chats] * 2)) == {}
+    assert Joined([chats], ["a"]).by_source() == Joined([chats] * 2).by_source() == {}

@@ -7,8 +7,8 @@ from tokenizers import processors
 
 from harness.data.chat import ConversationEncoder
 from harness.data.generate import prompt_ids
+from harness.data.inputs.sample_prompts import ids_of
 from harness.data.tokenizer import ByteTokenizer, identity
-from harness.training.prepare.sample_prompts import ids_of
 from tests.unit.data.test_pieces import trained
 
 BOTH = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])

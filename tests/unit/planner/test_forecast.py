@@ -15,13 +15,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from harness import TrainingArguments, UserError
 from harness.console import plain_console
-from harness.data.inputs.datasets import UserData
 from harness.device.memory import host_limit_bytes
 from harness.planner import forecast as forecasts
 from harness.planner.estimate import Prediction
 from harness.planner.forecast import Forecast, forecast, require_states
 from harness.report.run_files import RunFiles, expected_parts
 from harness.topology.env import LaunchEnv
+from harness.training.parts.data import UserData
 from harness.training.prepare.plan import RunInputs, RunPlan, plan_run
 
 CPU = torch.device("cpu")

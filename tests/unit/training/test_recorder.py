@@ -22,9 +22,7 @@ from harness.data.tokenizer import ByteTokenizer
 from harness.resilience.process import signals
 from harness.training.callbacks.progress import _figures
 from harness.training.evaluate import computed_metrics
-from harness.training.recording.files import data_files
 from harness.training.recording.recorder import MetricsFile, Recorder, _shown
-from tests.unit.data.test_token_files import datatrove, megatron
 from tests.unit.training.full_disk import full_disk
 
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(16)]
@@ -228,21 +226,6 @@ def test_metrics_by_numbers_are_named_by_them(make: Callable[..., Trainer]) -> N
     make()  # opens the process group that the metrics are sent through
     metrics: Any = {0: np.float32(0.5), "eval_f1": 1}
     assert computed_metrics(lambda _: metrics, None, None, "eval") == {"eval_0": 0.5, "eval_f1": 1}
-
-
-def test_the_files_behind_the_flags_are_listed_with_their_sizes(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("abc")
-    pair, ds = megatron(tmp_path / "b"), datatrove(tmp_path / "c.ds", metadata=False)
-    assert data_files({}) == data_files({"train_file": None}) == {}
-    found = data_files({"train_file": (f"{tmp_path}/a.txt:1", f"{pair}:2"), "validation_file": [ds], "seed": 3})
-    assert found == {
-        "train_file": {"files": 2, "bytes": 27, "sizes": {f"{tmp_path}/a.txt": 3, f"{tmp_path}/b.bin": 24}},
-        "validation_file": {"files": 1, "bytes": 24, "sizes": {f"{tmp_path}/c.ds": 24}},
-    }
-    (library,) = data_files({"train_file": ["python-stdlib:1"]}).values()
-    assert library["files"] > 100 and library["sizes"] == {}  # known by the version of Python
-    (gone,) = data_files({"train_file": [f"{tmp_path}/gone.txt"]}).values()
-    assert list(gone) == ["unreadable"] and "gone.txt does not exist" in gone["unreadable"]
 
 
 def test_a_run_that_cannot_make_samples_is_refused(make: Callable[..., Trainer], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from harness.arguments.themes.reporting import monitor_sections, require_package
 from harness.console import Console, plain_console
 from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
 from harness.training.callbacks.progress import ProgressCallback, clock, smoothed
-from harness.training.recording.files import data_files, git_state
+from harness.training.recording.files import git_state
 from harness.training.recording.monitors import Monitors
 from tests.unit.training.full_disk import full_disk
 
@@ -108,16 +108,6 @@ def test_a_monitor_whose_package_is_missing_is_refused_at_once(config: Any) -> N
     with pytest.raises(UserError, match="wandb is not installed: pip install wandb"):
         read_run_config(args, world_size=1)
     require_packages(["csv_monitor"])
-
-
-def test_data_files_are_listed_with_their_sizes(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("hello")
-    (tmp_path / "b.txt").write_text("more")
-    found = data_files({"train_file": (str(tmp_path),), "validation_file": None})
-    assert found == {
-        "train_file": {"files": 2, "bytes": 9, "sizes": {str(tmp_path / "a.txt"): 5, str(tmp_path / "b.txt"): 4}}
-    }
-    assert "unreadable" in data_files({"train_file": (str(tmp_path / "gone.txt"),)})["train_file"]
 
 
 def test_the_git_state_says_whether_files_are_changed(tmp_path: Path) -> None:

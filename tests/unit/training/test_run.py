@@ -19,11 +19,11 @@ from harness.arguments.themes.flags import Help
 from harness.checkpoint.run_lock import HELD
 from harness.config.rules.rule import Finding
 from harness.console import plain_console
-from harness.data.inputs.datasets import UserData
 from harness.data.tokenizer import ByteTokenizer
 from harness.device.process_group import open_groups
 from harness.topology.env import LaunchEnv
 from harness.training.callbacks import StepRecord, TrainerState
+from harness.training.parts.data import UserData
 from harness.training.prepare.plan import RunInputs, plan_run
 from harness.training.prepare.preparation import release
 from harness.training.rebalancing import Rebalancer

@@ -1,0 +1,161 @@
+"""What the core asks of the part that makes samples from text and conversations, and what a run does without it.
+
+The core takes samples: map-style data sets of dicts with input_ids, or of pairs (inputs, labels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from harness.arguments import TrainingArguments
+from harness.arguments.configure import RunConfig
+from harness.batches.collate import AnyDataset, MapDataset
+from harness.batches.evaluation import EvaluationData
+from harness.batches.given import as_dataset, is_iterable, read_all
+from harness.config.values.json_object import JsonObject
+from harness.console import Console
+from harness.errors import UserError
+from harness.hf.skeleton import ModelSource
+from harness.topology.env import LaunchEnv
+
+
+class AnyTokenizer(Protocol):
+    """A tokenizer, which the core only saves beside its model."""
+
+    def __len__(self) -> int:
+        """Return the number of its ids."""
+
+    def save_pretrained(self, directory: Path, /) -> object:
+        """Write its files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserData:
+    """The data sets given to the Trainer, and their tokenizer."""
+
+    train_dataset: AnyDataset | None = None
+    eval_dataset: AnyDataset | Mapping[str, AnyDataset] | None = None
+    processing_class: AnyTokenizer | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datasets:
+    """Data sets of samples, and their tokenizer."""
+
+    train: MapDataset | None
+    evaluation: EvaluationData
+    tokenizer: AnyTokenizer | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePrompts:
+    """Prompts that the model continues at each evaluation.
+
+    Attributes:
+        texts: the prompts as they are reported.
+        ids: the token ids of each prompt.
+        most: largest number of tokens of a continuation.
+        length: tokens of the longest prompt with its continuation.
+        end: the id that ends a continuation, if there is one.
+        decode: returns the text of ids.
+    """
+
+    texts: list[str]
+    ids: list[list[int]]
+    most: int
+    length: int
+    end: int | None
+    decode: Callable[[list[int]], str]
+
+
+class DataPart(Protocol):
+    """Makes samples of what the user gives to the Trainer. `source` is None if samples stay as they are given."""
+
+    def own_tokenizer(self, model: object) -> AnyTokenizer | None:
+        """Return the tokenizer in a model's directory; None if there is none, or `model` is not a name."""
+
+    def user_datasets(
+        self,
+        given: UserData,
+        args: TrainingArguments,
+        config: RunConfig,
+        source: ModelSource | None,
+        env: LaunchEnv,
+        console: Console,
+    ) -> Datasets:
+        """Return the data sets as samples; all ranks call it. UserError if they cannot be used."""
+
+    def later_dataset(
+        self,
+        data: MapDataset,
+        name: str,
+        tokenizer: AnyTokenizer | None,
+        source: ModelSource | None,
+        args: TrainingArguments,
+        env: LaunchEnv,
+        console: Console,
+    ) -> MapDataset:
+        """Return a data set that is given to `evaluate` or `predict` as samples; all ranks call it."""
+
+    def stop_at_answers(self, source: ModelSource, data: Datasets, console: Console) -> ModelSource:
+        """Return the model with a generation config that stops where answers end, if conversations are trained on."""
+
+    def sample_lines(self, data: Datasets) -> Iterator[str]:
+        """Yield a line for the user that shows a training sample, with the tokens in the loss marked."""
+
+    def sample_prompts(
+        self, args: TrainingArguments, data: Datasets, source: ModelSource, vocabulary: int
+    ) -> SamplePrompts:
+        """Return the prompts of `--sample_prompts` for a model with `vocabulary` ids. UserError if unusable."""
+
+    def data_files(self, flags: Mapping[str, object]) -> JsonObject:
+        """Return for `run.json` the files that the script's flags name."""
+
+    def composition(self, data: AnyDataset | None) -> JsonObject:
+        """Return for `run.json` the sources of a data set, their tokens and lengths; {} if it was given as samples."""
+
+
+FOLDER = "harness.data"
+"""The part."""
+
+
+def given_samples(given: UserData, source: ModelSource | None) -> Datasets:
+    """Return data sets that hold samples already: all that a run takes without the part.
+
+    Raises UserError for text, conversations and streams.
+    """
+    train, evaluation = as_dataset(given.train_dataset), given.eval_dataset
+    if is_iterable(train):
+        raise UserError(
+            f"train_dataset: to read an IterableDataset while training needs {FOLDER}, which is not installed: give a "
+            "list of its samples"
+        )
+
+    def ready(data: AnyDataset) -> MapDataset:
+        return require_samples_of(read_all(as_dataset(data), "eval_dataset"), "eval_dataset", source)
+
+    return Datasets(
+        train=None if train is None else require_samples_of(train, "train_dataset", source),
+        evaluation=(
+            {name: ready(each) for name, each in evaluation.items()}
+            if isinstance(evaluation, Mapping)
+            else None
+            if evaluation is None
+            else ready(evaluation)
+        ),
+        tokenizer=given.processing_class,
+    )
+
+
+def require_samples_of(data: MapDataset, name: str, source: ModelSource | None) -> MapDataset:
+    """Return a data set if a decoder, `source`, can take its rows as samples; otherwise raise UserError."""
+    row = data[0] if source is not None and len(data) else None
+    if isinstance(row, Mapping) and "input_ids" not in row:
+        raise UserError(
+            f"{name} has {', '.join(map(str, row)) or 'nothing'}: to turn text and conversations into samples needs "
+            f"{FOLDER}, which is not installed: give samples with input_ids"
+        )
+    return data
