@@ -21,6 +21,7 @@ def installed_parts() -> Parts:
         "harness.data": _with_data,
         "harness.planner": _with_planner,
         "harness.report": _with_report,
+        "harness.verify": _with_verify,
     }
     for folder, add in adding.items():
         if is_installed(folder):
@@ -45,6 +46,14 @@ def _with_report(parts: Parts) -> Parts:
     from harness.report.profile.profiler import ProfileCallback
 
     return replace(parts, profiling=ProfileCallback, certificate=certificate.of_run)
+
+
+def _with_verify(parts: Parts) -> Parts:
+    from harness.hf.verify.packing import require_packable
+    from harness.hf.verify.stretches import context_plan
+    from harness.verify.sharding import verify_plan
+
+    return replace(parts, verify_sharding=verify_plan, require_packable=require_packable, plan_tokens=context_plan)
 
 
 if TYPE_CHECKING or is_installed("harness.huggingface"):

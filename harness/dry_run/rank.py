@@ -37,6 +37,7 @@ from harness.dry_run.world import fake_tensors, fake_world
 from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
+from harness.hf.verify.stretches import context_plan
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.schedules.instructions import most_in_flight, most_kept
 from harness.parallel.pipeline.schedules.orders import ORDERS
@@ -139,7 +140,7 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
             device=device,
             max_steps=plan.max_steps,
         )
-        trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation)
+        trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation, plan_tokens=context_plan)
         if plan.resolved.compile_backend is not None:
             require_compilable(trainable, plan.resolved.compile_backend)
         boundaries = choose_boundaries(trainable, context, None)

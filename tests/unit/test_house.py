@@ -42,6 +42,7 @@ LAYERS += (
     "data",
     "planner",
     "huggingface",
+    "verify",
     "report",
     "installed",
     "preflight",

@@ -40,6 +40,12 @@ def require_documents_apart(config: PretrainedConfig) -> None:
         raise _seen(config, worst)
 
 
+def require_packable(config: PretrainedConfig, rows: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Try packed documents as this run has them, in micro-batches of `rows` rows. UserError if they see each other."""
+    require_documents_apart(config)
+    require_flash_apart(config, rows, device, dtype)
+
+
 def require_flash_apart(config: PretrainedConfig, rows: int, device: torch.device, dtype: torch.dtype) -> None:
     """Try packed documents with flash-attention, on the run's device, for micro-batches of `rows` rows.
 

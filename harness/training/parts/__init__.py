@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeAlias, TypeVar
 
 import torch
+from transformers import PretrainedConfig
 
 from harness.arguments import TrainingArguments
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
+from harness.console import Console
 from harness.errors import UserError
+from harness.hf.causal import CausalModel
+from harness.hf.context.plan import ContextPlan
 from harness.hf.skeleton import ModelSource
 from harness.resilience.process.watching import Watch
 from harness.topology.layout import Layout
 from harness.training.callbacks import TrainerCallback
+from harness.training.engine.context import EngineContext
 from harness.training.parts.data import DataPart
 
 Part = TypeVar("Part")
@@ -70,6 +75,19 @@ class PredictRun(Protocol):
     ) -> RunPrediction | None: ...
 
 
+VerifySharding: TypeAlias = Callable[[CausalModel, EngineContext, Console], None]
+"""Compares the sharded model with the whole one, as `--verify_plan` asks. UserError on all ranks if they differ."""
+
+RequirePackable: TypeAlias = Callable[[PretrainedConfig, int, torch.device, torch.dtype], None]
+"""Raises UserError if the model of a config does not keep the documents of packed rows apart.
+
+Arguments: the config, the rows of a micro-batch, the run's device and number format.
+"""
+
+PlanTokens: TypeAlias = Callable[[PretrainedConfig], ContextPlan]
+"""Finds out which modules of the model of a config can compute a part of the tokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The parts of a run. None: the part is absent.
@@ -80,6 +98,7 @@ class Parts:
         certificate: finds the certificate that `run.json` gets.
         data: makes samples of text and conversations.
         watch: ends a run of which a rank fails, hangs or is stopped.
+        verify_sharding, require_packable, plan_tokens: try the model on a tiny copy, each for one purpose.
     """
 
     forecast: PredictRun | None = None
@@ -87,6 +106,9 @@ class Parts:
     certificate: FindCertificate | None = None
     data: DataPart | None = None
     watch: Watch = field(default_factory=Watch)
+    verify_sharding: VerifySharding | None = None
+    require_packable: RequirePackable | None = None
+    plan_tokens: PlanTokens | None = None
 
 
 def needed(part: Part | None, flag: str, folder: str) -> Part:

@@ -25,9 +25,9 @@ from harness.hf.context.sequence import require_enough
 from harness.hf.forward.payload import Tokens
 from harness.hf.layers.attention import require_available, with_attention
 from harness.hf.skeleton import ModelSource, position_limit
-from harness.hf.verify.packing import require_documents_apart, require_flash_apart
 from harness.training.engine.context import EngineContext
 from harness.training.engine.losses import first_tensor
+from harness.training.parts import RequirePackable, needed
 
 TOKENS, SHIFTED, OTHERS = "tokens", "shifted", "others"
 MOST_TRIED = 4  # micro-batches whose shapes are compared before the run
@@ -45,12 +45,14 @@ class DatasetCheck:
     Attributes:
         source: the decoder; None for a list of layers, which may take any samples.
         own_loss: whether the loss is the user's, which gets the labels unchanged.
+        require_packable: refuses a model that does not keep packed documents apart; None without that part.
     """
 
     source: ModelSource | None
     context: EngineContext
     collator: Collator
     own_loss: bool = False
+    require_packable: RequirePackable | None = None
 
     def first_batch(self, dataset: MapDataset | None, size: int) -> MicroBatch | None:
         """Return a micro-batch of the first samples, None without any; all ranks call it.
@@ -91,8 +93,7 @@ class DatasetCheck:
         args, device, dtype = self.context.args, self.context.device, self.context.dtype
         config = with_attention(source.config, args.attn_implementation)
         require_available(config, device, dtype)
-        require_documents_apart(config)
-        require_flash_apart(config, len(ids), device, dtype)
+        needed(self.require_packable, "packing", "harness.verify")(config, len(ids), device, dtype)
 
 
 def meaning_of(batch: MicroBatch) -> str:

@@ -78,7 +78,7 @@ from harness.training.engine.context import EngineContext
 from harness.training.engine.gradients import settle_compression
 from harness.training.engine.losses import logits_loss, reporting_sources
 from harness.training.engine.optimizer import compiled_optimizer
-from harness.training.parts import RunPrediction
+from harness.training.parts import RunPrediction, needed
 from harness.training.parts.data import SamplePrompts, UserData
 from harness.training.prepare.dataset_check import OTHERS, DatasetCheck, meaning_of, sample_length
 from harness.training.prepare.one_model import take_first_ranks, tensors_in_memory
@@ -100,7 +100,6 @@ from harness.training.prepare.trainable import (
     trainable_decoder,
     trainable_layers,
 )
-from harness.training.prepare.verification import verify_plan
 
 
 def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None) -> Run:
@@ -125,12 +124,9 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
     take_first_ranks(tensors_in_memory(plan.model, plan.source, plan.adaptation), context.device, console)
 
     # 3. The data, by its first samples.
-    longest = None if plan.source is None else position_limit(plan.source.config)
-    collator = plan.data_collator if plan.source is None else TokenCollator(plan.data_collator, None, longest)
-    own_loss = plan.loss_fn is not None or plan.compute_loss_func is not None
-    data_check = DatasetCheck(source=plan.source, context=context, collator=collator, own_loss=own_loss)
+    data_check = _data_check(plan, context)
     sample = _first_samples(data_check, plan)
-    if plan.source is not None and sample is not None and not own_loss and meaning_of(sample) == OTHERS:
+    if plan.source is not None and sample is not None and not data_check.own_loss and meaning_of(sample) == OTHERS:
         console.say(
             "labels are neither the tokens nor the next tokens; the loss shifts them: position i predicts label i + 1"
         )
@@ -141,9 +137,7 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
     prediction = _predicted(plan, context, sample, list(here.values))
     trainable = _trainable(plan, context, sample)
     if trainable.causal is not None:  # the vocabulary is known now, so ids are checked against it
-        collator = TokenCollator(plan.data_collator, trainable.causal.vocab_size, longest, not own_loss)
-        data_check = replace(data_check, collator=collator)
-        _first_samples(data_check, plan)
+        data_check = _for_vocabulary(data_check, plan, trainable.causal.vocab_size)
     for line in [] if part is None else part.sample_lines(plan.data):  # so that the user sees a wrong loss mask
         console.say(line)
     base = all_or_none(lambda: _base_checksums(plan))
@@ -273,6 +267,27 @@ def _warn_of_locks(plan: RunPlan, here: HostValues[int], rank: int) -> None:
         )
 
 
+def _data_check(plan: RunPlan, context: EngineContext) -> DatasetCheck:
+    """Return the check of the data; the model's vocabulary is not known yet."""
+    longest = None if plan.source is None else position_limit(plan.source.config)
+    return DatasetCheck(
+        source=plan.source,
+        context=context,
+        collator=plan.data_collator if plan.source is None else TokenCollator(plan.data_collator, None, longest),
+        own_loss=plan.loss_fn is not None or plan.compute_loss_func is not None,
+        require_packable=plan.parts.require_packable,
+    )
+
+
+def _for_vocabulary(check: DatasetCheck, plan: RunPlan, size: int) -> DatasetCheck:
+    """Check the first samples again, now that the model's vocabulary is known; return the check to use from now on."""
+    longest = None if check.source is None else position_limit(check.source.config)
+    collator = TokenCollator(plan.data_collator, size, longest, not check.own_loss)
+    check = replace(check, collator=collator)
+    _first_samples(check, plan)
+    return check
+
+
 def _first_samples(check: DatasetCheck, plan: RunPlan) -> MicroBatch | None:
     """Check the first samples of all data sets; return a micro-batch of the training data."""
     micro_batch = plan.resolved.micro_batch
@@ -317,11 +332,17 @@ def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None)
     else:
         report_origin(plan.console, plan.source, plan.args.seed)
         own_loss = logits_loss(plan.loss_fn, plan.compute_loss_func, plan.args.label_smoothing_factor)
-        trainable = trainable_decoder(plan.source, context, sample_length(sample), plan.adaptation, own_loss)
+        trainable = trainable_decoder(
+            plan.source, context, sample_length(sample), plan.adaptation, own_loss, plan.parts.plan_tokens
+        )
     if context.resolved.compile_backend is not None:
         require_compilable(trainable, context.resolved.compile_backend)
     if trainable.causal is not None:
-        verify_plan(trainable.causal, context, plan.console)
+        verify_sharding = plan.parts.verify_sharding
+        if plan.args.verify_plan == "on":
+            verify_sharding = needed(verify_sharding, "--verify_plan on", "harness.verify")
+        if verify_sharding is not None:
+            verify_sharding(trainable.causal, context, plan.console)
     if plan.checkpoint is not None:
         directories.require_same_model(plan.checkpoint, trainable.summary, trainable.shaping_config)
     if isinstance(plan.data.train, SeveralSources):

@@ -29,7 +29,6 @@ from harness.hf.layers.attention import attention_of, require_available, with_at
 from harness.hf.liger import liger_kernels
 from harness.hf.lora import Adaptation, adapted_model, lora_config
 from harness.hf.skeleton import ModelSource, read_source
-from harness.hf.verify.stretches import context_plan
 from harness.parallel.comm import TensorParallel
 from harness.parallel.context.stretches import ALONE, ContextParallel
 from harness.parallel.pipeline.partition import LayerCost
@@ -40,6 +39,7 @@ from harness.parallel.zero import Zero3Partition
 from harness.training.engine.build import layer_finisher, zero3_partition
 from harness.training.engine.context import EngineContext, LayerTraits, can_keep_fp32, keeps_wanted, obstacle
 from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, LossFunction, MeanLoss, RouterLoss
+from harness.training.parts import PlanTokens, needed
 from harness.wording import counted, one_of
 
 if TYPE_CHECKING:
@@ -170,12 +170,14 @@ def trainable_decoder(
     sequence_length: int,
     adaptation: Adaptation | None = None,
     own_loss: LogitsLoss | None = None,
+    plan_tokens: PlanTokens | None = None,
 ) -> TrainableModel:
     """Prepare the decoder that `source` names. UserError if it cannot be cut for the layout.
 
     Args:
         sequence_length: tokens of a sample, for the costs of layers.
         own_loss: a user's loss of the whole logits, instead of the cross entropy.
+        plan_tokens: finds out how a sequence can be split; None without that part.
     """
     args = context.args
     config = with_attention(source.config, args.attn_implementation)
@@ -198,7 +200,7 @@ def trainable_decoder(
         keep_fp32=can_keep_fp32(context.resolved),
         noise_alpha=args.neftune_noise_alpha,
         sequence_parallel=context.resolved.sequence_parallel,
-        apart=tokens_apart(source, context, shared=True),
+        apart=tokens_apart(source, context, plan_tokens, shared=True),
     )
     _require_kept(causal.in_fp32, context)
     _require_gradients(causal, context)
@@ -226,7 +228,9 @@ def _neighbours(context: EngineContext) -> Neighbours | None:
     return Neighbours(ranks=TensorParallel.of(context.groups.ep_group), pieces=context.resolved.token_pieces)
 
 
-def tokens_apart(source: ModelSource, context: EngineContext, *, shared: bool, most: int = 2**62) -> TokensApart:
+def tokens_apart(
+    source: ModelSource, context: EngineContext, plan_tokens: PlanTokens | None, *, shared: bool, most: int = 2**62
+) -> TokensApart:
     """Return how the run splits the tokens of a sequence, over context ranks and into tiles.
 
     Args:
@@ -237,7 +241,7 @@ def tokens_apart(source: ModelSource, context: EngineContext, *, shared: bool, m
     if group is None and not (resolved.loss_tile or resolved.feed_forward_tile or resolved.attention_tile):
         return TOGETHER
     return TokensApart(
-        plan=context_plan(source.config),
+        plan=needed(plan_tokens, "a split sequence", "harness.verify")(source.config),
         context=None if group is None else ContextParallel.of(group),
         loss_tile=min(resolved.loss_tile, most),
         block_tile=min(resolved.feed_forward_tile, most),

@@ -9,7 +9,7 @@ import pytest
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.training.prepare.verification import _worst
+from harness.verify.sharding import _worst
 
 ROWS = [{"input_ids": [1, 2, 3, 4]}] * 2
 

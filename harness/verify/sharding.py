@@ -20,6 +20,7 @@ from harness.hf.causal import CausalModel, assemble
 from harness.hf.matrix import is_tested
 from harness.hf.skeleton import ModelSource
 from harness.hf.verify.comparison import NOT_CAUSAL, Difference, find_difference, looks_ahead, worst_of
+from harness.hf.verify.stretches import context_plan
 from harness.hf.verify.tiny_copy import shrink
 from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.token_exchange import Neighbours
@@ -116,7 +117,7 @@ def _cut(
         finish=lambda _: None,
         experts=Neighbours(ranks=neighbours) if context.resolved.ep_size > 1 else None,
         sequence_parallel=context.resolved.sequence_parallel,
-        apart=tokens_apart(source, context, shared=shared, most=TINY_TILE),
+        apart=tokens_apart(source, context, context_plan, shared=shared, most=TINY_TILE),
     )
     unequal |= cut.unequal
     return cut
