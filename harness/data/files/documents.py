@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from harness.batches.collate import MapDataset
+from harness.data.files.format import Extent
+from harness.data.files.formats import format_of, planned
 from harness.data.files.pieces import in_pieces, parts_of
-from harness.data.files.readers import Extent, planned, read_documents_of
 from harness.data.files.rows import COLUMNS, TEXT, document, kind_of_row, plain_row
 from harness.data.files.sources import find_files, preflight
 from harness.data.on_disk.cache import (
@@ -72,7 +73,7 @@ def read_documents(
     def read(extents: Sequence[Extent]) -> Iterator[dict[str, str | int]]:
         for extent in extents:
             try:
-                yield from read_documents_of(extent, kind)
+                yield from format_of(Path(extent.file)).documents(extent, kind)
             except OSError as error:
                 raise UserError(f"cannot read {extent.file}: {error.strerror or error}") from error
 

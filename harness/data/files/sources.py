@@ -27,14 +27,15 @@ from pathlib import Path
 from stat import S_ISREG
 
 from harness.arguments.themes.script import PYTHON_STDLIB
-from harness.data.files.readers import SUFFIXES, decodes, kind_of_file
+from harness.data.files.formats import FORMATS, SUFFIXES, format_of
 from harness.data.files.rows import TEXT, columns_of
-from harness.data.files.token_files import require_token_files, token_paths
+from harness.data.files.token_files import TOKEN_SUFFIXES, require_token_files, token_paths
+from harness.data.files.txt_format import decodes
 from harness.errors import UserError
 
 TOKENS = "tokens"
 """The kind of token files; see `token_files.py`."""
-DESCRIBE_DATA = (".json", ".csv")
+DESCRIBE_DATA = tuple(each.suffix for each in FORMATS if each.describes_data)
 """Suffixes that count as data in a directory only if it holds no other data files."""
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
@@ -113,7 +114,7 @@ def find_tokens(path: str) -> list[Path]:
         return token_paths(path)
     if any(file.suffix in SUFFIXES and file.suffix not in DESCRIBE_DATA for file in files):
         return []
-    return [file for file in files if file.suffix in (".bin", ".ds")]
+    return [file for file in files if file.suffix in TOKEN_SUFFIXES]
 
 
 def _matched(pattern: str, files_in: Callable[[Path], list[Path]]) -> list[Path]:
@@ -156,7 +157,7 @@ def preflight(source: str | os.PathLike[str]) -> str:
 @cache
 def _looked_at(file: Path, size: int, _changed_ns: int) -> str | None:
     """Return the kind of a file's rows. Cached by size and time of change, as a start needs it several times."""
-    return kind_of_file(file) if size else None
+    return format_of(file).kind(file) if size else None
 
 
 def find_files(source: str | os.PathLike[str]) -> list[Path]:

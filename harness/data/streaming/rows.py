@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 
 from harness.batches.same_data import digest
 from harness.config.values.json_object import JsonObject
+from harness.data.files.formats import format_of
 from harness.data.files.pieces import in_pieces
-from harness.data.files.readers import in_order, read_documents_of
 from harness.data.files.rows import COLUMNS, document, kind_of_row, plain_row
 from harness.data.on_disk.cache import fingerprint
 from harness.errors import UserError
@@ -87,10 +87,11 @@ class FileRows(Rows):
         mark = mark if section < count else {}
         for number in itertools.chain(range(section % count, count), itertools.cycle(range(count))):
             path, row = self.files[number], mark.get("row", 0)
+            form = format_of(path)
             try:
-                for extent in in_order(path, mark.get("start", 0), mark.get("before", 0)):
+                for extent in form.in_order(path, mark.get("start", 0), mark.get("before", 0)):
                     self._note(number, {"row": row, "start": extent.start, "before": extent.before})
-                    for found in read_documents_of(extent, self.kind):
+                    for found in form.documents(extent, self.kind):
                         yield number, row, found
                         row += 1
             except OSError as error:

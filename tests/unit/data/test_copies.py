@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, load_from_disk
 
-from harness.data.files import pieces, readers
+from harness.data.files import jsonl_format, pieces, txt_format
 from harness.data.files.documents import as_documents, read_documents
 from harness.data.on_disk import shards
 from harness.errors import UserError
@@ -21,7 +21,7 @@ PIECE = 64
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """A directory of files of all kinds, long and empty, of characters of every width; pieces are small."""
-    for module in (pieces, readers):
+    for module in (pieces, txt_format):
         monkeypatch.setattr(module, "PIECE_CHARACTERS", PIECE)
     choose = random.Random(0)
     folder = tmp_path / "source"
@@ -80,7 +80,7 @@ def test_a_copy_that_was_interrupted_goes_on_where_it_was(tmp_path, monkeypatch)
     small_shards(monkeypatch, 100)
     file, cache = tmp_path / "a.jsonl", tmp_path / "cache"
     file.write_text("".join(json.dumps({"text": f"text {index}"}) + "\n" for index in range(100)))
-    read, seen = readers._of_line, []
+    read, seen = jsonl_format._of_line, []
 
     def stop_at(limit):
         def object_of_line(line, place):
@@ -89,7 +89,7 @@ def test_a_copy_that_was_interrupted_goes_on_where_it_was(tmp_path, monkeypatch)
             seen.append(place)
             return read(line, place)
 
-        monkeypatch.setattr(readers, "_of_line", object_of_line)
+        monkeypatch.setattr(jsonl_format, "_of_line", object_of_line)
 
     stop_at(60)
     with pytest.raises(KeyboardInterrupt):

@@ -6,6 +6,7 @@ import csv
 import json
 import random
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.data.files import readers
+from harness.arguments.themes.flags import Help
+from harness.arguments.themes.script import ScriptArguments
+from harness.data.files import formats
+from harness.data.files.format import Extent
+from harness.data.files.formats import SUFFIXES, format_of, planned
 from harness.data.files.pieces import PIECE_CHARACTERS
-from harness.data.files.readers import Extent, decodes, kind_of_file, planned, read_documents_of, whole
+from harness.data.files.txt_format import decodes
 from harness.errors import UserError
 
 same_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -53,10 +58,17 @@ FORMS: dict[str, Callable[[Path, list[dict[str, Any]]], None]] = {
 }
 
 
+def test_every_format_is_read_here_and_named_where_files_are_given() -> None:
+    assert {Path(name).suffix for name in FORMS} | {".txt"} == set(SUFFIXES)
+    (given,) = (item for item in fields(ScriptArguments) if item.name == "train_file")
+    assert [suffix for suffix in SUFFIXES if suffix not in Help.of(given)] == []
+
+
 def texts(file: Path, parts: list[Extent] | None = None) -> list[str]:
     """The texts of a file, or of parts of it; of a long one the pieces are joined."""
     found: list[str] = []
-    for row in (row for part in parts or [whole(file)] for row in read_documents_of(part, "text")):
+    form = format_of(file)
+    for row in (row for part in parts or [form.whole(file)] for row in form.documents(part, "text")):
         if row["part"]:
             found[-1] += str(row["text"])
         else:
@@ -69,7 +81,7 @@ def texts(file: Path, parts: list[Extent] | None = None) -> list[str]:
 @same_folder
 def test_a_text_comes_back_from_every_form(name: str, tmp_path: Path, written: list[str]) -> None:
     FORMS[name](tmp_path / name, [{"text": text, "id": str(number)} for number, text in enumerate(written)])
-    assert kind_of_file(tmp_path / name) == "text"
+    assert format_of(tmp_path / name).kind(tmp_path / name) == "text"
     assert texts(tmp_path / name) == written
 
 
@@ -78,7 +90,7 @@ def test_a_text_comes_back_from_every_form(name: str, tmp_path: Path, written: l
 def test_lines_are_read_in_parts_of_any_size_as_in_one(tmp_path: Path, written: list[str], size: int, end: str) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(end.join(json.dumps({"text": text}) for text in written).encode())
-    parts = list(readers._extents(file, size))
+    parts = list(formats._extents(file, size))
     assert [(part.start, part.stop) for part in parts[1:]] == [
         (before.stop, min(before.stop + size, file.stat().st_size)) for before in parts[:-1]
     ]
@@ -93,7 +105,7 @@ def test_a_wrong_row_is_known_by_its_line_in_whichever_part_it_stands(
     file = tmp_path / "a.jsonl"
     file.write_text("".join('{"text": "a"}' + "\n" * lines for lines in blank) + '{"text": 3}\n')
     with pytest.raises(UserError, match=rf"a\.jsonl:{sum(blank) + 1}: `text` is int"):
-        texts(file, list(readers._extents(file, size)))
+        texts(file, list(formats._extents(file, size)))
 
 
 @pytest.mark.parametrize("size", [1, PIECE_CHARACTERS - 1, PIECE_CHARACTERS, 3 * PIECE_CHARACTERS])
@@ -101,8 +113,8 @@ def test_a_wrong_row_is_known_by_its_line_in_whichever_part_it_stands(
 def test_a_text_is_read_in_parts_of_any_size_and_no_character_is_cut(size: int, shift: int, tmp_path: Path) -> None:
     content = "x" * shift + "🙂" * (PIECE_CHARACTERS // 2)
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
-    parts = list(readers._extents(tmp_path / "a.txt", size))
-    found = [row for part in parts for row in read_documents_of(part, "text")]
+    parts = list(formats._extents(tmp_path / "a.txt", size))
+    found = [row for part in parts for row in format_of(Path(part.file)).documents(part, "text")]
     assert "".join(str(row["text"]) for row in found) == content
     assert [row["part"] for row in found] == list(range(len(found)))
 
@@ -110,18 +122,18 @@ def test_a_text_is_read_in_parts_of_any_size_and_no_character_is_cut(size: int, 
 def test_the_groups_of_a_parquet_file_are_its_parts(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     as_parquet(file, [{"text": text} for text in "abcde"])
-    parts = list(readers._extents(file, 1))
+    parts = list(formats._extents(file, 1))
     assert [(part.start, part.stop, part.before) for part in parts] == [(0, 1, 0), (1, 2, 2), (2, 3, 4)]
     assert texts(file, parts) == texts(file) == list("abcde")
     as_parquet(file, [{"text": text} for text in ("a", "b", "c", None)])
     with pytest.raises(UserError, match=r"a\.parquet, row 4: `text` is missing"):
-        texts(file, [list(readers._extents(file, 1))[1]])
+        texts(file, [list(formats._extents(file, 1))[1]])
 
 
 def test_a_plan_is_kept_and_its_parts_stand_in_the_order_of_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "shard_bytes", lambda total: 30)
+    monkeypatch.setattr(formats, "shard_bytes", lambda total: 30)
     as_jsonl(tmp_path / "a.jsonl", [{"text": str(number)} for number in range(9)])
     as_csv(tmp_path / "b.csv", [{"text": "b" * 99}])
     (tmp_path / "c.txt").write_text("c")
@@ -146,8 +158,9 @@ def test_a_plan_is_kept_and_its_parts_stand_in_the_order_of_the_files(
 def test_conversations_come_back_from_every_form_that_can_hold_them(name: str, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a\n"}, {"role": "assistant", "content": "日本"}]
     FORMS[name](tmp_path / name, [{"messages": messages, "id": 1}] * 3)
-    assert kind_of_file(tmp_path / name) == "messages"
-    found = list(read_documents_of(whole(tmp_path / name), "messages"))
+    assert format_of(tmp_path / name).kind(tmp_path / name) == "messages"
+    form = format_of(tmp_path / name)
+    found = list(form.documents(form.whole(tmp_path / name), "messages"))
     assert [json.loads(str(row["conversation"]))["messages"] for row in found] == [messages] * 3
     assert len({row["place"] for row in found}) == 3
 
@@ -164,16 +177,16 @@ def test_conversations_come_back_from_every_form_that_can_hold_them(name: str, t
 )
 def test_a_file_without_a_row_is_of_no_kind(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
-    assert kind_of_file(tmp_path / name) is None
+    assert format_of(tmp_path / name).kind(tmp_path / name) is None
 
 
 def test_a_parquet_file_without_a_row_is_of_no_kind_but_its_columns_are_looked_at(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), file)
-    assert kind_of_file(file) is None
+    assert format_of(file).kind(file) is None
     pq.write_table(pa.table({"content": pa.array([], pa.string())}), file)
     with pytest.raises(UserError, match=r"a\.parquet has no column `text`"):
-        kind_of_file(file)
+        format_of(file).kind(file)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +256,9 @@ def test_every_damage_of_a_parquet_file_is_one_line(tmp_path: Path) -> None:
             flipped[choose.randrange(len(content))] ^= 1 << choose.randrange(8)
             file.write_bytes(flipped)
             try:
-                kind = kind_of_file(file)
+                kind = format_of(file).kind(file)
                 assert kind is not None
-                list(read_documents_of(whole(file), kind))
+                list(format_of(file).documents(format_of(file).whole(file), kind))
             except UserError as error:
                 assert str(file) in str(error) and "\n" not in str(error)
                 told += 1

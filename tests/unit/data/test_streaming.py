@@ -18,15 +18,15 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.batches.given import read_all
 from harness.batches.stream import data_digest
 from harness.data.blocks import make_blocks
-from harness.data.files import pieces, readers
+from harness.data.files import jsonl_format, pieces, txt_format
 from harness.data.files.documents import read_documents
+from harness.data.files.formats import format_of
 from harness.data.files.pieces import PIECE_CHARACTERS
 from harness.data.files.sources import find_files
 from harness.data.on_disk import progress
 from harness.data.on_disk.cache import Preparation
 from harness.data.piece_encoder import PieceEncoder
 from harness.data.samples import make_samples
-from harness.data.streaming import rows as rows_module
 from harness.data.streaming import source as source_module
 from harness.data.streaming.rows import FileRows, IterableRows
 from harness.data.streaming.source import RowsAsTheyAre, Streamed, StreamedSource, sample_maker
@@ -261,17 +261,20 @@ def written(file):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.txt", "a.csv"])
 def test_a_stream_goes_on_in_a_file_without_reading_what_is_before(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "SHARD_BYTES", 4096)
-    for module in (pieces, readers):
+    for module in (jsonl_format, txt_format):
+        monkeypatch.setattr(module, "SHARD_BYTES", 4096)
+    for module in (pieces, txt_format):
         monkeypatch.setattr(module, "PIECE_CHARACTERS", 512)
-    file, read, is_read = written(tmp_path / name), [], rows_module.read_documents_of
+    file, read = written(tmp_path / name), []
+    form = type(format_of(file))
+    is_read = form.documents
 
-    def noted(extent, kind):
-        for found in is_read(extent, kind):
+    def noted(self, extent, kind):
+        for found in is_read(self, extent, kind):
             read.append(found)
             yield found
 
-    monkeypatch.setattr(rows_module, "read_documents_of", noted)
+    monkeypatch.setattr(form, "documents", noted)
     whole, kept, step = streamed(file, "text", ByteTokenizer(), BLOCK, packing=True), {}, 97
     for k in range(0, 900, step):
         source = streamed(file, "text", ByteTokenizer(), BLOCK, packing=True)
@@ -289,7 +292,7 @@ def test_a_stream_goes_on_in_a_file_without_reading_what_is_before(name, tmp_pat
 
 
 def test_a_stream_that_resumed_late_in_its_only_file_begins_it_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(jsonl_format, "SHARD_BYTES", 1000)
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": f"row {i} " + "x" * BLOCK}) + "\n" for i in range(40)))
     whole, resumed, again = (streamed(file, "text", ByteTokenizer(), BLOCK) for _ in range(3))
