@@ -27,9 +27,9 @@ _HOMES = {
     "UserError": "harness.errors",
     "UserErrors": "harness.errors",
     "VocabParallelEmbedding": "harness.parallel.tensor.layers",
-    "check": "harness.config",
+    "check": "harness.config.checking",
     "load": "harness.config",
-    "read_run_config": "harness.arguments.configure",
+    "read_run_config": "harness.installed",
 }
 
 __all__ = list(_HOMES)

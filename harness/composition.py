@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from harness.installed import is_installed, watch
+from harness.installed import config_check, is_installed, watch
 from harness.training.parts import Parts
 from harness.training.trainer import Trainer as CoreTrainer
 
 
 def installed_parts() -> Parts:
     """Return all parts that are installed."""
-    parts = Parts(watch=watch())
+    parts = Parts(check_config=config_check(), watch=watch())
     adding: dict[str, Callable[[Parts], Parts]] = {
         "harness.data": _with_data,
         "harness.planner": _with_planner,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from harness.arguments import TrainingArguments, configure
+from harness.arguments.configure import RunConfig
+from harness.config import ConfigCheck
 from harness.resilience.process.watching import Watch
 
 
@@ -11,6 +14,28 @@ def is_installed(folder: str) -> bool:
     """Return whether the package of a part is installed."""
     spec = find_spec(folder)
     return spec is not None and spec.origin is not None  # a deleted package may leave a folder of caches: no origin
+
+
+def config_check() -> ConfigCheck | None:
+    """Return the check of a run's config; None if that part is not installed."""
+    if not is_installed("harness.config.checking"):
+        return None
+    from harness.config.checking import ConfigRules
+
+    return ConfigRules()
+
+
+def read_run_config(args: TrainingArguments, *, world_size: int, model: str | None = None) -> RunConfig:
+    """Read and check the config of a run.
+
+    Args:
+        world_size: number of ranks.
+        model: a preset's name or a directory, whose heads and layers the layout must fit; None: not checked.
+
+    Raises:
+        ConfigError: the config is wrong, cannot run on so many ranks, or contradicts an argument.
+    """
+    return configure.read_run_config(args, world_size=world_size, check=config_check(), model=model)
 
 
 def watch() -> Watch:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from harness.arguments import LoraArguments, TrainingArguments, require_peft
-from harness.arguments.configure import RunConfig, read_run_config
+from harness.arguments.configure import RunConfig
 from harness.arguments.themes.script import PYTHON_STDLIB, ScriptArguments
 from harness.checkpoint.directories import optimizer_name, require_same_optimizer
 from harness.checkpoint.integrity import find_resume
@@ -18,6 +18,7 @@ from harness.data.inputs.early_checks import read_prompts, refuse_buffer, requir
 from harness.data.tokenizer import BYTES, tokenizer_directory, tokenizer_name
 from harness.errors import UserError, reason
 from harness.hf.locate import model_directory
+from harness.installed import read_run_config
 from harness.topology.env import LaunchEnv
 
 TRIAL_STEPS = 200  # for a run that names neither data nor steps

@@ -1,4 +1,4 @@
-"""Load, check and resolve the config of a run against its arguments. Imports no torch, so it can come first of all."""
+"""Load and resolve the config of a run against its arguments. Imports no torch, so it can come first of all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.reporting import monitor_sections, require_inside, require_packages
-from harness.config import AutoValues, Document, Resolved, load
+from harness.config import AutoValues, ConfigCheck, Document, Resolved, load
 from harness.config.resolving.resolve import complete, resolve_before_data
 from harness.config.text.document import from_values
 from harness.config.values.view import ConfigView
@@ -58,11 +58,14 @@ class RunConfig:
         return complete(self.resolved, values), steps
 
 
-def read_run_config(args: TrainingArguments, *, world_size: int, model: str | None = None) -> RunConfig:
+def read_run_config(
+    args: TrainingArguments, *, world_size: int, check: ConfigCheck | None, model: str | None = None
+) -> RunConfig:
     """Read and check the config of a run.
 
     Args:
         world_size: number of ranks.
+        check: refuses what is wrong with the config; None: nothing is checked.
         model: a preset's name or a directory, whose heads and layers the layout must fit; None: not checked.
 
     Raises:
@@ -70,7 +73,9 @@ def read_run_config(args: TrainingArguments, *, world_size: int, model: str | No
     """
     document = read_config(args.deepspeed_config)
     values = _auto_values(args, world_size)
-    resolved = resolve_before_data(document, values, model=model, allow_ignored_keys=args.allow_ignored_keys)
+    resolved = resolve_before_data(
+        document, values, check=check, model=model, allow_ignored_keys=args.allow_ignored_keys
+    )
     require_packages(monitor_sections(args, args.output_dir, resolved.config))
     require_inside(args.output_dir, resolved.config)
     return RunConfig(document=document, values=values, resolved=resolved)

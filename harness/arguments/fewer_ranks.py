@@ -14,6 +14,7 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.arguments.training_arguments import TrainingArguments
 from harness.arguments.words import without
 from harness.atomic import replace_text
+from harness.config import ConfigCheck
 from harness.errors import UserError
 from harness.hf.locate import model_directory
 from harness.topology.layout import Layout, divisors
@@ -23,18 +24,21 @@ KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
 CONFIG = "config-of-restart.json"  # in the output directory
 
 
-def on_fewer_ranks(words: Sequence[str], wanted: int, ranks: int) -> tuple[tuple[str, ...], Layout] | None:
+def on_fewer_ranks(
+    words: Sequence[str], wanted: int, ranks: int, check: ConfigCheck | None
+) -> tuple[tuple[str, ...], Layout] | None:
     """Return a command line for at most `ranks` ranks, and its layout; None if no layout keeps the global batch.
 
     The tensor-parallel size is kept as long as possible, then the number of stages.
 
     Args:
         words: command line for `wanted` ranks, with the flags of config files in place.
+        check: refuses layouts that do not fit the config.
     """
     try:
         script, args, _ = parse(KINDS, words[1:], prog="", description="", epilog="")
         model = str(model_directory(script.model))
-        resolved = read_run_config(args, world_size=wanted, model=model).resolved
+        resolved = read_run_config(args, world_size=wanted, check=check, model=model).resolved
     except UserError:
         return None
     sizes = {name: getattr(resolved, name) for name in ("pp_size", "tp_size", "ep_size", "cp_size")}
@@ -43,7 +47,7 @@ def on_fewer_ranks(words: Sequence[str], wanted: int, ranks: int) -> tuple[tuple
     for layout in _smaller(whole, ranks):
         flags = _flags(layout, whole, resolved.train_batch)
         changed = (*without(plain, set(flags)), *(word for pair in flags.items() for word in pair))
-        if _passes(changed, model, layout):
+        if _passes(changed, model, layout, check):
             return changed, layout
     return None
 
@@ -66,11 +70,11 @@ def _with_open_accumulation(given: Sequence[str], args: TrainingArguments) -> li
     return [*without(words, {"--deepspeed_config"}), "--deepspeed_config", str(copy)]
 
 
-def _passes(words: Sequence[str], model: str, layout: Layout) -> bool:
+def _passes(words: Sequence[str], model: str, layout: Layout, check: ConfigCheck | None) -> bool:
     """Return whether a command line passes the checks of a run in this layout."""
     try:
         _, args, _ = parse(KINDS, words[1:], prog="", description="", epilog="")
-        read_run_config(args, world_size=layout.world_size, model=model)
+        read_run_config(args, world_size=layout.world_size, check=check, model=model)
     except UserError:
         return False
     return True

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.arguments import TrainingArguments, parse
-from harness.arguments.configure import read_run_config
 from harness.arguments.fewer_ranks import KINDS
 from harness.arguments.words import value_of
 from harness.config.values.paths import usable_file
 from harness.errors import UserError
 from harness.hf.locate import model_directory
+from harness.installed import read_run_config
 from harness.preflight import check_inputs
 from harness.resilience.script import Script
 from harness.topology.env import LaunchEnv

@@ -1,10 +1,10 @@
-"""What a DeepSpeed JSON may say, and what a run makes of it.
+"""Read a DeepSpeed JSON, and resolve what a run makes of it.
 
-`load` reads a file or preset, `check` reports what is wrong with it, `resolve` fills in every "auto". Nothing here
-imports torch or deepspeed, so a config is checked in milliseconds, before any process starts.
+`load` reads a file or preset, `resolve` fills in every "auto". Nothing here imports torch or deepspeed, so a config is
+read in milliseconds, before any process starts.
 """
 
-from harness.config.checking.check import check, refusals
+from harness.config.resolving.config_check import ConfigCheck
 from harness.config.resolving.resolve import resolve
 from harness.config.resolving.resolved import Filled, Resolved
 from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
@@ -14,6 +14,7 @@ from harness.errors import UserError
 
 __all__ = [
     "AutoValues",
+    "ConfigCheck",
     "ConfigError",
     "Diagnostic",
     "Document",
@@ -21,8 +22,6 @@ __all__ = [
     "Resolved",
     "Severity",
     "UserError",
-    "check",
     "load",
-    "refusals",
     "resolve",
 ]

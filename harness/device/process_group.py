@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from harness.config import ConfigError, Resolved
-from harness.config.checking.check import unsupported_on_cpu
+from harness.config.text.devices import unsupported_on_cpu
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.orthogonal import import_muon_without_compiler
 from harness.deepspeed.process_wide import (

@@ -17,7 +17,7 @@ from math import lcm
 from tempfile import TemporaryDirectory
 
 from harness.arguments import TrainingArguments
-from harness.arguments.configure import RunConfig, read_config, read_run_config
+from harness.arguments.configure import RunConfig, read_config
 from harness.config import Resolved
 from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN
 from harness.config.values.idle_keys import accelerated
@@ -27,6 +27,7 @@ from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource, read_source
 from harness.hf.verify.tiny_copy import shrink
+from harness.installed import read_run_config
 from harness.parity.composition import Composition, Execution, Training
 from harness.parity.trial import REFUSED, RIGHT, UNTRIED, TrialResult, try_all
 from harness.report import certificate

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
-from harness.config.checking.check import check
+from harness.config.checking import check
 from harness.config.text.document import from_values
 from harness.config.values.layout_keys import ZERO_BUBBLE
 from harness.errors import UserError

@@ -16,6 +16,7 @@ from harness.arguments.fewer_ranks import KINDS, on_fewer_ranks
 from harness.arguments.words import RESUME, value_of, with_resume
 from harness.checkpoint.directories import MANIFEST, METRICS, numbered, set_aside
 from harness.checkpoint.integrity import newest_whole
+from harness.config.checking import ConfigRules
 from harness.config.values.paths import usable_file
 from harness.errors import UserError
 from harness.resilience.options import TRAIN
@@ -119,7 +120,7 @@ class Script:
 
     def on_fewer(self, wanted: int, ranks: int) -> Start | None:
         """Return the start on at most `ranks` ranks with the same global batch; None if no layout fits."""
-        if self.args is None or (found := on_fewer_ranks(self.plain, wanted, ranks)) is None:
+        if self.args is None or (found := on_fewer_ranks(self.plain, wanted, ranks, ConfigRules())) is None:
             return None
         return Start(words=found[0], ranks=found[1].world_size, layout=found[1])
 

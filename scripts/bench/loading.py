@@ -31,10 +31,10 @@ from torch import nn  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 
 from harness import TrainingArguments  # noqa: E402
-from harness.arguments.configure import read_run_config  # noqa: E402
 from harness.checkpoint.exporting.weights import export_weights  # noqa: E402
 from harness.deepspeed.process_wide import avoid_compiling  # noqa: E402
 from harness.hf.skeleton import read_source  # noqa: E402
+from harness.installed import read_run_config  # noqa: E402
 from harness.parallel.pipeline.staged_module import build_layers  # noqa: E402
 from harness.topology.groups import build_groups  # noqa: E402
 from harness.topology.layout import Layout  # noqa: E402

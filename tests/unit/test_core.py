@@ -20,6 +20,10 @@ PARTS = (
     "harness.cluster",
     "harness.compat",
     "harness.composition",
+    "harness.config.checking",
+    "harness.config.cli",
+    "harness.config.rules",
+    "harness.config.schema",
     "harness.data",
     "harness.dry_run",
     "harness.parity",
@@ -31,7 +35,7 @@ PARTS = (
     "harness.verify",
     "harness.report",
 )
-MOST_LINES = 39_600
+MOST_LINES = 37_600
 
 
 def module_name(path: Path) -> str:

@@ -21,7 +21,8 @@ import yaml
 from harness.arguments import LoraArguments, TrainingArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.cli import VERBS
-from harness.config import Severity, check, load
+from harness.config import Severity, load
+from harness.config.checking import check
 from harness.config.checking.registry import by_code
 from harness.config.rules.rule import Finding, Rule, rule
 from harness.config.rules.view import RunView

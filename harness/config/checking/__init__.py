@@ -1,1 +1,6 @@
-"""Run the rules on a config: the list of all rules, and the check."""
+"""The config check: all rules over a config, alone or with the arguments of its run."""
+
+from harness.config.checking.check import check, refusals
+from harness.config.checking.of_run import ConfigRules, resolve
+
+__all__ = ["ConfigRules", "check", "refusals", "resolve"]

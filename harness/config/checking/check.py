@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from harness.config.checking.registry import RULES
 from harness.config.model.shape import ModelShape, read_shape, require_every_layer
-from harness.config.rules.layout.harness_limits import needs_an_accelerator
 from harness.config.rules.rule import Finding, Rule
 from harness.config.rules.view import RunView, Target
 from harness.config.text.diagnostic import Diagnostic, Severity
-from harness.config.text.document import FROM_PROGRAM, Document, from_values
+from harness.config.text.document import FROM_PROGRAM, Document
 
 
 def check(
@@ -69,15 +67,6 @@ def refusals(diagnostics: list[Diagnostic], *, allow_ignored_keys: bool = False)
     """
     misspelt = () if allow_ignored_keys else ("DS101", "DS102")
     return [item for item in diagnostics if item.severity is Severity.ERROR or item.code in misspelt]
-
-
-def unsupported_on_cpu(config: Mapping[str, object]) -> list[Diagnostic]:
-    """Return an error for each feature that a CPU lacks; `check` does not know the device and only gives advice."""
-    document = from_values(config)
-    found = [
-        _diagnostic(document, needs_an_accelerator, item) for item in needs_an_accelerator.check(RunView.of(document))
-    ]
-    return [replace(item, severity=Severity.ERROR, file="") for item in found]
 
 
 def _placed(view: RunView, rule: Rule, finding: Finding) -> Diagnostic:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from harness.config.checking import resolve as resolve_document
 from harness.config.checking.check import check as check_document
 from harness.config.checking.registry import RULES, by_code
 from harness.config.cli.fix import diff, fix, with_usable_remedies
 from harness.config.cli.render import FORMATS, render, shows_colour, text_block
 from harness.config.model.families import require_trainable_family
-from harness.config.resolving.resolve import resolve as resolve_document
 from harness.config.resolving.resolved import Resolved
 from harness.config.rules.view import TARGETS
 from harness.config.schema import version_warning

@@ -1,8 +1,8 @@
 """Turn a config with "auto" in it, and the arguments of a run, into the config that DeepSpeed gets.
 
 It starts no process, and reads at most the model's config.json. "auto" means what it means in HuggingFace
-(transformers' HfTrainerDeepSpeedConfig), but with the data-parallel size in place of the world size. Only the rules of
-`check` refuse anything here.
+(transformers' HfTrainerDeepSpeedConfig), but with the data-parallel size in place of the world size. Nothing is refused
+here but by the config check.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 
-from harness.config.checking.check import findings, known_shape, refusals
 from harness.config.resolving import filling
+from harness.config.resolving.config_check import ConfigCheck
 from harness.config.resolving.filling import Resolution
 from harness.config.resolving.resolved import Resolved
-from harness.config.rules.view import RunView
-from harness.config.schema.normalize import as_read
-from harness.config.text.diagnostic import ConfigError
 from harness.config.text.document import Document, from_values
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
@@ -39,24 +36,22 @@ def resolve(
     config: Mapping[str, object] | Document,
     values: AutoValues,
     *,
+    check: ConfigCheck | None,
     model: str | None = None,
     allow_ignored_keys: bool = False,
 ) -> Resolved:
     """Check a config together with the arguments of its run, and fill in every "auto".
 
-    The rules run once, over the file with the arguments in place of "auto", so they see both and what follows from
-    them.
-
     Args:
         config: a document, or values from a program.
         values: the arguments of the run.
-        model: a preset's name or a directory; its heads and layers are checked against the layout. None: no check.
-        allow_ignored_keys: accept ignored keys that look like misspelt ones.
+        check: refuses what is wrong; None: nothing is checked.
+        model, allow_ignored_keys: as for `ConfigCheck.require_valid`.
 
     Raises:
-        ConfigError: with every finding that keeps the run from starting.
+        ConfigError: the check refuses the config.
     """
-    before = resolve_before_data(config, values, model=model, allow_ignored_keys=allow_ignored_keys)
+    before = resolve_before_data(config, values, check=check, model=model, allow_ignored_keys=allow_ignored_keys)
     return complete(before, values)
 
 
@@ -64,6 +59,7 @@ def resolve_before_data(
     config: Mapping[str, object] | Document,
     values: AutoValues,
     *,
+    check: ConfigCheck | None,
     model: str | None = None,
     allow_ignored_keys: bool = False,
 ) -> Resolved:
@@ -72,30 +68,16 @@ def resolve_before_data(
     `complete` fills in the rest when they are read. Raises ConfigError as `resolve` does.
     """
     document = config if isinstance(config, Document) else from_values(config)
-    sizes = {
-        "world_size": values.world_size,
-        "pp_override": values.pipeline_parallel_size,
-        "tp_override": values.tensor_parallel_size,
-        "ep_override": values.expert_parallel_size,
-        "cp_override": values.context_parallel_size,
-    }
-    shape = known_shape(model, "harness")
-    run = Resolution(as_read(document.data), values)
-    # The config may still be wrong: a value that cannot be written is left out here, and the rules refuse it.
-    filling.fill_batch(run, ConfigView(data=run.config, **sizes).readers or 1)
+    run = Resolution(copy.deepcopy(document.data) if check is None else check.as_read(document.data), values)
+    # The config may still be wrong: a value that cannot be written is left out here, and the check refuses it.
+    filling.fill_batch(run, ConfigView(data=run.config, **values.layout).readers or 1)
     filling.fill_precision(run)
     filling.fill_optimizer(run)
     filling.fill_checkpointing(run)
     filling.fill_from_arguments(run)
-    # rules look at values as they are written, so they get the filled file, not the values that DeepSpeed reads
-    written = copy.deepcopy(dict(document.data))
-    for item in run.filled:
-        put(written, item.pointer, item.value)
-    view = RunView.of(document, data=written, model=shape, arguments=values, **sizes)
-    refused = refusals(findings(view), allow_ignored_keys=allow_ignored_keys)
-    if refused:
-        raise ConfigError(refused)
-    return _resolved(run, ConfigView(data=copy.deepcopy(run.config), **sizes))
+    if check is not None:
+        check.require_valid(document, run.filled, values, model=model, allow_ignored_keys=allow_ignored_keys)
+    return _resolved(run, ConfigView(data=copy.deepcopy(run.config), **values.layout))
 
 
 def complete(resolved: Resolved, values: AutoValues) -> Resolved:

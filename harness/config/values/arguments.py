@@ -101,6 +101,17 @@ class AutoValues:
     world_size: int = 1
     given: frozenset[str] = field(default_factory=frozenset)
 
+    @property
+    def layout(self) -> dict[str, int | None]:
+        """The number of ranks, and the sizes that override the config's, as a `ConfigView` takes them."""
+        return {
+            "world_size": self.world_size,
+            "pp_override": self.pipeline_parallel_size,
+            "tp_override": self.tensor_parallel_size,
+            "ep_override": self.expert_parallel_size,
+            "cp_override": self.context_parallel_size,
+        }
+
     def source(self, name: str) -> str:
         """Return the source of an argument's value, in words."""
         return f"--{name}" if name in self.given else f"default of --{name}"

@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from harness.arguments import TrainingArguments
-from harness.config import Resolved
+from harness.config import ConfigCheck, Resolved
 from harness.config.values.json_object import JsonObject
 from harness.console import Console
 from harness.errors import UserError
@@ -93,6 +93,7 @@ class Parts:
     """The parts of a run. None: the part is absent.
 
     Attributes:
+        check_config: refuses a wrong config with all findings; without it such a run fails where DeepSpeed does.
         forecast: predicts memory and speed, which the run reports before it builds the model.
         profiling: makes the callback that profiles that many steps (`--profile N`).
         certificate: finds the certificate that `run.json` gets.
@@ -101,6 +102,7 @@ class Parts:
         verify_sharding, require_packable, plan_tokens: try the model on a tiny copy, each for one purpose.
     """
 
+    check_config: ConfigCheck | None = None
     forecast: PredictRun | None = None
     profiling: Callable[[int], TrainerCallback] | None = None
     certificate: FindCertificate | None = None

@@ -145,7 +145,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
         require_listed_weights(source.weights)
     model = inputs.model if isinstance(inputs.model, str) else None
     if config is None:
-        config = read_run_config(args, world_size=env.world_size, model=model)
+        config = read_run_config(args, world_size=env.world_size, check=inputs.parts.check_config, model=model)
         require_supported(config.resolved)
     # The watchdog starts when the ranks have met, which may take hours. Until then at least detect stopped processes.
     with inputs.parts.watch.for_stopped_ranks(args.hang_seconds, inputs.console):

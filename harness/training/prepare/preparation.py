@@ -31,7 +31,6 @@ from harness.checkpoint import directories
 from harness.checkpoint.integrity import run_id
 from harness.checkpoint.run_lock import is_lent_twice, lock_directory, unlock_directory
 from harness.checkpoint.trial import try_saving
-from harness.config.schema import version_warning
 from harness.console import Console
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.pipeline import Layer
@@ -223,7 +222,7 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
     if device.type == "cpu":  # ranks of one host reduce in shared memory, several times as fast as gloo
         share_memory([groups.tp_group, groups.dp_group, groups.cp_group, groups.ep_group])
         carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)
-    if warning := version_warning():
+    if plan.parts.check_config is not None and (warning := plan.parts.check_config.version_warning()):
         console.warn(warning)
     if args.tf32:
         torch.set_float32_matmul_precision("high")

@@ -34,7 +34,8 @@ from harness.checkpoint.directories import (
     set_aside_newer,
 )
 from harness.checkpoint.integrity import damage
-from harness.config import AutoValues, Resolved, resolve
+from harness.config import AutoValues, Resolved
+from harness.config.checking import resolve
 from harness.errors import UserError
 from tests.unit.checkpoint.saved import progress, save
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from harness.config import AutoValues, ConfigError, check, resolve
+from harness.config import AutoValues, ConfigError
+from harness.config.checking import check, resolve
 from harness.config.text.document import from_text
 
 

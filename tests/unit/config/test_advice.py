@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from harness.config import AutoValues, ConfigError, Severity, check, resolve
+from harness.config import AutoValues, ConfigError, Severity
+from harness.config.checking import check, resolve
 from harness.config.checking.registry import RULES
 from harness.config.text.diagnostic import Diagnostic
 from harness.config.text.document import from_text, from_values

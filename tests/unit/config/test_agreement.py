@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from harness.config import AutoValues, ConfigError, Severity, check, refusals, resolve, schema
+from harness.config import AutoValues, ConfigError, Severity, schema
+from harness.config.checking import check, refusals, resolve
 from harness.config.checking.registry import by_code
 from harness.config.cli.pages import LENIENT, STRICTER
 from harness.config.schema import every_key

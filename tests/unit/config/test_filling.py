@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config import AutoValues, ConfigError, Resolved, resolve
-from harness.config.checking.check import unsupported_on_cpu
+from harness.config import AutoValues, ConfigError, Resolved
+from harness.config.checking import resolve
+from harness.config.text.devices import unsupported_on_cpu
 from harness.config.values.pointers import lookup
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.config import AutoValues, ConfigError, Severity, check, resolve
+from harness.config import AutoValues, ConfigError, Severity
+from harness.config.checking import check, resolve
 from harness.config.checking.registry import RULES
 from harness.config.cli.fix import diff, fix
 from harness.config.text.document import from_text

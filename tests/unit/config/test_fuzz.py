@@ -14,7 +14,8 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from harness.config import AutoValues, ConfigError, check, resolve
+from harness.config import AutoValues, ConfigError
+from harness.config.checking import check, resolve
 from harness.config.checking.registry import RULES
 from harness.config.cli.fix import fix
 from harness.config.cli.render import FORMATS, render

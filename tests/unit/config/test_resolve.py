@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from harness.config import AutoValues, ConfigError, check, resolve
-from harness.config.text.document import from_values
+from harness.config import AutoValues, ConfigError, load
+from harness.config import resolve as resolve_unchecked
+from harness.config.checking import check, resolve
+from harness.config.text.document import PRESETS, from_values
 
 AUTOS = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
 
@@ -188,3 +190,13 @@ def test_the_old_name_of_chunks_per_stage_is_read(keys: dict[str, int], chunks: 
     assert resolve(config, AutoValues(world_size=2)).chunks.per_stage == chunks
     old = [(one.code, one.pointer) for one in check(from_values(config), world_size=2) if one.code == "DS105"]
     assert old == [("DS105", "/pipeline/parts_per_stage")] * ("parts_per_stage" in keys)
+
+
+@pytest.mark.parametrize("path", sorted(PRESETS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_correct_config_is_resolved_the_same_without_the_check(path):
+    values = AutoValues(world_size=16, hidden_size=64)
+    unchecked = resolve_unchecked(load(path), values, check=None)
+    assert unchecked == resolve(load(path), values)
+    quoted = {"train_batch_size": 8, "tensor_parallel": {"autotp_size": "2"}, "zero_optimization": {"stage": "1"}}
+    run = resolve_unchecked(quoted, values, check=None)
+    assert (run.tp_size, run.zero_stage) == (2, 1)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import AutoValues, ConfigError, Diagnostic, Severity, check, resolve
+from harness.config import AutoValues, ConfigError, Diagnostic, Severity
+from harness.config.checking import check, resolve
 from harness.config.checking.registry import RULES, by_code
 from harness.config.cli.pages import pages
 from harness.config.rules.rule import Rule

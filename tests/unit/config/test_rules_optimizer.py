@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.config import check
+from harness.config.checking import check
 from harness.config.rules.deepspeed.optimizer import OWN
 from harness.config.schema import signatures
 from harness.config.text.document import from_text, from_values

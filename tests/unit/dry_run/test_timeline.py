@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.config import AutoValues, resolve
+from harness.config import AutoValues
+from harness.config.checking import resolve
 from harness.config.values.batch import bubble
 from harness.config.values.model_chunks import model_chunks
 from harness.dry_run.stage_times import stage_times

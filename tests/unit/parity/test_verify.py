@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from harness.arguments import TrainingArguments
-from harness.arguments.configure import read_run_config
 from harness.errors import UserError
 from harness.hf.skeleton import read_source
+from harness.installed import read_run_config
 from harness.parity.commands import table, verify
 from harness.parity.composition import Composition, Training
 from harness.parity.subject import deepspeed_config, make_subject

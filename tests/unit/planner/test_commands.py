@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from harness.cli import main
-from harness.config import check, load
+from harness.config import load
+from harness.config.checking import check
 from harness.planner import model_config
 from harness.planner.hardware import FOLDER
 

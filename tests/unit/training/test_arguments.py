@@ -13,12 +13,13 @@ from transformers.trainer_utils import SchedulerType
 
 from harness import TrainingArguments, UserError
 from harness.arguments import SCHEDULES, LoraArguments, parse
-from harness.arguments.configure import max_steps, read_run_config
+from harness.arguments.configure import max_steps
 from harness.arguments.other_programs import notes
 from harness.arguments.themes.intervals import interval
 from harness.arguments.themes.script import ScriptArguments
 from harness.config import ConfigError
 from harness.config.values.arguments import SCHEDULE_OPTIONS
+from harness.installed import read_run_config
 
 SAME_AS_HF = (
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),

@@ -9,11 +9,11 @@ import pytest
 from harness import TrainingArguments, UserError
 from harness.arguments import LoraArguments, expanded, parse
 from harness.arguments.command_line import known_flags, own_words
-from harness.arguments.configure import read_run_config
 from harness.arguments.other_programs import advice, is_idle, is_section, meant, other_programs, refusal
 from harness.arguments.themes.flags import ALIASES
 from harness.arguments.themes.script import ScriptArguments
 from harness.config import AutoValues
+from harness.installed import read_run_config
 
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
 KNOWN = known_flags(KINDS)

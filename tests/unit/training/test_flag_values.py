@@ -19,12 +19,12 @@ from transformers import HfArgumentParser
 
 from harness import TrainingArguments, UserError
 from harness.arguments import LoraArguments
-from harness.arguments.configure import read_run_config
 from harness.arguments.themes.flags import Flags, flag, groups, shown_default
 from harness.arguments.themes.script import ScriptArguments
 from harness.config.values.typed import typed
 from harness.errors import UserErrors
 from harness.hf.locate import model_directory
+from harness.installed import read_run_config
 
 
 class Kind(Enum):

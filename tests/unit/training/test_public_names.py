@@ -17,12 +17,12 @@ from transformers import HfArgumentParser
 import harness
 from harness import TrainingArguments
 from harness.arguments import LoraArguments, parse
-from harness.arguments.configure import read_run_config
 from harness.arguments.themes.flags import ALIASES, Help, default_of, flags_of
 from harness.arguments.themes.script import ScriptArguments
 from harness.config import AutoValues
 from harness.config.values.typed import takes
 from harness.console import Console, quiet, warn
+from harness.installed import read_run_config
 
 
 def test_every_public_name_is_listed_and_there() -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from harness import TrainingArguments, UserError
-from harness.arguments.configure import read_run_config
 from harness.arguments.themes.reporting import monitor_sections, require_packages
 from harness.console import Console, plain_console
+from harness.installed import read_run_config
 from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
 from harness.training.callbacks.progress import ProgressCallback, clock, smoothed
 from harness.training.recording.files import git_state

@@ -14,7 +14,6 @@ from torch.optim import lr_scheduler as of_torch
 from transformers import get_scheduler
 
 from harness import TrainingArguments, UserError
-from harness.arguments.configure import read_run_config
 from harness.checkpoint.directories import (
     TrainingProgress,
     contents,
@@ -25,6 +24,7 @@ from harness.checkpoint.directories import (
     set_aside,
 )
 from harness.checkpoint.integrity import find_resume
+from harness.installed import read_run_config
 from harness.training.engine.optimizer import advance_schedule
 from harness.training.saving.resume import changes, hyperparameters
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harness import TrainingArguments, UserError
-from harness.arguments.configure import read_run_config
 from harness.config.values.layout_keys import FOLDED_SCHEDULES, INTERLEAVED
 from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.device.process_group import start
+from harness.installed import read_run_config
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout

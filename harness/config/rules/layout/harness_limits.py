@@ -11,6 +11,7 @@ from harness.config.rules.deepspeed.precision import FLOAT16
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.schema import find
+from harness.config.text.devices import ON_A_CPU, REMEDY
 from harness.config.text.diagnostic import Severity
 from harness.config.values.coercion import as_float
 from harness.config.values.idle_keys import IDLE, accelerated
@@ -255,7 +256,7 @@ def needs_an_accelerator(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=pointer,
             message=message,
-            hint="run on an accelerator, or remove it",
-            deepspeed="fails on a CPU when the kernel is loaded",
+            hint=REMEDY,
+            deepspeed=ON_A_CPU,
             on_value=True,
         )

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from harness import TrainingArguments
-from harness.arguments.configure import read_run_config
 from harness.console import plain_console
+from harness.installed import read_run_config
 from harness.parallel.gradients.compressed import (
     ALIGNED,
     BLOCK,
