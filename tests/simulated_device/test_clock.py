@@ -32,18 +32,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "zero-3": zero(3, stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=BUCKET, overlap_comm=True),
     **{schedule: {"pipeline": {"stages": 2, "schedule": schedule}} for schedule in SCHEDULES},
 }
+LENGTHS = {"zero-1": 4}
+"""Of the samples: the first forward pass takes longer than all new weights in float32, which it hides."""
+LAYERS = {"zero-1": 8}
+"""Of the model: the update of the other layers takes longer than the weights of the first one, which it hides."""
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Timed]]:
     """By layout, the steps of both ranks; one launch for all."""
     folder = tmp_path_factory.mktemp("clock")
-    model = tiny_model(folder / "llama", "llama", False, num_hidden_layers=6)
+    models = {n: tiny_model(folder / f"llama-{n}", "llama", False, num_hidden_layers=n) for n in {6, *LAYERS.values()}}
     layouts = (
         "pp2z0" if name in SCHEDULES else f"dp2z{config['zero_optimization']['stage']}"
         for name, config in CONFIGS.items()
     )
-    jobs = [Job(model, layout, config) for layout, config in zip(layouts, CONFIGS.values(), strict=True)]
+    jobs = [
+        (Job(models[LAYERS.get(name, 6)], layout, config), LENGTHS.get(name, 1))
+        for layout, (name, config) in zip(layouts, CONFIGS.items(), strict=True)
+    ]
     first, second = run_ranks(2, timed_all, jobs, str(folder), timeout_s=400)
     return {name: list(pair) for name, *pair in zip(CONFIGS, first, second, strict=True)}
 
@@ -54,14 +61,15 @@ def test_all_ranks_have_one_clock(steps: dict[str, list[Timed]]) -> None:
         assert first.linked.length > first.unlinked.length, name
 
 
-@pytest.mark.parametrize(("layout", "most"), [("zero-1", 1.8), ("zero-1 bf16", 1.2)])
-def test_zero_1_shows_of_all_that_it_sends_little_more_than_the_last_reduction(
-    layout: str, most: float, steps: dict[str, list[Timed]]
+@pytest.mark.parametrize("layout", ["zero-1", "zero-1 bf16"])
+def test_zero_1_shows_of_all_that_it_sends_the_last_reduction_at_most(
+    layout: str, steps: dict[str, list[Timed]]
 ) -> None:
     timed = steps[layout][0]
     reductions, gathers = timed.linked.messages("reduce_scatter"), timed.linked.messages("all_gather")
-    # weights travel behind the update of others and the first forward pass, which is shorter here than all in float32
-    assert timed.exposed <= most * reductions[-1]
+    assert timed.exposed <= 1.2 * reductions[-1]
+    until_norm = timed.linked.until_norm - timed.unlinked.until_norm
+    assert timed.exposed - until_norm < 0.1 * reductions[-1]  # new weights show nothing
     assert sum(reductions) > 5 * reductions[-1]
     assert sum(gathers) > 2.5 * reductions[-1]
 

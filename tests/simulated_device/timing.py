@@ -127,13 +127,14 @@ class _Watch(TrainerCallback):
             self.steps[-1].passes.append(passed)
 
 
-def timed(job: Job, folder: str) -> Timed:
-    """Train a job, and return steady steps of this rank."""
+def timed(job: Job, folder: str, times: int = 1) -> Timed:
+    """Train a job with samples that are `times` as long, and return steady steps of this rank."""
     output = f"{folder}/{Path(job.model).name}{job.layout}{len(list(Path(folder).iterdir()))}"
     arguments = arguments_of(job, output, logging_steps=1, max_steps=WARM + 3)
     with running(slow_device()) as clock:
         watch = _Watch(clock)
-        trainer = Trainer(job.model, arguments, train_dataset=rows() * arguments.max_steps, callbacks=[watch])
+        samples = [{"input_ids": row["input_ids"] * times} for row in rows()] * arguments.max_steps
+        trainer = Trainer(job.model, arguments, train_dataset=samples, callbacks=[watch])
         if trainer.run.is_pipeline:
             trainer.engine.deepspeed.observe(Observer(begin=watch.begin, end=watch.end))
         trainer.train()
@@ -141,6 +142,6 @@ def timed(job: Job, folder: str) -> Timed:
     return Timed(watch.steps[WARM], watch.steps[-1])
 
 
-def timed_all(jobs: list[Job], folder: str) -> list[Timed]:
+def timed_all(jobs: list[tuple[Job, int]], folder: str) -> list[Timed]:
     """As `timed`, for several jobs one after the other."""
-    return [timed(job, folder) for job in jobs]
+    return [timed(job, folder, times) for job, times in jobs]
