@@ -19,6 +19,7 @@ def installed_parts() -> Parts:
     parts = Parts(check_config=config_check(), watch=watch())
     adding: dict[str, Callable[[Parts], Parts]] = {
         "harness.data": _with_data,
+        "harness.extras": _with_extras,
         "harness.planner": _with_planner,
         "harness.report": _with_report,
         "harness.verify": _with_verify,
@@ -33,6 +34,12 @@ def _with_data(parts: Parts) -> Parts:
     from harness.data.inputs import part
 
     return replace(parts, data=part)
+
+
+def _with_extras(parts: Parts) -> Parts:
+    from harness.extras.lora import adapted
+
+    return replace(parts, adapters=adapted)
 
 
 def _with_planner(parts: Parts) -> Parts:

@@ -128,10 +128,10 @@ def dry_run_plan(
     from harness.data.tokenizer import load_tokenizer
     from harness.device.process_group import require_device, require_precision
     from harness.dry_run.rank import DryRun
+    from harness.extras.lora import adapted
     from harness.hf.locate import model_directory
     from harness.hf.skeleton import read_source
     from harness.training.prepare.plan import resolve_for
-    from harness.training.prepare.trainable import adapted
 
     source, adaptation = adapted(read_source(script.model), lora.peft_config())
     if source is None:

@@ -34,8 +34,8 @@ from harness.dry_run.step_timeline import predicted_step
 from harness.dry_run.tape import Tape
 from harness.dry_run.timeline import TimelineSpan
 from harness.dry_run.world import fake_tensors, fake_world
+from harness.hf.adapters import Adapters
 from harness.hf.layers.call import ASKS_FOR_VALUES
-from harness.hf.lora import Adaptation
 from harness.hf.skeleton import ModelSource
 from harness.hf.verify.stretches import context_plan
 from harness.parallel.comm import TensorParallel
@@ -98,7 +98,7 @@ class DryRun:
 
     args: TrainingArguments
     source: ModelSource
-    adaptation: Adaptation | None
+    adaptation: Adapters | None
     resolved: Resolved
     layout: Layout
     block_size: int

@@ -20,6 +20,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from harness.config.model.shape import experts_of
 from harness.errors import UserError
+from harness.hf.adapters import Adapters, plain_name
 from harness.hf.context.arguments import SplitArguments
 from harness.hf.context.plan import TOGETHER, TokensApart
 from harness.hf.context.sequence import SharedSequence
@@ -33,7 +34,6 @@ from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.router_loss import RouterCapture, router_capture
 from harness.hf.layers.attention import on_any_device
 from harness.hf.locate import PLANS
-from harness.hf.lora import Adaptation, AdaptedWeights, inject, plain_name
 from harness.hf.skeleton import (
     ModelSource,
     build_skeleton,
@@ -254,7 +254,7 @@ def assemble(
     seed: int,
     finish: Callable[[nn.Module], None],
     experts: Neighbours | None = None,
-    adaptation: Adaptation | None = None,
+    adaptation: Adapters | None = None,
     router_loss: bool = False,
     part: Zero3Partition | None = None,
     whole_logits: bool = False,
@@ -286,8 +286,8 @@ def assemble(
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     vocab_size = next(end.get_parameter("weight").shape[0] for end in (head, embedding) if end is not None)
     if adaptation is not None:
-        inject(model, adaptation, keep_ties=isinstance(source.weights, Path))
-        weights = AdaptedWeights(base=weights, adaptation=adaptation, seed=seed)
+        adaptation.inject(model, keep_ties=isinstance(source.weights, Path))
+        weights = adaptation.weights(weights, seed)
     in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes out the layers and their buffers
     noise = embedding_noise(model, noise_alpha)
     outer, router = _examine(source, model, device, router_loss)

@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer
+from harness.extras.lora import Adaptation, lora_config
 from harness.hf.causal import assemble
-from harness.hf.lora import Adaptation, lora_config
 from harness.hf.skeleton import read_source
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import build_layers

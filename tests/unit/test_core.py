@@ -8,6 +8,7 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
 from torch.utils.data import IterableDataset
 
 import harness
@@ -26,6 +27,7 @@ PARTS = (
     "harness.config.schema",
     "harness.data",
     "harness.dry_run",
+    "harness.extras",
     "harness.parity",
     "harness.huggingface",
     "harness.installed",
@@ -35,7 +37,7 @@ PARTS = (
     "harness.verify",
     "harness.report",
 )
-MOST_LINES = 37_600
+MOST_LINES = 37_200
 
 
 def module_name(path: Path) -> str:
@@ -80,6 +82,11 @@ def test_the_core_imports_no_part_and_grows_no_more() -> None:
 def test_a_flag_that_needs_an_absent_part_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match=r"^--profile needs harness\.report, which is not installed"):
         Trainer(model="tiny-llama", args=TrainingArguments(profile=2))
+
+
+def test_adapters_are_refused_without_the_part_that_trains_them() -> None:
+    with pytest.raises(UserError, match=r"^LoRA needs harness\.extras, which is not installed: start without LoRA$"):
+        Trainer("tiny-llama", TrainingArguments(), peft_config=LoraConfig(r=2))
 
 
 def test_an_argument_that_the_core_does_not_take_is_refused_in_one_line() -> None:

@@ -42,6 +42,7 @@ LAYERS += (
     "data",
     "planner",
     "huggingface",
+    "extras",
     "verify",
     "report",
     "installed",

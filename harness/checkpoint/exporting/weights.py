@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
@@ -24,7 +23,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from harness.atomic import UNFINISHED, replaced_files, sync_file, sync_folder
-from harness.checkpoint.exporting.model_files import replace_model, set_aside_model, settle_model, unfinished_name
+from harness.checkpoint.exporting.model_files import replace_model, settle_model, unfinished_name
 from harness.checkpoint.tensors.local_shard import local_shard_of, saved_tensors
 from harness.checkpoint.tensors.not_saved import all_save, saving
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions, index_content
@@ -40,9 +39,6 @@ from harness.parallel.memory import malloc_trim
 from harness.parallel.tensor.shard import Shard, shard_of
 from harness.topology.agreement import values_of_all
 from harness.topology.groups import Groups
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 MANY = 100_000  # values; with fewer, it is not worth a call to return freed memory to the system
 
@@ -285,14 +281,3 @@ def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, renam
         sync_folder(directory)
 
     all_save(replace if groups.rank == 0 else lambda: None)
-
-
-def export_adapter_config(config: LoraConfig, base: str, directory: Path) -> None:
-    """Write adapter_config.json for adapters on the model at `base`; another model is moved away. One rank calls it."""
-    set_aside_model(directory, base)
-    config = copy.copy(config)
-    config.base_model_name_or_path = base
-    config.inference_mode = True
-    with replaced_files(directory) as folder:
-        config.save_pretrained(str(folder))
-        hide_secrets(folder)

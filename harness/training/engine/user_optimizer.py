@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError, refuse_all
-from harness.hf.lora import plain_name
+from harness.hf.adapters import plain_name
 from harness.topology.layout import Layout
 from harness.training.engine.muon import ParameterGroup
 from harness.training.engine.optimizer import LateAdagrad, grouped

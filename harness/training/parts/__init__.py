@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 from transformers import PretrainedConfig
@@ -18,6 +18,7 @@ from harness.config import ConfigCheck, Resolved
 from harness.config.values.json_object import JsonObject
 from harness.console import Console
 from harness.errors import UserError
+from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel
 from harness.hf.context.plan import ContextPlan
 from harness.hf.skeleton import ModelSource
@@ -26,6 +27,9 @@ from harness.topology.layout import Layout
 from harness.training.callbacks import TrainerCallback
 from harness.training.engine.context import EngineContext
 from harness.training.parts.data import DataPart
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 Part = TypeVar("Part")
 
@@ -88,6 +92,15 @@ PlanTokens: TypeAlias = Callable[[PretrainedConfig], ContextPlan]
 """Finds out which modules of the model of a config can compute a part of the tokens."""
 
 
+class FindAdapters(Protocol):
+    """Finds the source of a model (None for a list of layers), and the adapters to train instead of its own weights.
+
+    They are those of a model in memory, or new ones by peft's config. Raises UserError if they cannot be trained.
+    """
+
+    def __call__(self, model: object, peft_config: LoraConfig | None) -> tuple[ModelSource | None, Adapters | None]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The parts of a run. None: the part is absent.
@@ -100,6 +113,7 @@ class Parts:
         data: makes samples of text and conversations.
         watch: ends a run of which a rank fails, hangs or is stopped.
         verify_sharding, require_packable, plan_tokens: try the model on a tiny copy, each for one purpose.
+        adapters: finds the adapters that are trained instead of a model's own weights.
     """
 
     check_config: ConfigCheck | None = None
@@ -111,6 +125,7 @@ class Parts:
     verify_sharding: VerifySharding | None = None
     require_packable: RequirePackable | None = None
     plan_tokens: PlanTokens | None = None
+    adapters: FindAdapters | None = None
 
 
 def needed(part: Part | None, flag: str, folder: str) -> Part:

@@ -20,14 +20,14 @@ from harness.console import Console
 from harness.deepspeed.pipeline import Layer
 from harness.deepspeed.zero3_parameters import held_values
 from harness.errors import UserError
-from harness.hf.lora import Adaptation
+from harness.hf.adapters import Adapters
 from harness.hf.skeleton import ModelSource
 from harness.parallel.tensor.shard import shard_of
 from harness.topology.agreement import any_rank, disagreement, values_of_all
 from harness.topology.groups import Groups
 
 
-def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adaptation | None) -> dict[str, Tensor]:
+def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adapters | None) -> dict[str, Tensor]:
     """Return name -> tensor (any shape) of a model or layers that the user made in this process.
 
     {} for a model that the ranks read from files or initialise from the seed.

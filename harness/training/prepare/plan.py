@@ -43,7 +43,7 @@ from harness.config.model.shape import layer_drop, require_every_layer
 from harness.console import Console
 from harness.device.process_group import require_supported
 from harness.errors import UserError, refuse_all
-from harness.hf.lora import Adaptation, fingerprint
+from harness.hf.adapters import Adapters
 from harness.hf.skeleton import ModelSource
 from harness.resilience.process.records import THIS_RANK
 from harness.topology.agreement import all_or_none, value_of_first
@@ -56,7 +56,7 @@ from harness.training.engine.user_optimizer import UserOptimizer, user_optimizer
 from harness.training.parts import Parts, needed
 from harness.training.parts.data import FOLDER, Datasets, UserData, given_samples
 from harness.training.prepare.one_model import tensors_in_memory
-from harness.training.prepare.trainable import Model, adapted
+from harness.training.prepare.trainable import Model, model_source
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -112,7 +112,7 @@ class RunPlan(RunInputs):
     """
 
     source: ModelSource | None
-    adaptation: Adaptation | None
+    adaptation: Adapters | None
     adapter_fingerprint: str
     data: Datasets
     data_digest: str
@@ -138,7 +138,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     args, env = inputs.args, inputs.env
     _require_types(inputs, given)
     _require_evaluation(args, given)
-    source, adaptation = adapted(inputs.model, inputs.peft_config)
+    source, adaptation = _source(inputs)
     if source is None:
         _require_for_layers(inputs)
     elif isinstance(source.weights, Path):
@@ -164,7 +164,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
         **vars(inputs),
         source=source,
         adaptation=adaptation,
-        adapter_fingerprint=fingerprint(adaptation, args.seed if source and source.weights is None else None),
+        adapter_fingerprint="" if adaptation is None else adaptation.fingerprint(_base_seed(source, args)),
         data=data,
         data_digest="" if data.train is None else data_digest(data.train),
         config=config,
@@ -190,8 +190,22 @@ def _samples(inputs: RunInputs, given: UserData, config: RunConfig, source: Mode
     return given_samples(given, source)
 
 
+def _source(inputs: RunInputs) -> tuple[ModelSource | None, Adapters | None]:
+    """Return the source of a decoder (None for a list of layers) and its adapters."""
+    find = inputs.parts.adapters
+    if find is None:
+        if inputs.peft_config is not None or getattr(inputs.model, "peft_config", None):
+            needed(find, "LoRA", "harness.extras")
+        return model_source(inputs.model), None
+    return find(inputs.model, inputs.peft_config)
+
+
+def _base_seed(source: ModelSource | None, args: TrainingArguments) -> int | None:
+    return args.seed if source and source.weights is None else None
+
+
 def _user_optimizer(
-    inputs: RunInputs, source: ModelSource | None, adaptation: Adaptation | None, resolved: Resolved
+    inputs: RunInputs, source: ModelSource | None, adaptation: Adapters | None, resolved: Resolved
 ) -> UserOptimizer | None:
     """Return what was given as `optimizers`, None without. UserError if this run cannot train with it."""
     if inputs.optimizers in (None, (None, None)):

@@ -45,7 +45,6 @@ from harness.device.process_group import (
 )
 from harness.errors import UserError
 from harness.hf.locate import presets
-from harness.hf.lora import base_checksums
 from harness.hf.skeleton import ModelSource, position_limit
 from harness.hf.weights.tensor_files import sampled
 from harness.parallel.collectives.of_group import (
@@ -372,14 +371,14 @@ def _report_given(plan: RunPlan, trainable: TrainableModel) -> None:
         plan.console.say(f"  {plan.user_optimizer.summary}, as given: the arguments' own have no effect")
     if plan.adaptation is not None:
         of_all = f"{trainable.size(trained=True):,} of {trainable.size():,} parameters are trained"
-        plan.console.say(f"  adapters of rank {plan.adaptation.config.r}: {of_all}")
+        plan.console.say(f"  adapters of rank {plan.adaptation.rank}: {of_all}")
 
 
 def _base_checksums(plan: RunPlan) -> dict[str, str]:
     """Return the checksums of the adapters' base model, on rank 0, which writes them; {} elsewhere."""
     if plan.source is None or plan.adaptation is None or plan.env.rank > 0:
         return {}
-    return base_checksums(plan.source, plan.adaptation.config.modules_to_save or ())
+    return plan.adaptation.base_checksums(plan.source)
 
 
 def _warn_of_full_disk(run: Run, states: Sequence[str]) -> None:

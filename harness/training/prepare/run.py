@@ -15,7 +15,7 @@ from torch import nn
 from harness.arguments.themes.intervals import interval
 from harness.batches.stream import BatchStream, dataset_length
 from harness.checkpoint.training_state import EngineState
-from harness.hf.lora import saved_name
+from harness.hf.adapters import saved_name
 from harness.training.callbacks import TrainerState
 from harness.training.engine.context import EngineContext
 from harness.training.engine.engine import Engine

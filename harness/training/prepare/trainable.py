@@ -22,12 +22,12 @@ from harness.config.values.secrets import without_secret_texts
 from harness.console import warn
 from harness.deepspeed.pipeline import Layer
 from harness.errors import UserError
+from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.context.plan import TOGETHER, TokensApart, idle_tiles
 from harness.hf.fused import fuse
 from harness.hf.layers.attention import attention_of, require_available, with_attention
 from harness.hf.liger import liger_kernels
-from harness.hf.lora import Adaptation, adapted_model, lora_config
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
 from harness.parallel.context.stretches import ALONE, ContextParallel
@@ -43,7 +43,7 @@ from harness.training.parts import PlanTokens, needed
 from harness.wording import counted, one_of
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    pass
 UNSHAPING = frozenset(
     [
         *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "chunk_size_feed_forward"),
@@ -168,7 +168,7 @@ def trainable_decoder(
     source: ModelSource,
     context: EngineContext,
     sequence_length: int,
-    adaptation: Adaptation | None = None,
+    adaptation: Adapters | None = None,
     own_loss: LogitsLoss | None = None,
     plan_tokens: PlanTokens | None = None,
 ) -> TrainableModel:
@@ -263,27 +263,6 @@ def _finisher(source: ModelSource, context: EngineContext, part: Zero3Partition 
         spread(layer)
 
     return finish
-
-
-def adapted(model: Model, peft_config: LoraConfig | None) -> tuple[ModelSource | None, Adaptation | None]:
-    """Return the source of a decoder (None for a list of layers) and its adapters.
-
-    Adapters are those of a model in memory, or new ones by `peft_config`. Raises UserError if both are given, or for
-    adapters on a list of layers.
-    """
-    found = adapted_model(model)
-    if found is not None:
-        if peft_config is not None:
-            raise UserError(
-                "peft_config needs a model without adapters, but this one has some: give only one of the two"
-            )
-        return found
-    source = model_source(model)
-    if peft_config is None:
-        return source, None
-    if source is None:
-        raise UserError("peft_config needs a HuggingFace model, not a list of layers")
-    return source, Adaptation(config=lora_config(peft_config))
 
 
 def _require_gradients(causal: CausalModel, context: EngineContext) -> None:

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from harness.atomic import replaced_files
 from harness.checkpoint.directories import set_aside
 from harness.checkpoint.exporting.weights import (
-    export_adapter_config,
     export_adapters,
     export_config,
     export_weights,
@@ -29,8 +28,8 @@ from harness.checkpoint.tensors.local_shard import saved_tensors
 from harness.checkpoint.tensors.not_saved import NotSaved, all_save
 from harness.config.values.secrets import hide_secrets
 from harness.errors import UserError
+from harness.hf.adapters import plain_name, saved_name
 from harness.hf.causal import CausalModel
-from harness.hf.lora import plain_name, saved_name, sorted_config
 from harness.hf.weights.conversion import untie
 from harness.topology.groups import Groups
 from harness.training.parts.data import AnyTokenizer
@@ -46,7 +45,7 @@ def write_configs(run: Run, folder: Path) -> None:
         return
     if adaptation is not None:
         base = causal.source.weights
-        export_adapter_config(sorted_config(adaptation.config), str(base) if isinstance(base, Path) else "", folder)
+        adaptation.write_config(str(base) if isinstance(base, Path) else "", folder)
     else:
         export_config(causal.source, next(run.module.parameters()).dtype, folder)
     if run.data.tokenizer is not None:
@@ -91,9 +90,9 @@ def _write_model(run: Run, directory: Path) -> None:
             base = directory / BASE
             all_save(partial(base.mkdir, exist_ok=True))
             _write_weights(run, base)
-        name, config, at = run.trainable.saved_name, run.adaptation.config, str(base.resolve())
+        name, adaptation, at = run.trainable.saved_name, run.adaptation, str(base.resolve())
         export_adapters(run.module, run.groups, directory, rename=lambda key: saved_name(name(key)))
-        _on_first_rank(run, lambda: export_adapter_config(sorted_config(config), at, directory))
+        _on_first_rank(run, lambda: adaptation.write_config(at, directory))
     tokenizer = run.data.tokenizer
     _on_first_rank(run, lambda: save_tokenizer(tokenizer, directory) if tokenizer is not None else None)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harness.console import plain_console
-from harness.hf.lora import Adaptation
+from harness.extras.lora import Adaptation
 from harness.hf.skeleton import ModelSource
 from harness.parallel.tensor.shard import Shard, mark
 from harness.training.prepare.one_model import _comparable, checksum, take_first_ranks, tensors_in_memory

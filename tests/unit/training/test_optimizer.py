@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, Trainer, get_scheduler
 from harness import TrainingArguments, UserError
 from harness.arguments import SCHEDULES
 from harness.deepspeed.gradient_norm import square_sum
-from harness.hf.lora import Adaptation
+from harness.extras.lora import Adaptation
 from harness.hf.skeleton import ModelSource, build_skeleton
 from harness.hf.verify.tiny_copy import tiny_config
 from harness.training.engine.optimizer import LateAdagrad, in_buckets, learning_rate_schedule, parameter_groups

@@ -163,7 +163,7 @@ def test_a_program_can_collect_what_the_console_prints(tmp_path: Path) -> None:
         exec("console.fail('no room')", {"__name__": "harness.training.trainer", "console": console})
         with quiet(tmp_path / "log", rank=0), pytest.warns(UserWarning, match="of a module"):
             for _ in range(2):
-                exec("warn('of a module')", {"__name__": "harness.hf.lora", "warn": warn})
+                exec("warn('of a module')", {"__name__": "harness.extras.lora", "warn": warn})
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
@@ -174,7 +174,7 @@ def test_a_program_can_collect_what_the_console_prints(tmp_path: Path) -> None:
         "ERROR no room",
         "WARNING of a module",
     ]
-    assert names == ["harness"] * 3 + ["harness.training.trainer", "harness.hf.lora"]
+    assert names == ["harness"] * 3 + ["harness.training.trainer", "harness.extras.lora"]
     assert (out.getvalue(), error.getvalue()) == (
         "step 1: 50%\nwarning: the disk is nearly full\n",
         "error: no room\n" * 2,

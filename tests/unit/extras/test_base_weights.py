@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig
 
-from harness.hf import lora
-from harness.hf.lora import base_checksums
+from harness.extras import lora
+from harness.extras.lora import base_checksums
 from harness.hf.skeleton import ModelSource
 
 

@@ -26,8 +26,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from harness.atomic import replaced_files
+from harness.checkpoint.exporting.model_files import set_aside_model
+from harness.config.values.secrets import hide_secrets
 from harness.console import warn
 from harness.errors import UserError
+from harness.hf.adapters import NAME, plain_name
 from harness.hf.layers.call import CANNOT_RUN
 from harness.hf.skeleton import ModelSource, forget_broken_ties, require_plain, skeleton_of
 from harness.hf.weights.layer_weights import WeightSource, fill_local
@@ -35,12 +39,11 @@ from harness.hf.weights.lazy_tensor import LazyTensor
 from harness.hf.weights.tensor_files import Stored, open_tensors
 from harness.parallel.generators import own_generators
 from harness.parallel.plans.lora import Wrapper, is_wrapper, lifted, without_adapters
+from harness.training.prepare.trainable import Model, model_source
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-NAME = "default"
-PREFIX = "base_model.model."
 INSTALL = "peft is not installed: pip install 'ds-harness[peft]'"
 # fields of peft's LoraConfig that may differ from their default; others would need the base weights or other layers
 SUPPORTED = frozenset(
@@ -67,6 +70,65 @@ class Adaptation:
     config: LoraConfig
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     trained: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """The rank of the adapters' matrices."""
+        return int(self.config.r)
+
+    def inject(self, model: PreTrainedModel, *, keep_ties: bool) -> None:
+        """See `inject`."""
+        inject(model, self, keep_ties=keep_ties)
+
+    def weights(self, base: WeightSource, seed: int) -> WeightSource:
+        """Return the weights of layers with adapters: the layers' own from `base`."""
+        return AdaptedWeights(base=base, adaptation=self, seed=seed)
+
+    def fingerprint(self, base_seed: int | None = None) -> str:
+        """Return the settings as JSON, equal for runs that can resume each other's checkpoints.
+
+        Args:
+            base_seed: seed of a base model without weights of its own, else None.
+        """
+        other = {"base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"}
+        stated = sorted_config(self.config).to_dict()
+        shaping = {key: stated[key] for key in sorted(stated) if key not in other}
+        return json.dumps({**shaping, "base_seed": base_seed}, default=str)
+
+    def base_checksums(self, source: ModelSource) -> dict[str, str]:
+        """See `base_checksums`; modules that are trained whole are left out."""
+        return base_checksums(source, self.config.modules_to_save or ())
+
+    def write_config(self, base: str, directory: Path) -> None:
+        """Write adapter_config.json for adapters on the model at `base`; another model is moved away."""
+        set_aside_model(directory, base)
+        config = sorted_config(self.config)
+        config.base_model_name_or_path = base
+        config.inference_mode = True
+        with replaced_files(directory) as folder:
+            config.save_pretrained(str(folder))
+            hide_secrets(folder)
+
+
+def adapted(model: object, peft_config: LoraConfig | None) -> tuple[ModelSource | None, Adaptation | None]:
+    """Return the source of a decoder (None for a list of layers) and its adapters.
+
+    Adapters are those of a model in memory, or new ones by `peft_config`. Raises UserError if both are given, or for
+    adapters on a list of layers.
+    """
+    found = adapted_model(model)
+    if found is not None:
+        if peft_config is not None:
+            raise UserError(
+                "peft_config needs a model without adapters, but this one has some: give only one of the two"
+            )
+        return found
+    source = model_source(cast("Model", model))
+    if peft_config is None:
+        return source, None
+    if source is None:
+        raise UserError("peft_config needs a HuggingFace model, not a list of layers")
+    return source, Adaptation(config=lora_config(peft_config))
 
 
 def lora_config(given: object) -> LoraConfig:
@@ -300,16 +362,6 @@ def _train_whole(model: PreTrainedModel) -> None:
         model.set_submodule(name, wrapper.modules_to_save[NAME])
 
 
-def saved_name(name: str) -> str:
-    """Return the name under which peft stores a trained parameter of the model."""
-    return PREFIX + name.replace(f".{NAME}.", ".")
-
-
-def plain_name(name: str) -> str:
-    """Return the name of a parameter in the model without adapters."""
-    return name.replace(".base_layer", "")
-
-
 def is_adapter(name: str) -> bool:
     """Return whether a parameter of that name belongs to an adapter."""
     return ".lora_" in name
@@ -322,20 +374,6 @@ def sorted_config(config: LoraConfig) -> LoraConfig:
         if isinstance(value, (set, frozenset)):
             setattr(config, key, sorted(value))
     return config
-
-
-def fingerprint(adaptation: Adaptation | None, base_seed: int | None = None) -> str:
-    """Return the settings of adapters as JSON, equal for runs that can resume each other's checkpoints; "" if none.
-
-    Args:
-        base_seed: seed of a base model without weights of its own, else None.
-    """
-    if adaptation is None:
-        return ""
-    other = {"base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"}
-    stated = sorted_config(adaptation.config).to_dict()
-    shaping = {key: stated[key] for key in sorted(stated) if key not in other}
-    return json.dumps({**shaping, "base_seed": base_seed}, default=str)
 
 
 @dataclass(frozen=True, kw_only=True)

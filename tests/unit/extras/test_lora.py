@@ -13,8 +13,9 @@ from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dic
 from torch import Tensor
 
 from harness.errors import UserError
+from harness.extras.lora import Adaptation, adapted_model, lora_config
+from harness.hf.adapters import saved_name
 from harness.hf.causal import CausalModel, assemble
-from harness.hf.lora import Adaptation, adapted_model, fingerprint, lora_config, saved_name
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
 from tests.models import config, model_of
@@ -296,10 +297,9 @@ def test_a_model_without_adapters_is_not_taken_for_one_with() -> None:
 
 def test_the_fingerprint_tells_configs_apart_and_nothing_else() -> None:
     def of(**settings: Any) -> str:
-        return fingerprint(Adaptation(config=LoraConfig(**settings)))
+        return Adaptation(config=LoraConfig(**settings)).fingerprint()
 
     one = of(r=4, target_modules=["b", "a"])
     assert one == of(r=4, target_modules=["a", "b"], inference_mode=True)
     assert one != of(r=8, target_modules=["a", "b"])
     assert one != of(r=4, target_modules=["a", "b"], lora_alpha=1)
-    assert fingerprint(None) == ""

@@ -1,0 +1,1 @@
+"""What a run can do besides training a model's own weights."""

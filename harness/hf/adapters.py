@@ -1,0 +1,64 @@
+"""What training asks of adapters, which are trained instead of a model's own weights, and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from harness.hf.skeleton import ModelSource
+from harness.hf.weights.layer_weights import WeightSource
+
+NAME = "default"
+PREFIX = "base_model.model."
+
+
+class Adapters(Protocol):
+    """Adapters of a decoder."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Values of adapters by name in the model; others are initialised."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of the adapters' matrices."""
+
+    def inject(self, model: PreTrainedModel, *, keep_ties: bool) -> None:
+        """Put the adapters' layers into `model`, on meta, and freeze the rest.
+
+        Args:
+            keep_ties: whether tied weights must stay tied, because the checkpoint has values for only one of them.
+
+        Raises:
+            UserError: the adapters do not fit the model.
+        """
+
+    def weights(self, base: WeightSource, seed: int) -> WeightSource:
+        """Return the weights of layers with adapters: the layers' own from `base`."""
+
+    def fingerprint(self, base_seed: int | None) -> str:
+        """Return the settings as JSON, equal for runs that can resume each other's checkpoints.
+
+        Args:
+            base_seed: seed of a base model without weights of its own, else None.
+        """
+
+    def base_checksums(self, source: ModelSource) -> dict[str, str]:
+        """Return the checksums of the base model's weights by name. UserError if they cannot be read."""
+
+    def write_config(self, base: str, directory: Path) -> None:
+        """Write adapter_config.json for adapters on the model at `base`. One rank calls it. OSError if that fails."""
+
+
+def saved_name(name: str) -> str:
+    """Return the name under which peft stores a trained parameter of the model."""
+    return PREFIX + name.replace(f".{NAME}.", ".")
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter in the model without adapters."""
+    return name.replace(".base_layer", "")
