@@ -273,6 +273,14 @@ def data_digest(dataset: MapDataset, looked_at: int = 16) -> str:
     return digest.hexdigest()[:16]
 
 
+def fingerprint(*parts: object) -> str:
+    """Return a hash of the values' texts; it is the same in every process and run.
+
+    `datasets` hashes pickles instead, which differ between versions and change when a tokenizer is used.
+    """
+    return hashlib.sha256("\0".join(map(str, parts)).encode(errors="surrogatepass")).hexdigest()[:32]
+
+
 def read_micro_batch(
     dataset: MapDataset, rows: Sequence[int], collator: Collator, seed: int = 0
 ) -> tuple[MicroBatch, int]:

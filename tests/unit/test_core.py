@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 import harness
 from harness import TrainingArguments, UserError
+from harness.batches.collate import AnyDataset
 from harness.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ PARTS = (
     "harness.verify",
     "harness.report",
 )
-MOST_LINES = 37_200
+MOST_LINES = 37_800
 
 
 def module_name(path: Path) -> str:
@@ -97,16 +98,26 @@ def test_an_argument_that_the_core_does_not_take_is_refused_in_one_line() -> Non
 TOKENS = [{"input_ids": [(5 * row + place) % 250 for place in range(8)]} for row in range(8)]
 
 
-class Endless(IterableDataset[dict[str, list[int]]]):
-    def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        return cycle(TOKENS)
+class Endless(IterableDataset[dict[str, object]]):
+    """Rows of one column, without an end."""
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+
+    def __iter__(self) -> Iterator[dict[str, object]]:
+        return cycle({self.column: row["input_ids"]} for row in TOKENS)
 
 
 @pytest.mark.parametrize(
     ("data", "flags", "refusal"),
     [
         ([{"text": "a"}], {}, "train_dataset has text: to turn text and conversations into samples needs harness.data"),
-        (Endless(), {"max_steps": 1}, "train_dataset: to read an IterableDataset while training needs harness.data"),
+        (
+            Endless("text"),
+            {"max_steps": 1},
+            "train_dataset has text: to turn text and conversations into samples needs",
+        ),
+        (Endless("input_ids"), {}, "an IterableDataset: a stream has no length: give --max_steps"),
         (TOKENS, {"packing": True}, "--packing needs harness.data, which is not installed"),
     ],
 )
@@ -118,11 +129,12 @@ def test_what_is_not_samples_is_refused_without_the_part_that_makes_them(
     assert str(refused.value).startswith(refusal)
 
 
-def test_a_run_without_parts_comes_to_the_losses_of_one_with_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", [TOKENS, Endless("input_ids")], ids=["list", "stream"])
+def test_a_run_without_parts_comes_to_the_losses_of_one_with_all(data: AnyDataset, tmp_path: Path) -> None:
     losses = []
     for kind in (Trainer, harness.Trainer):
-        args = TrainingArguments(str(tmp_path / kind.__module__), max_steps=2, eval_steps=2, save_steps=0)
-        trainer = kind("tiny-llama", args, TOKENS, TOKENS[:2])
+        args = TrainingArguments(str(tmp_path / kind.__module__), max_steps=2, eval_steps=2, save_steps=1)
+        trainer = kind("tiny-llama", args, data, TOKENS[:2])
         losses.append((trainer.train().training_loss, trainer.evaluate()["eval_loss"]))
         trainer.predict(TOKENS[:2])
         trainer.close()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from harness.batches.collate import MapDataset
+from harness.batches.stream import fingerprint
 from harness.data.files.format import Extent
 from harness.data.files.formats import format_of, planned
 from harness.data.files.pieces import in_pieces, parts_of
@@ -22,7 +23,6 @@ from harness.data.files.rows import COLUMNS, TEXT, document, kind_of_row, plain_
 from harness.data.files.sources import find_files, preflight
 from harness.data.on_disk.cache import (
     cache_error,
-    fingerprint,
     fingerprint_of,
     prepared_folder,
     set_fingerprint,

@@ -17,21 +17,23 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.batches.collate import AnyDataset, MapDataset
 from harness.batches.evaluation import EvaluationData, by_prefix
 from harness.batches.given import as_dataset, is_iterable, read_all
+from harness.batches.progress import Speaker
 from harness.batches.stream import require_samples
+from harness.batches.streaming.flags import refuse_buffer, require_streamable
+from harness.batches.streaming.rows import IterableRows, Rows
+from harness.batches.streaming.source import Streamed, StreamedSource, samples_of_rows
 from harness.config.model.files import has_tokenizer
 from harness.config.values.arguments import BLOCK_SIZE
 from harness.console import Console
 from harness.data.blocks import make_blocks, require_block_size, token_blocks
 from harness.data.files.documents import as_documents, hold_out, holds_tokens, read_documents
 from harness.data.files.sources import TOKENS, SourceGroup, find_files, find_tokens, source_groups, validation_group
-from harness.data.inputs.early_checks import refuse_buffer, require_streamable
 from harness.data.mixing import Source, described, joined
 from harness.data.on_disk.cache import Preparation, once_per_host
-from harness.data.on_disk.progress import Speaker
 from harness.data.preview import composition, summary
 from harness.data.samples import make_samples
-from harness.data.streaming.rows import FileRows, IterableRows, Rows
-from harness.data.streaming.source import RowsAsTheyAre, Streamed, StreamedSource, sample_maker
+from harness.data.streaming.makers import sample_maker
+from harness.data.streaming.rows import DocumentRows, FileRows
 from harness.data.tokenizer import Tokenizer, check_vocabulary, identity, known, load_tokenizer
 from harness.device.process_group import shared_store, start
 from harness.errors import UserError
@@ -104,7 +106,7 @@ def script_datasets(
     """
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
     require_cut(source, config.resolved.tp_size, config.resolved.ep_size)
-    say = _speaker(console)
+    say = Speaker.of(console)
     form = SampleForm.of(tokenizer, source, args)
     lay_out = _layer_out(tokenizer, form, say)
 
@@ -128,7 +130,7 @@ def script_datasets(
         if script.streaming:
             files = [[file for path in group.paths for file in find_files(path)] for group in groups]
             rows = [FileRows(each, group.kind, say) for each, group in zip(files, groups, strict=True)]
-            sources = [_streamed(each, tokenizer, form) for each in rows]
+            sources = [_streamed(each, each.kind, tokenizer, form) for each in rows]
             return Streamed(sources, weights, args.shuffle_buffer_size, names), evaluation
         _require_enough(documents, form, config)
         return joined([lay_out(each) for each in documents], weights, names), evaluation
@@ -175,7 +177,7 @@ def user_datasets(
     given_train = as_dataset(given.train_dataset)
     tokenizer = None if given.processing_class is None else known(given.processing_class)
     evaluation = _each(given.eval_dataset, lambda data: read_all(as_dataset(data), "eval_dataset"))
-    say = _speaker(console)
+    say = Speaker.of(console)
     train = stream_of_dataset(given_train, tokenizer, source, args, say) if is_iterable(given_train) else given_train
     if not isinstance(train, Streamed):
         refuse_buffer(args)
@@ -218,18 +220,19 @@ def stream_of_dataset(
     Raises UserError for arguments that a stream cannot follow, and for text without a tokenizer.
     """
     require_streamable(args, "an IterableDataset")
-    rows = IterableRows(dataset, "train_dataset", as_they_are=source is None, say=say)
-    if rows.kind is None or source is None:
-        return Streamed([StreamedSource(rows, RowsAsTheyAre())], buffer=args.shuffle_buffer_size)
+    if source is None:
+        return samples_of_rows(IterableRows(dataset, "train_dataset", say=say), args.shuffle_buffer_size)
+    rows = DocumentRows(dataset, "train_dataset", say=say)
+    if rows.kind is None:
+        return samples_of_rows(rows, args.shuffle_buffer_size)
     if tokenizer is None:
         raise UserError(NEEDS_TOKENIZER)
-    return Streamed(
-        [_streamed(rows, tokenizer, SampleForm.of(tokenizer, source, args))], buffer=args.shuffle_buffer_size
-    )
+    form = SampleForm.of(tokenizer, source, args)
+    return Streamed([_streamed(rows, rows.kind, tokenizer, form)], buffer=args.shuffle_buffer_size)
 
 
-def _streamed(rows: Rows, tokenizer: Tokenizer, form: SampleForm) -> StreamedSource:
-    maker = sample_maker(rows.kind, tokenizer, form.block_size, packing=form.packing, vocabulary=form.vocabulary)
+def _streamed(rows: Rows, kind: str, tokenizer: Tokenizer, form: SampleForm) -> StreamedSource:
+    maker = sample_maker(kind, tokenizer, form.block_size, packing=form.packing, vocabulary=form.vocabulary)
     return StreamedSource(rows, maker, identity(tokenizer))
 
 
@@ -257,7 +260,7 @@ def later_dataset(
         return data
     if tokenizer is None:
         raise UserError(NEEDS_TOKENIZER)
-    say = _speaker(console)
+    say = Speaker.of(console)
     lay_out = _layer_out(known(tokenizer), SampleForm.of(known(tokenizer), source, args), say)
     return once_per_host(lambda: lay_out(as_documents(data, name, say)), env=env, store=shared_store())
 
@@ -281,10 +284,6 @@ def _require_packed(source: ModelSource | None, *datasets: MapDataset | None) ->
                 "--packing packs text and conversations, but this data set has input_ids: "
                 "add position_ids that begin at 0 with each document, or remove --packing"
             )
-
-
-def _speaker(console: Console) -> Speaker:
-    return Speaker(console.say, console.out if console.speaks and console.is_terminal else None)
 
 
 def _layer_out(tokenizer: Tokenizer, form: SampleForm, say: Callable[[str], None]) -> Callable[[Documents], Source]:

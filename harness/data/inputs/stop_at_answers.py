@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from transformers import GenerationConfig
 
+from harness.batches.streaming.source import StreamedSource
 from harness.console import Console
 from harness.data.samples import Samples
 from harness.data.stops import stop_tokens, with_stop_tokens
-from harness.data.streaming.source import StreamedSource
+from harness.data.streaming.makers import ConversationSamples
 from harness.data.tokenizer import ByteTokenizer, known
 from harness.hf.skeleton import ModelSource
 from harness.training.parts.data import Datasets
@@ -35,7 +36,5 @@ def stop_at_answers(source: ModelSource, data: Datasets, console: Console) -> Mo
 
 def _learns_conversations(data: object) -> bool:
     sources = getattr(data, "sources", [data])
-    return any(
-        isinstance(source, Samples) or (isinstance(source, StreamedSource) and source.learns_conversations)
-        for source in sources
-    )
+    makers = [source.maker if isinstance(source, StreamedSource) else source for source in sources]
+    return any(isinstance(maker, Samples | ConversationSamples) for maker in makers)

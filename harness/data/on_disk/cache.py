@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from harness.batches.stream import fingerprint
 from harness.errors import UserError, reason
 from harness.topology.env import LaunchEnv
 from harness.topology.placement import host_id
@@ -117,14 +117,6 @@ def once_per_host(
         while store.add(heard, 0) < env.world_size and time.monotonic() < deadline:
             time.sleep(poll_s)
         raise
-
-
-def fingerprint(*parts: object) -> str:
-    """Return a hash of the values' texts, for a folder's name; it is the same in every process and run.
-
-    `datasets` hashes pickles instead, which differ between versions and change when a tokenizer is used.
-    """
-    return hashlib.sha256("\0".join(map(str, parts)).encode(errors="surrogatepass")).hexdigest()[:32]
 
 
 def fingerprint_of(rows: Dataset) -> str:

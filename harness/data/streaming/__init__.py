@@ -1,1 +1,1 @@
-"""Make samples while the run trains: rows of files or of an IterableDataset -> samples -> one endless data set."""
+"""Make samples of files and of an IterableDataset of documents while the run trains."""

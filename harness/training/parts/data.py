@@ -1,6 +1,6 @@
 """What the core asks of the part that makes samples from text and conversations, and what a run does without it.
 
-The core takes samples: map-style data sets of dicts with input_ids, or of pairs (inputs, labels).
+The core takes samples: data sets, map-style or iterable, of dicts with input_ids or of pairs (inputs, labels).
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from harness.arguments.configure import RunConfig
 from harness.batches.collate import AnyDataset, MapDataset
 from harness.batches.evaluation import EvaluationData
 from harness.batches.given import as_dataset, is_iterable, read_all
+from harness.batches.progress import Speaker
+from harness.batches.streaming.flags import refuse_buffer, require_streamable
+from harness.batches.streaming.rows import IterableRows
+from harness.batches.streaming.source import samples_of_rows
 from harness.config.values.json_object import JsonObject
 from harness.console import Console
 from harness.errors import UserError
@@ -122,40 +126,42 @@ FOLDER = "harness.data"
 """The part."""
 
 
-def given_samples(given: UserData, source: ModelSource | None) -> Datasets:
+def given_samples(given: UserData, args: TrainingArguments, source: ModelSource | None, console: Console) -> Datasets:
     """Return data sets that hold samples already: all that a run takes without the part.
 
-    Raises UserError for text, conversations and streams.
+    Raises UserError for text and conversations, and for arguments that a stream cannot follow.
     """
-    train, evaluation = as_dataset(given.train_dataset), given.eval_dataset
+    train = as_dataset(given.train_dataset)
     if is_iterable(train):
-        raise UserError(
-            f"train_dataset: to read an IterableDataset while training needs {FOLDER}, which is not installed: give a "
-            "list of its samples"
-        )
+        require_streamable(args, "an IterableDataset")
+        rows = IterableRows(train, "train_dataset", say=Speaker.of(console))
+        _require_sample(rows.first, "train_dataset", source)
+        train = samples_of_rows(rows, args.shuffle_buffer_size)
+    else:
+        refuse_buffer(args)
+        train = None if train is None else require_samples_of(train, "train_dataset", source)
 
-    def ready(data: AnyDataset) -> MapDataset:
+    def read(data: AnyDataset) -> MapDataset:
         return require_samples_of(read_all(as_dataset(data), "eval_dataset"), "eval_dataset", source)
 
-    return Datasets(
-        train=None if train is None else require_samples_of(train, "train_dataset", source),
-        evaluation=(
-            {name: ready(each) for name, each in evaluation.items()}
-            if isinstance(evaluation, Mapping)
-            else None
-            if evaluation is None
-            else ready(evaluation)
-        ),
-        tokenizer=given.processing_class,
-    )
+    evaluation: EvaluationData = None
+    if isinstance(given.eval_dataset, Mapping):
+        evaluation = {name: read(each) for name, each in given.eval_dataset.items()}
+    elif given.eval_dataset is not None:
+        evaluation = read(given.eval_dataset)
+    return Datasets(train=train, evaluation=evaluation, tokenizer=given.processing_class)
 
 
 def require_samples_of(data: MapDataset, name: str, source: ModelSource | None) -> MapDataset:
     """Return a data set if a decoder, `source`, can take its rows as samples; otherwise raise UserError."""
-    row = data[0] if source is not None and len(data) else None
-    if isinstance(row, Mapping) and "input_ids" not in row:
+    if source is not None and len(data):
+        _require_sample(data[0], name, source)
+    return data
+
+
+def _require_sample(row: object, name: str, source: ModelSource | None) -> None:
+    if source is not None and isinstance(row, Mapping) and "input_ids" not in row:
         raise UserError(
             f"{name} has {', '.join(map(str, row)) or 'nothing'}: to turn text and conversations into samples needs "
             f"{FOLDER}, which is not installed: give samples with input_ids"
         )
-    return data

@@ -184,10 +184,10 @@ def _samples(inputs: RunInputs, given: UserData, config: RunConfig, source: Mode
     args, part = inputs.args, inputs.parts.data
     if part is not None:
         return part.user_datasets(given, args, config, source, inputs.env, inputs.console)
-    for name in ("packing", "shuffle_buffer_size", "sample_prompts"):
+    for name in ("packing", "sample_prompts"):
         if getattr(args, name):
             needed(part, f"--{name}", FOLDER)
-    return given_samples(given, source)
+    return given_samples(given, args, source, inputs.console)
 
 
 def _source(inputs: RunInputs) -> tuple[ModelSource | None, Adapters | None]:

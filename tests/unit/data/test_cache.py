@@ -12,8 +12,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.batches.stream import fingerprint
 from harness.data.on_disk import cache
-from harness.data.on_disk.cache import cache_error, fingerprint, once_per_host, prepared_folder
+from harness.data.on_disk.cache import cache_error, once_per_host, prepared_folder
 from harness.data.tokenizer import ByteTokenizer, encode, identity, load_tokenizer
 from harness.errors import UserError
 from harness.topology.env import LaunchEnv

@@ -15,21 +15,24 @@ from torch.utils.data import IterableDataset
 from harness import preflight
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.batches import progress
 from harness.batches.given import read_all
 from harness.batches.stream import data_digest
+from harness.batches.streaming import source as source_module
+from harness.batches.streaming.rows import IterableRows
+from harness.batches.streaming.source import RowsAsTheyAre, Streamed, StreamedSource
 from harness.data.blocks import make_blocks
 from harness.data.files import jsonl_format, pieces, txt_format
 from harness.data.files.documents import read_documents
 from harness.data.files.formats import format_of
 from harness.data.files.pieces import PIECE_CHARACTERS
 from harness.data.files.sources import find_files
-from harness.data.on_disk import progress
 from harness.data.on_disk.cache import Preparation
 from harness.data.piece_encoder import PieceEncoder
 from harness.data.samples import make_samples
-from harness.data.streaming import source as source_module
-from harness.data.streaming.rows import FileRows, IterableRows
-from harness.data.streaming.source import RowsAsTheyAre, Streamed, StreamedSource, sample_maker
+from harness.data.streaming import makers
+from harness.data.streaming.makers import sample_maker
+from harness.data.streaming.rows import DocumentRows, FileRows
 from harness.data.tokenizer import ByteTokenizer, load_tokenizer
 from harness.errors import UserError
 from tests.unit.data.streams import ranks_of
@@ -82,7 +85,7 @@ def test_conversations_are_those_of_the_file_without_what_cannot_be_learnt(chats
         length = int(samples.lengths([k % len(samples)])[0])
         assert found.pop("attention_mask") == [1] * length + [0] * (BLOCK - length)
         assert found == plain(samples[k % len(samples)])
-    monkeypatch.setattr(source_module, "_MOST_UNUSED", 200)  # of 10,000
+    monkeypatch.setattr(makers, "_MOST_UNUSED", 200)  # of 10,000
     with pytest.raises(UserError, match=r"201 conversations in a row have no answer within the first 8 tokens"):
         streamed(chats, "messages", ByteTokenizer(), 8)[0]
 
@@ -222,7 +225,7 @@ ITERABLES = [
 @pytest.mark.parametrize("make", ITERABLES)
 def test_an_iterable_data_set_is_a_stream(make):
     def data():
-        rows = IterableRows(Counting(make), "train_dataset", as_they_are=False)
+        rows = DocumentRows(Counting(make), "train_dataset")
         maker = RowsAsTheyAre() if rows.kind is None else sample_maker(rows.kind, ByteTokenizer(), BLOCK, packing=False)
         return Streamed([StreamedSource(rows, maker)], buffer=5)
 
@@ -234,7 +237,7 @@ def test_an_iterable_of_the_package_datasets_is_shuffled_anew_in_each_pass():
     from datasets import Dataset
 
     dataset = Dataset.from_list([{"input_ids": [i]} for i in range(8)]).to_iterable_dataset().shuffle(1, buffer_size=8)
-    source = StreamedSource(IterableRows(dataset, "train_dataset", as_they_are=False), RowsAsTheyAre())
+    source = StreamedSource(DocumentRows(dataset, "train_dataset"), RowsAsTheyAre())
     first, second = ([source[k]["input_ids"][0] for k in range(start, start + 8)] for start in (0, 8))
     assert sorted(first) == sorted(second) == list(range(8)) and first != second
     kept = source.position(16)
@@ -358,7 +361,7 @@ def test_passing_over_rows_shows_that_it_goes_on(monkeypatch):
     said, beats = [], []
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0)
     monkeypatch.setattr(source_module, "beat", beats.append)
-    rows = IterableRows(Counting(ITERABLES[2], 2000), "train_dataset", as_they_are=True, say=said.append)
+    rows = IterableRows(Counting(ITERABLES[2], 2000), "train_dataset", say=said.append)
     source = StreamedSource(rows, RowsAsTheyAre())
     source.seek({"sample": 1500, "row": 1500})
     assert source[1500]["input_ids"][0] == 1500
@@ -390,7 +393,7 @@ class Stateful(Counting):
 @pytest.mark.parametrize("make", ITERABLES)
 def test_a_data_set_that_knows_where_it_stands_is_asked_for_it(make):
     def stream(buffer=5):
-        rows = IterableRows(Stateful(lambda i: make(i % 40), 700), "train_dataset", as_they_are=False)
+        rows = DocumentRows(Stateful(lambda i: make(i % 40), 700), "train_dataset")
         maker = RowsAsTheyAre() if rows.kind is None else sample_maker(rows.kind, ByteTokenizer(), BLOCK, packing=False)
         return Streamed([StreamedSource(rows, maker)], buffer=buffer), rows._dataset
 
@@ -417,7 +420,7 @@ def test_an_iterable_of_datasets_goes_on_from_its_state_where_that_is_exact(shuf
     def stream():
         dataset = Dataset.from_list([{"input_ids": [i]} for i in range(900)]).to_iterable_dataset(num_shards=4)
         dataset = dataset.shuffle(1, buffer_size=50) if shuffled else dataset
-        return StreamedSource(IterableRows(dataset, "train_dataset", as_they_are=False), RowsAsTheyAre())
+        return StreamedSource(DocumentRows(dataset, "train_dataset"), RowsAsTheyAre())
 
     whole = stream()
     for at in (700, 1400):
@@ -436,8 +439,8 @@ def test_an_iterable_that_gives_nothing_is_refused():
             return self.rows
 
     with pytest.raises(UserError, match="train_dataset is empty"):
-        IterableRows(Empty(), "train_dataset", as_they_are=False)
-    source = StreamedSource(IterableRows(Once(), "train_dataset", as_they_are=False), RowsAsTheyAre())
+        DocumentRows(Empty(), "train_dataset")
+    source = StreamedSource(DocumentRows(Once(), "train_dataset"), RowsAsTheyAre())
     with pytest.raises(UserError, match="train_dataset gives no sample in pass 2: its __iter__ must begin anew"):
         source[4]
     with pytest.raises(UserError, match="gives more than 4 samples, too many to be held"):

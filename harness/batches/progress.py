@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from harness.console import Console
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
@@ -21,6 +23,11 @@ class Speaker:
 
     say: Callable[[str], None]
     terminal: TextIO | None = None
+
+    @classmethod
+    def of(cls, console: Console) -> Speaker:
+        """Return one that prints to a console, with bars where it is a terminal."""
+        return cls(console.say, console.out if console.speaks and console.is_terminal else None)
 
     def __call__(self, text: str) -> None:
         self.say(text)

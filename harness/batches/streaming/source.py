@@ -17,30 +17,19 @@ import numpy.typing as npt
 import torch
 
 from harness.batches.order import Indices, OwnOrder, SeveralSources, sample_order
+from harness.batches.progress import PreparationProgress
+from harness.batches.shares import Shares
+from harness.batches.stream import fingerprint
+from harness.batches.streaming.rows import Mark, Row, Rows
 from harness.config.values.json_object import JsonObject
-from harness.data.blocks import positions_of
-from harness.data.chat import ConversationEncoder, Encoded
-from harness.data.files.rows import TEXT
-from harness.data.mixing import Shares
-from harness.data.on_disk.cache import fingerprint
-from harness.data.on_disk.progress import PreparationProgress
-from harness.data.packing import best_fit_decreasing
-from harness.data.piece_encoder import PieceEncoder
-from harness.data.samples import laid_out
-from harness.data.streaming.rows import Mark, Row, Rows
-from harness.data.tokenizer import Tokenizer, padding_id
-from harness.errors import UserError
 from harness.parallel.generators import seed_of
 from harness.resilience.process.activity import beat
 
-PACKED_TOGETHER = 256
-"""Number of consecutive conversations of a stream that are packed at a time."""
 ENDLESS = 1 << 60
 """Returned as the length of a stream, which has none."""
 
 Sample: TypeAlias = object
 """An input of the collator."""
-_MOST_UNUSED = 10_000  # conversations in a row without a usable answer, before the stream gives up
 _ROWS_BETWEEN_BEATS = 64  # skipped rows between two heartbeats; without any, the watchdog would report a hang
 
 
@@ -92,96 +81,11 @@ class RowsAsTheyAre(SampleMaker):
 
     def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
         """Yield the rows from a position on."""
-        for sample, (_, row, following, _) in enumerate(_neighbours(rows, origin), origin.sample + 1):
+        for sample, (_, row, following, _) in enumerate(neighbours(rows, origin), origin.sample + 1):
             yield row, StreamPosition(sample, *following)
 
 
-class TextBlocks(SampleMaker):
-    """Documents joined and cut into blocks, with position ids if they are packed."""
-
-    def __init__(self, tokenizer: Tokenizer, block_size: int, *, packing: bool) -> None:
-        self._pieces = PieceEncoder(tokenizer)
-        self._size = block_size
-        self._packing = packing
-        self.key = ("blocks", block_size, packing)
-
-    def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
-        """Yield the blocks from a position on: `input_ids` and, if packed, `position_ids`, int64 [block_size]."""
-        sample, rest, starts, size = origin.sample, origin.rest, origin.starts, self._size
-        for before, document, following, after in _neighbours(rows, origin):
-            part = int(document["part"])
-            continued = str(after["text"]) if after.get("part", 0) != 0 else None
-            text_before = str(before["text"]) if part else ""
-            (ids,) = self._pieces([str(document["text"])], [part], text_before, continued)
-            if part == 0 and self._packing:
-                starts = np.append(starts, len(rest))
-            rest = np.concatenate([rest, ids.astype(np.int64)])
-            while len(rest) >= size:
-                block, rest = rest[:size], rest[size:]
-                inside, starts = starts[starts < size], starts[starts >= size] - size
-                sample += 1
-                made = {"input_ids": torch.from_numpy(block)}
-                if self._packing:
-                    made["position_ids"] = torch.from_numpy(positions_of(inside, size))
-                yield made, StreamPosition(sample, *following, rest, starts)
-
-
-class ConversationSamples(SampleMaker):
-    """Conversations, each padded on the right; or packed without cutting any, 256 consecutive ones at a time."""
-
-    def __init__(self, tokenizer: Tokenizer, block_size: int, *, packing: bool, vocabulary: int | None = None) -> None:
-        self._chat = ConversationEncoder(tokenizer)
-        self._pad = padding_id(tokenizer, vocabulary)
-        self._size = block_size
-        self._packing = packing
-        self.key = ("conversations", block_size, packing, self._chat.template, self._pad)
-
-    def samples(self, rows: Rows, origin: StreamPosition) -> PositionedSamples:
-        """Yield the samples from a position on; padded ones have an `attention_mask`, packed ones `position_ids`."""
-        usable, sample = self._usable(rows, origin), origin.sample
-        if not self._packing:
-            for encoded, following in usable:
-                sample += 1
-                made = laid_out([encoded], self._size, self._pad)
-                del made["position_ids"]
-                made["attention_mask"] = (torch.arange(self._size) < len(encoded.ids)).long()
-                yield made, StreamPosition(sample, *following)
-        while together := list(itertools.islice(usable, PACKED_TOGETHER)):
-            bins = best_fit_decreasing([len(encoded.ids) for encoded, _ in together], self._size)
-            for number in range(len(bins)):
-                sample += 1
-                # There is no position between samples packed together: a resume packs the 256 conversations again.
-                position = StreamPosition(sample, *together[-1][1]) if number == len(bins) - 1 else None
-                yield laid_out([together[i][0] for i in bins[number]], self._size, self._pad), position
-
-    def _usable(self, rows: Rows, origin: StreamPosition) -> Iterator[tuple[Encoded, tuple[int, int]]]:
-        """Yield conversations with an answer within a sample's length, each with (section, number) of the next row."""
-        unused = 0
-        for _, document, following, _ in _neighbours(rows, origin):
-            found = self._chat(str(document["conversation"]), str(document["place"]))
-            encoded = Encoded(ids=found.ids[: self._size], answers=found.answers[: self._size])
-            if encoded.answers[1:].any():  # the first token is never predicted
-                unused = 0
-                yield encoded, following
-                continue
-            unused += 1
-            if unused > _MOST_UNUSED:
-                raise UserError(
-                    f"{document['place']}: {unused} conversations in a row have no answer within the first "
-                    f"{self._size} tokens: raise --block_size"
-                )
-
-
-def sample_maker(
-    kind: str | None, tokenizer: Tokenizer, block_size: int, *, packing: bool, vocabulary: int | None = None
-) -> SampleMaker:
-    """Return the maker of samples for rows of this kind, text or conversations; `vocabulary`: see `make_samples`."""
-    if kind == TEXT:
-        return TextBlocks(tokenizer, block_size, packing=packing)
-    return ConversationSamples(tokenizer, block_size, packing=packing, vocabulary=vocabulary)
-
-
-def _neighbours(rows: Rows, origin: StreamPosition) -> Iterator[tuple[Row, Row, tuple[int, int], Row]]:
+def neighbours(rows: Rows, origin: StreamPosition) -> Iterator[tuple[Row, Row, tuple[int, int], Row]]:
     """Yield (row before, row, (section, number) of the next row, next row) from a position on.
 
     The very first row has None before it. If a file has become shorter and the position is past its end, the rows
@@ -208,12 +112,13 @@ class StreamedSource:
     """The samples of one stream, by number. Cheap in order; an earlier number restarts from the position last set.
 
     Attributes:
+        maker: makes the samples of the rows.
         key: a fingerprint of rows and maker.
     """
 
     def __init__(self, rows: Rows, maker: SampleMaker, made_with: str = "") -> None:
         self._rows = rows
-        self._maker = maker
+        self.maker = maker
         self._made = fingerprint(made_with, *maker.key)
         self.key = fingerprint(rows.key, self._made)
         self.seek({})
@@ -221,11 +126,6 @@ class StreamedSource:
     def __getitem__(self, index: int) -> Sample:
         self._go_to(index)
         return self._next()
-
-    @property
-    def learns_conversations(self) -> bool:
-        """Whether the rows are conversations, not text."""
-        return isinstance(self._maker, ConversationSamples)
 
     def seek(self, kept: JsonObject) -> None:
         """Continue from a result of `position`; from the beginning if it is {}."""
@@ -255,13 +155,18 @@ class StreamedSource:
     def _start(self, origin: StreamPosition) -> None:
         self._origin = self._position = origin
         self._count = origin.sample
-        self._coming = self._maker.samples(self._rows, origin)
+        self._coming = self.maker.samples(self._rows, origin)
 
     def _next(self) -> Sample:
         sample, position = next(self._coming)
         self._count = self._count + 1
         self._position = position or self._position
         return sample
+
+
+def samples_of_rows(rows: Rows, buffer: int) -> Streamed:
+    """Return a stream whose rows are the samples, shuffled within a buffer of that many."""
+    return Streamed([StreamedSource(rows, RowsAsTheyAre())], buffer=buffer)
 
 
 class Streamed(OwnOrder, SeveralSources):

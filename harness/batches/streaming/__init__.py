@@ -1,0 +1,1 @@
+"""Read samples from a stream while the run trains: rows -> samples -> one endless data set."""
