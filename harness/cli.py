@@ -51,11 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file may hold what the terminal cannot show
-    module = import_module(VERBS[verb][0])
     try:
+        module = import_module(VERBS[verb][0])
         code: int = getattr(module, verb.replace("-", "_"))(args[1:])
     except UserError as error:
         print(f"ds-harness {verb}: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        from harness.installed import absent_part
+
+        part = absent_part(error.name or "")
+        if part is None:
+            raise
+        print(f"ds-harness {verb}: needs {part}, which is not installed", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         sys.stderr.close()

@@ -7,13 +7,32 @@ from importlib.util import find_spec
 from harness.arguments import TrainingArguments, configure
 from harness.arguments.configure import RunConfig
 from harness.config import ConfigCheck
+from harness.errors import UserError
 from harness.resilience.process.watching import Watch
+
+OF_VERBS = (
+    *("harness.cluster", "harness.compat", "harness.config.checking", "harness.data", "harness.dry_run"),
+    *("harness.parity", "harness.planner", "harness.report"),
+)
+"""The parts that verbs of the command line need."""
+
+
+def absent_part(module: str) -> str | None:
+    """Return the part that is not installed, if this module lies in one; else None."""
+    holding = (part for part in OF_VERBS if f"{module}.".startswith(f"{part}."))
+    return next((part for part in holding if not is_installed(part)), None)
 
 
 def is_installed(folder: str) -> bool:
     """Return whether the package of a part is installed."""
     spec = find_spec(folder)
     return spec is not None and spec.origin is not None  # a deleted package may leave a folder of caches: no origin
+
+
+def require_installed(folder: str, what: str) -> None:
+    """Raise UserError if the part that `what` needs is not installed."""
+    if not is_installed(folder):
+        raise UserError(f"{what} needs {folder}, which is not installed")
 
 
 def config_check() -> ConfigCheck | None:

@@ -21,9 +21,8 @@ from harness.arguments.configure import RunConfig
 from harness.arguments.themes.script import ScriptArguments
 from harness.console import Console, plain_console, quiet
 from harness.errors import UserError
-from harness.installed import watch
+from harness.installed import require_installed, watch
 from harness.preconditions import establish
-from harness.preflight import check_before_start, limit_trial
 from harness.resilience.process import activity, records, signals
 from harness.topology.env import ACCELERATOR, LaunchEnv, inherited, replace_environment
 from harness.uncaught import GRACE_S, lines_of, report
@@ -79,6 +78,9 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
         )
         if args.use_cpu:  # before DeepSpeed is imported
             replace_environment({**inherited(), ACCELERATOR: "cpu"})
+        require_installed("harness.data", "a training script that reads files")
+        from harness.preflight import check_before_start
+
         # one rank may be downloading for the whole host
         with watch().for_stopped_ranks(args.hang_seconds, console):
             config = check_before_start(script, args, env, lora)
@@ -104,6 +106,7 @@ def run(
     from harness.data.inputs.datasets import script_datasets
     from harness.device.process_group import require_supported
     from harness.hf.skeleton import read_source
+    from harness.preflight import limit_trial
     from harness.training.recording.files import note_wall_clock
 
     files = script.train_file if args.trains else script.validation_file or script.train_file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -57,6 +58,19 @@ def test_what_ends_a_verb_is_a_code_and_at_most_a_line(
     monkeypatch.setattr(verbs, "explain", fail)
     assert main(["explain"]) == code
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("verb", "part"), [("generate", "harness.data"), ("plan", "harness.planner"), ("report", "harness.report")]
+)
+def test_a_verb_of_a_part_that_is_not_installed_says_so(
+    verb: str, part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name == part or name.startswith(f"{part}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, part, None)  # what importing a deleted package comes to
+    assert main([verb, "--help"]) == 1
+    assert capsys.readouterr().err.startswith(f"ds-harness {verb}: needs {part}")
 
 
 def test_an_error_of_our_own_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
