@@ -56,9 +56,9 @@ def _with_report(parts: Parts) -> Parts:
 
 
 def _with_verify(parts: Parts) -> Parts:
-    from harness.hf.verify.packing import require_packable
-    from harness.hf.verify.stretches import context_plan
+    from harness.verify.packing import require_packable
     from harness.verify.sharding import verify_plan
+    from harness.verify.stretches import context_plan
 
     return replace(parts, verify_sharding=verify_plan, require_packable=require_packable, plan_tokens=context_plan)
 

@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import INTERLEAVED, PARTITIONS, SCHEDULES
 from harness.config.values.model_chunks import model_chunks
-from harness.hf.matrix import YES, read_matrix
 from harness.parity.composition import OFFLOADS, ROWS, Composition, Execution, Training, Words
+from harness.verify.matrix import YES, read_matrix
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Words)

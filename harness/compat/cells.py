@@ -27,14 +27,14 @@ from harness.config.model.plans import spreads_experts
 from harness.config.model.shape import experts_of
 from harness.errors import UserError
 from harness.hf.locate import PLANS
-from harness.hf.matrix import CELLS, IS_DECODER, NEEDED, NO_EXPERTS, PLAN, YES, plan_digest
 from harness.hf.skeleton import read_source
-from harness.hf.verify.comparison import find_difference
 from harness.parallel.comm import TensorParallel
 from harness.parity.composition import Execution
 from harness.parity.execute import new_trainer, outcome_of, run_composition, silence_this_process
 from harness.parity.launch import LINES
 from harness.parity.trial import RIGHT
+from harness.verify.comparison import find_difference
+from harness.verify.matrix import CELLS, IS_DECODER, NEEDED, NO_EXPERTS, PLAN, YES, plan_digest
 
 
 class Wrong(Exception):

@@ -13,12 +13,12 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.skeleton import ModelSource, text_decoder
-from harness.hf.verify.comparison import NOT_CAUSAL, looks_ahead
-from harness.hf.verify.tiny_copy import tiny_config
 from harness.parallel.comm import TensorParallel
 from harness.parity.composition import Composition
 from harness.parity.subject import Subject, make_subject
 from harness.parity.trial import Judge
+from harness.verify.comparison import NOT_CAUSAL, looks_ahead
+from harness.verify.tiny_copy import tiny_config
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from harness.config.values.json_file import parse_json, regular_bytes
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
-from harness.hf.matrix import CELLS
 from harness.parity.launch import run_on_ranks
+from harness.verify.matrix import CELLS
 
 RANKS = 2
 

@@ -37,7 +37,6 @@ from harness.dry_run.world import fake_tensors, fake_world
 from harness.hf.adapters import Adapters
 from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify.stretches import context_plan
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.schedules.instructions import most_in_flight, most_kept
 from harness.parallel.pipeline.schedules.orders import ORDERS
@@ -55,6 +54,7 @@ from harness.training.engine.context import DTYPES, EngineContext
 from harness.training.engine.engine import Engine, PipelineStages
 from harness.training.prepare.stages import choose_boundaries
 from harness.training.prepare.trainable import TrainableModel, require_compilable, trainable_decoder
+from harness.verify.stretches import context_plan
 
 OF_A_MICRO_BATCH = (
     *("LoadMicroBatch", "ForwardPass", "BackwardPass", "InputGradients", "WeightGradients"),

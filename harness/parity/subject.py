@@ -20,9 +20,9 @@ from harness.config.values.json_object import JsonObject
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
 from harness.hf.skeleton import read_source, text_decoder, vocabulary_size
-from harness.hf.verify.shrink import parts_of
-from harness.hf.verify.tiny_copy import MOST_PARAMETERS, shrink, tiny_config, tiny_model
 from harness.parity.composition import Composition, Execution, Training
+from harness.verify.shrink import parts_of
+from harness.verify.tiny_copy import MOST_PARAMETERS, shrink, tiny_config, tiny_model
 
 if TYPE_CHECKING:
     from peft import PeftModel

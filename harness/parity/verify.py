@@ -26,13 +26,13 @@ from harness.config.values.layout_keys import CONTEXT, DEEPSPEED_CONTEXT, EXPERT
 from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource, read_source
-from harness.hf.verify.tiny_copy import shrink
 from harness.installed import read_run_config
 from harness.parity.composition import Composition, Execution, Training
 from harness.parity.trial import REFUSED, RIGHT, UNTRIED, TrialResult, try_all
 from harness.report import certificate
 from harness.training.prepare.trainable import shaping
 from harness.training.recording.files import versions
+from harness.verify.tiny_copy import shrink
 
 MOST_RANKS = 8
 MOST_CHUNKS = 4  # of a tiny copy, which may have four layers

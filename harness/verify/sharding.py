@@ -17,16 +17,16 @@ import torch.distributed as dist
 from harness.console import Console
 from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble
-from harness.hf.matrix import is_tested
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify.comparison import NOT_CAUSAL, Difference, find_difference, looks_ahead, worst_of
-from harness.hf.verify.stretches import context_plan
-from harness.hf.verify.tiny_copy import shrink
 from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.token_exchange import Neighbours
 from harness.topology.agreement import any_rank, values_of_all
 from harness.training.engine.context import EngineContext
 from harness.training.prepare.trainable import tokens_apart
+from harness.verify.comparison import NOT_CAUSAL, Difference, find_difference, looks_ahead, worst_of
+from harness.verify.matrix import is_tested
+from harness.verify.stretches import context_plan
+from harness.verify.tiny_copy import shrink
 
 TINY_TILE = 5
 """Tokens of a tile in the tiny copy, whose sequences are short."""

@@ -34,12 +34,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from harness.hf.causal import assemble
 from harness.hf.context.plan import TokensApart
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify.packing import require_documents_apart
-from harness.hf.verify.stretches import context_plan
-from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 from harness.parallel.comm import TensorParallel
 from harness.parallel.context.stretches import ContextParallel
 from harness.parallel.pipeline.staged_module import build_layers
+from harness.verify.packing import require_documents_apart
+from harness.verify.stretches import context_plan
+from harness.verify.tiny_copy import tiny_config, tiny_model
 
 FAMILIES = (
     *(

@@ -29,12 +29,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from harness.errors import UserError  # noqa: E402
 from harness.hf.locate import PLANS  # noqa: E402
-from harness.hf.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model  # noqa: E402
 from harness.parallel.comm import ALONE, TensorParallel  # noqa: E402
 from harness.parallel.plans.apply import cut  # noqa: E402
 from harness.parallel.plans.experts import expert_parallel_plan  # noqa: E402
 from harness.parallel.tensor.shard import shard_of  # noqa: E402
 from harness.parallel.token_exchange import Neighbours  # noqa: E402
+from harness.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.threads import run_threads  # noqa: E402
 

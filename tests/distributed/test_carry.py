@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
-from harness.hf.verify.tiny_copy import tiny_config
-from harness.hf.verify.tiny_copy import tiny_model as tiny_copy
+from harness.verify.tiny_copy import tiny_config
+from harness.verify.tiny_copy import tiny_model as tiny_copy
 from tests.distributed.ranks import DEVICE, run_ranks
 from tests.distributed.training import BATCH, STEPS, Curve, Job, reference, rows, tiny_model, train_all, worst
 

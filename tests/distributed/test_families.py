@@ -6,7 +6,7 @@ import pytest
 
 from harness.compat.commands import spell
 from harness.compat.launch import run_families
-from harness.hf.matrix import CELLS, NO_EXPERTS, YES, installed_transformers, read_matrix
+from harness.verify.matrix import CELLS, NO_EXPERTS, YES, installed_transformers, read_matrix
 
 pytestmark = pytest.mark.ranks
 

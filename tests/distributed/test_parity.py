@@ -8,8 +8,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from harness import UserError
-from harness.hf.verify.tiny_copy import tiny_config
-from harness.hf.verify.tiny_copy import tiny_model as tiny_copy
+from harness.verify.tiny_copy import tiny_config
+from harness.verify.tiny_copy import tiny_model as tiny_copy
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, reference, tiny_model, train, train_all, worst
 

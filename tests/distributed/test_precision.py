@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from harness import Trainer, TrainingArguments
-from harness.hf.verify.tiny_copy import tiny_config, tiny_model
+from harness.verify.tiny_copy import tiny_config, tiny_model
 from tests.distributed.ranks import DEVICE, run_ranks
 from tests.distributed.training import Job
 

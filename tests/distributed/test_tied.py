@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from harness import Trainer
-from harness.hf.verify.tiny_copy import tiny_config
-from harness.hf.verify.tiny_copy import tiny_model as tiny_copy
+from harness.verify.tiny_copy import tiny_config
+from harness.verify.tiny_copy import tiny_model as tiny_copy
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Curve, Job, arguments_of, reference, rows, steps_of, tiny_model, worst
 

@@ -20,7 +20,7 @@ from harness.console import Console
 from harness.errors import UserError
 from harness.hf import causal
 from harness.hf.locate import PLANS
-from harness.hf.verify.tiny_copy import tiny_config
+from harness.verify.tiny_copy import tiny_config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, rows
 

@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 from harness.errors import UserError
 from harness.hf.forward.payload import CarriedTensor, PayloadSpec, StagePayload
 from harness.hf.skeleton import ModelSource, read_source
-from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 from harness.parallel.pipeline.staged_module import Unpacker, build_layers, pack_payload
+from harness.verify.tiny_copy import tiny_config, tiny_model
 from tests.models import config, model_of
 from tests.unit.hf.test_decoder import prepare
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from harness.hf.verify.tiny_copy import tiny_config
-from harness.hf.verify.tiny_copy import tiny_model as tiny_copy
+from harness.verify.tiny_copy import tiny_config
+from harness.verify.tiny_copy import tiny_model as tiny_copy
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_experts import FAMILIES
 from tests.distributed.training import Curve, Job, reference, tiny_model, train_all, worst

@@ -34,7 +34,6 @@ PARTS = (
     "harness.installed",
     "harness.planner",
     "harness.resilience.watch",
-    "harness.hf.verify",
     "harness.verify",
     "harness.report",
 )

@@ -39,11 +39,11 @@ LAYERS = (
 LAYERS += (
     "batches",
     "training",
+    "verify",
     "data",
     "planner",
     "huggingface",
     "extras",
-    "verify",
     "report",
     "installed",
     "preflight",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -41,13 +42,14 @@ from harness.hf.causal import require_cut
 from harness.hf.layers.attention import with_attention
 from harness.hf.locate import model_directory
 from harness.hf.skeleton import ModelSource, build_skeleton, position_limit, vocabulary_size
-from harness.hf.verify.packing import require_documents_apart
 from harness.topology.env import LaunchEnv
+from harness.training.parts import needed
 from harness.training.parts.data import AnyTokenizer, Datasets, UserData
 from harness.wording import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PretrainedConfig
 
 NEEDS_TOKENIZER = "a data set of text or conversations needs processing_class, the tokenizer"
 _COUNTED = 1000  # up to this number of documents, measure their size before tokenising
@@ -79,7 +81,7 @@ class SampleForm:
         vocabulary = vocabulary_size(build_skeleton(source.config))
         check_vocabulary(tokenizer, vocabulary)
         if args.packing:  # a model that cannot keep documents apart is refused before anything is tokenised
-            require_documents_apart(with_attention(source.config, args.attn_implementation))
+            _require_documents_apart(with_attention(source.config, args.attn_implementation))
         longest, block_size = position_limit(source.config), args.block_size
         if block_size is None:
             block_size = min(BLOCK_SIZE, longest or BLOCK_SIZE)
@@ -89,6 +91,13 @@ class SampleForm:
             )
         require_block_size(block_size)
         return cls(block_size=block_size, packing=args.packing, vocabulary=vocabulary)
+
+
+def _require_documents_apart(config: PretrainedConfig) -> None:
+    needed(find_spec("harness.verify"), "--packing", "harness.verify")
+    from harness.verify.packing import require_documents_apart
+
+    require_documents_apart(config)
 
 
 def script_datasets(

@@ -1,6 +1,6 @@
 """Which parts of a model can compute a subset of the tokens at a time.
 
-`harness/hf/verify/stretches.py` finds that out by trial on a tiny copy.
+`harness/verify/stretches.py` finds that out by trial on a tiny copy.
 """
 
 from __future__ import annotations

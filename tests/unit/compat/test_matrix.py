@@ -10,7 +10,7 @@ import pytest
 from harness.cli import main
 from harness.compat.commands import differences, render, spell
 from harness.compat.launch import read_rows, run_families
-from harness.hf.matrix import CELLS, Matrix, read_matrix, write_matrix
+from harness.verify.matrix import CELLS, Matrix, read_matrix, write_matrix
 
 RIGHT = dict.fromkeys(CELLS, "yes")
 REFUSED = dict.fromkeys(CELLS, "refused: it looks ahead")

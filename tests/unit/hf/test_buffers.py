@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource, build_skeleton, read_source
-from harness.hf.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
 from harness.hf.weights.initialization import constructed, is_unfilled, mark_unfilled
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import build_layers
+from harness.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
 
 
 def test_a_model_read_from_a_directory_has_the_buffers_of_its_constructor(tmp_path):

@@ -15,9 +15,9 @@ from harness.hf.causal import CausalModel, assemble
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import StagePayload
 from harness.hf.skeleton import ModelSource, build_skeleton
-from harness.hf.verify.tiny_copy import tiny_config
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import BuiltLayers, build_layers
+from harness.verify.tiny_copy import tiny_config
 from tests.models import config, model_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gpt2", "bloom", "opt", "mpt", "olmoe", "mamba")

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from harness.hf.causal import assemble
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 from harness.parallel.comm import TensorParallel
+from harness.verify.tiny_copy import tiny_config, tiny_model
 
 
 @pytest.mark.parametrize(

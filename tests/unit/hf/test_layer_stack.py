@@ -10,9 +10,9 @@ from harness.errors import UserError
 from harness.hf.causal import CausalModel, assemble, require_cut
 from harness.hf.forward.lifted import find_stack
 from harness.hf.skeleton import ModelSource, build_skeleton, text_decoder, vocabulary_size
-from harness.hf.verify.comparison import find_difference
-from harness.hf.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model
 from harness.parallel.comm import TensorParallel
+from harness.verify.comparison import find_difference
+from harness.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from harness.errors import UserError
 from harness.hf.causal import assemble
 from harness.hf.liger import LigerKernels, liger_kernels
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify.tiny_copy import shrink
 from harness.parallel.comm import TensorParallel
+from harness.verify.tiny_copy import shrink
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:

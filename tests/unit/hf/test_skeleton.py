@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM, LlamaMod
 
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource, position_limit, read_source, text_decoder
-from harness.hf.verify.tiny_copy import tiny_config, tiny_model
+from harness.verify.tiny_copy import tiny_config, tiny_model
 
 
 class Widened(LlamaForCausalLM):

@@ -12,12 +12,12 @@ from harness.dry_run.ledger import Ledger
 from harness.hf.causal import assemble
 from harness.hf.context.plan import TokensApart
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify.stretches import context_plan
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.tiles import LossTiles, tile_block, tiles
 from harness.topology.layout import Layout
+from harness.verify.stretches import context_plan
 
 WIDTH, INSIDE, VOCABULARY, TILE = 8, 256, 512, 16
 

@@ -21,9 +21,6 @@ from transformers import PretrainedConfig
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.locate import PLANS
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify import comparison
-from harness.hf.verify.comparison import Difference, find_difference
-from harness.hf.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
 from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.plans import early_modules
 from harness.parallel.plans.apply import cut
@@ -31,6 +28,9 @@ from harness.parallel.plans.experts import expert_parallel_plan, run_experts_by
 from harness.parallel.plans.lora import cut_with_adapters
 from harness.parallel.tensor.shard import shard_of
 from harness.parallel.token_exchange import Neighbours
+from harness.verify import comparison
+from harness.verify.comparison import Difference, find_difference
+from harness.verify.tiny_copy import tiny_config, tiny_ids, tiny_model
 from tests.threads import run_threads
 
 RELATIVE = 2e-5  # of a tensor's largest entry; the smallest gradients of all are made of rounding

@@ -12,7 +12,7 @@ from harness.cli import main
 from harness.compat.cells import stored_difference
 from harness.compat.commands import differences, render, spell
 from harness.compat.launch import read_rows
-from harness.hf.matrix import CELLS, Matrix, read_matrix
+from harness.verify.matrix import CELLS, Matrix, read_matrix
 
 GOOD = dict.fromkeys(CELLS, "yes")
 ROWS = {"good": GOOD, "half": {**GOOD, "tensor": "refused: no plan | at all"}}

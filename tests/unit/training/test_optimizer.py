@@ -15,8 +15,8 @@ from harness.arguments import SCHEDULES
 from harness.deepspeed.gradient_norm import square_sum
 from harness.extras.lora import Adaptation
 from harness.hf.skeleton import ModelSource, build_skeleton
-from harness.hf.verify.tiny_copy import tiny_config
 from harness.training.engine.optimizer import LateAdagrad, in_buckets, learning_rate_schedule, parameter_groups
+from harness.verify.tiny_copy import tiny_config
 from tests.unit.hf.test_decoder import build, prepare
 
 # biases of experts in two dimensions, vectors that are no bias, norms of many names, layers of several kinds

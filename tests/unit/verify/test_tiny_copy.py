@@ -7,8 +7,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from harness.errors import UserError
-from harness.hf.verify.shrink import choose
-from harness.hf.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model
+from harness.verify.shrink import choose
+from harness.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model
 
 FAMILIES = (
     "llama",

@@ -22,13 +22,13 @@ from harness.errors import UserError
 from harness.hf.causal import CausalModel
 from harness.hf.layers.call import LayerOutput
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify.tiny_copy import tiny_ids, tiny_model
 from harness.parallel import comm
 from harness.parallel.comm import TensorParallel
 from harness.parallel.context.stretches import ALONE, ContextParallel
 from harness.parallel.generators import own_generators
 from harness.parallel.pipeline.staged_module import Unpacker, build_layers, pack_payload
 from harness.parallel.tensor.shard import Shard, shard_of
+from harness.verify.tiny_copy import tiny_ids, tiny_model
 
 Cut: TypeAlias = Callable[[ModelSource, TensorParallel], CausalModel]
 """Called with a source and a rank of a tensor-parallel group; returns the cut model, with float32 parameters."""

@@ -29,11 +29,11 @@ from harness.hf.forward.payload import StagePayload, Tokens
 from harness.hf.layers.attention import attention_of, on_any_device
 from harness.hf.layers.call import CANNOT_RUN, LayerInputs, LayerOutput, same
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
 from harness.parallel.context.attention import SharedAttention
 from harness.parallel.context.stretches import ContextParallel, TokenRows
 from harness.parallel.generators import own_generators
 from harness.parallel.values import Argument
+from harness.verify.tiny_copy import shrink, tiny_ids, tiny_model
 
 TOLERANCE = 1e-5  # of the largest entry: sums over other numbers of rows in another order
 TRIED = ContextParallel(rank=1, size=3)  # a stretch that is neither at the beginning nor at the end

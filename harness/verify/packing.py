@@ -19,9 +19,9 @@ from harness.hf.forward.lifted import takes_positions
 from harness.hf.layers.attention import attention_of, choose_attention, is_flash, usual_attention
 from harness.hf.layers.call import CANNOT_RUN
 from harness.hf.skeleton import too_few_key_heads, with_key_per_head
-from harness.hf.verify.comparison import NOT_CAUSAL, looks_ahead, on_device
-from harness.hf.verify.tiny_copy import shrink, tiny_ids, tiny_model
 from harness.parallel.context.masks import documents_apart
+from harness.verify.comparison import NOT_CAUSAL, looks_ahead, on_device
+from harness.verify.tiny_copy import shrink, tiny_ids, tiny_model
 
 LENGTHS = (13, 9, 10)
 # Relative to the largest logit. Over the families of transformers 5.23, rounding changes logits by up to 2e-6, and

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from harness.hf.causal import CausalModel, assemble
-from harness.hf.matrix import Matrix, installed_transformers, is_tested, plan_digest, read_matrix, write_matrix
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify.comparison import Difference, find_difference, looks_ahead
-from harness.hf.verify.tiny_copy import tiny_config
 from harness.parallel.comm import TensorParallel
+from harness.verify.comparison import Difference, find_difference, looks_ahead
+from harness.verify.matrix import Matrix, installed_transformers, is_tested, plan_digest, read_matrix, write_matrix
+from harness.verify.tiny_copy import tiny_config
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from harness.errors import UserError
 from harness.hf.skeleton import vocabulary_size
-from harness.hf.verify.shrink import FIRST_ID, fewer_layers, read_table, shrink_fields, varied
 from harness.parallel.generators import own_generators
 from harness.parallel.plans.experts import run_where_aligned
+from harness.verify.shrink import FIRST_ID, fewer_layers, read_table, shrink_fields, varied
 
 MOST_PARAMETERS = 20_000_000
 BATCH, SEQUENCE = 2, 32

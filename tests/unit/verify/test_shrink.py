@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from harness.hf.verify.shrink import (
+from harness.verify.shrink import (
     MOST_HEADS,
     MOST_LAYERS,
     choose,

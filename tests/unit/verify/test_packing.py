@@ -8,8 +8,8 @@ from transformers import CONFIG_MAPPING
 
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify.packing import require_documents_apart, require_flash_apart
-from harness.hf.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model
+from harness.verify.packing import require_documents_apart, require_flash_apart
+from harness.verify.tiny_copy import shrink, tiny_config, tiny_ids, tiny_model
 from tests.unit.hf.test_decoder import build, prepare, run
 
 CPU = torch.device("cpu")

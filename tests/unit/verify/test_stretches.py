@@ -13,12 +13,12 @@ from harness.hf.context.plan import TokensApart, idle_tiles, own_tokens
 from harness.hf.forward.outer_forward import OuterForward
 from harness.hf.forward.payload import Tokens
 from harness.hf.skeleton import ModelSource
-from harness.hf.verify.comparison import find_difference
-from harness.hf.verify.stretches import context_plan
-from harness.hf.verify.tiny_copy import tiny_config, tiny_model
 from harness.parallel.comm import TensorParallel
 from harness.parallel.context.masks import MaskRows
 from harness.parallel.context.stretches import ContextParallel
+from harness.verify.comparison import find_difference
+from harness.verify.stretches import context_plan
+from harness.verify.tiny_copy import tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 

@@ -1,1 +1,0 @@
-"""Compare a sharded model with the whole one, on a tiny copy."""
