@@ -11,9 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from schedule_timeline import UNITS, end_of, idle_share, timeline
 from svg import COLOURS, GREY, INK, PALE, RULE, Drawing
 
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, DUALPIPE_V, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V
-from harness.config.values.model_chunks import ModelChunks, model_chunks
-from harness.parallel.pipeline.schedules.orders import ORDERS, Kind
+from harness.schedules import DEFAULT, INTERLEAVED, SCHEDULES, Kind, ModelChunks, model_chunks
 
 LAYERS = ("embedding", "layer 1", "layer 2", "layer 3", "layer 4", "head")
 ROW, WIDE = 22, 120
@@ -125,13 +123,13 @@ SPLIT = {
     Kind.WEIGHT_GRADIENTS: (COLOURS[1], "of weights"),
 }
 STEPS = {
-    "schedule": Step("1F1B", DEEPSPEED_1F1B, "(stages - 1) / (micro-batches + stages - 1)", WHOLE),
-    "zero-bubble": Step("Zero-bubble", ZERO_BUBBLE, "(stages - 1) / (3 x micro-batches + stages - 1)", SPLIT),
+    "schedule": Step("1F1B", DEFAULT, "(stages - 1) / (micro-batches + stages - 1)", WHOLE),
+    "zero-bubble": Step("Zero-bubble", "zero-bubble", "(stages - 1) / (3 x micro-batches + stages - 1)", SPLIT),
     "interleaved": Step("Interleaved 1F1B", INTERLEAVED, "(stages - 1) / (2 x micro-batches + stages - 1)", WHOLE),
-    "zero-bubble-v": Step("ZB-V", ZERO_BUBBLE_V, "(stages - 1) / (6 x micro-batches + stages - 1)", SPLIT),
+    "zero-bubble-v": Step("ZB-V", "zero-bubble-v", "(stages - 1) / (6 x micro-batches + stages - 1)", SPLIT),
     "dualpipe-v": Step(
         "DualPipeV",
-        DUALPIPE_V,
+        "dualpipe-v",
         "(stages - 1) / (6 x micro-batches + stages - 1)",
         {**SPLIT, Kind.BACKWARD: ("#7a2f5b", "both")},
     ),
@@ -141,10 +139,10 @@ STEPS = {
 def schedule(step: Step, stages: int = 4, batches: int = 8) -> Drawing:
     """Draw a step of a pipeline: who computes what, and who waits. All schedules have one scale."""
     chunks = model_chunks(stages, step.schedule)
-    begins = timeline(ORDERS[step.schedule], chunks, batches)
+    begins = timeline(SCHEDULES[step.schedule].order, chunks, batches)
     title = f"{stages} stages, {batches} micro-batches: one step by {step.title}"
     picture = Drawing(720, 56 + stages * 30 + 52, title)
-    whole = end_of(timeline(ORDERS[DEEPSPEED_1F1B], ModelChunks(stages), batches))
+    whole = end_of(timeline(SCHEDULES[DEFAULT].order, ModelChunks(stages), batches))
     left, unit = 70, (700 - 70) / whole / chunks.per_stage
     several = f", {chunks.per_stage} model chunks each; white bar: the later" if chunks.per_stage > 1 else ""
     picture.words(20, 24, f"One step by {step.title}", size=14, bold=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from harness.config.values.model_chunks import ModelChunks
-from harness.parallel.pipeline.schedules.orders import Kind, Order, Pass
+from harness.schedules import Kind, ModelChunks, Order, Pass
 from harness.wording import counted
 
 Begins = dict[tuple[int, Pass], float]

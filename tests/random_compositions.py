@@ -14,9 +14,9 @@ from typing import TypeVar
 from transformers import CONFIG_MAPPING
 
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import INTERLEAVED, PARTITIONS, SCHEDULES
-from harness.config.values.model_chunks import model_chunks
+from harness.config.values.layout_keys import PARTITIONS
 from harness.parity.composition import OFFLOADS, ROWS, Composition, Execution, Training, Words
+from harness.schedules import DEFAULT, INTERLEAVED, SCHEDULES, model_chunks
 from harness.verify.matrix import YES, read_matrix
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ def _execution(random: Random, training: Training, ranks: int, has_experts: bool
     cp = _maybe(random, 0.15, divisors, 1) if divisors else 1
     ep = tp * _maybe(random, 0.5, divisors, 1) if divisors and has_experts else 1
     zero = random.choice((0, 1) if staged and random.random() < 0.97 else (0, 1, 2, 3))
-    schedule, chunks = SCHEDULES[0], 0
+    schedule, chunks = DEFAULT, 0
     if staged:
         fitting = [name for name in SCHEDULES if model_chunks(pp, name).count <= LAYERS]
         schedule = random.choice(fitting)

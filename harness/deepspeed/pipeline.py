@@ -12,7 +12,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
-from harness.config.values.model_chunks import ModelChunks
+from harness.schedules import ModelChunks
 
 LayerCall: TypeAlias = Callable[..., Any]
 """A layer as the forward calls it: a module or a function."""

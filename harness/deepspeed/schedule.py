@@ -24,8 +24,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.instructions import Observer, Operands
+from harness.schedules import ModelChunks
 from harness.topology.env import run_timeout
 
 

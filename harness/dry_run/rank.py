@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from harness.arguments import TrainingArguments
 from harness.config import Resolved
 from harness.config.model.shares import Stretch
-from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.deepspeed import gradient_norm
 from harness.deepspeed.initialize import replacing
 from harness.deepspeed.instructions import Observer, announcer
@@ -39,13 +38,13 @@ from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.parallel.pipeline.schedules.instructions import most_in_flight, most_kept
-from harness.parallel.pipeline.schedules.orders import ORDERS
 from harness.parallel.pipeline.staged_module import build_layers, pack_payload, recomputed_blocks
 from harness.parallel.plans.experts import run_experts_by
 from harness.parallel.tensor import cross_entropy
 from harness.parallel.token_exchange import Route
 from harness.parallel.values import Value
 from harness.planner.hardware import Hardware
+from harness.schedules import DEFAULT, SCHEDULES
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import Groups, build_groups
 from harness.topology.layout import Layout
@@ -205,7 +204,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv, hardware: Hardware | None = None)
 
 
 def _schedule(resolved: Resolved) -> str:
-    return resolved.schedule if resolved.chunks.per_stage > 1 else DEEPSPEED_1F1B
+    return resolved.schedule if resolved.chunks.per_stage > 1 else DEFAULT
 
 
 def _logits_at_once(plan: DryRun) -> int:
@@ -322,7 +321,7 @@ def _in_flight(engine: Engine, plan: DryRun, kept: Mapping[int, int]) -> float:
     if not isinstance(engine, PipelineStages):
         return 1
     stage, accumulation = engine.groups.coordinate.stage, plan.resolved.accumulation
-    passes = list(ORDERS[plan.resolved.schedule](plan.resolved.chunks, accumulation, stage))
+    passes = list(SCHEDULES[plan.resolved.schedule].order(plan.resolved.chunks, accumulation, stage))
     if plan.resolved.chunks.per_stage > 1:
         return round(most_kept(passes, kept) / sum(kept.values()), 3)
     return most_in_flight(passes)

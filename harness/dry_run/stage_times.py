@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from harness.config.values.model_chunks import ModelChunks
 from harness.parallel.pipeline.schedules.instructions import Action, Instruction
+from harness.schedules import ModelChunks
 
 SENDER = {Action.RECEIVE_ACTIVATION: (Action.SEND_ACTIVATION, -1), Action.RECEIVE_GRADIENT: (Action.SEND_GRADIENT, 1)}
 """What is received -> how it was sent, and by which chunk, relative to the one that receives it."""

@@ -19,7 +19,7 @@ from harness.dry_run.stage_times import stage_times
 from harness.dry_run.tape import Event, Tape, TapeSegment
 from harness.dry_run.timeline import StepClock, TimelineSpan, between
 from harness.parallel.pipeline.schedules.instructions import Action, instructions, make_schedule
-from harness.parallel.pipeline.schedules.orders import ORDERS
+from harness.schedules import SCHEDULES
 from harness.training.engine.engine import Engine, PipelineStages
 
 WEIGHTS = "weights"
@@ -89,7 +89,7 @@ def stage_step(
     """
     chunks, accumulation = resolved.chunks, resolved.accumulation
     programs = [
-        list(instructions(ORDERS[resolved.schedule](chunks, accumulation, number), chunks.count))
+        list(instructions(SCHEDULES[resolved.schedule].order(chunks, accumulation, number), chunks.count))
         for number in range(chunks.num_stages)
     ]
     recorded, own = _by_instruction(segments), chunks.of_stage(own_stage)

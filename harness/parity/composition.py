@@ -1,6 +1,6 @@
 """Describe a run in one line of text: a model, its training, and how ranks compute it.
 
-    llama data=masked precision=bf16 : pp=2 zero=1 schedule=zero-bubble | tp=2 zero=3
+    llama data=masked precision=bf16 : pp=2 zero=1 schedule=gpipe | tp=2 zero=3
 
 The words before the colon decide the numbers. Those after it say how ranks compute them, which must not change them; a
 second execution, after a bar, resumes the checkpoint of the first. Words that are left out have their defaults. A line
@@ -15,8 +15,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Self
 
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.errors import UserError
+from harness.schedules import DEFAULT
 
 ROWS = ("blocks", "masked", "padded", "packed")
 """Forms of samples: whole blocks; some labels -100, unequally many; padded on the right; several documents a row."""
@@ -95,7 +95,7 @@ class Execution(Words):
     ep: int = 1
     zero: int = 0
     offload: str = "none"
-    schedule: str = DEEPSPEED_1F1B
+    schedule: str = DEFAULT
     chunks: int = 0
     partition: str = "balanced"
     recompute: int = 0

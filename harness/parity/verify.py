@@ -30,6 +30,7 @@ from harness.installed import read_run_config
 from harness.parity.composition import Composition, Execution, Training
 from harness.parity.trial import REFUSED, RIGHT, UNTRIED, TrialResult, try_all
 from harness.report import certificate
+from harness.schedules import DEFAULT, SCHEDULES
 from harness.training.prepare.trainable import shaping
 from harness.training.recording.files import versions
 from harness.verify.tiny_copy import shrink
@@ -287,8 +288,8 @@ def _execution(run: RunConfig, sizes: Sizes) -> Execution:
         ep=sizes.ep,
         zero=resolved.zero_stage,
         offload="all" if parameters else "optimizer" if optimizer else "none",
-        schedule=resolved.schedule if pp > 1 else "1f1b",
-        chunks=resolved.chunks.per_stage if resolved.schedule == "interleaved" and pp > 1 else 0,
+        schedule=resolved.schedule if pp > 1 else DEFAULT,
+        chunks=resolved.chunks.per_stage if SCHEDULES[resolved.schedule].chunks is None and pp > 1 else 0,
         partition=resolved.partition if pp > 1 else "balanced",
         recompute=resolved.activation_checkpoint_interval,
         sequence=resolved.sequence_parallel,

@@ -9,27 +9,14 @@ from typing import Self
 from harness.config.resolving.resolved import Resolved
 from harness.config.values.gradient_sums import sums_flat
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import (
-    DUALPIPE_V,
-    GPIPE,
-    ZERO_BUBBLE,
-    ZERO_BUBBLE_V,
-)
 from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
 from harness.planner.hardware import GIB, Hardware
 from harness.planner.memory import StageMemory, stage_memory
 from harness.planner.shape import DecoderShape
 from harness.planner.step import StepSeconds, step_seconds, strategy_stages
-from harness.planner.workload import ELEMENT_BYTES, Offload, Schedule, Strategy, Workload
-
-SCHEDULES: Mapping[str, Schedule] = {
-    GPIPE: "gpipe",
-    ZERO_BUBBLE: "zero-bubble",
-    ZERO_BUBBLE_V: "zero-bubble-v",
-    DUALPIPE_V: "zero-bubble-v",
-}
-"""Schedule in the config -> predicted schedule; any other is predicted as 1F1B with the same number of chunks."""
+from harness.planner.workload import ELEMENT_BYTES, Offload, Strategy, Workload
+from harness.schedules import SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +251,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         bucket=whole(zero.get("reduce_bucket_size")) or 5e8,
         partition=resolved.partition,
         split_table=True,
-        schedule=SCHEDULES.get(resolved.schedule, "1f1b"),
+        schedule=SCHEDULES[resolved.schedule].predicted_as or resolved.schedule,
         chunks=1 if resolved.chunks.folded else resolved.chunks.per_stage,
     )
     return workload, strategy

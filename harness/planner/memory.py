@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from harness.config.values.layout_keys import GPIPE
 from harness.planner.shape import LayerShape
 from harness.planner.traffic import expert_ranks
 from harness.planner.workload import Stage, Strategy, Workload, layer_experts, layer_parameters
+from harness.schedules import SCHEDULES, ModelChunks
 
 ALLOCATOR_SHARE = 0.04  # of activations: the GPU allocator rounds blocks up and leaves gaps between them
 # logits that the cross entropy exponentiates at a time (harness/parallel/tensor/cross_entropy.py)
@@ -203,37 +203,22 @@ def _state_bytes(workload: Workload, strategy: Strategy) -> float:
 
 
 def in_flight(strategy: Strategy, index: int) -> float:
-    """Return the largest number of micro-batches whose activations a stage holds at once.
-
-    - 1F1B: one for this stage, and one for each later stage.
-    - Interleaved, counted in passes of one chunk: a group of micro-batches in all chunks but one, two for each later
-      stage, and one more (Narayanan et al. 2021, section 2.2, as harness/parallel/pipeline/schedules runs it).
-    - GPipe: all micro-batches.
-    - ZB-V: the number of stages, on every stage (Qi et al. 2024, section 6).
-    """
-    stages, times, chunks = strategy.pp_size, strategy.accumulation, strategy.chunks
-    if strategy.schedule == GPIPE:
-        return times
-    if strategy.is_folded:
-        return min(stages, times)
-    if chunks > 1:
-        group = ceil(times / max(1, times // stages))
-        ahead = 2 * (stages - 1 - index) + (chunks - 1) * group + 1
-        return min(ahead / chunks, times)
-    return min(stages - index, times)
+    """Return the largest number of micro-batches whose activations a stage holds at once."""
+    chunks = ModelChunks(strategy.pp_size, strategy.chunks)
+    return SCHEDULES[strategy.schedule_name].in_flight(chunks, strategy.accumulation, index)
 
 
 def stage_activations(workload: Workload, strategy: Strategy, stage: Stage, index: int) -> float:
     """Return the most bytes of activations that a stage keeps for the backward.
 
     With recomputation it keeps the input of each run of layers for every micro-batch in flight, and all activations of
-    the run that is being recomputed. Under zero-bubble it also keeps the operands of deferred weight gradients, for
-    `index` micro-batches.
+    the run that is being recomputed. A schedule may also keep the operands of deferred weight gradients, for `index`
+    micro-batches.
     """
     flight = in_flight(strategy, index)
     parallel = strategy.tp_size if strategy.sequence_parallel else 1
     each = {layer: layer_activations(workload, strategy, layer) for layer, _ in stage.layers}
-    put_off = min(index, strategy.accumulation) if strategy.schedule == "zero-bubble" else 0
+    put_off = min(index, strategy.accumulation) if SCHEDULES[strategy.schedule].defers_by_stage else 0
     whole = sum(count * each[layer] for layer, count in stage.layers)
     if strategy.recompute == "full":
         kept = kept_states(strategy, stage) * _state_bytes(workload, strategy) / parallel

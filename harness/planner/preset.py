@@ -10,9 +10,9 @@ from harness.config.checking import check, refusals
 from harness.config.text.diagnostic import ConfigError
 from harness.config.text.document import from_text
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import DEEPSPEED_1F1B
 from harness.errors import UserError
 from harness.planner.workload import Strategy
+from harness.schedules import DEFAULT
 
 
 def preset(strategy: Strategy, precision: str) -> JsonObject:
@@ -52,7 +52,7 @@ def preset(strategy: Strategy, precision: str) -> JsonObject:
             **config["pipeline"],
             "use_reentrant": False,
         }
-        if strategy.schedule_name != DEEPSPEED_1F1B:
+        if strategy.schedule_name != DEFAULT:
             config["pipeline"]["schedule"] = strategy.schedule_name
         if strategy.chunks > 1:
             config["pipeline"]["chunks_per_stage"] = strategy.chunks

@@ -15,6 +15,7 @@ from harness.planner.hardware import GIB, HEADROOM, Hardware
 from harness.planner.model_config import text_decoder
 from harness.planner.shape import DecoderShape
 from harness.planner.workload import DEEPSPEED, Habits, Offload, Recompute, Strategy, Workload, layer_parameters
+from harness.schedules import SCHEDULES
 from harness.topology.layout import divisors
 from harness.wording import counted
 
@@ -224,10 +225,10 @@ def _orders(task: Task, one: Strategy) -> Iterator[Strategy]:
     has_chunks = 2 * one.pp_size <= layers
     if has_chunks:
         yield from (replace(one, chunks=count) for count in chunks)
-    if one.recompute == "none":  # recomputation would free the operands that zero-bubble keeps
-        yield replace(one, schedule="zero-bubble")
-        if has_chunks:
-            yield replace(one, schedule="zero-bubble-v")
+    if one.recompute == "none":  # recomputation would free the operands of deferred weight gradients
+        for schedule in SCHEDULES.values():
+            if schedule.defers and not schedule.predicted_as and (schedule.chunks == 1 or has_chunks):
+                yield replace(one, schedule=schedule.name)
 
 
 def _zero(task: Task, base: Strategy) -> list[tuple[int, Offload]]:

@@ -30,6 +30,7 @@ from harness.planner.memory import GATHERED, host_activations, local_experts, lo
 from harness.planner.traffic import all_reduce, data_group, expert_group, half_ring, message
 from harness.planner.update_traffic import ADAM_BYTES, LIST_KERNEL, update_traffic
 from harness.planner.workload import Stage, Strategy, Workload, stages_of
+from harness.schedules import SCHEDULES
 
 # Collectives use the device's own processors, up to 32 of 108 to 148. So a collective that is hidden behind computation
 # adds this share of its time to it.
@@ -174,7 +175,7 @@ def _data(
     contention = 1.0 if hardware.is_host else CONTENTION
     width, times, stage = workload.element_bytes, strategy.accumulation, strategy.zero_stage
     window = compute / times * 2 / 3  # gradients become final in the backward of the last micro-batch
-    if strategy.chunks > 1:  # interleaved chunks: in one chunk after the other
+    if strategy.chunks > 1:  # in one chunk after the other
         window *= min(times, strategy.pp_size)
     if stage == 3:
         return _zero_3(hardware, workload, strategy, held, experts, compute)
@@ -186,7 +187,7 @@ def _data(
     else:
         reduce = _half_rings(hardware, strategy, held, experts, each, 1)
     reduce *= times if each_micro_batch else 1
-    defers = strategy.flat_sums and strategy.schedule.startswith("zero-bubble")  # weight gradients come last
+    defers = strategy.flat_sums and SCHEDULES[strategy.schedule].defers  # weight gradients come last
     hidden = (compute * 2 / 3 if each_micro_batch else window) if strategy.overlap_data and not defers else 0.0
     gather = _half_rings(hardware, strategy, held, experts, width, 1) if stage or strategy.flat_sums else 0.0
     # while the next forward pass computes

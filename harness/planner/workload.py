@@ -9,10 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from harness.config.values.layout_keys import INTERLEAVED
-from harness.config.values.model_chunks import ModelChunks
 from harness.parallel.pipeline.partition import LayerCost, stage_boundaries
 from harness.planner.shape import DecoderShape, LayerShape
+from harness.schedules import DEFAULT, INTERLEAVED, SCHEDULES, ModelChunks
 
 # Habits of training programs, which a layout does not contain; `ds-harness plan --like PROGRAM` reads `habits.json`.
 #
@@ -109,7 +108,6 @@ DEEPSPEED = HABITS["deepspeed"]
 Recompute = Literal["none", "full"]
 Kernels = Literal["single", "fused", "compiled"]
 """How a GPU computes norms, rotations and activations: by transformers' operations, by one kernel each, or compiled."""
-Schedule = Literal["1f1b", "gpipe", "zero-bubble", "zero-bubble-v"]
 Offload = Literal["none", "optimizer", "parameters", "optimizer+parameters"]
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2}  # of stored tensors; products may use fewer
 
@@ -174,8 +172,8 @@ class Strategy:
         loss_tile, block_tile: tokens of a sample for which the loss, or feed-forward blocks and norms, are computed at
             a time; 0: all.
         attention_tile: queries for which an attention mask is made at a time; 0: all.
-        schedule: the pipeline's schedule; gpipe runs all forward passes first.
-        chunks: model chunks of each stage (Narayanan et al. 2021, interleaved schedule).
+        schedule: the pipeline's schedule, if each stage has one model chunk or two folded ones.
+        chunks: model chunks of each stage (Narayanan et al. 2021); 1 where they are folded.
         sequence_parallel: whether tensor-parallel ranks split the sequence between their layers (Korthikanti et al.
             2022).
         split_table: whether tensor-parallel ranks split an embedding that is not tied to the head, as in Megatron-LM
@@ -205,7 +203,7 @@ class Strategy:
     block_tile: int = 0
     attention_tile: int = 0
     offload: Offload = "none"
-    schedule: Schedule = "1f1b"
+    schedule: str = DEFAULT
     chunks: int = 1
     sequence_parallel: bool = False
     split_table: bool = False
@@ -236,7 +234,7 @@ class Strategy:
     @property
     def is_folded(self) -> bool:
         """Whether each stage has a chunk of the first half of the model and one of the second (Qi et al. 2024)."""
-        return self.pp_size > 1 and self.schedule == "zero-bubble-v"
+        return self.pp_size > 1 and SCHEDULES[self.schedule].folded
 
     @property
     def chunks_per_stage(self) -> int:

@@ -11,7 +11,6 @@ from statistics import median
 
 from harness.config.checking import check
 from harness.config.text.document import from_values
-from harness.config.values.layout_keys import ZERO_BUBBLE
 from harness.errors import UserError
 from harness.planner.estimate import Estimate
 from harness.planner.hardware import Hardware
@@ -21,6 +20,7 @@ from harness.report.plotly_figures import figure
 from harness.report.profile.summary import summary
 from harness.report.run_charts import curves, data_charts, marks_of, step_charts
 from harness.report.run_files import RunFiles, expected_parts, predict_run
+from harness.schedules import named
 from harness.wording import counted
 
 LEFT_OUT = ("/arguments/output_dir", "/arguments/overwrite_output_dir")  # differ in any two runs
@@ -78,7 +78,7 @@ def step_facts(run: RunFiles, predicted: Estimate | None) -> list[Fact]:
         of_chunks = f" of {v} chunks" if v > 1 else ""
         how = (
             f"({p} - 1) / ({m} + {p} - 1)"
-            if schedule != ZERO_BUBBLE and v == 1
+            if not named(schedule).defers and v == 1
             else f"{schedule}, {p} stages{of_chunks}, {m} micro-batches"
         )
         facts.append(Fact(f"{shares['measured']:.1%}", "bubble, measured", "time in which a stage does not compute"))

@@ -29,9 +29,8 @@ from transformers import LlamaConfig  # noqa: E402
 
 from harness import Trainer, TrainingArguments  # noqa: E402
 from harness.config.values.batch import bubble  # noqa: E402
-from harness.config.values.layout_keys import SCHEDULES  # noqa: E402
-from harness.config.values.model_chunks import model_chunks  # noqa: E402
 from harness.deepspeed.instructions import announcer  # noqa: E402
+from harness.schedules import SCHEDULES, model_chunks  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from harness import Trainer
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, FOLDED_SCHEDULES, INTERLEAVED, SCHEDULES
+from harness.schedules import DEFAULT, INTERLEAVED, SCHEDULES
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, steps_of, tiny_model
 
+FOLDED = [name for name, each in SCHEDULES.items() if each.folded]
+
 pytestmark = pytest.mark.ranks
-SEVERAL_CHUNKS = (INTERLEAVED, *FOLDED_SCHEDULES)
+SEVERAL_CHUNKS = (INTERLEAVED, *FOLDED)
 
 
 def by_schedule(jobs: list[tuple[Job, list[str]]], folder: str) -> list[dict[str, list[float]]]:
@@ -48,7 +50,7 @@ def test_four_ranks_train_and_evaluate_alike_by_every_schedule(tmp_path: Path) -
         by_schedule,
         [
             (Job(model, "pp4z1", {**pipeline, **eight}), one_chunk),
-            (Job(model, "pp2tp2z1", both), [DEEPSPEED_1F1B, *SEVERAL_CHUNKS]),
+            (Job(model, "pp2tp2z1", both), [DEFAULT, *SEVERAL_CHUNKS]),
         ],
         str(tmp_path),
     )[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.config.values.batch import left_waits
-from harness.config.values.model_chunks import model_chunks
+from harness.schedules import model_chunks
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, tiny_model
 from tests.simulated_device.timing import Timed, timed_all

@@ -23,13 +23,13 @@ from harness.config.values.layout_keys import (
     FEED_FORWARD_TILE,
     LOSS_TILE,
     PARTITIONS,
-    SCHEDULES,
     TENSOR,
     partition_method,
     schedule_name,
 )
 from harness.config.values.pointers import put
 from harness.config.values.view import ConfigView
+from harness.schedules import DEFAULT
 
 
 def resolve(
@@ -119,7 +119,7 @@ def _resolved(run: Resolution, view: ConfigView) -> Resolved:
         zero_stage=stage,
         precision=view.precision,
         partition=partition_method(view.get("/pipeline/partition")) or PARTITIONS[0],
-        schedule=schedule_name(view.get("/pipeline/schedule")) or SCHEDULES[0],
+        schedule=schedule_name(view.get("/pipeline/schedule")) or DEFAULT,
         chunks=view.chunks,
         gradient_bits=view.gradient_bits,
         reduces_once=view.reduces_once,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.config.values.json_object import JsonObject
-from harness.config.values.model_chunks import ModelChunks
+from harness.schedules import ModelChunks
 
 
 @dataclass(frozen=True, kw_only=True)

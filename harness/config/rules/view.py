@@ -15,9 +15,9 @@ from harness.config.text.document import Document
 from harness.config.values.arguments import AutoValues
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import DEEPSPEED_CONTEXT
-from harness.config.values.model_chunks import ModelChunks
 from harness.config.values.pointers import AUTO, lookup, whole
 from harness.config.values.view import ConfigView
+from harness.schedules import ModelChunks
 
 Target = Literal["harness", "hf", "deepspeed"]
 TARGETS: tuple[Target, ...] = ("harness", "hf", "deepspeed")

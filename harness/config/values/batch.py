@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.config.values.arguments import AutoValues
-from harness.config.values.layout_keys import DEEPSPEED_1F1B, ZERO_BUBBLE
-from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.config.values.pointers import AUTO, lookup, whole
+from harness.schedules import DEFAULT, ModelChunks, model_chunks, named
 from harness.wording import counted, one_of
 
 LEAST_BUCKET, MOST_BUCKET = 2**22, 500_000_000  # number of gradient elements that ZeRO reduces at once
@@ -100,16 +99,14 @@ def complete(train: int | None, micro: int | None, accumulation: int | None, dp_
     return Batch(train=train, micro=micro, accumulation=accumulation)
 
 
-def bubble(
-    num_stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
-) -> float:
+def bubble(num_stages: int, micro_batches: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None) -> float:
     """Return the idle share of a pipeline step for p equal stages of v chunks and m micro-batches.
 
     It is (p - 1) / (m + p - 1) for GPipe (arXiv 1811.06965, section 2.3) and for 1F1B with a flush (arXiv 2104.04473,
-    section 2.2, which states it relative to the ideal time: (p - 1) / m). Interleaved chunks divide that idle time by v
-    (the same section). Zero-bubble leaves a third of it if forward, input gradients and weight gradients take equally
-    long (arXiv 2401.10241, section 3.1, for m >= p; with fewer micro-batches there are too few weight gradients to fill
-    the rest). Folded chunks leave a sixth, for m >= 2 p (section 6).
+    section 2.2, which states it relative to the ideal time: (p - 1) / m). Chunks of any number divide that idle time by
+    v (the same section). Deferred weight gradients fill two thirds of it if forward, input gradients and weight
+    gradients take equally long (arXiv 2401.10241, section 3.1, for m >= p). Folded chunks leave a sixth, for m >= 2 p
+    (section 6).
     """
     chunks = model_chunks(num_stages, schedule, chunks_per_stage)
     waits = _waits(chunks, micro_batches, schedule)
@@ -135,19 +132,10 @@ def left_waits(num_stages: int, micro_batches: int, schedule: str, chunks_per_st
 
 def _waits(chunks: ModelChunks, micro_batches: int, schedule: str) -> int:
     """Return the time that a stage waits in a step, in units of the forward pass of one chunk."""
-    p, v, missing = chunks.num_stages, chunks.per_stage, max(0, chunks.num_stages - micro_batches)
-    if p == 1:
-        return 0
-    if schedule == ZERO_BUBBLE:
-        return p - 1 + missing
-    if chunks.folded:
-        return max(p - 1, 4 * p - 2 - 2 * micro_batches)
-    return 3 * (p - 1) + 3 * (v - 1) * missing
+    return named(schedule).waits(chunks, micro_batches) if chunks.num_stages > 1 else 0
 
 
-def idle(
-    num_stages: int, micro_batches: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
-) -> str:
+def idle(num_stages: int, micro_batches: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None) -> str:
     """Return a sentence such as `2 stages with 1 micro-batch are idle for 50% of a step`."""
     batches = counted(micro_batches, "micro-batch", "micro-batches")
     share = bubble(num_stages, micro_batches, schedule, chunks_per_stage)
@@ -155,7 +143,7 @@ def idle(
 
 
 def pipeline_seconds(
-    stages: Sequence[float], micro_batches: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
+    stages: Sequence[float], micro_batches: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None
 ) -> float:
     """Return the predicted seconds of a step's passes: the first micro-batch crosses every stage, and each other one
     costs the time of the slowest stage.
@@ -170,7 +158,7 @@ def pipeline_seconds(
     return micro_batches * max(stages) + waits
 
 
-def micro_batches_wanted(num_stages: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None) -> int:
+def micro_batches_wanted(num_stages: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None) -> int:
     """Return the least number of micro-batches a step with which pipeline stages idle for at most `MOST_IDLE` of it."""
     least, enough = 0, 4 * (num_stages - 1)
     while enough - least > 1:

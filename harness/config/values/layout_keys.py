@@ -1,4 +1,4 @@
-"""The keys that set a run's layout: their least values, and the names of partition methods and schedules."""
+"""The keys that set a run's layout: their least values, and the names of partition methods."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ import json
 import re
 
 from harness.config.values.pointers import AUTO, name_of, whole
+from harness.schedules import DEFAULT, SCHEDULES
 
 PARTITIONS = ("balanced", "measured", "uniform", "parameters")
 PARTITION_FORMS = (*PARTITIONS, "type:REGEX")
-DEEPSPEED_1F1B, GPIPE, ZERO_BUBBLE = "1f1b", "gpipe", "zero-bubble"  # one model chunk a stage
-INTERLEAVED, ZERO_BUBBLE_V, DUALPIPE_V = "interleaved", "zero-bubble-v", "dualpipe-v"  # several model chunks a stage
-DEFERRING_SCHEDULES = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)  # weight gradients may come last
-FOLDED_SCHEDULES = (ZERO_BUBBLE_V, DUALPIPE_V)
-SCHEDULES = (DEEPSPEED_1F1B, GPIPE, ZERO_BUBBLE, INTERLEAVED, *FOLDED_SCHEDULES)
 REMOVED_SCHEDULES = {
-    "1f1b-async": f"use {DEEPSPEED_1F1B}, which is as fast",
-    "looped-bfs": f"use {INTERLEAVED}, which idles as little and holds fewer activations",
-    "interleaved-zero-bubble": f"use {ZERO_BUBBLE_V}, which idles as little",
+    old: f"use {each.name}, {why}" for each in SCHEDULES.values() for old, why in each.replaces.items()
 }
 """Schedule of an earlier version -> advice."""
-SPLIT_BACKWARD = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
-"""The schedules that defer weight gradients."""
 INDUCTOR = "inductor"
 """The default backend of torch.compile."""
 CHUNKS, OLD_CHUNKS = "/pipeline/chunks_per_stage", "/pipeline/parts_per_stage"
@@ -104,7 +96,7 @@ def partition_method(value: object) -> str | None:
 def schedule_name(value: object) -> str | None:
     """Return the schedule that `pipeline.schedule` names; None if it names none."""
     if value in (None, AUTO):
-        return DEEPSPEED_1F1B
+        return DEFAULT
     return value.lower() if isinstance(value, str) and value.lower() in SCHEDULES else None
 
 

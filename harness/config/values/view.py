@@ -11,7 +11,6 @@ from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import (
     CHUNKS,
     CONTEXT,
-    DEEPSPEED_1F1B,
     DEEPSPEED_CONTEXT,
     GRADIENT_BITS,
     INDUCTOR,
@@ -21,8 +20,8 @@ from harness.config.values.layout_keys import (
     TOKEN_PIECES,
     schedule_name,
 )
-from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.config.values.pointers import AUTO, bf16_section, lookup, whole
+from harness.schedules import DEFAULT, ModelChunks, model_chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ class ConfigView:
     @cached_property
     def chunks(self) -> ModelChunks:
         """The model chunks of the pipeline schedule."""
-        schedule = schedule_name(self.get("/pipeline/schedule")) or DEEPSPEED_1F1B
+        schedule = schedule_name(self.get("/pipeline/schedule")) or DEFAULT
         return model_chunks(self.pp_size, schedule, self.size(CHUNKS) or self.size(OLD_CHUNKS))
 
     @cached_property

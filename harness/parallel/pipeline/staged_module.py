@@ -26,10 +26,10 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.pipeline import BuiltLayers, GivenStages, Layer, LayerCall, StageBuilder, TiedWeights
 from harness.parallel.draws import DrawKey, DrawKeys
 from harness.parallel.values import Value
+from harness.schedules import ModelChunks
 from harness.topology.layout import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)

@@ -28,7 +28,17 @@ from harness.planner.search import Found, Task
 PACKAGE = Path(__file__).resolve().parents[2]
 PARTS = Path(__file__).parent / "parts"
 PYODIDE = "314.0.7"  # the same version as in scripts/site/package.json
-SOURCES = ("config", "planner", "topology", "parallel/pipeline", "atomic.py", "errors.py", "spelling.py", "wording.py")
+SOURCES = (
+    "config",
+    "planner",
+    "topology",
+    "parallel/pipeline",
+    "schedules",
+    "atomic.py",
+    "errors.py",
+    "spelling.py",
+    "wording.py",
+)
 """Folders and files of `harness` that the planner imports."""
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from harness.atomic import replace_text
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
-from harness.config.values.layout_keys import DEEPSPEED_1F1B
-from harness.config.values.model_chunks import ModelChunks, model_chunks
+from harness.schedules import DEFAULT, ModelChunks, model_chunks
 
 FOLDER = "profile"
 COMPUTING = ("forward", "backward")
@@ -105,7 +104,7 @@ class StepProfile:
     layer_names: Sequence[str]
     micro_batches: int
     ranks: Sequence[RankProfile]
-    schedule: str = DEEPSPEED_1F1B
+    schedule: str = DEFAULT
     chunks_per_stage: int = 1
 
     @property

@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from harness.batches.collate import MicroBatch
 from harness.config import Resolved
 from harness.config.values.batch import bubble, idle, micro_batches_wanted
-from harness.config.values.layout_keys import DEEPSPEED_1F1B
-from harness.config.values.model_chunks import ModelChunks
 from harness.console import Console
 from harness.deepspeed.pipeline import LayerCall
 from harness.deepspeed.zero3_parameters import held_tensor
@@ -27,6 +25,7 @@ from harness.errors import UserError
 from harness.parallel.pipeline.partition import stage_boundaries
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.values import Value
+from harness.schedules import DEFAULT, ModelChunks
 from harness.topology.agreement import values_of_all
 from harness.topology.layout import Layout
 from harness.training.engine.context import EngineContext
@@ -196,7 +195,7 @@ def _size(parameter: nn.Parameter) -> int:
 
 
 def batch_warning(
-    num_stages: int, micro: int, accumulation: int, schedule: str = DEEPSPEED_1F1B, chunks_per_stage: int | None = None
+    num_stages: int, micro: int, accumulation: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None
 ) -> str | None:
     """Return a warning, with a remedy, if the pipeline idles for more than a fifth of a step; else None."""
     order = schedule, chunks_per_stage
@@ -214,7 +213,7 @@ def batch_warning(
 
 def report_stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lines: Sequence[StageLine]) -> None:
     """Report the layout, the batch, the layers and parameters of each rank, and what weight decay leaves out."""
-    named = layout.pp_size > 1 and resolved.schedule != DEEPSPEED_1F1B
+    named = layout.pp_size > 1 and resolved.schedule != DEFAULT
     schedule = f", {resolved.schedule}" if named else ""
     console.say(
         f"{layout}{schedule}, ZeRO-{resolved.zero_stage}, {resolved.precision}: {counted(steps, 'step')} "

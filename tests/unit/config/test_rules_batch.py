@@ -17,7 +17,7 @@ from harness.config.values.batch import (
     idle,
     micro_batches_wanted,
 )
-from harness.config.values.layout_keys import SCHEDULES
+from harness.schedules import SCHEDULES
 from tests.unit.config.said import refusals_of_run, said
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -168,14 +168,14 @@ STAGES, BATCHES, PARTS = st.integers(2, 9), st.integers(1, 60), st.integers(2, 4
 
 
 @settings(max_examples=60)
-@given(STAGES, BATCHES, st.sampled_from(SCHEDULES), PARTS)
+@given(STAGES, BATCHES, st.sampled_from(list(SCHEDULES)), PARTS)
 def test_more_micro_batches_never_idle_more(stages: int, batches: int, schedule: str, parts: int) -> None:
     shares = [bubble(stages, count, schedule, parts) for count in (batches, batches + 1)]
     assert 0 < shares[1] < shares[0] < 1
 
 
 @settings(max_examples=60)
-@given(STAGES, st.sampled_from(SCHEDULES), PARTS)
+@given(STAGES, st.sampled_from(list(SCHEDULES)), PARTS)
 def test_the_wanted_micro_batches_are_the_fewest(stages: int, schedule: str, parts: int) -> None:
     wanted = micro_batches_wanted(stages, schedule, parts)
     assert bubble(stages, wanted, schedule, parts) <= 0.2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.values.layout_keys import SCHEDULES
+from harness.schedules import SCHEDULES
 from tests.unit.config.said import said
 
 

@@ -15,9 +15,10 @@ from harness.config.rules.view import RunView, is_comment
 from harness.config.schema.normalize import as_read
 from harness.config.text.document import from_values
 from harness.config.values.idle_keys import without_idle
-from harness.config.values.layout_keys import FOLDED_SCHEDULES, INTERLEAVED, SCHEDULES
-from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.config.values.pointers import bf16_section, lookup, put, whole
+from harness.schedules import INTERLEAVED, SCHEDULES, ModelChunks, model_chunks
+
+FOLDED = [name for name, each in SCHEDULES.items() if each.folded]
 
 
 def view(config: dict[str, Any], **more: Any) -> RunView:
@@ -229,8 +230,8 @@ def test_every_chunk_has_one_stage(stages: int, each: int, folded: bool) -> None
 def test_a_schedule_has_its_parts(schedule: str, asked: int | None) -> None:
     found = model_chunks(4, schedule, asked)
     several = asked or 2
-    assert found.per_stage == (2 if schedule in FOLDED_SCHEDULES else several if schedule == INTERLEAVED else 1)
-    assert found.folded == (schedule in FOLDED_SCHEDULES)
+    assert found.per_stage == (2 if schedule in FOLDED else several if schedule == INTERLEAVED else 1)
+    assert found.folded == (schedule in FOLDED)
     assert model_chunks(1, schedule, asked) == ModelChunks(1)
 
 

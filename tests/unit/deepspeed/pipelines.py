@@ -14,14 +14,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.initialize import initialize
 from harness.deepspeed.schedule import Schedule, StageProgram
 from harness.deepspeed.update import StagedEngine, UpdateParts
 from harness.parallel.pipeline.schedules.instructions import buffers, instructions
-from harness.parallel.pipeline.schedules.orders import ORDERS, Kind, Pass
 from harness.parallel.pipeline.staged_module import StagedModule
 from harness.parallel.weight_gradients import DeferredGradients, attach
+from harness.schedules import SCHEDULES, Kind, ModelChunks, Pass
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
 
@@ -92,7 +91,7 @@ def late(chunks: ModelChunks, micro_batches: int, _stage: int) -> Iterator[Pass]
 
 def program(name: str, chunks: ModelChunks, micro_batches: int, *, forwards_only: bool = False) -> StageProgram:
     """Return what the stage does by one of the schedules, or by LATE."""
-    order = late if name == LATE else ORDERS[name]
+    order = late if name == LATE else SCHEDULES[name].order
     passes = [each for each in order(chunks, micro_batches, 0) if not forwards_only or each.kind is Kind.FORWARD]
     steps = [(each.action.value, each.micro_batch, each.chunk) for each in instructions(passes, chunks.count)]
     return StageProgram(instructions=steps, buffers=buffers(passes))

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.flat_optimizer import FlatOptimizer
 from harness.deepspeed.update import StagedEngine
+from harness.schedules import ModelChunks
 from tests.unit.deepspeed.pipelines import batches, pipeline, scheduled, weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -9,12 +9,12 @@ import torch
 from deepspeed.runtime.pipe import p2p
 from torch import Tensor
 
-from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.instructions import Observer
 from harness.deepspeed.schedule import METHODS, UPDATE, Schedule, StageProgram
 from harness.deepspeed.update import StagedEngine
 from harness.parallel.pipeline.schedules.instructions import Action
 from harness.parallel.weight_gradients import DeferredGradients
+from harness.schedules import ModelChunks
 from tests.unit.deepspeed.pipelines import LATE, batches, built, config_of, pipeline, scheduled, staged, weights
 
 pytestmark = pytest.mark.usefixtures("one_rank")

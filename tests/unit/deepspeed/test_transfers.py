@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed import schedule
 from harness.deepspeed.schedule import Transfers, in_place_of_p2p, open_transfers
+from harness.schedules import ModelChunks
 from tests.unit.deepspeed.pipelines import pipeline
 
 ANY: Any = object()

@@ -11,13 +11,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from harness.config import AutoValues
 from harness.config.checking import resolve
 from harness.config.values.batch import bubble
-from harness.config.values.model_chunks import model_chunks
 from harness.dry_run.stage_times import stage_times
 from harness.dry_run.step_timeline import stage_step, whole_step
 from harness.dry_run.tape import COMPUTE, Event, Tape, TapeSegment
 from harness.dry_run.timeline import StepClock, TimelineSpan, as_trace
 from harness.parallel.pipeline.schedules.instructions import Action, instructions
-from harness.parallel.pipeline.schedules.orders import ORDERS
+from harness.schedules import SCHEDULES, model_chunks
 from harness.topology.layout import Layout
 from tests.unit.planner.devices import device
 
@@ -117,7 +116,8 @@ def test_weights_on_their_way_are_waited_for_by_the_passes_that_use_them_and_not
 def test_equal_stages_wait_as_long_as_the_formula_says(schedule: str, stages: int, micro_batches: int) -> None:
     chunks = model_chunks(stages, schedule)
     programs = [
-        list(instructions(ORDERS[schedule](chunks, micro_batches, stage), chunks.count)) for stage in range(stages)
+        list(instructions(SCHEDULES[schedule].order(chunks, micro_batches, stage), chunks.count))
+        for stage in range(stages)
     ]
     seconds = {Action.FORWARD: 1.0, Action.BACKWARD: 2.0, Action.INPUT_GRADIENTS: 1.0, Action.WEIGHT_GRADIENTS: 1.0}
     times = stage_times(programs, chunks, lambda action, *_: seconds.get(action, 0.0), 0.0)
@@ -127,7 +127,7 @@ def test_equal_stages_wait_as_long_as_the_formula_says(schedule: str, stages: in
 
 def test_messages_between_stages_take_their_time() -> None:
     chunks = model_chunks(2, "1f1b")
-    programs = [list(instructions(ORDERS["1f1b"](chunks, 1, stage), 2)) for stage in range(2)]
+    programs = [list(instructions(SCHEDULES["1f1b"].order(chunks, 1, stage), 2)) for stage in range(2)]
     times = stage_times(programs, chunks, lambda action, *_: float(action is Action.FORWARD), 10.0)
     assert sorted(times.arrivals.values()) == [1 + 10, 1 + 10 + 1 + 10]
 

@@ -9,18 +9,6 @@ import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
 from harness.config.values.batch import bubble, micro_batches_wanted
-from harness.config.values.layout_keys import (
-    DEEPSPEED_1F1B,
-    DUALPIPE_V,
-    FOLDED_SCHEDULES,
-    GPIPE,
-    INTERLEAVED,
-    SCHEDULES,
-    SPLIT_BACKWARD,
-    ZERO_BUBBLE,
-    ZERO_BUBBLE_V,
-)
-from harness.config.values.model_chunks import ModelChunks, model_chunks
 from harness.parallel.pipeline.schedules.instructions import (
     Action,
     Instruction,
@@ -29,8 +17,12 @@ from harness.parallel.pipeline.schedules.instructions import (
     most_in_flight,
     most_kept,
 )
-from harness.parallel.pipeline.schedules.orders import ORDERS, Kind, Pass, one_forward_one_backward, zero_bubble_h1
+from harness.schedules import DEFAULT, INTERLEAVED, SCHEDULES, Kind, ModelChunks, Pass, model_chunks
+from harness.schedules.one_forward_one_backward import one_forward_one_backward
+from harness.schedules.zero_bubble import zero_bubble_h1
 from scripts.schedule_timeline import end_of, idle_share, timeline
+
+FOLDED = [name for name, each in SCHEDULES.items() if each.folded]
 
 SIZES = list(product(range(1, 8), (1, 2, 3, 4, 7, 8, 13)))  # stages, micro-batches
 # Transfers, by the direction in which they go: a stage does those of a direction one after the other.
@@ -42,7 +34,7 @@ SENDS = {Action.SEND_ACTIVATION, Action.SEND_GRADIENT}
 
 def chunkings(name: str, stages: int) -> list[ModelChunks]:
     """How a schedule may cut the model."""
-    if name in FOLDED_SCHEDULES and stages == 1:
+    if name in FOLDED and stages == 1:
         return []
     several = name == INTERLEAVED and stages > 1
     return [model_chunks(stages, name, asked) for asked in ((2, 3) if several else (None,))]
@@ -50,7 +42,7 @@ def chunkings(name: str, stages: int) -> list[ModelChunks]:
 
 def programs(name: str, chunks: ModelChunks, micro_batches: int) -> list[deque[Instruction]]:
     """What each stage executes."""
-    orders = [ORDERS[name](chunks, micro_batches, stage) for stage in range(chunks.num_stages)]
+    orders = [SCHEDULES[name].order(chunks, micro_batches, stage) for stage in range(chunks.num_stages)]
     return [deque(instructions(order, chunks.count)) for order in orders]
 
 
@@ -87,7 +79,7 @@ def execute(own: list[deque[Instruction]], chunks: ModelChunks) -> None:
     assert not any(sent for sent, _ in lines.values()), "a send has no receive"
 
 
-@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_send_has_its_receive_and_no_stage_waits_for_ever(name: str) -> None:
     for stages, micro_batches in SIZES:
         for chunks in chunkings(name, stages):
@@ -96,7 +88,7 @@ def test_every_send_has_its_receive_and_no_stage_waits_for_ever(name: str) -> No
 
 def test_stages_that_wait_for_each_other_are_found() -> None:
     chunks = ModelChunks(2)
-    own = programs(ZERO_BUBBLE, chunks, 2)
+    own = programs("zero-bubble", chunks, 2)
     own[1].append(Instruction(Action.RECEIVE_ACTIVATION, 2, 1))
     with pytest.raises(AssertionError, match="for ever"):
         execute(own, chunks)
@@ -104,12 +96,12 @@ def test_stages_that_wait_for_each_other_are_found() -> None:
         timeline(lambda p, m, s: iter(list(zero_bubble_h1(p, m, s))[:: 1 if s else -1]), chunks, 1)  # backward first
 
 
-@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_each_pass_comes_once_and_in_the_order_of_the_micro_batches(name: str) -> None:
     # so the gradients of a parameter are summed in the same order by every schedule
     for stages, micro_batches in SIZES:
         for chunks, stage in ((chunks, stage) for chunks in chunkings(name, stages) for stage in range(stages)):
-            passes = list(ORDERS[name](chunks, micro_batches, stage))
+            passes = list(SCHEDULES[name].order(chunks, micro_batches, stage))
             for chunk in chunks.of_stage(stage):
                 own = [each for each in passes if each.chunk == chunk]
                 at = {each: index for index, each in enumerate(own)}
@@ -124,7 +116,7 @@ def test_each_pass_comes_once_and_in_the_order_of_the_micro_batches(name: str) -
                 for one in (forward, inputs, weights):
                     assert [each.micro_batch for each in one] == list(range(micro_batches))
                 assert all(at[a] < at[b] <= at[c] for a, b, c in zip(forward, inputs, weights, strict=True))
-            assert name in SPLIT_BACKWARD or {each.kind for each in passes} == {Kind.FORWARD, Kind.BACKWARD}
+            assert SCHEDULES[name].defers or {each.kind for each in passes} == {Kind.FORWARD, Kind.BACKWARD}
             put_off, computed = (
                 [(each.micro_batch, each.chunk) for each in passes if each.kind is kind]
                 for kind in (Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS)
@@ -132,7 +124,7 @@ def test_each_pass_comes_once_and_in_the_order_of_the_micro_batches(name: str) -
             assert put_off == computed
 
 
-@pytest.mark.parametrize("name", FOLDED_SCHEDULES)
+@pytest.mark.parametrize("name", FOLDED)
 def test_the_first_stage_has_the_first_and_the_last_part_of_a_folded_model(name: str) -> None:
     chunks = model_chunks(4, name)
     assert [chunks.of_stage(stage) for stage in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
@@ -146,19 +138,19 @@ def test_several_chunks_hold_as_many_activations_as_in_the_papers(stages: int, m
     def most(name: str) -> float:
         """Of any stage, in micro-batches of a whole stage."""
         chunks, ends = model_chunks(stages, name), {Kind.BACKWARD, Kind.WEIGHT_GRADIENTS}
-        orders = [list(ORDERS[name](chunks, micro_batches, stage)) for stage in range(stages)]
+        orders = [list(SCHEDULES[name].order(chunks, micro_batches, stage)) for stage in range(stages)]
         return max(most_held(passes, ends=ends) for passes in orders) / chunks.per_stage
 
-    assert most(DEEPSPEED_1F1B) == most(ZERO_BUBBLE_V) == stages  # Qi et al. 2024, section 6
-    assert most(DUALPIPE_V) == stages + 1 / 2
+    assert most(DEFAULT) == most("zero-bubble-v") == stages  # Qi et al. 2024, section 6
+    assert most("dualpipe-v") == stages + 1 / 2
     # Narayanan et al. 2021, section 2.2: (p - 1) / (p v) more
     assert most(INTERLEAVED) == pytest.approx(stages * (1 + (stages - 1) / (2 * stages)), abs=0.51)
-    assert most(GPIPE) == micro_batches
+    assert most("gpipe") == micro_batches
 
 
 def test_a_part_needs_a_buffer_for_each_micro_batch_that_it_holds() -> None:
-    assert buffers(list(ORDERS[GPIPE](ModelChunks(2), 5, 0))) == 5
-    assert buffers(list(ORDERS[INTERLEAVED](ModelChunks(2, 2), 8, 0))) == 4
+    assert buffers(list(SCHEDULES["gpipe"].order(ModelChunks(2), 5, 0))) == 5
+    assert buffers(list(SCHEDULES[INTERLEAVED].order(ModelChunks(2, 2), 8, 0))) == 4
 
 
 def test_1f1b_computes_in_deepspeeds_order() -> None:
@@ -190,13 +182,13 @@ def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b() -> None:
             assert most_held(passes, ends={Kind.WEIGHT_GRADIENTS}) <= first
 
 
-@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_idle_share_is_that_of_the_formula(name: str) -> None:
     for stages, micro_batches in SIZES:
-        if name in FOLDED_SCHEDULES and micro_batches < 2 * stages:
+        if name in FOLDED and micro_batches < 2 * stages:
             continue
         for chunks in chunkings(name, stages):
-            found = idle_share(timeline(ORDERS[name], chunks, micro_batches))
+            found = idle_share(timeline(SCHEDULES[name].order, chunks, micro_batches))
             assert found == pytest.approx(bubble(stages, micro_batches, name, chunks.per_stage))
 
 
@@ -218,7 +210,7 @@ def test_the_micro_batches_wanted_leave_a_fifth_idle_or_less(name: str) -> None:
     for stages in (2, 3, 8):
         wanted = micro_batches_wanted(stages, name)
         assert bubble(stages, wanted, name) <= 0.2 < bubble(stages, wanted - 1, name)
-    assert micro_batches_wanted(4, ZERO_BUBBLE) == 4 < micro_batches_wanted(4, DEEPSPEED_1F1B) == 12
+    assert micro_batches_wanted(4, "zero-bubble") == 4 < micro_batches_wanted(4, DEFAULT) == 12
 
 
 def test_what_is_kept_at_most_goes_by_the_sizes_of_chunks() -> None:

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.config.values.model_chunks import ModelChunks
 from harness.errors import UserError
 from harness.parallel.pipeline.schedules.instructions import most_in_flight
-from harness.parallel.pipeline.schedules.orders import (
-    Kind,
-    interleaved,
-    one_forward_one_backward,
-    zero_bubble_h1,
-    zero_bubble_v,
-)
 from harness.planner.memory import (
     LOSS_CHUNK,
     in_flight,
@@ -29,6 +21,11 @@ from harness.planner.memory import (
 from harness.planner.model_config import decoder_of
 from harness.planner.shape import DecoderShape
 from harness.planner.workload import Habits, Stage, Strategy, Workload, layer_parameters, stages_of
+from harness.schedules import Kind, ModelChunks
+from harness.schedules.interleaved import interleaved
+from harness.schedules.one_forward_one_backward import one_forward_one_backward
+from harness.schedules.zero_bubble import zero_bubble_h1
+from harness.schedules.zero_bubble_v import zero_bubble_v
 
 FUSED = Habits(fused_elementwise=True, gathers_again=True)
 MOE = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harness import TrainingArguments, UserError
-from harness.config.values.layout_keys import FOLDED_SCHEDULES, INTERLEAVED
-from harness.config.values.model_chunks import ModelChunks, model_chunks
+from harness import TrainingArguments, UserError, schedules
 from harness.device.process_group import start
 from harness.installed import read_run_config
+from harness.schedules import INTERLEAVED, ModelChunks, model_chunks
 from harness.topology.env import LaunchEnv
 from harness.topology.groups import build_groups
 from harness.topology.layout import Layout
@@ -27,7 +26,9 @@ from harness.training.engine.context import EngineContext
 from harness.training.prepare.stages import StageLine, choose_boundaries, measured_costs, stage_costs, stage_lines
 from harness.training.prepare.trainable import TrainableModel, trainable_layers
 
-SCHEDULES = ("1f1b", *FOLDED_SCHEDULES, INTERLEAVED)
+FOLDED = [name for name, each in schedules.SCHEDULES.items() if each.folded]
+
+SCHEDULES = ("1f1b", *FOLDED, INTERLEAVED)
 
 
 @pytest.fixture(scope="module")

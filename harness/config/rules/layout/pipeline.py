@@ -8,14 +8,9 @@ from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.text.diagnostic import Severity
 from harness.config.values.batch import bubble, idle, micro_batches_wanted
-from harness.config.values.layout_keys import (
-    DEFERRING_SCHEDULES,
-    PARTITION_FORMS,
-    SCHEDULES,
-    partition_method,
-    schedule_name,
-)
+from harness.config.values.layout_keys import PARTITION_FORMS, partition_method, schedule_name
 from harness.config.values.pointers import AUTO
+from harness.schedules import DEFAULT, SCHEDULES
 from harness.wording import counted
 
 
@@ -90,7 +85,7 @@ def pipeline_bubble(view: RunView) -> Iterator[Finding]:
     ):
         steps = 1 if view.get("/train_batch_size") is None else None
     schedule = schedule_name(view.get("/pipeline/schedule")) if view.target == "harness" else None
-    order = schedule or SCHEDULES[0], view.chunks.per_stage
+    order = schedule or DEFAULT, view.chunks.per_stage
     wanted = micro_batches_wanted(view.pp_size, *order)
     if view.pp_size == 1 or steps is None or steps >= wanted:
         return
@@ -149,11 +144,12 @@ def overlap_in_pipeline(view: RunView) -> Iterator[Finding]:
     """
     overlaps = view.pp_size > 1 and view.zero_stage == 1 and view.on("/zero_optimization/overlap_comm")
     name = schedule_name(view.get("/pipeline/schedule"))
-    if overlaps and (name in DEFERRING_SCHEDULES or view.target != "harness"):
+    defers = name is not None and SCHEDULES[name].defers
+    if overlaps and (defers or view.target != "harness"):
         yield Finding(
             pointer="/zero_optimization/overlap_comm",
             message="overlap_comm hides no reduction of gradients with pipeline stages"
-            + (f" and the schedule {name}" if name in DEFERRING_SCHEDULES else ""),
+            + (f" and the schedule {name}" if defers else ""),
             hint="remove it",
             deepspeed="switches it off, with a warning in the log",
             on_value=True,

@@ -9,15 +9,8 @@ from harness.config.rules.layout.pipeline import unknown_word
 from harness.config.rules.rule import Finding, rule
 from harness.config.rules.view import RunView
 from harness.config.text.diagnostic import Severity
-from harness.config.values.layout_keys import (
-    CHUNKS,
-    INTERLEAVED,
-    OLD_CHUNKS,
-    REMOVED_SCHEDULES,
-    SCHEDULES,
-    SPLIT_BACKWARD,
-    schedule_name,
-)
+from harness.config.values.layout_keys import CHUNKS, OLD_CHUNKS, REMOVED_SCHEDULES, schedule_name
+from harness.schedules import DEFAULT, INTERLEAVED, SCHEDULES
 from harness.wording import counted
 
 
@@ -35,7 +28,7 @@ def unknown_schedule(view: RunView) -> Iterator[Finding]:
     """
     asked = view.get("/pipeline/schedule")
     if schedule_name(asked) is None:
-        finding = unknown_word(view, "schedule", SCHEDULES, "does nothing with it, and runs 1F1B")
+        finding = unknown_word(view, "schedule", tuple(SCHEDULES), "does nothing with it, and runs 1F1B")
         instead = REMOVED_SCHEDULES.get(str(asked).lower())
         yield replace(finding, message=f"schedule {asked!r} was removed", hint=instead) if instead else finding
 
@@ -55,14 +48,14 @@ def zero_bubble_with_recomputation(view: RunView) -> Iterator[Finding]:
            "schedule": "zero-bubble"}}
     """
     schedule = schedule_name(view.get("/pipeline/schedule"))
-    zero_bubble = schedule in SPLIT_BACKWARD and view.target == "harness"
+    defers = schedule is not None and SCHEDULES[schedule].defers and view.target == "harness"
     interval = view.size("/pipeline/activation_checkpoint_interval")
-    if zero_bubble and interval and view.pp_size > 1:
+    if defers and interval and view.pp_size > 1:
         yield Finding(
             pointer="/pipeline/schedule",
             message=f"{schedule} keeps the inputs of linear layers for up to "
             f"{counted(view.pp_size - 1, 'micro-batch', 'micro-batches')}, which activation checkpointing would free",
-            hint="use the schedule 1f1b if memory runs short",
+            hint=f"use the schedule {DEFAULT} if memory runs short",
             deepspeed="does nothing with the schedule, and runs 1F1B",
             on_value=True,
         )
@@ -83,7 +76,7 @@ def chunks_of_another_schedule(view: RunView) -> Iterator[Finding]:
     """
     pointer = CHUNKS if view.has(CHUNKS) else OLD_CHUNKS
     asked, schedule = view.size(pointer), schedule_name(view.get("/pipeline/schedule"))
-    several = schedule == INTERLEAVED
+    several = schedule is not None and SCHEDULES[schedule].chunks is None
     if asked is None or schedule is None or view.target != "harness" or view.pp_size == 1:
         return
     if asked < 2 if several else asked != view.chunks.per_stage:

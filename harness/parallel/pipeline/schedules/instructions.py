@@ -15,11 +15,9 @@ from functools import cache
 
 from torch import nn
 
-from harness.config.values.layout_keys import DEEPSPEED_1F1B
-from harness.config.values.model_chunks import ModelChunks
 from harness.deepspeed.schedule import Schedule, StageProgram
-from harness.parallel.pipeline.schedules.orders import ORDERS, Kind, Pass
 from harness.parallel.weight_gradients import DeferredGradients, attach
+from harness.schedules import DEFAULT, SCHEDULES, Kind, ModelChunks, Pass
 
 
 class Action(StrEnum):
@@ -105,7 +103,7 @@ def make_schedule(module: nn.Module, name: str, chunks: ModelChunks, stage: int,
     Args:
         micro_batches: number of micro-batches in a training step.
     """
-    order, deferred = ORDERS[name if chunks.num_stages > 1 else DEEPSPEED_1F1B], DeferredGradients()
+    order, deferred = SCHEDULES[name if chunks.num_stages > 1 else DEFAULT].order, DeferredGradients()
     defers = any(each.kind is Kind.WEIGHT_GRADIENTS for each in order(chunks, micro_batches, stage))
     if defers:
         attach(module, deferred)

@@ -10,10 +10,10 @@ import pytest
 
 from harness.config.values.batch import bubble as idle_share
 from harness.config.values.batch import pipeline_seconds
-from harness.config.values.layout_keys import SCHEDULES
 from harness.report.profile.record import FOLDER, Span, read_steps, write_step
 from harness.report.profile.summary import largest_of_stage, summary
 from harness.report.profile.timeline import bubble, trace, with_gaps, with_waits
+from harness.schedules import SCHEDULES
 from tests.unit.report.profile.made import MEMORY, profile, several_chunks
 
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from harness.config.values.layout_keys import FOLDED_SCHEDULES, INTERLEAVED
-
-DEFAULT_CHUNKS = 2
-
 
 @dataclass(frozen=True)
 class ModelChunks:
@@ -45,16 +41,3 @@ class ModelChunks:
     def of_stage(self, stage: int) -> list[int]:
         """Return the chunks of a stage, in the order of their layers."""
         return [chunk for chunk in range(self.count) if self.stage_of(chunk) == stage]
-
-
-def model_chunks(num_stages: int, schedule: str, chunks_per_stage: int | None = None) -> ModelChunks:
-    """Return the chunks into which a schedule cuts the model.
-
-    Args:
-        chunks_per_stage: chunks of a stage (`pipeline.chunks_per_stage`), for a schedule that leaves their number open.
-    """
-    if num_stages > 1 and schedule in FOLDED_SCHEDULES:
-        return ModelChunks(num_stages, 2, folded=True)
-    if num_stages > 1 and schedule == INTERLEAVED:
-        return ModelChunks(num_stages, chunks_per_stage or DEFAULT_CHUNKS)
-    return ModelChunks(num_stages)

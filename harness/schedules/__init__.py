@@ -1,0 +1,60 @@
+"""Pipeline schedules: a module each, whose `SCHEDULE` says all that differs between them. Imports no torch."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+
+from harness.schedules.chunks import ModelChunks
+from harness.schedules.schedule import Kind, Order, Pass, PipelineSchedule
+
+__all__ = [
+    "DEFAULT",
+    "INTERLEAVED",
+    "SCHEDULES",
+    "Kind",
+    "ModelChunks",
+    "Order",
+    "Pass",
+    "PipelineSchedule",
+    "model_chunks",
+    "named",
+]
+
+_DEFAULT_CHUNKS = 2  # of a schedule that leaves their number open
+
+
+def _found() -> Iterator[PipelineSchedule]:
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        found = getattr(import_module(module.name), "SCHEDULE", None)
+        if isinstance(found, PipelineSchedule):
+            yield found
+
+
+SCHEDULES: Mapping[str, PipelineSchedule] = {
+    each.name: each for each in sorted(_found(), key=lambda each: (each.chunks != 1, each.paper))
+}
+"""All schedules by name: those of one model chunk a stage first, each group by the date of its paper."""
+DEFAULT = next(iter(SCHEDULES))
+"""DeepSpeed's own schedule."""
+INTERLEAVED = next(each.name for each in SCHEDULES.values() if each.chunks is None)
+"""The schedule of any number of model chunks a stage."""
+
+
+def named(name: str) -> PipelineSchedule:
+    """Return a schedule by its name; DeepSpeed's own for a name that is unknown."""
+    return SCHEDULES.get(name, SCHEDULES[DEFAULT])
+
+
+def model_chunks(num_stages: int, schedule: str, chunks_per_stage: int | None = None) -> ModelChunks:
+    """Return the chunks into which a schedule cuts the model.
+
+    Args:
+        chunks_per_stage: chunks of a stage (`pipeline.chunks_per_stage`), for a schedule that leaves their number open.
+    """
+    if num_stages == 1:
+        return ModelChunks(1)
+    found = named(schedule)
+    per_stage = (chunks_per_stage or _DEFAULT_CHUNKS) if found.chunks is None else found.chunks
+    return ModelChunks(num_stages, per_stage, found.folded)
