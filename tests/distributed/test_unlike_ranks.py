@@ -22,7 +22,8 @@ from harness.device.process_group import shared_store
 from harness.report.profile import measuring
 from harness.topology.env import LaunchEnv
 from harness.topology.rendezvous import require_one_kind
-from harness.training.prepare import plan, verification
+from harness.training.prepare import plan
+from harness.verify import sharding
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 
@@ -88,7 +89,7 @@ def refusals(models: list[str], folder: str) -> dict[str, str]:
     }
     with patch.object(transformers, "__version__", transformers.__version__ if is_first else "5.0.0"):
         found["versions"] = said(config)
-    with patch.object(verification, "is_tested", lambda *_, **__: is_first):
+    with patch.object(sharding, "is_tested", lambda *_, **__: is_first):
         found["matrix"] = said(config, verify_plan="auto")
     denied = PermissionError(1, "Operation not permitted", "checkpoint-9")
     with patch.object(plan, "set_aside_foreign", side_effect=denied if is_first else None, return_value=[]):
