@@ -33,6 +33,11 @@ class Encoded:
     ids: npt.NDArray[np.int64]
     answers: npt.NDArray[np.bool_]
 
+    def cut(self, size: int) -> Encoded | None:
+        """Return the first `size` tokens; None if no answer is left in them to train on."""
+        kept = Encoded(self.ids[:size], self.answers[:size])
+        return kept if kept.answers[1:].any() else None  # the first token is never predicted
+
 
 class ConversationEncoder:
     """Tokenises conversations in the JSON form of `rows.py`.

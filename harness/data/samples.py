@@ -187,14 +187,14 @@ def make_samples(
                 batch = documents[start:stop]
                 for conversation, location in zip(batch["conversation"], batch["place"], strict=True):
                     encoded = encode(conversation, location)
-                    kept = encoded.answers[:block_size]
-                    if not kept[1:].any():  # the first token is never predicted
+                    kept = encoded.cut(block_size)
+                    if kept is None:
                         continue
-                    encoded.ids[:block_size].astype(dtype).tofile(ids)
-                    kept.tofile(answers)
-                    ends.append((ends[-1] if ends else 0) + len(kept))
-                    lost.append(len(encoded.ids) - len(kept))
-                    learnt += int(np.count_nonzero(kept[1:]))
+                    kept.ids.astype(dtype).tofile(ids)
+                    kept.answers.tofile(answers)
+                    ends.append((ends[-1] if ends else 0) + len(kept.ids))
+                    lost.append(len(encoded.ids) - len(kept.ids))
+                    learnt += int(np.count_nonzero(kept.answers[1:]))
         for name, values in {"ends": ends, "lost": lost, "learnt": [learnt]}.items():
             np.asarray(values, dtype=np.int64).tofile(folder / name)
 

@@ -86,9 +86,8 @@ class ConversationSamples(SampleMaker):
         """Yield conversations with an answer within a sample's length, each with (section, number) of the next row."""
         unused = 0
         for _, document, following, _ in neighbours(rows, origin):
-            found = self._chat(str(document["conversation"]), str(document["place"]))
-            encoded = Encoded(ids=found.ids[: self._size], answers=found.answers[: self._size])
-            if encoded.answers[1:].any():  # the first token is never predicted
+            encoded = self._chat(str(document["conversation"]), str(document["place"])).cut(self._size)
+            if encoded is not None:
                 unused = 0
                 yield encoded, following
                 continue
