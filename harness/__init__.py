@@ -27,7 +27,7 @@ _HOMES = {
     "UserError": "harness.errors",
     "UserErrors": "harness.errors",
     "VocabParallelEmbedding": "harness.parallel.tensor.layers",
-    "check": "harness.config.checking",
+    "check": "harness.checking",
     "load": "harness.config",
     "read_run_config": "harness.installed",
 }

@@ -1,12 +1,12 @@
 from harness.arguments import LoraArguments as LoraArguments
 from harness.arguments import TrainingArguments as TrainingArguments
 from harness.arguments.configure import RunConfig as RunConfig
+from harness.checking import check as check
 from harness.composition import Trainer as Trainer
 from harness.config import ConfigError as ConfigError
 from harness.config import Diagnostic as Diagnostic
 from harness.config import Severity as Severity
 from harness.config import load as load
-from harness.config.checking import check as check
 from harness.data.tokenizer import ByteTokenizer as ByteTokenizer
 from harness.errors import UserError as UserError
 from harness.errors import UserErrors as UserErrors

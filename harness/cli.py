@@ -16,10 +16,10 @@ from harness import completion
 
 VERBS = {
     "train": ("harness.start", "train on all devices of this machine, or of several hosts"),
-    "check": ("harness.config.cli.verbs", "check DeepSpeed configs"),
-    "explain": ("harness.config.cli.verbs", "explain a rule"),
-    "schema": ("harness.config.cli.verbs", "print the JSON Schema of DeepSpeed's config"),
-    "resolve": ("harness.config.cli.verbs", 'replace every "auto" and show where each value comes from'),
+    "check": ("harness.checking.cli.verbs", "check DeepSpeed configs"),
+    "explain": ("harness.checking.cli.verbs", "explain a rule"),
+    "schema": ("harness.checking.cli.verbs", "print the JSON Schema of DeepSpeed's config"),
+    "resolve": ("harness.checking.cli.verbs", 'replace every "auto" and show where each value comes from'),
     "models": ("harness.compat.commands", "show which model families work in which layout"),
     "verify": ("harness.parity.commands", "check that a config gives the same numbers as training in one process"),
     "plan": ("harness.planner.cli.verbs", "rank every layout of a number of ranks by its predicted speed"),

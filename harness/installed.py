@@ -11,7 +11,7 @@ from harness.errors import UserError
 from harness.resilience.process.watching import Watch
 
 OF_VERBS = (
-    *("harness.cluster", "harness.compat", "harness.config.checking", "harness.data", "harness.dry_run"),
+    *("harness.cluster", "harness.compat", "harness.checking", "harness.data", "harness.dry_run"),
     *("harness.parity", "harness.planner", "harness.report"),
 )
 """The parts that verbs of the command line need."""
@@ -37,9 +37,9 @@ def require_installed(folder: str, what: str) -> None:
 
 def config_check() -> ConfigCheck | None:
     """Return the check of a run's config; None if that part is not installed."""
-    if not is_installed("harness.config.checking"):
+    if not is_installed("harness.checking"):
         return None
-    from harness.config.checking import ConfigRules
+    from harness.checking import ConfigRules
 
     return ConfigRules()
 

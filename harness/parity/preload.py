@@ -4,7 +4,7 @@ from importlib import import_module
 
 from deepspeed.accelerator import get_accelerator
 
-from harness.config import schema
+from harness.checking import schema
 from harness.topology.agreement import code_version
 
 for name in (

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from harness.atomic import write_output
-from harness.config.checking import check, refusals
+from harness.checking import check, refusals
 from harness.config.text.diagnostic import ConfigError
 from harness.config.text.document import from_text
 from harness.config.values.json_object import JsonObject

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
-from harness.config.checking import check
+from harness.checking import check
 from harness.config.text.document import from_values
 from harness.errors import UserError
 from harness.planner.estimate import Estimate

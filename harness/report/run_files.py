@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from harness.checking import resolve
 from harness.checkpoint.directories import EVALUATIONS, METRICS, RESTARTS, RUN, numbered
 from harness.config import AutoValues
-from harness.config.checking import resolve
 from harness.config.text.document import from_values
 from harness.config.values.json_file import parse_json, read_json, regular_bytes
 from harness.config.values.json_object import JsonObject

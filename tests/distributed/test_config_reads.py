@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.config.schema import every_key
+from harness.checking.schema import every_key
 from tests.distributed.config_reads import Reads, reads
 from tests.distributed.ranks import run_ranks
 from tests.unit.config.deepspeed_models import MODELS, attribute

@@ -11,7 +11,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from harness.config.checking.registry import RULES
+from harness.checking.registry import RULES
 
 
 def parse(path: str) -> dict[str, object]:

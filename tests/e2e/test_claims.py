@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from harness.config.checking.registry import RULES
+from harness.checking.registry import RULES
 from tests.distributed.ranks import run_ranks
 from tests.e2e import deepspeed_verdicts
 from tests.unit.config.test_rules import findings

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness import cli
+from harness.checking.cli import verbs
 from harness.cli import VERBS, main
-from harness.config.cli import verbs
 from harness.errors import UserError
 from harness.verb_parser import Boolean, VerbParser, with_default
 from scripts.write_verbs import parser_of

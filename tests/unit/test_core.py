@@ -19,13 +19,10 @@ from harness.training.trainer import Trainer
 ROOT = Path(__file__).resolve().parents[2]
 CORE = "harness.training.trainer"
 PARTS = (
+    "harness.checking",
     "harness.cluster",
     "harness.compat",
     "harness.composition",
-    "harness.config.checking",
-    "harness.config.cli",
-    "harness.config.rules",
-    "harness.config.schema",
     "harness.data",
     "harness.dry_run",
     "harness.extras",

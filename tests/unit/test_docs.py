@@ -20,12 +20,12 @@ import yaml
 
 from harness.arguments import LoraArguments, TrainingArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.checking import check
+from harness.checking.registry import by_code
+from harness.checking.rules.rule import Finding, Rule, rule
+from harness.checking.rules.view import RunView
 from harness.cli import VERBS
 from harness.config import Severity, load
-from harness.config.checking import check
-from harness.config.checking.registry import by_code
-from harness.config.rules.rule import Finding, Rule, rule
-from harness.config.rules.view import RunView
 from harness.config.text.document import from_text
 
 ROOT = Path(__file__).resolve().parents[2]

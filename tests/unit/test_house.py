@@ -59,7 +59,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "datasets", "numpy"}
 # Who reads the environment, besides harness/topology/env.py, and why.
 ENVIRONMENT_READERS = {
     "harness/completion.py": "the line that a shell completes, in argcomplete's variables",
-    "harness/config/cli/render.py": "NO_COLOR, the terminal's word on colours",
+    "harness/checking/cli/render.py": "NO_COLOR, the terminal's word on colours",
     "harness/config/values/secrets.py": "passwords and tokens in it, which are kept out of what a run writes",
     "harness/preconditions.py": "the name and the home of a user id that the system does not know, before all else",
 }
@@ -406,8 +406,8 @@ def test_every_model_preset_is_a_decoder():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
 def test_every_preset_is_found_by_its_name_and_passes_check(path):
+    from harness.checking import check
     from harness.config import load
-    from harness.config.checking import check
 
     assert [str(finding) for finding in check(load(path.stem))] == []
 

@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from harness.checking import check
 from harness.cli import main as ds_harness
 from harness.config import load
-from harness.config.checking import check
 from scripts import draw_check, draw_export, draw_plan
 from scripts.svg import PALE
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from harness.checking import resolve
 from harness.config import load
-from harness.config.checking import resolve
 from harness.config.model.families import require_trainable_family
 from harness.config.model.shape import read_model_config
 from harness.config.values.arguments import BLOCK_SIZE

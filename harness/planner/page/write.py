@@ -29,6 +29,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 PARTS = Path(__file__).parent / "parts"
 PYODIDE = "314.0.7"  # the same version as in scripts/site/package.json
 SOURCES = (
+    "checking",
     "config",
     "planner",
     "topology",

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.checking import resolve
 from harness.checkpoint import directories
 from harness.checkpoint.directories import (
     STATE,
@@ -35,7 +36,6 @@ from harness.checkpoint.directories import (
 )
 from harness.checkpoint.integrity import damage
 from harness.config import AutoValues, Resolved
-from harness.config.checking import resolve
 from harness.errors import UserError
 from tests.unit.checkpoint.saved import progress, save
 

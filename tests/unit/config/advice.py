@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from harness.config import schema
-from harness.config.schema import signatures
+from harness.checking import schema
+from harness.checking.schema import signatures
 from harness.config.values.pointers import lookup, put
 
 Config = dict[str, Any]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from harness.checking import check, resolve
 from harness.config import AutoValues, ConfigError
-from harness.config.checking import check, resolve
 from harness.config.text.document import from_text
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from harness.checking import check, resolve
+from harness.checking.registry import RULES
 from harness.config import AutoValues, ConfigError, Severity
-from harness.config.checking import check, resolve
-from harness.config.checking.registry import RULES
 from harness.config.text.diagnostic import Diagnostic
 from harness.config.text.document import from_text, from_values
 from harness.config.values.pointers import put

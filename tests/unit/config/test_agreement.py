@@ -12,12 +12,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from harness.config import AutoValues, ConfigError, Severity, schema
-from harness.config.checking import check, refusals, resolve
-from harness.config.checking.registry import by_code
-from harness.config.cli.pages import LENIENT, STRICTER
-from harness.config.schema import every_key
-from harness.config.schema.normalize import as_read
+from harness.checking import check, refusals, resolve, schema
+from harness.checking.cli.pages import LENIENT, STRICTER
+from harness.checking.registry import by_code
+from harness.checking.schema import every_key
+from harness.checking.schema.normalize import as_read
+from harness.config import AutoValues, ConfigError, Severity
 from harness.config.text.document import from_text
 from harness.config.values.layout_keys import LEAST
 from harness.config.values.pointers import lookup, put

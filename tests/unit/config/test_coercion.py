@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from harness.config.schema import Key
-from harness.config.schema.coercion import read
+from harness.checking.schema import Key
+from harness.checking.schema.coercion import read
 from harness.config.values.coercion import as_bool, as_float, as_int
 
 READERS = {bool: as_bool, int: as_int, float: as_float}

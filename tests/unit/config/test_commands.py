@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.checking.schema import version_warning
 from harness.cli import VERBS, main
-from harness.config.schema import version_warning
 
 ROOT = Path(__file__).resolve().parents[3]
 WRONG = '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 3},\n  "fp16": {"enabled": "maybe"}\n}\n'

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from harness.config.text import edits
+from harness.checking.rules import edits
 from harness.config.text.document import Document, from_text
 from harness.config.values.pointers import lookup, put
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.checking import resolve
 from harness.config import AutoValues, ConfigError, Resolved
-from harness.config.checking import resolve
 from harness.config.text.devices import unsupported_on_cpu
 from harness.config.values.pointers import lookup
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from harness.checking import check, resolve
+from harness.checking.cli.fix import fix
+from harness.checking.cli.render import FORMATS, render
+from harness.checking.registry import RULES
+from harness.checking.rules.view import TARGETS
+from harness.checking.schema import every_key
 from harness.config import AutoValues, ConfigError
-from harness.config.checking import check, resolve
-from harness.config.checking.registry import RULES
-from harness.config.cli.fix import fix
-from harness.config.cli.render import FORMATS, render
-from harness.config.rules.view import TARGETS
-from harness.config.schema import every_key
 from harness.config.text.document import from_bytes
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from harness.config.cli.render import render, sarif, summary, text_block
+from harness.checking.cli.render import render, sarif, summary, text_block
 from harness.config.text.diagnostic import ConfigError, Diagnostic, Edit, Severity
 from harness.config.text.document import Document
 from harness.config.text.parser import parse

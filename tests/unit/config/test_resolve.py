@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from harness.checking import check, resolve
 from harness.config import AutoValues, ConfigError, load
 from harness.config import resolve as resolve_unchecked
-from harness.config.checking import check, resolve
 from harness.config.text.document import PRESETS, from_values
 
 AUTOS = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.checking import check, resolve
+from harness.checking.cli.pages import pages
+from harness.checking.registry import RULES, by_code
+from harness.checking.rules.rule import Rule
 from harness.config import AutoValues, ConfigError, Diagnostic, Severity
-from harness.config.checking import check, resolve
-from harness.config.checking.registry import RULES, by_code
-from harness.config.cli.pages import pages
-from harness.config.rules.rule import Rule
 from harness.config.text.document import from_text
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,7 +65,7 @@ def test_every_page_says_something():
 def test_the_documentation_is_the_one_that_the_rules_make():
     folder = ROOT / "docs" / "rules"
     written = {path.name: path.read_text("utf-8") for path in folder.glob("*.md")}
-    assert written == pages(), "run `python -m harness.config.cli.pages`"
+    assert written == pages(), "run `python -m harness.checking.cli.pages`"
 
 
 def test_resolving_refuses_nothing_by_itself():

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from harness.config.schema import version_warning
-from harness.config.schema.suggest import alias_here, elsewhere
+from harness.checking.schema import version_warning
+from harness.checking.schema.suggest import alias_here, elsewhere
 from harness.spelling import nearest, plain
 from tests.unit.config.said import said
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness.config.checking import check
-from harness.config.rules.deepspeed.optimizer import OWN
-from harness.config.schema import signatures
+from harness.checking import check
+from harness.checking.rules.deepspeed.optimizer import OWN
+from harness.checking.schema import signatures
 from harness.config.text.document import from_text, from_values
 from harness.config.values.pointers import put
 from tests.unit.config.said import said

@@ -9,8 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from harness.config import schema
-from harness.config.schema import bundle, every_key, files
+from harness.checking import schema
+from harness.checking.schema import bundle, every_key, files
 from tests.unit.config.deepspeed_models import MODELS, attribute
 
 ROOT = Path(__file__).resolve().parents[3]

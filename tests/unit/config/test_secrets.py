@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.checking.check import check
-from harness.config.cli.render import text_block
+from harness.checking.check import check
+from harness.checking.cli.render import text_block
 from harness.config.text.document import from_text
 from harness.config.values.secrets import Secrets, hide_secrets, masked_by_name
 from harness.console import Console

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.checking.rules.view import RunView, is_comment
+from harness.checking.schema.normalize import as_read
 from harness.config.model.shares import Heads, stretch
-from harness.config.rules.view import RunView, is_comment
-from harness.config.schema.normalize import as_read
 from harness.config.text.document import from_values
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.pointers import bf16_section, lookup, put, whole

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from harness.checking import resolve
 from harness.config import AutoValues
-from harness.config.checking import resolve
 from harness.dry_run.ledger import Ledger, Message, Traffic, named_groups
 from harness.dry_run.memory import Memory, by_dtype
 from harness.dry_run.rank import RankReport, _on_device

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from harness.checking import resolve
 from harness.config import AutoValues
-from harness.config.checking import resolve
 from harness.config.values.batch import bubble
 from harness.dry_run.stage_times import stage_times
 from harness.dry_run.step_timeline import stage_step, whole_step

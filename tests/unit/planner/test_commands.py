@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from harness.checking import check
 from harness.cli import main
 from harness.config import load
-from harness.config.checking import check
 from harness.planner import model_config
 from harness.planner.hardware import FOLDER
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.checking import resolve
 from harness.config import AutoValues
-from harness.config.checking import resolve
 from harness.config.text.diagnostic import ConfigError
 from harness.config.text.document import from_text
 from harness.config.values.batch import bubble

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from harness import UserError
-from harness.config.checking import check
-from harness.config.rules.view import Target
+from harness.checking import check
+from harness.checking.rules.view import Target
 from harness.config.text.document import from_values
 from harness.parallel.compiling import compile_modules, eager
 from harness.training.engine.context import LayerTraits

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from harness.checking import resolve
 from harness.config import AutoValues
-from harness.config.checking import resolve
 from harness.config.text.document import from_text
 from harness.training.engine.context import can_keep_fp32, obstacle
 

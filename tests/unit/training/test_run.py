@@ -16,8 +16,8 @@ from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
 from harness.arguments.themes.flags import Help
+from harness.checking.rules.rule import Finding
 from harness.checkpoint.run_lock import HELD
-from harness.config.rules.rule import Finding
 from harness.console import plain_console
 from harness.data.tokenizer import ByteTokenizer
 from harness.device.process_group import open_groups
@@ -60,7 +60,7 @@ def test_the_rules_run_once_in_a_whole_run(make: Callable[..., Trainer], monkeyp
         passes.append(view)
         return iter(())
 
-    check = sys.modules["harness.config.checking.check"]
+    check = sys.modules["harness.checking.check"]
     monkeypatch.setattr(check, "RULES", (*check.RULES, replace(check.RULES[0], check=count)))
     trainer = make(max_steps=-1, num_train_epochs=1, warmup_ratio=0.5)
     trainer.train()

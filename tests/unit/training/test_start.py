@@ -14,8 +14,8 @@ import pytest
 
 from harness import TrainingArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.checking import resolve
 from harness.config import AutoValues
-from harness.config.checking import resolve
 from harness.console import Console
 from harness.preflight import TRIAL_STEPS, limit_trial
 from harness.topology.layout import Layout

@@ -1,0 +1,376 @@
+"""Rules about the optimizer: its name, its arguments, and what ZeRO and fp16 ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.checking.rules import edits
+from harness.checking.rules.deepspeed.offload import offloads, uses_zenflow
+from harness.checking.rules.rule import Finding, rule
+from harness.checking.rules.view import RunView
+from harness.checking.schema import Signature, signatures
+from harness.config.text.diagnostic import Severity
+from harness.config.values.coercion import as_float
+from harness.config.values.pointers import AUTO
+from harness.spelling import nearest
+from harness.wording import one_of
+
+TYPE, PARAMS = "/optimizer/type", "/optimizer/params"
+OWN = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
+_REMOVED = {"onebitadam": "AdamW", "onebitlamb": "Lamb", "zerooneadam": "AdamW"}
+# parameters that the engine reads itself and does not pass to the class; Muon brings an Adam of its own
+_ENGINE = dict.fromkeys(("adam", "adamw", "muon"), ("torch_adam", "adam_w_mode", "fp32_optimizer_states"))
+_WITHOUT_AMSGRAD = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLamb")
+_OF_ELEMENTS = ("Adam", "AdamW", "Adagrad", "Lion")  # they update each element by itself
+_ZERO_TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
+
+
+def kind(view: RunView) -> str | None:
+    """Return the optimizer's name: in lower case if it is DeepSpeed's own, else as it is written."""
+    name = view.get(TYPE)
+    if not isinstance(name, str) or (name == AUTO and view.target == "harness"):
+        return None
+    if not name and view.target != "harness":
+        return None  # as without an optimizer
+    return name.lower() if name.lower() in (own.lower() for own in OWN) else name
+
+
+def about_type(*, message: str, hint: str, deepspeed: str) -> Finding:
+    """Return a finding at the optimizer's name."""
+    return Finding(pointer=TYPE, message=message, hint=hint, deepspeed=deepspeed, on_value=True)
+
+
+def _class_name(view: RunView, name: str) -> str | None:
+    """Return the name of the class that the engine builds, as in `schema.signatures`."""
+    cpu = offloads(view, "offload_optimizer")
+    if name in ("adam", "adamw"):
+        if view.on(f"{PARAMS}/torch_adam"):
+            return "AdamW" if name == "adamw" or view.section(PARAMS).get("adam_w_mode", True) else "Adam"
+        return "DeepSpeedCPUAdam" if cpu else "FusedAdam"
+    if name == "adagrad":
+        return "DeepSpeedCPUAdagrad" if cpu else "Adagrad"
+    if name == "lion":
+        return "DeepSpeedCPULion" if cpu else "FusedLion"
+    return {"lamb": "FusedLamb", "muon": "MuonWithAuxAdam"}.get(name, name)
+
+
+def _built(view: RunView) -> str | None:
+    """Return the name of the class that the engine builds for the file; None if the file names no optimizer."""
+    name = kind(view)
+    return _class_name(view, name) if name is not None else None
+
+
+def has_momentum(view: RunView) -> bool:
+    """Return whether the optimizer has a momentum or betas that a schedule can set; True if it is not known.
+
+    Muon keeps its own in each group of parameters, not among the defaults, where schedules look for them.
+    """
+    known = _signature(_built(view))
+    return kind(view) != "muon" and (known is None or bool({"momentum", "betas"} & set(known.params)))
+
+
+def cpu_adam_advice(view: RunView) -> str | None:
+    """Return how to make DeepSpeedCPUAdam the offloaded optimizer; None if it is, or if the program may bring it.
+
+    With ZenFlow DeepSpeed builds a subclass, and features that ask for DeepSpeedCPUAdam refuse that.
+    """
+    if not view.has(TYPE):
+        return 'set optimizer.type to "AdamW"' if view.target == "harness" else None
+    if kind(view) not in ("adam", "adamw", None):
+        return 'set optimizer.type to "AdamW"'
+    if view.on(f"{PARAMS}/torch_adam"):
+        return "remove torch_adam"
+    return "remove zenflow" if uses_zenflow(view) and view.target != "harness" else None
+
+
+def _signature(class_name: str | None) -> Signature | None:
+    """Return the arguments of a class; None if they are not known."""
+    known = signatures()["deepspeed_optimizers"] | signatures()["torch_optimizers"]
+    return known.get(class_name or "")
+
+
+def _allowed(view: RunView, name: str) -> set[str] | None:
+    """Return the parameters that the class of this name may be given; None if they are not known."""
+    known = _signature(_class_name(view, name))
+    extra = ("foreach",) if view.on(f"{PARAMS}/torch_adam") else ()
+    return None if known is None else {*known.params, *_ENGINE.get(name, ()), *extra}
+
+
+def instead(view: RunView, *names: str) -> str:
+    """Return the advice to use one of DeepSpeed's optimizers: those that take the parameters that are given."""
+    given = set(view.section(PARAMS))
+    fitting = [name for name in names if given <= (_allowed(view, name.lower()) or set())]
+    return f"use {one_of(fitting)}" if fitting else f"use {one_of(list(names))} with its own parameters"
+
+
+def _unknown(view: RunView) -> str | None:
+    """Return the optimizer's name if neither DeepSpeed nor torch.optim has it, else None."""
+    name = kind(view)
+    known = name is None or name in (own.lower() for own in OWN) or name in signatures()["torch_optimizers"]
+    return None if known else name
+
+
+def is_tested_with_zero(view: RunView) -> bool:
+    """Return whether DeepSpeed runs ZeRO with the optimizer; so it does with all if the file allows untested ones."""
+    name = kind(view)
+    is_tested = name is None or _unknown(view) is not None or name in _ZERO_TESTED
+    return is_tested or bool(view.get("/zero_allow_untested_optimizer"))
+
+
+def _meant(view: RunView, name: str) -> str:
+    """Return the advice to use another name, and other parameters if those that are given are not of its class."""
+    own = next((each.lower() for each in OWN if each == name), name)
+    allowed = _allowed(view, own)
+    fits = allowed is None or allowed >= set(view.section(PARAMS))
+    return f"did you mean {name}?" if fits else f"use {name} with its own parameters"
+
+
+@rule("DS801", "unknown-optimizer", Severity.ERROR, claim="engine")
+def unknown_optimizer(view: RunView) -> Iterator[Finding]:
+    """The optimizer is neither DeepSpeed's own nor a class of torch.optim.
+
+    DeepSpeed ignores the case of its own names. Names from torch.optim must be written as in torch.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamWW"}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
+    """
+    name = _unknown(view)
+    if name is not None and name.lower().replace("_", "") not in _REMOVED:
+        close = nearest(name, (*OWN, *signatures()["torch_optimizers"]))
+        own = [each for each in OWN if not each.startswith("Mu") and (not view.zero_stage or each != "Lamb")]
+        yield about_type(
+            message=f"unknown optimizer {name}",
+            hint=_meant(view, close) if close else f"{instead(view, *own)}, or a class of torch.optim",
+            deepspeed="raises AssertionError when the engine starts",
+        )
+
+
+@rule("DS802", "removed-optimizer", Severity.ERROR, claim="engine")
+def removed_optimizer(view: RunView) -> Iterator[Finding]:
+    """OneBitAdam, OneBitLamb and ZeroOneAdam are no longer part of DeepSpeed.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    """
+    name = _unknown(view)
+    successor = _REMOVED.get(name.lower().replace("_", "")) if name is not None else None
+    if successor is not None:
+        yield about_type(
+            message=f"{name} is an optimizer that DeepSpeed has removed",
+            hint=instead(view, successor),
+            deepspeed="raises AssertionError when the engine starts",
+        )
+
+
+@rule("DS803", "unknown-optimizer-parameter", Severity.ERROR, claim="engine")
+def unknown_optimizer_parameter(view: RunView) -> Iterator[Finding]:
+    """The optimizer's class has no argument of this name.
+
+    The config decides which class is built: Adam is FusedAdam, with an offloaded optimizer DeepSpeedCPUAdam, and with
+    `"torch_adam": true` torch's own. These classes take different arguments. Muon ignores an argument that it does not
+    know without a word; the harness refuses it.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.99]}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
+    """
+    name = kind(view)
+    class_name = _class_name(view, name) if name is not None and _unknown(view) is None else None
+    allowed = _allowed(view, name) if class_name is not None and name is not None else None
+    if allowed is None:
+        return
+    own_mode = {"FusedAdam": "adam_w_mode", "DeepSpeedCPUAdam": "adamw_mode"}.get(class_name or "")
+    shown, dropped = ("Muon", True) if name == "muon" else (class_name, False)
+    for param in view.section(PARAMS):
+        twice = param == own_mode and param != "adam_w_mode"
+        if (param in allowed and not twice) or param == "max_grad_norm":
+            continue
+        close = nearest(param, allowed)
+        yield Finding(
+            pointer=f"{PARAMS}/{param}",
+            message=f"{shown} has no parameter {param}" if not twice else f"the engine sets {param} itself",
+            hint=f"did you mean {close}?" if close and close not in view.section(PARAMS) else "remove it",
+            severity=Severity.WARNING if dropped and view.target != "harness" else None,
+            deepspeed="silently ignores it" if dropped else "raises TypeError when the engine builds the optimizer",
+        )
+
+
+@rule("DS804", "max-grad-norm-in-optimizer", Severity.ERROR, claim="engine")
+def max_grad_norm_in_optimizer(view: RunView) -> Iterator[Finding]:
+    """The clipping norm is set among the optimizer's parameters.
+
+    The engine clips gradients, not the optimizer. Its key is gradient_clipping, at the top level.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "max_grad_norm": 1.0}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "gradient_clipping": 1.0}
+    """
+    pointer = f"{PARAMS}/max_grad_norm"
+    if view.has(pointer):
+        clash = view.file_has("/gradient_clipping")
+        yield Finding(
+            pointer=pointer,
+            message="max_grad_norm is not a parameter of the optimizer",
+            hint="remove it; gradient_clipping is set as well" if clash else "move it to gradient_clipping",
+            deepspeed="raises ValueError when the engine builds the optimizer",
+            edits=edits.move(view.document, pointer, "/gradient_clipping"),
+        )
+
+
+@rule("DS805", "untested-optimizer", Severity.ERROR, claim="engine")
+def untested_optimizer(view: RunView) -> Iterator[Finding]:
+    """ZeRO is on with an optimizer that DeepSpeed has not tested with ZeRO.
+
+    ZeRO flattens the parameters. That is right for optimizers that update each element by itself (Adam, Adagrad, Lion),
+    and wrong for those that need whole tensors (Lamb, Adafactor). So DeepSpeed requires zero_allow_untested_optimizer
+    for every optimizer that it has not tested.
+
+    Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD",
+           "params": {"lr": 0.1}}}
+    Right: {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD",
+           "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": true}
+    """
+    if is_tested_with_zero(view) or view.zero_stage in (0, None):
+        return
+    yield about_type(
+        message=f"DeepSpeed has not tested ZeRO with {view.get(TYPE)}",
+        hint=f"{instead(view, *_OF_ELEMENTS)}, or set zero_allow_untested_optimizer to true",
+        deepspeed="raises AssertionError when the engine starts",
+    )
+
+
+@rule("DS806", "lamb-with-fixed-loss-scale", Severity.ERROR, claim="engine")
+def lamb_with_fixed_loss_scale(view: RunView) -> Iterator[Finding]:
+    """Lamb needs an adaptive loss scale even if fp16 is off, but fp16.loss_scale is fixed.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 128}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 0}}
+    """
+    scale = view.get("/fp16/loss_scale")
+    if kind(view) == "lamb" and scale != AUTO and as_float(scale) not in (None, 0.0):
+        yield Finding(
+            pointer="/fp16/loss_scale",
+            message=f"Lamb needs an adaptive loss scale, but fp16.loss_scale is {scale}",
+            hint="set fp16.loss_scale to 0",
+            deepspeed="raises AssertionError when the engine starts",
+            on_value=True,
+        )
+
+
+@rule("DS807", "offload-without-cpu-optimizer", Severity.WARNING, claim="runs")
+def offload_without_cpu_optimizer(view: RunView) -> Iterator[Finding]:
+    """The optimizer is offloaded, but DeepSpeed has no CPU version of it.
+
+    DeepSpeed has CPU versions of Adam, Adagrad and Lion. Any other optimizer runs its step in PyTorch on the CPU, and
+    every rank waits for it.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}},
+           "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2,
+           "offload_optimizer": {"device": "cpu"}}}
+    """
+    name = kind(view)
+    if name is None or _unknown(view) is not None or not offloads(view, "offload_optimizer") or not view.zero_stage:
+        return
+    by_torch = name in ("adam", "adamw") and view.on(f"{PARAMS}/torch_adam")
+    if by_torch or name not in _ZERO_TESTED:
+        yield Finding(
+            pointer=f"{PARAMS}/torch_adam" if by_torch else TYPE,
+            message=f"the offloaded step of {'torch.optim.AdamW' if by_torch else name} runs in PyTorch on the CPU",
+            hint="remove torch_adam" if by_torch else instead(view, *_OF_ELEMENTS),
+            deepspeed="runs it without its vectorised CPU step",
+        )
+
+
+@rule("DS815", "amsgrad-that-deepspeed-lacks", Severity.ERROR, claim="engine", target="deepspeed")
+def amsgrad_that_deepspeed_lacks(view: RunView) -> Iterator[Finding]:
+    """amsgrad is on, but DeepSpeed's own Adam and Lamb do not have it.
+
+    Their constructors accept the argument only to refuse it. torch's Adam has it, and the harness uses torch's unless
+    the optimizer state is offloaded.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "amsgrad": true}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "amsgrad": true,
+           "torch_adam": true}}}
+    """
+    name, class_name = kind(view), _built(view)
+    by_torch = view.target == "harness" and name in ("adam", "adamw") and not offloads(view, "offload_optimizer")
+    if view.truthy(f"{PARAMS}/amsgrad") and class_name in _WITHOUT_AMSGRAD and not by_torch:
+        torch_too = name in ("adam", "adamw")
+        yield Finding(
+            pointer=f"{PARAMS}/amsgrad",
+            message=f"{class_name} does not have amsgrad",
+            hint="remove it" + (", or set torch_adam to true" if torch_too else ""),
+            deepspeed="raises RuntimeError when the engine builds the optimizer",
+        )
+
+
+@rule("DS819", "parameters-that-exclude-each-other", Severity.ERROR, claim="engine")
+def parameters_that_exclude_each_other(view: RunView) -> Iterator[Finding]:
+    """Two parameters of an optimizer of torch exclude each other, or one cannot work in DeepSpeed's step.
+
+    Nesterov momentum needs a momentum and no dampening; `fused` and `foreach` name two implementations. A
+    `differentiable` step changes the weights where autograd forbids it.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": true}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": true,
+           "momentum": 0.9}}}
+    """
+    class_name, params = _built(view), view.section(PARAMS)
+    if class_name not in signatures()["torch_optimizers"]:
+        return
+    found = []
+    if view.truthy(f"{PARAMS}/nesterov") and class_name == "SGD":
+        if not params.get("momentum"):
+            remedy = "" if params.get("dampening") else "set momentum to 0.9, or "
+            found.append(("nesterov", "nesterov needs a momentum above 0", f"{remedy}remove nesterov"))
+        elif params.get("dampening"):
+            found.append(("dampening", "nesterov excludes dampening", "remove dampening"))
+    if view.truthy(f"{PARAMS}/fused") and view.truthy(f"{PARAMS}/foreach"):
+        found.append(("foreach", "fused and foreach exclude each other", "remove foreach"))
+    if (asked := params.get("differentiable", False)) is not False and asked != AUTO:  # torch takes nothing but false
+        found.append(("differentiable", "DeepSpeed cannot take a differentiable step", "remove differentiable"))
+    for param, message, hint in found:
+        yield Finding(
+            pointer=f"{PARAMS}/{param}",
+            message=message,
+            hint=hint,
+            deepspeed="fails when the engine builds the optimizer, or at the first step",
+        )
+
+
+@rule("DS820", "partial-offload-without-cpu-adam", Severity.ERROR, claim="elsewhere", target="deepspeed")
+def partial_offload_without_cpu_adam(view: RunView) -> Iterator[Finding]:
+    """offload_optimizer.ratio divides the optimizer state between devices, which only DeepSpeed's CPU Adam can.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}},
+           "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}},
+           "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
+    """
+    pointer = "/zero_optimization/offload_optimizer/ratio"
+    ratio, advice = as_float(view.get(pointer)), cpu_adam_advice(view)
+    partial = ratio is not None and ratio < 1 and view.zero_stage == 3 and offloads(view, "offload_optimizer")
+    if partial and view.target != "harness" and advice is not None:
+        yield Finding(
+            pointer=pointer,
+            message=f"offload_optimizer.ratio {ratio} needs DeepSpeed's CPU Adam",
+            hint=f"{advice}, or remove ratio",
+            deepspeed="raises AssertionError when the engine starts",
+            on_value=True,
+        )
+
+
+@rule("DS821", "optimizer-of-another-package", Severity.INFO, claim="engine")
+def optimizer_of_another_package(view: RunView) -> Iterator[Finding]:
+    """The optimizer comes from the package mup, which DeepSpeed imports and does not install.
+
+    Without it DeepSpeed logs a line, and then fails on a variable that it has not set.
+
+    Wrong: {"train_batch_size": 8, "optimizer": {"type": "MuSGD", "params": {"lr": 0.1}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    """
+    if kind(view) in ("muadam", "muadamw", "musgd"):
+        yield about_type(
+            message=f"{view.get(TYPE)} needs the package mup",
+            hint=f"pip install mup, or {instead(view, 'AdamW')}",
+            deepspeed="raises UnboundLocalError when the engine builds the optimizer, unless mup is installed",
+        )
