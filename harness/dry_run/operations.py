@@ -48,7 +48,8 @@ OF_FILES = {
 OF_FUNCTIONS = {
     "FlatOptimizer._add": SUMS,
     "FlatOptimizer.start_mean": REDUCTION,
-    "FlatOptimizer._start_gather": WEIGHTS,
+    "FlatOptimizer._copy_slice": WEIGHTS,
+    "FlatOptimizer.send_weights": WEIGHTS,
     "StagedEngine._clip_and_skip_on_device": CLIP,
     "clip": CLIP,
     # DeepSpeed's optimizers for ZeRO-2 (and some of ZeRO-1) and for ZeRO-3

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from harness import TrainingArguments, UserError
+from harness.composition import installed_parts
 from harness.console import plain_console
 from harness.device.memory import host_limit_bytes
 from harness.planner import forecast as forecasts
@@ -109,7 +110,8 @@ def test_the_report_shows_what_the_run_has_said_of_its_own_stages(boundaries: li
 
 
 def test_what_the_planner_cannot_count_has_no_forecast(tmp_path: Any) -> None:
-    adapters = planned(tmp_path, peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    adapters = planned(tmp_path, peft_config=config, parts=installed_parts())
     assert forecast_of(adapters) is None
 
 
