@@ -67,7 +67,8 @@ def test_every_module_and_every_file_that_it_reads_travels(wheel):
         str(path.relative_to(ROOT) if top == "harness" else Path("harness", path.relative_to(ROOT)))
         for top in ("harness", "models", "ds_configs")
         for path in (ROOT / top).rglob("*")
-        if path.suffix in {".py", ".json", ".typed", ".css", ".js", ".html", ".md"} and not is_behind_a_link(path)
+        if path.suffix in {".py", ".pyi", ".json", ".typed", ".css", ".js", ".html", ".md"}
+        and not is_behind_a_link(path)
     }
     assert {"harness/ds_configs/zero3.json", "harness/models/presets/tiny-llama/config.json"} < expected
     carried = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("harness/")}
