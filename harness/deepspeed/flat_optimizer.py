@@ -231,6 +231,14 @@ class FlatOptimizer(BF16_Optimizer):
             if (wait := self._arriving.pop(index, None)) is not None:
                 wait()
 
+    def abandon_weights(self) -> None:
+        """Wait for the weights that are on their way, and send no others; a rank may call it alone, as after an error.
+
+        Sent by one rank alone, they would wait for the others.
+        """
+        self._unsent.clear()
+        self.await_weights()
+
     @torch.no_grad()
     def update_lp_params(self) -> None:
         """Bring the values of the float32 weights to the parameters of the model; all ranks call it."""

@@ -150,9 +150,14 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         return super()._inference_schedule(micro_batches)
 
     def await_weights(self) -> None:
-        """Wait until the weights on this rank are those of the last update."""
+        """Wait until the weights on this rank are those of the last update; all ranks call it."""
         if self.weights is not None:
             self.optimizer.await_weights()
+
+    def abandon_weights(self) -> None:
+        """Wait for the weights that are on their way to this rank, and send no others: nobody reads them."""
+        if self.weights is not None:
+            self.optimizer.abandon_weights()
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         with self._last_pass():

@@ -3,6 +3,7 @@ next forward pass runs; both come to the same numbers."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from harness import Trainer, TrainerCallback
+from harness import Trainer, TrainerCallback, TrainerState
 from harness.deepspeed.flat_optimizer import FlatOptimizer
 from harness.deepspeed.instructions import Observer
 from harness.deepspeed.update import DividedOptimizer
@@ -166,6 +167,36 @@ def test_weights_on_their_way_change_nothing_and_whoever_reads_them_gets_the_new
         assert plain[-len(resumed) :] == resumed and len(resumed) == 2 * 2 + 1
         assert seen == of_other and len(set(seen)) == 4
         assert min(travelling[1::2]) > 1  # after the steps that are evaluated and saved
+
+
+class Fails(TrainerCallback):
+    """Raises after the second step."""
+
+    reads_weights = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            raise ArithmeticError("the second step")
+
+
+def closed_after_an_error(folder: str) -> int:
+    """Close a failed Trainer, rank 1 only after rank 0 has; return how many groups of weights were not sent."""
+    with without_shared_memory():
+        job = TWO[0]
+        trainer = Trainer(job.model, arguments_of(job, folder), train_dataset=rows() * 3, callbacks=[Fails()])
+        with pytest.raises(ArithmeticError):
+            trainer.train()
+        unsent, closed = len(trainer.engine.deepspeed.optimizer._unsent), Path(folder, "closed")
+        if dist.get_rank() == 1:
+            while not closed.exists():
+                time.sleep(0.1)
+        trainer.close()
+        closed.touch()
+    return unsent
+
+
+def test_a_rank_closes_a_failed_run_without_the_others(tmp_path: Path) -> None:
+    assert min(run_ranks(2, closed_after_an_error, str(tmp_path))) > 1
 
 
 ONCE = {"gradient_reduction": {"once_per_step": True}}

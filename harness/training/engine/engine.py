@@ -295,9 +295,7 @@ class Engine(ABC):
         return weighed
 
     def release(self) -> None:
-        """Free the engine's memory; its process groups stay."""
-        with suppress(RuntimeError):  # of a rank that has ended
-            self.settle()
+        """Free the engine's memory; its process groups stay. A rank may call it alone."""
         self.deepspeed.destroy()
         for held in (*self.deepspeed.module.parameters(), self.deepspeed):
             vars(held).clear()  # hooks in C++ refer to the engine: gc cannot see this cycle
@@ -316,8 +314,14 @@ class PipelineStages(Engine):
     _shape: tuple[int, ...] | None = None
 
     def settle(self) -> None:
-        """Wait for new weights that are still on their way to this rank."""
+        """Send the new weights if that has not begun, and wait for those of other ranks; all ranks call it."""
         self.deepspeed.await_weights()
+
+    def release(self) -> None:
+        """Free the engine's memory; its process groups stay. A rank may call it alone."""
+        with suppress(RuntimeError):  # of a rank that has ended
+            self.deepspeed.abandon_weights()
+        super().release()
 
     def evidence(self) -> Evidence:
         """Return which values of the last step were finite on this rank and in its stage. Waits for the device."""
