@@ -1,0 +1,75 @@
+"""The core alone: a copy of the package without any part trains, saves, resumes and exports to the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_core import PARTS, ROOT
+
+pytestmark = pytest.mark.ranks
+STAY = {"harness.composition", "harness.installed"}  # they find out which parts are there
+
+# An editable install finds modules of the checkout that the copy lacks.
+ONLY_THE_COPY = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
+"""
+TRAIN = """
+import json, sys
+from harness import Trainer, TrainingArguments
+rows = [{"input_ids": [(5 * row + place) % 250 for place in range(16)]} for row in range(16)]
+losses = []
+for steps in (2, 4):
+    args = TrainingArguments(sys.argv[1], deepspeed_config="zero3", max_steps=steps, eval_steps=2, save_steps=2)
+    args.resume_from_checkpoint = "auto" if steps == 4 else None
+    trainer = Trainer("tiny-llama", args, rows, rows[:4])
+    trainer.train()
+    losses += [logs.get("loss", logs.get("eval_loss")) for logs in trainer.state.log_history]
+    trainer.save_model()
+    trainer.close()
+print("LOSSES", json.dumps(losses))
+"""
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package, but without its parts."""
+    folder = tmp_path_factory.mktemp("core")
+    for name in ("harness", "models", "ds_configs"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for part in set(PARTS) - STAY:
+        shutil.rmtree(folder.joinpath(*part.split(".")))
+    (folder / "sitecustomize.py").write_text(ONLY_THE_COPY)
+    return folder
+
+
+def python(house: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(house), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *words], cwd=house, env=env, capture_output=True, text=True, timeout=200)
+
+
+def losses(house: Path, output_dir: Path) -> list[float | None]:
+    done = python(house, "-c", TRAIN, str(output_dir))
+    assert done.returncode == 0, done.stderr
+    found: list[float | None] = json.loads(done.stdout.partition("LOSSES ")[2])
+    return found
+
+
+def test_it_trains_resumes_and_exports_to_the_same_losses(core: Path, tmp_path: Path) -> None:
+    alone = losses(core, tmp_path / "alone")
+    assert len(alone) > 4 and alone == losses(ROOT, tmp_path / "whole")
+    assert (tmp_path / "alone" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("verb", ["check", "plan", "verify", "models", "report", "dry-run", "cluster", "generate"])
+def test_a_verb_of_a_part_says_in_one_line_that_it_is_not_there(verb: str, core: Path) -> None:
+    done = python(core, "-m", "harness", verb, "anything")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith(f"ds-harness {verb}: ") and "is not installed" in line
