@@ -65,8 +65,9 @@ class FlatOptimizer(BF16_Optimizer):
             optimizer, names, bfloat16_config=SimpleNamespace(enabled=True, immediate_grad_update=True), **options
         )
         self._weights_over = list(self.real_dp_process_group)
-        # Between hosts, a CPU's small collectives, of which each step has a few before the next forward pass, would
-        # wait behind weights in the queue of the same network card: they go first. A GPU sends the sooner the better.
+        # On a CPU the weights wait for `send_weights`. Each step has a few small collectives before the next forward
+        # pass, and between hosts these would queue behind the weights in the same network card. On a GPU the weights
+        # take another way than such values of the host, so they are sent as soon as they are updated.
         self._sends_at_once = self.bf16_groups_flat[0].device.type != "cpu"
 
     # 1. Sums over micro-batches, during the backward passes.
@@ -173,7 +174,7 @@ class FlatOptimizer(BF16_Optimizer):
 
     @torch.no_grad()
     def update(self, order: Sequence[int]) -> None:
-        """Update this rank's slices of the weights, group by group; a GPU begins to gather those of the other ranks.
+        """Update this rank's slices of the weights, group by group; on a GPU, begin to gather each group's weights.
 
         Until `await_weights`, the weights are a mixture of old and new ones.
 
