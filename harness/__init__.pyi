@@ -1,6 +1,5 @@
-from harness.arguments import LoraArguments as LoraArguments
-from harness.arguments import TrainingArguments as TrainingArguments
 from harness.arguments.configure import RunConfig as RunConfig
+from harness.arguments.themes.lora import LoraArguments as LoraArguments
 from harness.checking import check as check
 from harness.composition import Trainer as Trainer
 from harness.config import ConfigError as ConfigError
@@ -10,6 +9,7 @@ from harness.config import load as load
 from harness.data.tokenizer import ByteTokenizer as ByteTokenizer
 from harness.errors import UserError as UserError
 from harness.errors import UserErrors as UserErrors
+from harness.installed import TrainingArguments as TrainingArguments
 from harness.installed import read_run_config as read_run_config
 from harness.parallel.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
 from harness.parallel.tensor.layers import RowParallelLinear as RowParallelLinear

@@ -5,13 +5,14 @@ A part whose folder is not installed is absent. `from harness import Trainer` is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from harness.installed import config_check, is_installed, watch
 from harness.training.parts import Parts
 from harness.training.trainer import Trainer as CoreTrainer
+from harness.uncaught import show_in_one_line
 
 
 def installed_parts() -> Parts:
@@ -20,6 +21,7 @@ def installed_parts() -> Parts:
     adding: dict[str, Callable[[Parts], Parts]] = {
         "harness.data": _with_data,
         "harness.extras": _with_extras,
+        "harness.huggingface": _with_huggingface,
         "harness.planner": _with_planner,
         "harness.report": _with_report,
         "harness.verify": _with_verify,
@@ -40,6 +42,12 @@ def _with_extras(parts: Parts) -> Parts:
     from harness.extras.lora import adapted
 
     return replace(parts, adapters=adapted)
+
+
+def _with_huggingface(parts: Parts) -> Parts:
+    from harness.command_line.other_programs import notes
+
+    return replace(parts, argument_notes=notes)
 
 
 def _with_planner(parts: Parts) -> Parts:
@@ -73,3 +81,7 @@ class Trainer(BaseTrainer):
     __doc__ = CoreTrainer.__doc__
 
     parts: ClassVar[Parts] = installed_parts()
+
+    def _require_known(self, others: Mapping[str, object]) -> None:
+        show_in_one_line()  # an error here usually ends the program: print it without a traceback
+        super()._require_known(others)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from harness.arguments import TrainingArguments, configure
+from harness import arguments
+from harness.arguments import configure
 from harness.arguments.configure import RunConfig
 from harness.config import ConfigCheck
 from harness.errors import UserError
 from harness.resilience.process.watching import Watch
+from harness.uncaught import show_in_one_line
 
 OF_VERBS = (
     *("harness.cluster", "harness.compat", "harness.checking", "harness.data", "harness.dry_run"),
@@ -44,7 +48,7 @@ def config_check() -> ConfigCheck | None:
     return ConfigRules()
 
 
-def read_run_config(args: TrainingArguments, *, world_size: int, model: str | None = None) -> RunConfig:
+def read_run_config(args: arguments.TrainingArguments, *, world_size: int, model: str | None = None) -> RunConfig:
     """Read and check the config of a run.
 
     Args:
@@ -64,3 +68,19 @@ def watch() -> Watch:
     from harness.resilience.watch.part import RankWatch
 
     return RankWatch()
+
+
+if TYPE_CHECKING or is_installed("harness.huggingface"):
+    from harness.huggingface.arguments import HuggingFaceArguments as BaseArguments
+else:
+    BaseArguments = arguments.TrainingArguments
+
+
+class TrainingArguments(BaseArguments):
+    __doc__ = arguments.TrainingArguments.__doc__
+
+    @classmethod
+    def own_names(cls, given: Mapping[str, object]) -> Mapping[str, object]:
+        """Return keyword arguments under the names of the flags; see the base class."""
+        show_in_one_line()  # an error here usually ends the program: print it without a traceback
+        return super().own_names(given)

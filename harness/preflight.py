@@ -6,8 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from harness.arguments import LoraArguments, TrainingArguments, require_peft
+from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
+from harness.arguments.themes.lora import LoraArguments, require_peft
 from harness.arguments.themes.script import PYTHON_STDLIB, ScriptArguments
 from harness.batches.streaming.flags import refuse_buffer, require_streamable
 from harness.checkpoint.directories import optimizer_name, require_same_optimizer

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness.arguments import TrainingArguments, add_flags, parse
+from harness.arguments import TrainingArguments
 from harness.arguments.configure import fewest_ranks
-from harness.arguments.fewer_ranks import KINDS
 from harness.checkpoint.integrity import require_unused
+from harness.command_line import add_flags, parse
+from harness.command_line.fewer_ranks import KINDS
 from harness.console import print_if_heard
 from harness.errors import UserError
 from harness.preflight import check_inputs

@@ -16,9 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.arguments import LoraArguments, TrainingArguments, parse
+from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.command_line import parse
 from harness.console import Console, plain_console, quiet
 from harness.errors import UserError
 from harness.installed import require_installed, watch

@@ -8,8 +8,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness.arguments import LoraArguments, TrainingArguments
+from harness.arguments import TrainingArguments
 from harness.arguments.themes.flags import Help, groups, shown_default
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
 
 HEAD = """# Every flag

@@ -10,9 +10,9 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness.arguments.command_line import known_flags
-from harness.arguments.fewer_ranks import KINDS
 from harness.cli import VERBS, main
+from harness.command_line.fewer_ranks import KINDS
+from harness.command_line.parsing import known_flags
 from harness.config.values.typed import takes
 
 HEAD = """# All verbs of `ds-harness`

@@ -1,24 +1,11 @@
-"""Define and parse the arguments of a run, named and defaulted as in HuggingFace's TrainingArguments and run_clm.py.
+"""The arguments of a run, named and defaulted as in HuggingFace's TrainingArguments and run_clm.py.
 
 The dataclasses, one file a theme, are the only list of flags: command line, `--help` and docs/flags.md are made from
 them. Neither torch nor transformers is imported, so a wrong argument is refused at once.
 """
 
-from harness.arguments.command_line import Parser, add_flags, expanded, parse
 from harness.arguments.themes.flags import Flags, flag
-from harness.arguments.themes.lora import LoraArguments, require_peft
 from harness.arguments.training_arguments import TrainingArguments
 from harness.config.values.arguments import SCHEDULES
 
-__all__ = [
-    "SCHEDULES",
-    "Flags",
-    "LoraArguments",
-    "Parser",
-    "TrainingArguments",
-    "add_flags",
-    "expanded",
-    "flag",
-    "parse",
-    "require_peft",
-]
+__all__ = ["SCHEDULES", "Flags", "TrainingArguments", "flag"]

@@ -8,9 +8,10 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness.arguments import TrainingArguments, parse
-from harness.arguments.fewer_ranks import KINDS
+from harness.arguments import TrainingArguments
 from harness.arguments.words import value_of
+from harness.command_line import parse
+from harness.command_line.fewer_ranks import KINDS
 from harness.config.values.paths import usable_file
 from harness.errors import UserError
 from harness.hf.locate import model_directory

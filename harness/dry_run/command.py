@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.arguments import LoraArguments, TrainingArguments, parse
+from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.atomic import replace_text
+from harness.command_line import parse
 from harness.console import quiet
 from harness.errors import UserError, reason
 from harness.planner.hardware import load_hardware, names

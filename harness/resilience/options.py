@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NoReturn, TypeVar
 
-from harness.arguments.other_programs import other_programs
+from harness.command_line.other_programs import other_programs
 from harness.config.values.json_object import JsonObject
 from harness.config.values.paths import usable_file
 from harness.errors import UserError

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from harness.arguments import TrainingArguments, expanded, parse
-from harness.arguments.fewer_ranks import KINDS, on_fewer_ranks
+from harness.arguments import TrainingArguments
 from harness.arguments.words import RESUME, value_of, with_resume
 from harness.checking import ConfigRules
 from harness.checkpoint.directories import MANIFEST, METRICS, numbered, set_aside
 from harness.checkpoint.integrity import newest_whole
+from harness.command_line import expanded, parse
+from harness.command_line.fewer_ranks import KINDS, on_fewer_ranks
 from harness.config.values.paths import usable_file
 from harness.errors import UserError
 from harness.resilience.options import TRAIN

@@ -72,7 +72,6 @@ from harness.training.saving.checkpoints import Checkpoints
 from harness.training.saving.model import gather_model, write_model
 from harness.training.saving.nonfinite import NonFinite
 from harness.training.saving.resume import Rollback, begin_or_resume, resume_named
-from harness.uncaught import show_in_one_line
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -139,7 +138,6 @@ class Trainer:
         flags: Mapping[str, object] | None = None,
         **others: None,  # HuggingFace's with its defaults; refused with the reason otherwise
     ) -> None:
-        show_in_one_line()
         establish()
         self._require_known(others)
         env = LaunchEnv.from_environ(os.environ)

@@ -19,8 +19,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness.arguments import LoraArguments, TrainingArguments, parse
+from harness.arguments import TrainingArguments
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.command_line import parse
 from harness.console import quiet
 from harness.dry_run.account import account
 from harness.dry_run.command import dry_run_plan

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.test_core import PARTS, ROOT
 
 pytestmark = pytest.mark.ranks
-STAY = {"harness.composition", "harness.installed"}  # they find out which parts are there
+STAY = {"harness.command_line", "harness.composition", "harness.installed"}  # the last two find what is there
 
 # An editable install finds modules of the checkout that the copy lacks.
 ONLY_THE_COPY = """

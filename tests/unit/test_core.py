@@ -21,6 +21,7 @@ CORE = "harness.training.trainer"
 PARTS = (
     "harness.checking",
     "harness.cluster",
+    "harness.command_line",
     "harness.compat",
     "harness.composition",
     "harness.data",
@@ -34,7 +35,7 @@ PARTS = (
     "harness.verify",
     "harness.report",
 )
-MOST_LINES = 37_800
+MOST_LINES = 36_300
 
 
 def module_name(path: Path) -> str:

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.arguments import LoraArguments, TrainingArguments
+from harness.arguments import TrainingArguments
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.checking import check
 from harness.checking.registry import by_code

@@ -114,6 +114,7 @@ class Parts:
         watch: ends a run of which a rank fails, hangs or is stopped.
         verify_sharding, require_packable, plan_tokens: try the model on a tiny copy, each for one purpose.
         adapters: finds the adapters that are trained instead of a model's own weights.
+        argument_notes: says which arguments of HuggingFace's change nothing, although they ask for more.
     """
 
     check_config: ConfigCheck | None = None
@@ -126,6 +127,7 @@ class Parts:
     require_packable: RequirePackable | None = None
     plan_tokens: PlanTokens | None = None
     adapters: FindAdapters | None = None
+    argument_notes: Callable[[Mapping[str, object]], Sequence[str]] = lambda _: ()
 
 
 def needed(part: Part | None, flag: str, folder: str) -> Part:

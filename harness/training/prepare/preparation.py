@@ -21,7 +21,6 @@ import torch.distributed as dist
 import transformers
 
 from harness.arguments.configure import RunConfig
-from harness.arguments.other_programs import notes
 from harness.atomic import room, sync_folder
 from harness.batches.collate import MicroBatch, TokenCollator
 from harness.batches.evaluation import by_prefix, evaluation_digest
@@ -182,7 +181,7 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         The inputs for building the engine, and the process groups that were open before the run.
     """
     args, console, env = plan.args, plan.console, plan.env
-    for note in notes(args.without_effect):
+    for note in plan.parts.argument_notes(args.without_effect):
         console.say(note)
     THIS_RANK.doing = "waiting for the other ranks"
     with plan.parts.watch.for_stopped_ranks(args.hang_seconds, console):

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness.arguments import LoraArguments, TrainingArguments, parse
+from harness.arguments import TrainingArguments
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.command_line import parse
 from harness.dry_run import operations as parts
 from harness.dry_run.account import HOST, Account, account
 from harness.dry_run.command import dry_run_plan

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.arguments import TrainingArguments
-from harness.arguments.command_line import known_flags
 from harness.arguments.configure import fewest_ranks
-from harness.arguments.fewer_ranks import KINDS
 from harness.cli import main
+from harness.command_line.fewer_ranks import KINDS
+from harness.command_line.parsing import known_flags
 from harness.errors import UserError
 from harness.resilience import starter
 from harness.resilience.hosts import HostDevices

@@ -12,11 +12,13 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import SchedulerType
 
 from harness import TrainingArguments, UserError
-from harness.arguments import SCHEDULES, LoraArguments, parse
+from harness.arguments import SCHEDULES
 from harness.arguments.configure import max_steps
-from harness.arguments.other_programs import notes
 from harness.arguments.themes.intervals import interval
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.command_line import parse
+from harness.command_line.other_programs import notes
 from harness.config import ConfigError
 from harness.config.values.arguments import SCHEDULE_OPTIONS
 from harness.installed import read_run_config
@@ -106,7 +108,8 @@ def test_arguments_that_change_nothing_that_is_trained_are_taken_with_a_note() -
 
 def test_bf16_auto_is_what_the_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
     for has in (True, False):
-        monkeypatch.setattr("harness.arguments.command_line.computes_in_bf16", lambda has=has: has)
+        for reader in ("harness.arguments.training_arguments", "harness.command_line.parsing"):
+            monkeypatch.setattr(f"{reader}.computes_in_bf16", lambda has=has: has)
         assert TrainingArguments(bf16="auto").bf16 is has  # type: ignore[arg-type]
         assert command_line("--bf16", "auto", "--seed", "3")[1].bf16 is has
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from transformers import HfArgumentParser
 
 from harness import TrainingArguments, UserError
-from harness.arguments import LoraArguments
 from harness.arguments.themes.flags import Flags, flag, groups, shown_default
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.config.values.typed import typed
 from harness.errors import UserErrors

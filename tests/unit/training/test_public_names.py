@@ -16,9 +16,10 @@ from transformers import HfArgumentParser
 
 import harness
 from harness import TrainingArguments
-from harness.arguments import LoraArguments, parse
 from harness.arguments.themes.flags import ALIASES, Help, default_of, flags_of
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.command_line import parse
 from harness.config import AutoValues
 from harness.config.values.typed import takes
 from harness.console import Console, quiet, warn

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
-from harness.arguments import LoraArguments, parse
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.command_line import parse
 from harness.data.tokenizer import ByteTokenizer
 from harness.resilience.process import signals
 from harness.training.callbacks.progress import _figures

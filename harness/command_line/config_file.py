@@ -12,8 +12,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from harness.arguments.other_programs import advice, is_section
 from harness.arguments.themes.flags import ALIASES, default_of, require_one_name
+from harness.command_line.other_programs import advice, is_section
 from harness.config.values.json_file import regular_bytes
 from harness.config.values.paths import usable_path
 from harness.config.values.typed import takes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.arguments.fewer_ranks import _flags, _smaller
+from harness.command_line.fewer_ranks import _flags, _smaller
 from harness.topology.layout import Layout
 
 SIZES = st.integers(1, 4)

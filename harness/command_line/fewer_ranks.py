@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from harness.arguments.command_line import parse
 from harness.arguments.configure import read_config, read_run_config
 from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.arguments.training_arguments import TrainingArguments
 from harness.arguments.words import without
 from harness.atomic import replace_text
+from harness.command_line.parsing import parse
 from harness.config import ConfigCheck
 from harness.errors import UserError
 from harness.hf.locate import model_directory

@@ -1,4 +1,4 @@
-"""Parse a command line, or the keyword arguments of a program, into dataclasses of flags.
+"""Parse a command line into dataclasses of flags.
 
 Dashes equal underscores; `--no_NAME` means `--NAME false`; `--config FILE` means the flags in that file. A flag of
 HuggingFace's that asks for the behaviour the harness always has is dropped (`--ddp_timeout 1800`); any other unknown
@@ -10,15 +10,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from functools import partial
 from typing import Any, NoReturn
 
-from harness.arguments.config_file import ConfigFlag, read_config_file
-from harness.arguments.other_programs import advice, is_idle, other_programs, refusal
 from harness.arguments.precision import computes_in_bf16, is_auto
 from harness.arguments.themes.flags import ALIASES, Flags, Help, flags_of, groups, require_one_name, shown_default
+from harness.command_line.config_file import ConfigFlag, read_config_file
+from harness.command_line.other_programs import is_idle, other_programs, refusal
 from harness.completion import propose
 from harness.config.values.json_object import JsonObject
 from harness.config.values.typed import takes
@@ -191,28 +191,6 @@ def own_words(words: Sequence[str], known: Known) -> list[str]:
             kept += [f"--no_{negated}{equals}{value}", *flag[1:]]  # the parser reads it, and refuses a value
         elif not _may_stand(plain, negated, given):
             problems.append(refusal(plain, name, known))
-    refuse_all(problems)
-    return kept
-
-
-def own_arguments(given: Mapping[str, object], items: Iterable[Field[object]]) -> dict[str, object]:
-    """Return keyword arguments under the harness's names, without those that have no effect.
-
-    Raises UserError for unknown arguments (all of them at once), and for one that is given under two names.
-    """
-    known = {item.name for item in items}
-    kept: dict[str, object] = {}
-    names: dict[str, str] = {}
-    problems: list[str] = []
-    for name, value in given.items():
-        own = ALIASES.get(name, name)
-        if own == "resume_from_checkpoint" and isinstance(value, bool):  # as in HuggingFace
-            value = str(value)
-        if own in known and value is not None:
-            require_one_name(names, own, name)
-            kept[own] = computes_in_bf16() if is_auto(own, value) else value
-        elif own not in known and not is_idle(name, value):
-            problems.append(f"TrainingArguments takes no {name}: {advice(name, known)}")
     refuse_all(problems)
     return kept
 

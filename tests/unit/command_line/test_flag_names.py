@@ -12,11 +12,12 @@ import pytest
 import transformers
 
 from harness import TrainingArguments, UserError
-from harness.arguments import LoraArguments, expanded, parse
-from harness.arguments.command_line import known_flags
-from harness.arguments.other_programs import other_programs
 from harness.arguments.themes.flags import ALIASES
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.command_line import expanded, parse
+from harness.command_line.other_programs import other_programs
+from harness.command_line.parsing import known_flags
 from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv
 from harness.train import main

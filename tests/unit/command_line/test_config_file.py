@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness import TrainingArguments, UserError
-from harness.arguments import LoraArguments, parse
-from harness.arguments.command_line import known_flags
-from harness.arguments.config_file import read_config_file
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.command_line import parse
+from harness.command_line.config_file import read_config_file
+from harness.command_line.parsing import known_flags
 
 KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
 few = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)

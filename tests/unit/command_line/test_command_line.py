@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from harness import TrainingArguments, UserError
-from harness.arguments import LoraArguments, expanded, parse
-from harness.arguments.command_line import known_flags, own_words
-from harness.arguments.other_programs import advice, is_idle, is_section, meant, other_programs, refusal
 from harness.arguments.themes.flags import ALIASES
+from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.command_line import expanded, parse
+from harness.command_line.other_programs import advice, is_idle, is_section, meant, other_programs, refusal
+from harness.command_line.parsing import known_flags, own_words
 from harness.config import AutoValues
 from harness.installed import read_run_config
 
