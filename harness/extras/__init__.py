@@ -1,1 +1,1 @@
-"""What a run can do besides training a model's own weights."""
+"""What a run can do without: an optional way to train, or to do the same faster."""

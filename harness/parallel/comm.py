@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.parallel.collectives.of_group import gathered, largest, summed
+from harness.parallel.collectives import gathered, largest, summed
 from harness.parallel.compiling import Eager
 
 Context: TypeAlias = Any

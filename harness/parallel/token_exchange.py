@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.model.shares import Stretch
-from harness.parallel.collectives.of_group import gathered, start_exchange
+from harness.parallel.collectives import gathered, start_exchange
 from harness.parallel.comm import ALONE, Context, TensorParallel, apply
 from harness.parallel.compiling import eager
 

@@ -17,7 +17,7 @@ from harness.planner.hardware import GIB
 from harness.planner.layer_time import OPERATIONS
 from harness.topology.processes import own_python
 
-MODULE = "harness.parallel.speed"
+MODULE = "harness.extras.speed"
 LIMIT_S = 360.0
 
 

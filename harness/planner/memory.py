@@ -318,7 +318,7 @@ def _logits(workload: Workload, strategy: Strategy) -> float:
 FLAT_BUCKET = 5e8  # gradients in a bucket, DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
 GATHERED = 5e8  # parameters kept after a forward: the backward reuses them within stage3_max_reuse_distance
 SUB_GROUP = 1e9  # elements that ZeRO-3 steps on at once, DeepSpeed's sub_group_size
-SHARED_PIECE = 2**22  # bytes; each rank of a host maps twice that (harness/parallel/collectives/host_memory.py)
+SHARED_PIECE = 2**22  # bytes; each rank of a host maps twice that (harness/extras/host_memory.py)
 
 
 @dataclass(frozen=True, kw_only=True)

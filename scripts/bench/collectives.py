@@ -26,7 +26,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from harness.parallel.collectives import of_group  # noqa: E402
+from harness.extras.host_memory import HostMemory  # noqa: E402
+from harness.parallel import collectives  # noqa: E402
 from scripts.bench.report import RESULTS, write_report  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 
@@ -48,7 +49,7 @@ def ways(x: Tensor, group: dist.ProcessGroup) -> dict[str, tuple[Callable[[], Te
 
     def gathered_in_memory() -> Tensor:
         whole = x.new_empty(ranks * len(x))
-        assert of_group.gathers_in_memory(whole, x, group), "the ranks share memory"
+        assert collectives.gathers_in_memory(whole, x, group), "the ranks share memory"
         return whole
 
     def scattered(flat: Tensor) -> Tensor:
@@ -67,14 +68,14 @@ def ways(x: Tensor, group: dist.ProcessGroup) -> dict[str, tuple[Callable[[], Te
         return scattered(torch.cat(by_rank).div_(ranks))
 
     def means_in_memory() -> Tensor:
-        found = of_group.means_in_memory(parts, group)
+        found = collectives.means_in_memory(parts, group)
         assert found is not None, "the ranks share memory"
         return torch.cat(found)
 
     return {
-        "sum": (summed, lambda: of_group.summed(x, group)),
+        "sum": (summed, lambda: collectives.summed(x, group)),
         "gather": (gathered, gathered_in_memory),
-        "share of a sum": (lambda: scattered(x), lambda: of_group.start_scattered_sum(x, group)()),
+        "share of a sum": (lambda: scattered(x), lambda: collectives.start_scattered_sum(x, group)()),
         "means of parts": (means, means_in_memory),
     }
 
@@ -94,7 +95,7 @@ def compare(rounds: int) -> dict[str, list[tuple[float, float]]]:
     torch.set_num_threads(1)
     group = dist.group.WORLD
     assert group is not None, "the ranks have met"
-    of_group.share_memory([group])
+    collectives.share_memory([group], HostMemory.open)
     found = {}
     for size in KIB:
         x = torch.randn(size * 256 // (TENSORS * 8) * (TENSORS * 8), generator=torch.Generator().manual_seed(size))
@@ -105,7 +106,7 @@ def compare(rounds: int) -> dict[str, list[tuple[float, float]]]:
             found[f"{name}, {size} KiB"] = [
                 (min(each[way][0] for each in tries), min(each[way][1] for each in tries)) for way in (0, 1)
             ]
-    of_group.leave_memory()
+    collectives.leave_memory()
     return found
 
 

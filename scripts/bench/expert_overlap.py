@@ -31,7 +31,7 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from harness.parallel import token_exchange  # noqa: E402
-from harness.parallel.collectives.of_group import start_exchange  # noqa: E402
+from harness.parallel.collectives import start_exchange  # noqa: E402
 from harness.parallel.comm import ALONE, TensorParallel  # noqa: E402
 from harness.parallel.plans import early_modules  # noqa: E402
 from harness.parallel.plans.apply import cut  # noqa: E402

@@ -30,8 +30,9 @@ from torch import Tensor
 from harness import Trainer
 from harness.deepspeed.collectives import carry_collectives
 from harness.deepspeed.process_wide import avoid_compiling
-from harness.parallel.collectives import of_group, peers
-from harness.parallel.collectives.host_memory import HostMemory
+from harness.extras import peers
+from harness.extras.host_memory import HostMemory
+from harness.parallel import collectives
 from harness.parallel.tensor.layers import overlap_sums
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import STEPS, Curve, Job, arguments_of, rows, without_shared_memory
@@ -50,14 +51,14 @@ def numbers(size: int, dtype: torch.dtype, rank: int) -> Tensor:
 def results(x: Tensor, group: dist.ProcessGroup) -> dict[str, Tensor]:
     ranks = dist.get_world_size(group)
     in_place = x.clone()
-    of_group.sum_in_place(in_place, group)
+    collectives.sum_in_place(in_place, group)
     return {
-        "sum": of_group.summed(x, group),
-        "sum of a transposed tensor": of_group.summed(x.view(1, -1).expand(2, -1).t(), group),
+        "sum": collectives.summed(x, group),
+        "sum of a transposed tensor": collectives.summed(x.view(1, -1).expand(2, -1).t(), group),
         "sum in place": in_place,
-        "largest": of_group.largest(x, group),
-        "joined": torch.cat(of_group.gathered(x, group)),
-        "share of a sum": of_group.start_scattered_sum(x.repeat(2 * ranks).view(2 * ranks, -1), group)(),
+        "largest": collectives.largest(x, group),
+        "joined": torch.cat(collectives.gathered(x, group)),
+        "share of a sum": collectives.start_scattered_sum(x.repeat(2 * ranks).view(2 * ranks, -1), group)(),
         "sums at once": torch.cat(sums_at_once(x, group)),
         "exchanged": exchanged(x, group),
     }
@@ -69,17 +70,17 @@ def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     sizes = [[(source + 2 * target) % 3 + 1 + len(x) // 7 for target in range(ranks)] for source in range(ranks)]
     sizes[0][-1] = 0
     rows = x.repeat(9)[: sum(sizes[rank])]
-    pairs = of_group.start_exchange(torch.stack([rows, rows + 1], dim=1), sizes, group)()
-    none = of_group.start_exchange(x[:0], [[0] * ranks] * ranks, group)()
+    pairs = collectives.start_exchange(torch.stack([rows, rows + 1], dim=1), sizes, group)()
+    none = collectives.start_exchange(x[:0], [[0] * ranks] * ranks, group)()
     assert not len(none) and len(pairs) == sum(row[rank] for row in sizes)
     return pairs
 
 
 def sums_at_once(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Results of collectives that begin before others have ended, and are asked for in another order, and twice."""
-    begun = [of_group.start_sum(x * number, group) for number in (1, 2)]
-    begun.append(of_group.start_scattered_sum(x.repeat(dist.get_world_size(group)), group))
-    largest = of_group.largest(x, group)
+    begun = [collectives.start_sum(x * number, group) for number in (1, 2)]
+    begun.append(collectives.start_scattered_sum(x.repeat(dist.get_world_size(group)), group))
+    largest = collectives.largest(x, group)
     return [largest, begun[2](), begun[0](), begun[1](), begun[0]()]
 
 
@@ -87,8 +88,11 @@ def is_kept(group: dist.ProcessGroup) -> bool:
     """Whether a result outlives its last name, until Python's collector finds it."""
     gc.disable()
     try:
-        of_group.summed(torch.ones(4), group)
-        results = [of_group.start_sum(torch.ones(4), group)(), of_group.start_scattered_sum(torch.ones(12), group)()]
+        collectives.summed(torch.ones(4), group)
+        results = [
+            collectives.start_sum(torch.ones(4), group)(),
+            collectives.start_scattered_sum(torch.ones(12), group)(),
+        ]
         alive = [weakref.ref(result) for result in results]
         results.clear()
         return any(ref() is not None for ref in alive)
@@ -100,7 +104,7 @@ def means_are_right(group: dist.ProcessGroup) -> bool:
     """Whether each rank gets its part of the mean of tensors of several sizes, some of which give a rank nothing."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     tensors = [numbers(size, torch.float32, rank).view(1, -1) for size in (1, 7, 60_000, 2, (1 << 20) + 5)]
-    found, again = (of_group.means_in_memory(tensors, group) for _ in range(2))
+    found, again = (collectives.means_in_memory(tensors, group) for _ in range(2))
     assert found is not None and again is not None
     for mean, same, tensor in zip(found, again, tensors, strict=True):
         dist.all_reduce(tensor.div_(ranks), group=group)
@@ -116,8 +120,8 @@ def compare() -> dict[str, Any]:
     assert group is not None
     inputs = {case: numbers(*case, dist.get_rank()) for case in CASES}
     wanted = {case: results(x, group) for case, x in inputs.items()}
-    of_group.share_memory([group, None])
-    shares = of_group.shares_memory(group)
+    collectives.share_memory([group, None], HostMemory.open)
+    shares = collectives.shares_memory(group)
     with (
         patch.object(dist, "all_reduce", None),
         patch.object(dist, "all_gather_single", None),
@@ -130,12 +134,12 @@ def compare() -> dict[str, Any]:
     means = means_are_right(group)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, totals)
-    of_group.leave_memory()
+    collectives.leave_memory()
     return {
         "shares": shares,
         "kept": kept,
         "means": means,
-        "left": of_group.shares_memory(group),
+        "left": collectives.shares_memory(group),
         "errors": {
             (*case, name): ((found - wanted[case][name]).abs().max() / wanted[case][name].abs().max()).item()
             for case, every in first.items()
@@ -231,11 +235,11 @@ def with_strangers() -> tuple[list[list[int]], bool, float]:
         return found
 
     with patch.object(peers, "_listen", called_by_strangers) if dist.get_rank() == 0 else nullcontext():
-        of_group.share_memory([group])
+        collectives.share_memory([group], HostMemory.open)
     return (
         [handed_over(stranger) for stranger in strangers if stranger.fileno() >= 0],
-        of_group.shares_memory(group),
-        of_group.summed(torch.ones(1), group).item(),
+        collectives.shares_memory(group),
+        collectives.summed(torch.ones(1), group).item(),
     )
 
 
@@ -261,8 +265,8 @@ def without() -> list[tuple[bool, float]]:
     ]
     for other in elsewhere:
         with patch.object(peers, "_MEETING_S", 2.0), other if dist.get_rank() else nullcontext():
-            of_group.share_memory([group])
-        found.append((of_group.shares_memory(group), of_group.summed(torch.ones(1), group).item()))
+            collectives.share_memory([group], HostMemory.open)
+        found.append((collectives.shares_memory(group), collectives.summed(torch.ones(1), group).item()))
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from harness import Trainer
-from harness.parallel.collectives.host_memory import HostMemory
+from harness.extras.host_memory import HostMemory
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import BATCH, Curve, Job, arguments_of, rows, tiny_model
 from tests.simulated_device.process_group import Group

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from harness.config.model.shares import stretch
-from harness.parallel.collectives.of_group import leave_memory, share_memory
+from harness.extras.host_memory import HostMemory
+from harness.parallel.collectives import leave_memory, share_memory
 from harness.parallel.comm import (
     copy_tail_to_group,
     copy_to_group,
@@ -230,7 +231,7 @@ def recorded(events: list[str], group: dist.ProcessGroup) -> Iterator[None]:
         return awaited
 
     if group is dist.group.WORLD:
-        share_memory([group])
+        share_memory([group], HostMemory.open)
     try:
         with patch.object(shared_input, "start_sum", start):
             yield

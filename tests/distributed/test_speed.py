@@ -9,8 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from harness.parallel import speed
-from harness.parallel.collectives.of_group import leave_memory, share_memory
+from harness.extras import speed
+from harness.extras.host_memory import HostMemory
+from harness.parallel.collectives import leave_memory, share_memory
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.ranks
 
 def linked() -> tuple[float, float]:
     """Times of a link whose ranks have no other way than the memory that they share."""
-    share_memory([dist.group.WORLD])
+    share_memory([dist.group.WORLD], HostMemory.open)
     with patch.object(dist, "all_reduce", side_effect=AssertionError("not through shared memory")):
         found = speed.link(sizes=(4, 2**16))
     leave_memory()

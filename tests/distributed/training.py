@@ -82,7 +82,7 @@ def arguments_of(job: Job, output_dir: str, **more: Any) -> TrainingArguments:
 
 def without_shared_memory() -> AbstractContextManager[object]:
     """Have runs that are prepared meanwhile send everything by torch.distributed, where it is counted."""
-    return patch.object(preparation, "share_memory", lambda _groups: None)
+    return patch.object(preparation, "share_memory", lambda *_: None)
 
 
 def second_host() -> AbstractContextManager[object]:

@@ -21,7 +21,7 @@ from harness.device.moments import moment, seconds_between
 from harness.device.process_group import mixed_devices
 from harness.hf.weights.initialization import Change, Drawn, Scratch
 from harness.hf.weights.tensor_files import open_safetensors
-from harness.parallel.collectives import of_group
+from harness.parallel import collectives
 from harness.parallel.comm import TensorParallel
 from harness.parallel.draws import DrawKey, KeyedDraws
 from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, measure
@@ -106,13 +106,13 @@ def exchanges() -> dict[str, bool]:
 
     both = [torch.arange(4.0), torch.arange(4.0) + 10]
     found = {
-        "sum": (of_group.summed(own(), group), sum(both)),
-        "begun sum": (of_group.start_sum(own(), group)(), sum(both)),
-        "gathered": (torch.cat(list(of_group.gathered(own(), group))), torch.cat(both)),
-        "largest": (of_group.largest(own(), group), both[1]),
-        "begun share of a sum": (of_group.start_scattered_sum(own(), group)(), sum(both)[2 * rank : 2 * rank + 2]),
+        "sum": (collectives.summed(own(), group), sum(both)),
+        "begun sum": (collectives.start_sum(own(), group)(), sum(both)),
+        "gathered": (torch.cat(list(collectives.gathered(own(), group))), torch.cat(both)),
+        "largest": (collectives.largest(own(), group), both[1]),
+        "begun share of a sum": (collectives.start_scattered_sum(own(), group)(), sum(both)[2 * rank : 2 * rank + 2]),
         "begun exchange": (
-            of_group.start_exchange(own(), [[1, 3], [3, 1]], group)(),
+            collectives.start_exchange(own(), [[1, 3], [3, 1]], group)(),
             torch.cat([both[0][:1], both[1][:3]] if rank == 0 else [both[0][1:], both[1][3:]]),
         ),
     }
@@ -128,7 +128,7 @@ def exchanges() -> dict[str, bool]:
     )
     found["matrix of data ranks"] = (part.whole(own()), torch.stack(both))
     whole = own()
-    of_group.sum_in_place(whole, group)
+    collectives.sum_in_place(whole, group)
     found["sum in place"] = (whole, sum(both))
     right = {name: torch.allclose((a + 0).cpu(), b) for name, (a, b) in found.items()}
     for bits in (8, 4):

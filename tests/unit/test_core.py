@@ -35,7 +35,7 @@ PARTS = (
     "harness.verify",
     "harness.report",
 )
-MOST_LINES = 36_300
+MOST_LINES = 35_800
 
 
 def module_name(path: Path) -> str:

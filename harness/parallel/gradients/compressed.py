@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.parallel.collectives.of_group import gather_single, sum_in_place
+from harness.parallel.collectives import gather_single, sum_in_place
 
 BLOCK = 128
 """Number of gradient elements that share a scale."""

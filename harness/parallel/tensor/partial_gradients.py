@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from harness.errors import UserError
-from harness.parallel.collectives.of_group import sum_in_place
+from harness.parallel.collectives import sum_in_place
 from harness.parallel.comm import (
     GATHERS_SHARES,
     INTO_SPLIT,

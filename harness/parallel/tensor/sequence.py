@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.config.model.shares import stretch
-from harness.parallel.collectives.of_group import gathered, start_scattered_sum
+from harness.parallel.collectives import gathered, start_scattered_sum
 from harness.parallel.comm import Context, apply, group_rank, group_size
 from harness.parallel.compiling import eager
 from harness.parallel.tensor.shared_input import SharedInput, attach, forget, keep_copy

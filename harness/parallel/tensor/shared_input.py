@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.parallel.collectives.of_group import start_sum
+from harness.parallel.collectives import start_sum
 from harness.parallel.comm import Context, apply, copy_to_group, group_size
 from harness.parallel.compiling import eager
 from harness.parallel.weight_gradients import Product, accumulate

@@ -56,7 +56,10 @@ def _append(path: Path, text: str) -> None:
             os.close(descriptor)
 
 
-COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/", "/harness/parallel/collectives/")
+COLLECTIVES = (
+    *("/torch/distributed/", "/deepspeed/comm/", "/harness/parallel/collectives.py"),
+    *("/harness/extras/host_memory.py", "/harness/extras/peers.py"),
+)
 HANDLES = ("/deepspeed/", "/torch/cuda/", "/torch/accelerator/")
 WAITS = ("wait", "synchronize", "wait_stream")  # the functions in the folders of HANDLES that wait for other ranks
 FOR_DEVICE = re.compile(r"\.(item|tolist|cpu|numpy|synchronize|to|copy_)\(|\b(bool|float|int)\(")

@@ -22,6 +22,7 @@ from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel
 from harness.hf.context.plan import ContextPlan
 from harness.hf.skeleton import ModelSource
+from harness.parallel.collectives import OpenMemory
 from harness.resilience.process.watching import Watch
 from harness.topology.layout import Layout
 from harness.training.callbacks import TrainerCallback
@@ -114,6 +115,7 @@ class Parts:
         watch: ends a run of which a rank fails, hangs or is stopped.
         verify_sharding, require_packable, plan_tokens: try the model on a tiny copy, each for one purpose.
         adapters: finds the adapters that are trained instead of a model's own weights.
+        host_memory: opens memory through which CPU ranks of one host sum and gather.
         argument_notes: says which arguments of HuggingFace's change nothing, although they ask for more.
     """
 
@@ -127,6 +129,7 @@ class Parts:
     require_packable: RequirePackable | None = None
     plan_tokens: PlanTokens | None = None
     adapters: FindAdapters | None = None
+    host_memory: OpenMemory | None = None
     argument_notes: Callable[[Mapping[str, object]], Sequence[str]] = lambda _: ()
 
 

@@ -46,7 +46,7 @@ from harness.errors import UserError
 from harness.hf.locate import presets
 from harness.hf.skeleton import ModelSource, position_limit
 from harness.hf.weights.tensor_files import sampled
-from harness.parallel.collectives.of_group import (
+from harness.parallel.collectives import (
     gathers_in_memory,
     leave_memory,
     means_in_memory,
@@ -217,8 +217,9 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         THIS_RANK.rank = groups.rank
         THIS_RANK.stage = groups.coordinate.stage
         plan.parts.watch.ranks(args, groups, console, on_accelerator=device.type != "cpu")
-    if device.type == "cpu":  # ranks of one host reduce in shared memory, several times as fast as gloo
-        share_memory([groups.tp_group, groups.dp_group, groups.cp_group, groups.ep_group])
+    if device.type == "cpu":
+        if plan.parts.host_memory is not None:  # several times as fast as gloo
+            share_memory([groups.tp_group, groups.dp_group, groups.cp_group, groups.ep_group], plan.parts.host_memory)
         carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)
     if plan.parts.check_config is not None and (warning := plan.parts.check_config.version_warning()):
         console.warn(warning)

@@ -24,7 +24,7 @@ from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
 from harness.console import warn
 from harness.errors import UserError, reason
-from harness.parallel.collectives.of_group import shares_memory
+from harness.parallel.collectives import shares_memory
 from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, values_on_first

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.parallel.collectives import host_memory
+from harness.extras import host_memory
 from harness.planner.memory import (
     FLAT_BUCKET,
     GATHERED,

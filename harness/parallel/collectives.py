@@ -1,26 +1,49 @@
-"""Collectives over a process group: for CPU tensors through shared memory, if the ranks have opened it; otherwise by
-torch.distributed."""
+"""Collectives over a process group: by torch.distributed, or for CPU tensors through memory that its ranks share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.parallel.collectives.host_memory import HostMemory
 from harness.topology.env import run_timeout
 
 # torch 2.13 has renamed these two and warns about the old names; torch 2.11 has only the old ones
 _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
 gather_single = dist.all_gather_single if _HAS_NEW_NAMES else dist.all_gather_into_tensor
 scatter_single = dist.reduce_scatter_single if _HAS_NEW_NAMES else dist.reduce_scatter_tensor
-_OPEN: dict[tuple[int, ...], HostMemory] = {}
+
+
+class SharedMemory(Protocol):
+    """The memory that the ranks of a group share, and its collectives; see the functions of this module.
+
+    With `out`, a method fills and returns that tensor; `start_...` begin, and return a function that completes.
+    """
+
+    def all_reduce(
+        self, x: Tensor, operation: Callable[..., Tensor] = torch.add, out: Tensor | None = None
+    ) -> Tensor: ...
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]: ...
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def start_reduce_scatter(self, x: Tensor) -> Callable[[], Tensor]: ...
+    def start_all_to_all(self, x: Tensor, sizes: Sequence[Sequence[int]]) -> Callable[[], Tensor]: ...
+    def mean_of_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+    def close(self) -> None: ...
+
+
+OpenMemory: TypeAlias = Callable[[dist.ProcessGroup, timedelta], SharedMemory | None]
+"""Opens the memory of a group, all of whose ranks call it within the time; None on all of them if they share none."""
+
+_OPEN: dict[tuple[int, ...], SharedMemory] = {}
 """Shared memory by the ranks that share it, not by group: DeepSpeed makes groups of its own of the same ranks."""
 
 
-def share_memory(groups: Iterable[dist.ProcessGroup | None]) -> None:
+def share_memory(groups: Iterable[dist.ProcessGroup | None], open_memory: OpenMemory) -> None:
     """Open shared memory for each of these groups whose ranks are on one host.
 
     All ranks of a group must call it, with their groups in the same order.
@@ -28,7 +51,7 @@ def share_memory(groups: Iterable[dist.ProcessGroup | None]) -> None:
     for group in {_ranks(group): group for group in groups if group is not None}.values():  # once per set of ranks
         if (earlier := _OPEN.pop(_ranks(group), None)) is not None:  # a failed run may have left notes unread
             earlier.close()
-        if (memory := HostMemory.open(group, run_timeout())) is not None:
+        if (memory := open_memory(group, run_timeout())) is not None:
             _OPEN[_ranks(group)] = memory
 
 
@@ -147,7 +170,7 @@ def means_in_memory(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) 
     return None if memory is None else memory.mean_of_parts(tensors)
 
 
-def _memory(x: Tensor, group: dist.ProcessGroup | None) -> HostMemory | None:
+def _memory(x: Tensor, group: dist.ProcessGroup | None) -> SharedMemory | None:
     return _OPEN.get(_ranks(group)) if _OPEN and group is not None and x.device.type == "cpu" else None
 
 

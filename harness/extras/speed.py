@@ -1,6 +1,6 @@
 """Measure the speed of this machine's processor for one rank: the constants of a device file of the planner.
 
-`python -m harness.parallel.speed CORES` prints the rates of one rank with one thread while a rank on each other core
+`python -m harness.extras.speed CORES` prints the rates of one rank with one thread while a rank on each other core
 measures too, and those of the connection between two ranks and between twice as many as there are cores. All ranks are
 forked from one process, so that they need not import torch. Each figure is the median of several tries: what a long
 run gets, not the best possible.
@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from harness.config.model.shape import PRESETS
-from harness.parallel.collectives.of_group import leave_memory, share_memory, sum_in_place
+from harness.extras.host_memory import HostMemory
+from harness.parallel.collectives import leave_memory, share_memory, sum_in_place
 
 TRIES = 9
 LONG_S = 0.5  # slow work, such as fp16 without hardware support, varies little: fewer tries suffice
@@ -140,7 +141,7 @@ def rates() -> dict[str, float]:
 def link_rates() -> dict[str, float]:
     """Return the rates of the link between all ranks, which must call it."""
     ranks = dist.get_world_size()
-    share_memory([dist.group.WORLD])
+    share_memory([dist.group.WORLD], HostMemory.open)
     few, many = link()
     leave_memory()
     moved, hops = 2 * (ranks - 1) / ranks * 4 * 2**22, 2 * ceil(log2(ranks))

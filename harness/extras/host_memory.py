@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from harness.parallel.collectives.peers import Peers, meet
+from harness.extras.peers import Peers, meet
 
 Piece = list[tuple[int, range]]
 """The elements of a part that fit into one buffer: for each tensor, its index and a range within its part."""

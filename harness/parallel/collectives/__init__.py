@@ -1,1 +1,0 @@
-"""Collectives of CPU tensors among ranks of one host, through shared memory."""
