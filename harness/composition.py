@@ -39,10 +39,11 @@ def _with_data(parts: Parts) -> Parts:
 
 
 def _with_extras(parts: Parts) -> Parts:
+    from harness.extras.compression import of_run as compression
     from harness.extras.host_memory import HostMemory
     from harness.extras.lora import adapted
 
-    return replace(parts, adapters=adapted, host_memory=HostMemory.open)
+    return replace(parts, adapters=adapted, compression=compression, host_memory=HostMemory.open)
 
 
 def _with_huggingface(parts: Parts) -> Parts:

@@ -11,7 +11,6 @@ layout loads it and continues bit for bit; a run in another layout begins withou
 
 from __future__ import annotations
 
-import hashlib
 import socket
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -48,8 +47,8 @@ from harness.deepspeed.optimizer_states import (
     torch_optimizer,
     use_stepped_on,
 )
+from harness.deepspeed.update import Compression
 from harness.errors import UserError
-from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.host import numbers
 from harness.topology.agreement import all_or_none, value_of_first, values_of_all
 from harness.topology.groups import Groups
@@ -70,7 +69,7 @@ class EngineState:
     groups: Groups
     rename: Callable[[str], str]
     adapters: bool
-    compression: CompressedReduction | None = None
+    compression: Compression | None = None
     one_host: bool = False
 
     @property
@@ -223,7 +222,7 @@ def write_residue(folder: Path, tensors: dict[str, Tensor], description: str) ->
         raise UserError(f"{path}: cannot be written: {error}") from error
 
 
-def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout: str, listed: Container[str]) -> bool:
+def load_residue(reduction: Compression | None, checkpoint: Path, layout: str, listed: Container[str]) -> bool:
     """Load the residues of a checkpoint, or reset them if they do not fit this run; all ranks call it.
 
     Args:
@@ -248,11 +247,9 @@ def load_residue(reduction: CompressedReduction | None, checkpoint: Path, layout
     return whole
 
 
-def describe(reduction: CompressedReduction, layout: str) -> str:
+def describe(reduction: Compression, layout: str) -> str:
     """Return a text that two reductions share if one can continue with the other's residue."""
-    parts = list(reduction.sizes), list(reduction.kinds), [bucket.size for bucket in reduction.buckets]
-    placed = hashlib.sha256(str(parts).encode()).hexdigest()
-    return f"{layout}, rank {dist.get_rank()}, {reduction.bits} bits, {placed}"
+    return f"{layout}, rank {dist.get_rank()}, {reduction.description}"
 
 
 def _read_residue(path: Path, description: str) -> dict[str, Tensor] | None:

@@ -60,10 +60,23 @@ def clipping_divisor(norm: Tensor, limit: float, loss_scale: float = 1.0) -> Ten
 
 
 class Compression(Protocol):
-    """A reduction that sends gradients in a few bits (`parallel/gradients/compressed.py`)."""
+    """A reduction that sends gradients in a few bits, and keeps what rounding has lost for the next step."""
 
     def average(self, gradients: Sequence[Tensor], scale: float = 1.0) -> None:
         """Replace gradients by their means over the data-parallel ranks, in place."""
+
+    @property
+    def description(self) -> str:
+        """A text that two reductions share if one can continue with the other's `state`."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state of this rank to be saved, by name."""
+
+    def set_state(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue from a `state`."""
+
+    def reset(self) -> None:
+        """Forget what rounding has lost."""
 
 
 @dataclass(frozen=True, kw_only=True)

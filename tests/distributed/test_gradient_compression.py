@@ -22,10 +22,10 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import harness.parallel.gradients.compressed
+import harness.extras.compression.reduction
 from harness import Trainer
 from harness.dry_run.ledger import Ledger
-from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, measure, wire_share
+from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction, measure, wire_share
 from harness.parallel.tensor.shard import shard_of
 from tests.distributed.ranks import DEVICE, here, on_device, run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model, without_shared_memory, worst
@@ -110,7 +110,7 @@ class Largest(TorchDispatchMode):
 
 def of_small_buckets(values: list[Tensor]) -> tuple[int, list[Tensor]]:
     """What is made of gradients that are larger than a bucket, and the numbers of the largest tensor meanwhile."""
-    with patch.object(harness.parallel.gradients.compressed, "BUCKET", 1024):
+    with patch.object(harness.extras.compression.reduction, "BUCKET", 1024):
         copied = [value.clone() for value in values]
         tried = reduction(8)
         with Largest() as largest:

@@ -28,7 +28,7 @@ from harness.deepspeed.initialize import initialize
 from harness.deepspeed.instructions import announcer
 from harness.deepspeed.pipeline import Layer, LayerCall
 from harness.deepspeed.process_wide import MpuAdapter, set_secondary_group
-from harness.deepspeed.update import StagedEngine, UpdateParts, WholeEngine
+from harness.deepspeed.update import Compression, StagedEngine, UpdateParts, WholeEngine
 from harness.deepspeed.zero3_parameters import PartitionInPlace
 from harness.device.process_group import give_timeout, open_groups
 from harness.errors import UserError
@@ -37,7 +37,6 @@ from harness.hf.layers.facts import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
 from harness.parallel.compiling import compile_modules
 from harness.parallel.draws import DrawKeys
-from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.memory import malloc_trim
 from harness.parallel.pipeline.schedules.instructions import make_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology, first_names
@@ -50,7 +49,6 @@ from harness.resilience.process.activity import beat
 from harness.topology.env import run_timeout
 from harness.training.engine.context import EngineContext, LayerTraits, has_flat_sums
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
-from harness.training.engine.gradients import compressed_reduction
 from harness.training.engine.losses import GuardedLoss, Loss
 from harness.training.engine.muon import ParameterGroup, find_matrices
 from harness.training.engine.optimizer import (
@@ -100,7 +98,7 @@ def _initialize(
     module: nn.Module,
     grid: PipelineParallelGrid | None,
     names: Mapping[str, str],
-) -> tuple[DeepSpeedEngine, CompressedReduction | None]:
+) -> tuple[DeepSpeedEngine, Compression | None]:
     """Return DeepSpeed's engine around the layers, with the run's optimizer and learning-rate schedule, and the
     compressed reduction of its gradients, if there is one.
 
@@ -113,9 +111,10 @@ def _initialize(
     build: Callable[..., DeepSpeedEngine] = partial(
         WholeEngine, skips_nonfinite=context.args.nonfinite != "warn", reduces_once=resolved.reduces_once
     )
-    compression = None
+    compression: Compression | None = None
     if isinstance(module, StagedModule):
-        compression = compressed_reduction(module, groups, resolved.gradient_bits, context.device)
+        if context.compression is not None and resolved.gradient_bits:
+            compression = context.compression.reduction(module, groups, resolved.gradient_bits, context.device)
         build = _staged(context, module, compression)
     engine = initialize(
         build,
@@ -155,7 +154,7 @@ def _optimization(
 
 
 def _staged(
-    context: EngineContext, module: StagedModule, compression: CompressedReduction | None
+    context: EngineContext, module: StagedModule, compression: Compression | None
 ) -> Callable[..., DeepSpeedEngine]:
     """Return what builds the engine of this rank's stage from the arguments of DeepSpeed's."""
     resolved, parameters = context.resolved, list(module.parameters())

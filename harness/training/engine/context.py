@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from harness.arguments import TrainingArguments
 from harness.config import Resolved
 from harness.config.values.gradient_sums import sums_flat
+from harness.console import Console
+from harness.deepspeed.update import Compression
+from harness.parallel.pipeline.staged_module import StagedModule
 from harness.parallel.tiles import LossTiles
 from harness.parallel.values import Value
 from harness.topology.groups import Groups
@@ -21,11 +24,22 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class GradientCompression(Protocol):
+    """Sends gradients between data-parallel ranks in a few bits."""
+
+    def settled(self, resolved: Resolved, groups: Groups, device: torch.device, console: Console) -> Resolved:
+        """Return the config with the number of bits, measured if "auto", and report it; all ranks call it."""
+
+    def reduction(self, module: StagedModule, groups: Groups, bits: int, device: torch.device) -> Compression | None:
+        """Return what averages the gradients of a stage in `bits` bits; None for a single data rank."""
+
+
 @dataclass(kw_only=True)
 class EngineContext:
     """The inputs for building an engine: the run's arguments and config, this rank's groups and device.
 
     Attributes:
+        compression: of gradients between data-parallel ranks, if the config asks for it.
         user_optimizer: what was given as `optimizers`; None for the optimizer of the JSON or the arguments.
     """
 
@@ -34,6 +48,7 @@ class EngineContext:
     groups: Groups
     device: torch.device
     max_steps: int
+    compression: GradientCompression | None = None
     user_optimizer: UserOptimizer | None = None
 
     @property

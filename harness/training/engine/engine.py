@@ -24,11 +24,10 @@ from harness.batches.collate import MicroBatch, unequal_shapes
 from harness.batches.evaluation import EvaluationBatch
 from harness.batches.same_data import require_same_data
 from harness.deepspeed.engine import count_skipped_step, evaluate_pipeline, scales_loss_dynamically
-from harness.deepspeed.update import StagedEngine
+from harness.deepspeed.update import Compression, StagedEngine
 from harness.deepspeed.zero3_parameters import GatheredParameters
 from harness.parallel.draws import DrawKeys
 from harness.parallel.generators import own_generators, seed_of
-from harness.parallel.gradients.compressed import CompressedReduction
 from harness.parallel.host import numbers, to_device
 from harness.parallel.values import Value
 from harness.resilience.process.activity import beat, begin_step
@@ -108,7 +107,7 @@ class Engine(ABC):
         context: EngineContext,
         loss: GuardedLoss,
         keys: DrawKeys | None = None,
-        compression: CompressedReduction | None = None,
+        compression: Compression | None = None,
     ) -> None:
         self.deepspeed: DeepSpeedEngine = deepspeed
         self.context = context

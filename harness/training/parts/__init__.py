@@ -26,7 +26,7 @@ from harness.parallel.collectives import OpenMemory
 from harness.resilience.process.watching import Watch
 from harness.topology.layout import Layout
 from harness.training.callbacks import TrainerCallback
-from harness.training.engine.context import EngineContext
+from harness.training.engine.context import EngineContext, GradientCompression
 from harness.training.parts.data import DataPart
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class Parts:
         verify_sharding, require_packable, plan_tokens: try the model on a tiny copy, each for one purpose.
         adapters: finds the adapters that are trained instead of a model's own weights.
         host_memory: opens memory through which CPU ranks of one host sum and gather.
+        compression: sends gradients between data-parallel ranks in 8 or 4 bits.
         argument_notes: says which arguments of HuggingFace's change nothing, although they ask for more.
     """
 
@@ -130,6 +131,7 @@ class Parts:
     plan_tokens: PlanTokens | None = None
     adapters: FindAdapters | None = None
     host_memory: OpenMemory | None = None
+    compression: GradientCompression | None = None
     argument_notes: Callable[[Mapping[str, object]], Sequence[str]] = lambda _: ()
 
 

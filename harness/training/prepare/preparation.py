@@ -72,7 +72,6 @@ from harness.topology.groups import build_groups
 from harness.topology.placement import Hosts, advise, host_id, hosts_of_launch
 from harness.training.engine.build import build_engine
 from harness.training.engine.context import EngineContext
-from harness.training.engine.gradients import settle_compression
 from harness.training.engine.losses import logits_loss, reporting_sources
 from harness.training.engine.optimizer import compiled_optimizer
 from harness.training.parts import RunPrediction, needed
@@ -229,13 +228,17 @@ def _meet(plan: RunPlan) -> tuple[EngineContext, frozenset[dist.ProcessGroup]]:
         console.say("TF32 is off, as in torch: float32 products are exact; --tf32 makes them several times as fast")
     if text := mixed_devices(device):
         console.warn(text)
-    resolved = settle_compression(plan.resolved, groups, device, console)
+    resolved, compression = plan.resolved, None
+    if resolved.gradient_bits != 0:
+        compression = needed(plan.parts.compression, "gradient_compression", "harness.extras")
+        resolved = compression.settled(resolved, groups, device, console)
     context = EngineContext(
         args=args,
         resolved=resolved,
         groups=groups,
         device=device,
         max_steps=plan.max_steps,
+        compression=compression,
         user_optimizer=plan.user_optimizer,
     )
     return context, foreign_groups

@@ -16,6 +16,7 @@ seen. With "auto", timing a few gradients decides whether to compress (`Choice`)
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -221,6 +222,12 @@ class CompressedReduction:
         for gradient, numbers in zip(gradients, flat, strict=True):
             if not gradient.is_contiguous():
                 gradient.copy_(numbers.view_as(gradient))
+
+    @property
+    def description(self) -> str:
+        """A text that two reductions share if one can continue with the other's `state`."""
+        parts = list(self.sizes), list(self.kinds), [bucket.size for bucket in self.buckets]
+        return f"{self.bits} bits, {hashlib.sha256(str(parts).encode()).hexdigest()}"
 
     def state(self) -> dict[str, Tensor]:
         """Return the state to be saved, by name: residues [elements], flat, and the loss scale (a scalar)."""

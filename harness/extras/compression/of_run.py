@@ -10,13 +10,13 @@ from torch import nn
 from harness.config import Resolved
 from harness.console import Console
 from harness.deepspeed.step_gradients import trained_parameters
-from harness.parallel.gradients.compressed import ALIGNED, EXACT, PACKED, CompressedReduction, measure, wire_share
+from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction, measure, wire_share
 from harness.parallel.pipeline.staged_module import StagedModule
 from harness.parallel.tensor.shard import shard_of
 from harness.topology.groups import Groups
 
 
-def settle_compression(resolved: Resolved, groups: Groups, device: torch.device, console: Console) -> Resolved:
+def settled(resolved: Resolved, groups: Groups, device: torch.device, console: Console) -> Resolved:
     """Return the config with the bits of gradient compression, measured if "auto", and report it; all ranks call it."""
     bits = resolved.gradient_bits
     if groups.layout.dp_size == 1:
@@ -30,11 +30,9 @@ def settle_compression(resolved: Resolved, groups: Groups, device: torch.device,
     return resolved
 
 
-def compressed_reduction(
-    module: StagedModule, groups: Groups, bits: int | None, device: torch.device
-) -> CompressedReduction | None:
-    """Return what averages the gradients of a stage in `bits` bits; None for 0 bits or a single data rank."""
-    if not bits or groups.dp_group is None:
+def reduction(module: StagedModule, groups: Groups, bits: int, device: torch.device) -> CompressedReduction | None:
+    """Return what averages the gradients of a stage in `bits` bits; None for a single data rank."""
+    if groups.dp_group is None:
         return None
     parameters = trained_parameters(module)
     tied = {id(p) for weights in module.tied_modules.values() for p in weights.parameters()}

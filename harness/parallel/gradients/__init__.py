@@ -1,1 +1,0 @@
-"""Average gradients over data-parallel ranks in 8 or 4 bits."""
