@@ -82,7 +82,7 @@ def _training(random: Random, ranks: int, is_routed: bool) -> Training:
         batch=12 if ranks == 3 else 8,
         micro=random.choice((1, 2)),
         precision=_maybe(random, 0.25, ("bf16",), "fp32"),
-        optimizer=_maybe(random, 0.35, ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop"), "adamw"),
+        optimizer=_maybe(random, 0.35, ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop"), ""),
         scheduler=_maybe(random, 0.2, ("linear", "cosine"), "constant"),
         warmup=_maybe(random, 0.1, (1,), 0),
         decay=_maybe(random, 0.25, (0.1,), 0.0),

@@ -26,6 +26,7 @@ from harness.config import Resolved
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
+from harness.optimizers import DEFAULT, find
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -221,8 +222,8 @@ def _is_of(value: object, kind: object) -> bool:
 
 
 def optimizer_name(resolved: Resolved) -> str:
-    """Return the name of a run's optimizer; AdamW if the JSON names none."""
-    return str(resolved.config.get("optimizer", {}).get("type", "AdamW"))
+    """Return the name of a run's optimizer; the default's if the JSON names none."""
+    return str(resolved.config.get("optimizer", {}).get("type", DEFAULT.name))
 
 
 def require_same_optimizer(checkpoint: Path, ours: str) -> None:
@@ -237,8 +238,9 @@ def require_same_optimizer(checkpoint: Path, ours: str) -> None:
             f"with --model_name_or_path {checkpoint}"
         )
     saved = progress.optimizer
-    adams = {"adam", "adamw"}  # both keep the same state, and differ only in weight decay
-    if saved and saved.lower() != ours.lower() and not {saved.lower(), ours.lower()} <= adams:
+    theirs, own = find(saved), find(ours)
+    same_state = theirs is not None and own is not None and own.shares_state_with(theirs)
+    if saved and saved.lower() != ours.lower() and not same_state:
         raise UserError(f"{checkpoint} contains the state of {saved}, but this run uses {ours}: use the saved one")
 
 

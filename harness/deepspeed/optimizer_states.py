@@ -1,6 +1,6 @@
 """Find out, read and create the state that an optimizer keeps for the tensors that it updates.
 
-Optimizers differ in the state they keep: torch's AdamW counts steps in a tensor per parameter, DeepSpeed's fused one
+Optimizers differ in the state they keep: torch's classes count steps in a tensor per parameter, DeepSpeed's fused ones
 in the parameter group. To find out, the optimizer makes one trial step on a few zeros.
 
 With `offload_optimizer.device` nvme, ZeRO-3 writes the float32 weights of a sub-group and their optimizer states to

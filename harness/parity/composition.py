@@ -126,7 +126,7 @@ class Training(Words):
         data: the form of the samples, one of `ROWS`.
         batch: samples in a step; micro: samples in a micro-batch.
         precision: fp32, bf16 or fp16; sums: precision of accumulated gradients, "": the harness's choice.
-        optimizer: adamw (the harness's default), or a type of the DeepSpeed JSON.
+        optimizer: a type of the DeepSpeed JSON; "": the harness's default.
         scheduler: transformers' name of the learning-rate schedule; warmup: its number of warm-up steps.
         lora: rank of adapters; 0: all weights are trained.
         smoothing: label smoothing.
@@ -143,7 +143,7 @@ class Training(Words):
     steps: int = 3
     precision: str = "fp32"
     sums: str = ""
-    optimizer: str = "adamw"
+    optimizer: str = ""
     rate: float = 1e-3
     scheduler: str = "constant"
     warmup: int = 0

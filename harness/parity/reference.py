@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
 import torch
@@ -29,15 +30,14 @@ from harness.batches.order import batch_indices
 from harness.config.values.json_object import JsonObject
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
+from harness.optimizers import DEFAULT, OPTIMIZERS
 from harness.parallel.plans.experts import run_where_aligned
 from harness.parity.composition import Composition, Training
 from harness.parity.subject import (
-    EPSILON,
     SAMPLED,
     SCALE_POWER,
     Subject,
-    optimizer_params,
-    rate,
+    trial_options,
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -265,10 +265,8 @@ def _optimizer(model: Model, training: Training) -> Optimizer:
         {"params": [p for name, p in named if name in decayed], "weight_decay": training.decay},
         {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
     ]
-    if training.optimizer in ("adamw", "Adam", "AdamW"):  # DeepSpeed's Adam is AdamW unless told otherwise
-        return torch.optim.AdamW(groups, lr=rate(training), betas=(0.9, 0.95), eps=EPSILON)
-    params = {name: value for name, value in optimizer_params(training).items() if name != "weight_decay"}
-    found: Optimizer = getattr(torch.optim, training.optimizer)(groups, **params)
+    optimizer = OPTIMIZERS[training.optimizer] if training.optimizer else DEFAULT
+    found: Optimizer = resolve_name(optimizer.class_of({}, by_torch=True).path)(groups, **trial_options(training))
     return found
 
 

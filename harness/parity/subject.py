@@ -20,6 +20,7 @@ from harness.config.values.json_object import JsonObject
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
 from harness.hf.skeleton import read_source, text_decoder, vocabulary_size
+from harness.optimizers import DEFAULT, OPTIMIZERS
 from harness.parity.composition import Composition, Execution, Training
 from harness.verify.shrink import parts_of
 from harness.verify.tiny_copy import MOST_PARAMETERS, shrink, tiny_config, tiny_model
@@ -34,8 +35,6 @@ VOCABULARY = "vocabulary"
 Sample: TypeAlias = dict[str, list[int]]
 SAMPLED = 4  # number of tokens by which each prompt is continued
 SCALE_POWER = 8  # of fp16's loss scale: large enough for small gradients, small enough that no step overflows
-EPSILON = 1e-6  # of Adam and others: large enough that rounding in a tiny gradient moves no weight by the whole rate
-RATE_OF = {"SGD": 30.0, "RMSprop": 0.3, "Adagrad": 3.0}  # factors of the rate: all optimizers move weights equally far
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +218,11 @@ def deepspeed_config(training: Training, execution: Execution) -> JsonObject:
         config["fp16"]["initial_scale_power"] = SCALE_POWER
     if training.sums:
         config["data_types"] = {"grad_accum_dtype": training.sums}
-    if training.optimizer != "adamw":
-        config["optimizer"] = {"type": training.optimizer, "params": optimizer_params(training)}
+    if training.optimizer:
+        config["optimizer"] = {
+            "type": training.optimizer,
+            "params": {**trial_options(training), "weight_decay": training.decay},
+        }
         config["zero_allow_untested_optimizer"] = True  # refused without
     if execution.ep > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": execution.ep}
@@ -233,21 +235,11 @@ def deepspeed_config(training: Training, execution: Execution) -> JsonObject:
     return _merged(config, execution.rest)
 
 
-def rate(training: Training) -> float:
-    """Return the learning rate of the training's optimizer."""
-    return training.rate * RATE_OF.get(training.optimizer, 1.0)
-
-
-def optimizer_params(training: Training) -> JsonObject:
-    """Return the options of the optimizer in the JSON."""
-    params: JsonObject = {"lr": rate(training), "weight_decay": training.decay}
-    if training.optimizer in ("Adam", "AdamW"):
-        params |= {"betas": [0.9, 0.95], "eps": EPSILON}
-    if training.optimizer in ("Adagrad", "RMSprop"):
-        params["eps"] = EPSILON
-    if training.optimizer == "SGD":
-        params["momentum"] = 0.9
-    return params
+def trial_options(training: Training) -> JsonObject:
+    """Return the options of the training's optimizer but for its weight decay."""
+    optimizer = OPTIMIZERS[training.optimizer] if training.optimizer else DEFAULT
+    options: JsonObject = {"lr": 1.0, **(optimizer.trial or {})}
+    return {**options, "lr": training.rate * options["lr"]}
 
 
 def _merged(config: JsonObject, more: JsonObject) -> JsonObject:
@@ -260,11 +252,12 @@ def _merged(config: JsonObject, more: JsonObject) -> JsonObject:
 
 def arguments(training: Training, execution: Execution, output_dir: Path, prompts: Path | None) -> TrainingArguments:
     """Return the arguments of an execution that writes to `output_dir`; `prompts` is a file of prompts."""
+    options = trial_options(training)
     given: JsonObject = {
         "deepspeed_config": deepspeed_config(training, execution),
         "output_dir": str(output_dir),
         "max_steps": training.steps,
-        "learning_rate": rate(training),
+        "learning_rate": options["lr"],
         "lr_scheduler_type": training.scheduler,
         "warmup_steps": training.warmup,
         "weight_decay": training.decay,
@@ -274,8 +267,8 @@ def arguments(training: Training, execution: Execution, output_dir: Path, prompt
         "label_smoothing_factor": training.smoothing,
         "hang_seconds": 0,
     }
-    if training.optimizer == "adamw":
-        given |= {"adam_beta2": 0.95, "adam_epsilon": EPSILON}
+    if not training.optimizer:
+        given |= {"adam_beta2": options["betas"][1], "adam_epsilon": options["eps"]}
     if training.attention:
         given["attn_implementation"] = training.attention
     if training.evaluate:

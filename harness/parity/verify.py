@@ -27,6 +27,8 @@ from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource, read_source
 from harness.installed import read_run_config
+from harness.optimizers import DEFAULT as DEFAULT_OPTIMIZER
+from harness.optimizers import find
 from harness.parity.composition import Composition, Execution, Training
 from harness.parity.trial import REFUSED, RIGHT, UNTRIED, TrialResult, try_all
 from harness.report import certificate
@@ -62,7 +64,6 @@ READ = {
 """Keys that become fields of an `Execution` or a `Training`; all other keys of SECTIONS are kept as they are."""
 OFFLOADS = ("offload_optimizer", "offload_param")
 OF_NVME = ("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write")
-OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop")}
 TRIED = frozenset(
     [
         *(*SECTIONS, *VALUES, "fp16", "optimizer", "compile", "gradient_compression", "gradient_clipping"),
@@ -175,12 +176,12 @@ def reduce(run: RunConfig) -> Reduced:
         precision = "fp32"
         left_out.append("fp16: a CPU has none; float32 is tried")
     stated = lookup(data, "/optimizer/type")
-    optimizer = "adamw" if stated is None else OPTIMIZERS.get(str(stated).lower())
-    if optimizer is None:
-        optimizer = "adamw"
-        left_out.append(f"optimizer {stated}: AdamW is tried")
-    elif stated is not None:
+    optimizer = find(str(stated))
+    tried = optimizer.name if optimizer is not None and optimizer.trial is not None else ""
+    if tried:
         left_out.append("optimizer.params: values that move a tiny model are tried")
+    elif stated is not None:
+        left_out.append(f"optimizer {stated}: {DEFAULT_OPTIMIZER.name} is tried")
     left_out += [text for pointer, text in accelerated(data).items() if pointer != "/optimizer/type"]
     if resolved.compile_backend is not None:
         left_out.append(f"compile.backend {resolved.compile_backend}: aot_eager is tried")
@@ -193,7 +194,7 @@ def reduce(run: RunConfig) -> Reduced:
         steps=STEPS,
         precision=precision,
         sums=str(lookup(data, "/data_types/grad_accum_dtype") or "") if precision == "bf16" else "",
-        optimizer=optimizer,
+        optimizer=tried,
         clip=float(resolved.config.get("gradient_clipping", 1.0)),
     )
     return Reduced(training=training, executions=executions, left_out=left_out)

@@ -11,6 +11,7 @@ from harness.config.values.gradient_sums import sums_flat
 from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
+from harness.optimizers import DEFAULT, find
 from harness.planner.hardware import GIB, Hardware
 from harness.planner.memory import StageMemory, stage_memory
 from harness.planner.shape import DecoderShape
@@ -200,9 +201,9 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
     """Return the workload and the strategy of a resolved config."""
     summed = lookup(resolved.config, "/data_types/grad_accum_dtype")
     width = ELEMENT_BYTES[resolved.precision]
-    kind = str(lookup(resolved.config, "/optimizer/type") or "adamw").lower()
+    optimizer = find(str(lookup(resolved.config, "/optimizer/type"))) or DEFAULT
     params = lookup(resolved.config, "/optimizer/params")
-    states = kept_states_of(kind, params if isinstance(params, Mapping) else {})
+    states = optimizer.states_of(params if isinstance(params, Mapping) else {})
     halved = {
         name: lookup(resolved.config, f"/{name}") is True for name in (MASTER_IN_BF16, MASTER_IN_FP16, STATES_IN_BF16)
     }
@@ -212,7 +213,7 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
         precision=resolved.precision,
         gradient_bytes=ELEMENT_BYTES.get(str(summed), width),
         states=states,
-        other_states=2 if kind == "muon" else states,  # it steps on other parameters as AdamW does
+        other_states=states if optimizer.other_states is None else optimizer.other_states,
         state_bytes=2 if halved[STATES_IN_BF16] else 4,
         master_bytes=2 if halved[MASTER_IN_BF16] or halved[MASTER_IN_FP16] else 4,
         on_cpu=on_cpu,
@@ -259,20 +260,6 @@ def of_config(resolved: Resolved, shape: DecoderShape, sequence: int, *, on_cpu:
 
 MASTER_IN_BF16, STATES_IN_BF16 = "bf16/bf16_master_weights_and_grads", "bf16/bf16_optimizer_states"
 MASTER_IN_FP16 = "fp16/fp16_master_weights_and_grads"
-STATES = {"sgd": 0, "adagrad": 1, "lion": 1, "rmsprop": 1, "rprop": 2, "muon": 1}
-"""Optimizer -> states of an element without momentum; all others keep two, as AdamW does."""
-
-
-def kept_states_of(kind: str, params: Mapping[str, object]) -> int:
-    """Return how many states an optimizer keeps for each element of a matrix.
-
-    Args:
-        kind: its type in lower case; params: `optimizer.params`.
-    """
-    more = [name for name in ("amsgrad", "centered") if params.get(name) is True]
-    if kind in ("sgd", "rmsprop") and params.get("momentum"):
-        more.append("momentum")
-    return STATES.get(kind, 2) + len(more)
 
 
 def has_flat_sums(workload: Workload, zero_stage: int, offload: Offload) -> bool:

@@ -165,7 +165,7 @@ def _states(
 ) -> tuple[float, float, float, float]:
     """Return the bytes of parameters, gradients and optimizer states on the device, and the offloaded bytes.
 
-    fp32 has the optimizer's `kept` states (AdamW's two moments) besides parameters and gradients; 16 bits, and
+    fp32 has the optimizer's `kept` states (such as two moments) besides parameters and gradients; 16 bits, and
     DeepSpeed's optimizers for ZeRO, also have a master copy. Flat sums hold all gradients of a rank. From stage 2 on a
     rank keeps only the sums of its part, unless ZeRO-2 reduces once a step. Parameters and states are offloaded
     separately.

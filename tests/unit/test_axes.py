@@ -1,4 +1,4 @@
-"""What a run can choose from is said in one place: few files name one schedule."""
+"""What a run can choose from is said in one place: few files name one schedule, or one optimizer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.optimizers import OPTIMIZERS
 from harness.schedules import SCHEDULES
 
 HARNESS = Path(__file__).resolve().parents[2] / "harness"
@@ -24,3 +25,8 @@ def files_with(name: str) -> list[str]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_named_by_its_own_file_and_the_config_check(name: str) -> None:
     assert 0 < len(files_with(name)) <= 4, files_with(name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_is_named_by_its_own_file_its_code_and_the_config_check(name: str) -> None:
+    assert 0 < len(files_with(name)) <= 6, files_with(name)

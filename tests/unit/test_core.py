@@ -35,7 +35,7 @@ PARTS = (
     "harness.verify",
     "harness.report",
 )
-MOST_LINES = 35_460
+MOST_LINES = 35_620
 
 
 def module_name(path: Path) -> str:

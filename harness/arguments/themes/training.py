@@ -9,13 +9,13 @@ from harness.arguments.themes.flags import Flags, flag
 from harness.config.values.arguments import (
     BETAS,
     BLOCK_SIZE,
-    OPTIMIZERS,
     SCHEDULES,
     AutoValues,
     schedule_fault,
     warmup_of,
 )
 from harness.errors import UserError
+from harness.optimizers import DEFAULT, FLAGS
 
 ROUTER_BATCH = 8
 """Samples of an evaluation micro-batch for a model with a router loss; transformers' default for every model."""
@@ -76,13 +76,13 @@ class OptimizerArguments(Flags):
         AutoValues.warmup_steps, "steps of linear warm-up; below 1: the fraction of all steps", least=0
     )
     warmup_ratio: float | None = flag(None, "warm-up as a fraction of all steps; same as warmup_steps below 1", least=0)
-    optim: str = flag(AutoValues.optim, f"{', '.join(OPTIMIZERS)}; others as optimizer.type in the DeepSpeed JSON")
+    optim: str = flag(AutoValues.optim, f"{', '.join(FLAGS)}; others as optimizer.type in the DeepSpeed JSON")
     weight_decay: float = flag(
-        AutoValues.weight_decay, "AdamW's weight decay; not applied to biases and norms", least=0
+        AutoValues.weight_decay, f"{DEFAULT.name}'s weight decay; not applied to biases and norms", least=0
     )
-    adam_beta1: float = flag(AutoValues.adam_beta1, "AdamW's beta1", least=0)
-    adam_beta2: float = flag(AutoValues.adam_beta2, "AdamW's beta2", least=0)
-    adam_epsilon: float = flag(AutoValues.adam_epsilon, "AdamW's epsilon", least=0)
+    adam_beta1: float = flag(AutoValues.adam_beta1, f"{DEFAULT.name}'s beta1", least=0)
+    adam_beta2: float = flag(AutoValues.adam_beta2, f"{DEFAULT.name}'s beta2", least=0)
+    adam_epsilon: float = flag(AutoValues.adam_epsilon, f"{DEFAULT.name}'s epsilon", least=0)
     max_grad_norm: float = flag(AutoValues.max_grad_norm, "clip gradients to this norm; 0: no clipping", least=0)
 
     def warmup(self, max_steps: int) -> int:
@@ -100,8 +100,8 @@ class OptimizerArguments(Flags):
         for name in BETAS:
             if getattr(self, name) >= 1:
                 raise UserError(f"--{name} {getattr(self, name)}: must be below 1")
-        if self.optim not in OPTIMIZERS:
-            known = ", ".join(OPTIMIZERS)
+        if self.optim not in FLAGS:
+            known = ", ".join(FLAGS)
             raise UserError(f"--optim {self.optim}: give {known}, or name another as optimizer.type in the JSON")
 
     def _check_schedule(self) -> None:

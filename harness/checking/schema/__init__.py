@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from harness.config.values.json_object import JsonObject
+from harness.optimizers import OPTIMIZERS
 
 FOLDER = Path(__file__).resolve().parent / "data"
 ROOT = "deepspeed.json"
@@ -86,8 +87,10 @@ def _keys(properties: JsonObject) -> dict[str, Key]:
 
 @cache
 def files() -> dict[str, JsonObject]:
-    """Return name -> content of every schema file."""
-    return {path.name: json.loads(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.json"))}
+    """Return name -> content of every schema file. `{OPTIMIZERS}` in a description are DeepSpeed's own."""
+    own = ", ".join(each.name for each in OPTIMIZERS.values() if each.source == "deepspeed")
+    texts = {path.name: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.json"))}
+    return {name: json.loads(text.replace("{OPTIMIZERS}", own)) for name, text in texts.items()}
 
 
 @cache
@@ -156,7 +159,7 @@ def places() -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of an optimizer's or a schedule's class; `defaults` are given for DeepSpeed's schedules only."""
+    """The arguments of a schedule's class; `defaults` are given for DeepSpeed's own only."""
 
     params: tuple[str, ...]
     required: tuple[str, ...]
@@ -165,7 +168,7 @@ class Signature:
 
 @cache
 def signatures() -> dict[str, dict[str, Signature]]:
-    """Return the arguments of the optimizer and schedule classes, by group and class name."""
+    """Return the arguments of the schedule classes, by group and class name."""
     data: JsonObject = json.loads((FOLDER.parent / "signatures.json").read_text("utf-8"))
     data.pop("comment")
     return {

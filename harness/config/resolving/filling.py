@@ -6,11 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from harness.config.resolving.resolved import Filled
-from harness.config.values.arguments import OPTIMIZERS, AutoValues
+from harness.config.values.arguments import AutoValues
 from harness.config.values.batch import ACCUMULATION, MICRO, TRAIN, bucket_elements, complete, stated_sizes
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import GRADIENT_BITS, TENSOR, size_fault
 from harness.config.values.pointers import AUTO, bf16_section, lookup, put, whole
+from harness.optimizers import DEFAULT, FLAGS
 
 
 @dataclass
@@ -93,12 +94,13 @@ def fill_steps(resolution: Resolution) -> None:
 
 
 def fill_optimizer(resolution: Resolution) -> None:
-    """Write the optimizer of --optim if the file names none; AdamW stays absent, because the harness builds its own."""
-    stated, (kind, parameters) = resolution.get("/optimizer/type"), OPTIMIZERS[resolution.values.optim]
-    if stated != AUTO and (resolution.get("/optimizer") is not None or kind == "AdamW"):
+    """Write the optimizer of --optim if the file names none; the default stays absent, as the harness makes it."""
+    stated, optim = resolution.get("/optimizer/type"), resolution.values.optim
+    optimizer = FLAGS[optim]
+    if stated != AUTO and (resolution.get("/optimizer") is not None or optimizer is DEFAULT):
         return
-    resolution.fill("/optimizer/type", kind, resolution.values.source("optim"))
-    for name in parameters:
+    resolution.fill("/optimizer/type", optimizer.name, resolution.values.source("optim"))
+    for name in optimizer.flags[optim]:
         if resolution.get(f"/optimizer/params/{name}") is None:
             put(resolution.config, f"/optimizer/params/{name}", AUTO)
 

@@ -30,16 +30,6 @@ CURVES = ("linear", "cosine", "1-sqrt")  # values of warmup_type and decay_type
 # DeepSpeed's schedules, by the names of HuggingFace's
 SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
-# optimizers of the DeepSpeed JSON and their parameters, by the names of HuggingFace's --optim
-OPTIMIZERS = {
-    "adamw_torch_fused": ("AdamW", ("lr", "betas", "eps", "weight_decay")),
-    "adamw_torch": ("AdamW", ("lr", "betas", "eps", "weight_decay")),
-    "adagrad": ("Adagrad", ("lr", "weight_decay")),
-    "lion_32bit": ("Lion", ("lr", "betas", "weight_decay")),
-    "rmsprop": ("RMSprop", ("lr", "weight_decay")),
-    "sgd": ("SGD", ("lr", "weight_decay")),
-}
-
 BETAS = ("adam_beta1", "adam_beta2")  # below 1
 LEAST = {  # the smallest value of an argument that a run takes; that of each size is 1
     **dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", *BETAS, "adam_epsilon", "max_grad_norm"), 0),

@@ -14,26 +14,29 @@ from pathlib import Path
 
 from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import lookup, name_of
+from harness.optimizers import find
 
 _TABLE: JsonObject = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 IDLE: dict[str, str] = _TABLE["idle"]
 """Keys without effect in the harness, each with the reason."""
-_ACCELERATED: dict[str, list[str]] = _TABLE["accelerated"]
-"""Keys that need kernels that DeepSpeed has only for accelerators, and the values that need them."""
+_ACCELERATED: list[str] = _TABLE["accelerated"]
+"""Switches that need kernels that DeepSpeed has only for accelerators."""
 _DROPPED: list[str] = _TABLE["dropped"]
 """Keys and sections that the harness does not pass on to DeepSpeed."""
 
 
 def accelerated(config: Mapping[str, object]) -> dict[str, str]:
-    """Return features that need an accelerator, by pointer. Lion has a kernel for the CPU, but only if offloaded."""
+    """Return features that need an accelerator, by pointer."""
+    found = {pointer: name_of(pointer) for pointer in _ACCELERATED if str(lookup(config, pointer)).lower() == "true"}
+    name = lookup(config, "/optimizer/type")
+    optimizer = find(str(name))
     offloaded = lookup(config, "/zero_optimization/offload_optimizer/device") == "cpu"
-    found = {}
-    for pointer, names in _ACCELERATED.items():
-        value = lookup(config, pointer)
-        if str(value).lower() in names and not (offloaded and str(value).lower() == "lion"):
-            shown = f"{name_of(pointer)} {value}" if isinstance(value, str) else name_of(pointer)
-            found[pointer] = f"{shown}: DeepSpeed supports it on accelerators only, not on a CPU"
-    return found
+    if optimizer is not None and not optimizer.runs_on_cpu(offloaded=offloaded):
+        found = {"/optimizer/type": f"optimizer.type {name}"} | found
+    return {
+        pointer: f"{feature}: DeepSpeed supports it on accelerators only, not on a CPU"
+        for pointer, feature in found.items()
+    }
 
 
 def without_idle(config: Mapping[str, object]) -> JsonObject:
@@ -45,5 +48,5 @@ def without_idle(config: Mapping[str, object]) -> JsonObject:
         if isinstance(section, dict):
             section.pop(name, None)
     if "optimizer" not in kept:
-        kept["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW serves offloaded parameters too
+        kept["zero_force_ds_cpu_optimizer"] = False  # the harness's default serves offloaded parameters too
     return kept

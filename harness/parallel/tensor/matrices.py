@@ -1,4 +1,4 @@
-"""Gather whole matrices for an optimizer (Muon) to which ZeRO gives only flat parts of them.
+"""Gather whole matrices for an optimizer to which ZeRO gives only flat parts of them.
 
 ZeRO hands an optimizer flat tensors with this rank's elements of many parameters, one after the other. Tensor
 parallelism has cut the parameters before that. A `MatrixPart` knows where the elements of one matrix lie, gathers the

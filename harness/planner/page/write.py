@@ -31,6 +31,7 @@ PYODIDE = "314.0.7"  # the same version as in scripts/site/package.json
 SOURCES = (
     "checking",
     "config",
+    "optimizers",
     "planner",
     "topology",
     "parallel/pipeline",

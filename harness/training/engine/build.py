@@ -54,10 +54,11 @@ from harness.training.engine.muon import ParameterGroup, find_matrices
 from harness.training.engine.optimizer import (
     in_buckets,
     learning_rate_schedule,
-    makes_adam_by_torch,
+    made_here,
+    makes_torchs_class,
     own_optimizer,
     parameter_groups,
-    torch_adam_params,
+    torchs_options,
 )
 
 
@@ -174,7 +175,7 @@ def _staged(
 
 def _prepare(engine: DeepSpeedEngine, module: nn.Module, context: EngineContext, traits: LayerTraits) -> None:
     """Prepare a new engine and its layers for training; all ranks call it."""
-    find_matrices(engine, context.groups)  # Muon's, in flat tensors and on other ranks
+    find_matrices(engine, context.groups)
     if isinstance(engine, StagedEngine):
         engine.observe(announcer(beat))  # the watchdog finds a hanging rank by its current instruction
         if context.device.type != "cpu":
@@ -322,15 +323,15 @@ def deepspeed_config(context: EngineContext) -> JsonObject:
         config["zero_optimization"] = {**config["zero_optimization"], "contiguous_gradients": False}
     if context.resolved.cp_size > 1:  # DeepSpeed requires batch = micro-batch x accumulation x all its data ranks
         config["train_batch_size"] *= context.resolved.cp_size
-    # Under ZeRO, DeepSpeed refuses the harness's own Muon and Adagrad as untested. DS805 checks the user's optimizer.
+    # Under ZeRO, DeepSpeed refuses the harness's own optimizers as untested. DS805 checks the user's optimizer.
     config["zero_allow_untested_optimizer"] = True
     # Allow torch's optimizers with offloading: DeepSpeed's CPU optimizers would have to be compiled first.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
     optimizer = config.get("optimizer", {})
-    if optimizer.get("type", "").lower() == "muon":  # replaced by the harness's own (muon.py)
+    if made_here(config, context.device):
         config["zero_force_ds_cpu_optimizer"] = False
-    if makes_adam_by_torch(config, context.device):
-        config["optimizer"] = {**optimizer, "params": torch_adam_params(optimizer.get("params", {}))}
+    if makes_torchs_class(config, context.device):
+        config["optimizer"] = {**optimizer, "params": torchs_options(optimizer.get("params", {}))}
     for section in MONITORS.values():  # the harness writes to the monitors itself
         config.pop(section, None)
     if file := config.get("flops_profiler", {}).get("output_file"):

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
@@ -86,7 +86,7 @@ class OrthogonalMomentum(Optimizer):
         parameter.add_(update.view(parameter.shape), alpha=-group["lr"])
 
     def _step_on_others(self, group: ParameterGroup) -> None:
-        """Update all other parameters as Adam or AdamW does."""
+        """Update all other parameters by torch's own step."""
         parameters = group["params"]
         states = [self._state_of_other(parameter) for parameter in parameters]
         adam(
@@ -127,22 +127,18 @@ def orthogonal(matrix: Tensor, method: str) -> Tensor:
     return (found * (sqrt(rows / columns) if rows > columns else 1.0)).to(matrix.dtype).view(matrix.shape)
 
 
-def muon(
-    module: nn.Module, groups: list[ParameterGroup], params: JsonObject, first_names: Mapping[str, str] = NO_TIES
-) -> OrthogonalMomentum:
-    """Return the optimizer for the parameters of `module` in `groups`.
+def muon(groups: list[ParameterGroup], params: JsonObject, names: Mapping[Tensor, str]) -> OrthogonalMomentum:
+    """Return the optimizer for the parameters in `groups`.
 
     Args:
         params: options of DeepSpeed's Muon.
-        first_names: name of a tied parameter in `module` -> its name in the first layer that has it. The first name
+        names: parameter of the module -> its name; that of a tied one is its name in the first layer that has it. It
             decides between Muon and AdamW, also on a stage where a tied embedding is only the head.
 
     Raises:
         UserError: a matrix is distributed over data-parallel ranks so that it cannot be orthogonalised.
     """
-    names: dict[Tensor, str] = {}
-    for name, parameter in module.named_parameters():
-        names[parameter] = first_names.get(name, name)
+    for parameter, name in names.items():
         _require_whole(parameter, name)
     halves = []
     for group in groups:
@@ -155,7 +151,7 @@ def muon(
     return OrthogonalMomentum(halves, decoupled_decay=params.get("adam_w_mode", True))
 
 
-def _require_whole(parameter: nn.Parameter, name: str) -> None:
+def _require_whole(parameter: Tensor, name: str) -> None:
     """Raise UserError if one matrix holds all experts and these are distributed over data-parallel ranks.
 
     The matrix would have to be orthogonalised as a whole. A batch of matrices, one for each expert, is no problem, as

@@ -9,13 +9,14 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.adagrad import adagrad
+from torch.optim.adagrad import adagrad as step_of_adagrad
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
@@ -26,8 +27,9 @@ from harness.config.values.pointers import lookup
 from harness.deepspeed.expert_groups import EXPERT_GROUP, is_expert
 from harness.deepspeed.zero3_parameters import unpartitioned_shape
 from harness.errors import UserError
+from harness.optimizers import DEFAULT, OptimizerType, find
 from harness.topology.env import inherited
-from harness.training.engine.muon import NO_TIES, ParameterGroup, muon
+from harness.training.engine.muon import NO_TIES, ParameterGroup
 
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names of parameters without weight decay, as in transformers' `Trainer.get_decay_parameter_names`."""
@@ -95,7 +97,7 @@ def in_buckets(groups: list[ParameterGroup], size: int) -> list[ParameterGroup]:
     return found
 
 
-def adamw(groups: list[ParameterGroup], args: TrainingArguments) -> Optimizer:
+def default_optimizer(groups: list[ParameterGroup], args: TrainingArguments) -> Optimizer:
     """Return torch's fused AdamW: unlike DeepSpeed's, it needs no compilation on any device."""
     return torch.optim.AdamW(
         groups,
@@ -125,7 +127,7 @@ class LateAdagrad(Optimizer):
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self._state_of(parameter, group["initial_accumulator_value"]) for parameter in parameters]
-            adagrad(
+            step_of_adagrad(
                 parameters,
                 [parameter.grad for parameter in parameters],
                 [state["sum"] for state in states],
@@ -142,20 +144,26 @@ class LateAdagrad(Optimizer):
         return state
 
 
-_OF_CPU_ADAGRAD = ("amsgrad", "fp32_optimizer_states")
-"""Options of DeepSpeedCPUAdagrad that torch's Adagrad lacks; in float32 they have no effect."""
+def names_of(module: nn.Module, first_names: Mapping[str, str] = NO_TIES) -> dict[Tensor, str]:
+    """Return parameter of `module` -> its name, or the first name of a tied one, as in `parameter_groups`."""
+    return {parameter: first_names.get(name, name) for name, parameter in module.named_parameters()}
 
 
-def makes_adam_by_torch(config: JsonObject, device: torch.device) -> bool:
-    """Return whether torch's fused Adam replaces DeepSpeed's, which is compiled at its first use.
+def adagrad(groups: list[ParameterGroup], options: JsonObject, _names: Mapping[Tensor, str]) -> LateAdagrad:
+    """Return torch's Adagrad, without those options of DeepSpeed's that have no effect in float32."""
+    return LateAdagrad(groups, **{k: v for k, v in options.items() if k not in ("amsgrad", "fp32_optimizer_states")})
 
-    DeepSpeed's FusedAdam needs nvcc and ninja; torch's needs nothing. If states are offloaded from a GPU to the host,
-    DeepSpeed's CPU Adam is used if it can be compiled, as it is several times as fast there.
+
+def makes_torchs_class(config: JsonObject, device: torch.device) -> bool:
+    """Return whether torch's fused class replaces DeepSpeed's, which is compiled at its first use.
+
+    DeepSpeed's needs nvcc and ninja; torch's needs nothing. If states are offloaded from a GPU to the host, DeepSpeed's
+    class for the host is used if it can be compiled, as it is several times as fast there.
     """
-    section = config.get("optimizer", {})
-    if section.get("type", "").lower() not in ("adam", "adamw"):
+    optimizer = _named(config)
+    if optimizer is None or optimizer.torch is None:
         return False
-    if not section.get("params", {}).get("bias_correction", True):  # torch's Adam cannot switch it off
+    if not _options(config).get("bias_correction", True):  # torch's class cannot switch it off
         return device.type == "cpu"
     return device.type == "cpu" or not _offloads_states(config) or bool(_missing(("c++", "ninja")))
 
@@ -165,18 +173,28 @@ def compiled_optimizer(config: JsonObject, device: torch.device) -> str | None:
 
     Raises UserError if a program that is needed to compile it is not installed.
     """
-    name = config.get("optimizer", {}).get("type", "")
-    own = name.lower() in ("adam", "adamw", "lamb", "lion") or (name.lower() == "adagrad" and _offloads_states(config))
-    if not own or device.type == "cpu" or makes_adam_by_torch(config, device):
+    optimizer = _named(config)
+    if optimizer is None or device.type == "cpu" or makes_torchs_class(config, device):
         return None
+    if not optimizer.class_of({}, offloaded=_offloads_states(config)).compiled:
+        return None
+    name = config["optimizer"]["type"]
     by_cpu_compiler = _offloads_states(config) or device.type != "cuda" or torch.version.hip
     needed = ("c++", "ninja") if by_cpu_compiler else ("nvcc", "ninja")
     if missing := _missing(needed):
         raise UserError(
             f"optimizer {name} is compiled by DeepSpeed when it is first used: install {' and '.join(missing)}, or use "
-            "AdamW, which needs neither"
+            f"{DEFAULT.name}, which needs neither"
         )
     return str(name)
+
+
+def _named(config: JsonObject) -> OptimizerType | None:
+    return find(str(lookup(config, "/optimizer/type")))
+
+
+def _options(config: JsonObject) -> JsonObject:
+    return dict(config["optimizer"].get("params") or {})
 
 
 def _offloads_states(config: JsonObject) -> bool:
@@ -192,8 +210,8 @@ def _missing(programs: Sequence[str]) -> list[str]:
     return [each for each, name in names.items() if not shutil.which(name, path=places)]
 
 
-def torch_adam_params(params: JsonObject) -> JsonObject:
-    """Convert the options of DeepSpeed's Adam into those that make DeepSpeed use torch's fused Adam."""
+def torchs_options(params: JsonObject) -> JsonObject:
+    """Convert the options of DeepSpeed's class into those that make DeepSpeed use torch's fused class."""
     left_out = ("bias_correction", "set_grad_none", "torch_adam")
     kept = {key: value for key, value in params.items() if key not in left_out}
     return {"torch_adam": True, **({} if kept.get("foreach") else {"fused": True}), **kept}
@@ -211,16 +229,27 @@ def own_optimizer(
 
     `groups` are the trainable parameters of `module`, which runs on `device`; `first_names` as in `parameter_groups`.
     """
-    section = config.get("optimizer")
-    if section is None:
-        return adamw(groups, args)
-    if section["type"].lower() == "muon":
-        return muon(module, groups, section.get("params", {}), first_names)
-    if section["type"].lower() == "adagrad" and (device.type == "cpu" or not _offloads_states(config)):
-        # For states offloaded from a GPU, DeepSpeed compiles its own Adagrad for the host; on a CPU that gains nothing.
-        params = {name: value for name, value in section.get("params", {}).items() if name not in _OF_CPU_ADAGRAD}
-        return LateAdagrad(groups, **params)
-    return None
+    if config.get("optimizer") is None:
+        return default_optimizer(groups, args)
+    optimizer = _named(config)
+    if optimizer is None or not made_here(config, device):
+        return None
+    if optimizer.made_by:
+        made: Optimizer = resolve_name(optimizer.made_by)(groups, _options(config), names_of(module, first_names))
+    else:
+        made = resolve_name(optimizer.device.path)(groups, **_options(config))
+    return made
+
+
+def made_here(config: JsonObject, device: torch.device) -> bool:
+    """Return whether the harness makes the optimizer that `config` names, and not DeepSpeed.
+
+    For states offloaded from a GPU, DeepSpeed compiles its own class for the host; on a CPU that gains nothing.
+    """
+    optimizer = _named(config)
+    if optimizer is None or (optimizer.source != "harness" and not optimizer.made_by):
+        return False
+    return device.type == "cpu" or optimizer.host is None or not _offloads_states(config)
 
 
 def learning_rate_schedule(args: TrainingArguments, max_steps: int) -> Callable[[Optimizer], LRScheduler]:

@@ -28,9 +28,9 @@ class Scope(IntEnum):
     """The values on which the update of a weight depends, besides those of the weight itself."""
 
     ELEMENT = 0
-    """None: each weight is updated by itself (AdamW, SGD, Lion)."""
+    """None: each weight is updated by itself, as by most optimizers."""
     TENSOR = 1
-    """Those of its parameter (Adafactor, Lamb, Muon)."""
+    """Those of its parameter, as for norms or factors of whole tensors."""
     MODEL = 2
     """Those of all parameters (Prodigy)."""
 

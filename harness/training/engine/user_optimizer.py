@@ -25,6 +25,7 @@ from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError, refuse_all
 from harness.hf.adapters import plain_name
+from harness.optimizers import DEFAULT
 from harness.topology.layout import Layout
 from harness.training.engine.muon import ParameterGroup
 from harness.training.engine.optimizer import LateAdagrad, grouped
@@ -128,7 +129,7 @@ class UserOptimizer:
             stages = " and without stages" if self.scope is Scope.MODEL else ""
             raise UserError(
                 f"optimizers: {self.name} updates a weight by {what}, which {how} divides: use {whole}{stages}, or an "
-                "optimizer that updates each weight by itself, such as AdamW"
+                f"optimizer that updates each weight by itself, such as {DEFAULT.name}"
             )
 
 

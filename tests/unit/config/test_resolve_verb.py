@@ -12,8 +12,9 @@ from harness.arguments import TrainingArguments
 from harness.arguments.themes.flags import Help
 from harness.cli import main
 from harness.config import AutoValues
-from harness.config.values.arguments import LEAST, OPTIMIZERS
+from harness.config.values.arguments import LEAST
 from harness.config.values.pointers import lookup
+from harness.optimizers import FLAGS
 
 
 @pytest.fixture
@@ -81,17 +82,17 @@ def test_an_argument_takes_the_place_of_auto(
     assert lookup(resolved(config, words.split(), capsys), pointer) == value
 
 
-@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("optim", FLAGS)
 def test_the_optimizer_of_an_argument_is_written_where_the_file_names_none(
     optim: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 8, "optimizer": {"type": "auto"}, "zero_allow_untested_optimizer": true}')
-    kind, parameters = OPTIMIZERS[optim]
+    optimizer = FLAGS[optim]
     found = resolved(str(path), ["--optim", optim, "--learning_rate", "0.5"], capsys)
-    assert lookup(found, "/optimizer/type") == kind
+    assert lookup(found, "/optimizer/type") == optimizer.name
     params = lookup(found, "/optimizer/params")
-    assert isinstance(params, dict) and params.keys() == set(parameters) and params["lr"] == 0.5
+    assert isinstance(params, dict) and params.keys() == set(optimizer.flags[optim]) and params["lr"] == 0.5
 
 
 @pytest.mark.parametrize(

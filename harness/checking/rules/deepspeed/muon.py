@@ -9,11 +9,9 @@ from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
 from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import AUTO
+from harness.optimizers import DEFAULT, OPTIMIZERS
 
-_CANNOT_TRAIN = {
-    "LBFGS": "it needs a closure that calls the model, which DeepSpeed does not give it",
-    "SparseAdam": "it needs sparse gradients, but the model's are dense",
-}
+_MUON = OPTIMIZERS["Muon"]
 
 
 @rule("DS808", "muon-with-tensor-parallelism", Severity.ERROR, claim="elsewhere", world_size=2, target="deepspeed")
@@ -25,13 +23,13 @@ def muon_with_tensor_parallelism(view: RunView) -> Iterator[Finding]:
 
     Wrong: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "Muon",
            "params": {"lr": 0.001}}}
-    Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "AdamW",
+    Right: {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "SGD",
            "params": {"lr": 0.001}}}
     """
-    if kind(view) == "muon" and view.tp_size > 1 and view.target != "harness":
+    if kind(view) is _MUON and view.tp_size > 1 and view.target != "harness":
         yield about_type(
             message=f"Muon needs whole matrices, but each of {view.tp_size} tensor-parallel ranks holds a part",
-            hint=f"{instead(view, 'AdamW')}, or train without tensor parallelism",
+            hint=f"{instead(view, DEFAULT.name)}, or train without tensor parallelism",
             deepspeed="trains, but with different updates than on one rank",
         )
 
@@ -49,7 +47,7 @@ def muon_norm_of_update(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "zero_optimization": {"stage": 0}, "optimizer": {"type": "Muon",
            "params": {"lr": 0.001}}}
     """
-    if kind(view) == "muon" and view.zero_stage and view.target != "harness":
+    if kind(view) is _MUON and view.zero_stage and view.target != "harness":
         yield about_type(
             message=f"at ZeRO-{view.zero_stage} clipping and metrics use the norm of Muon's update",
             hint="set zero_optimization.stage to 0 to get the norm of the gradient",
@@ -66,11 +64,13 @@ def optimizer_cannot_train(view: RunView) -> Iterator[Finding]:
     (`per_head_muon`).
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SparseAdam", "params": {"lr": 0.001}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.001}}}
     """
-    name = kind(view)
-    reason, hint = _CANNOT_TRAIN.get(name or ""), instead(view, "AdamW")
-    if name == "muon":
+    optimizer = kind(view)
+    if optimizer is None:
+        return
+    reason, hint = optimizer.cannot_train, instead(view, DEFAULT.name)
+    if optimizer is _MUON:
         reason, hint = _muon_reason(view)
     if reason:
         yield about_type(
@@ -80,15 +80,15 @@ def optimizer_cannot_train(view: RunView) -> Iterator[Finding]:
         )
 
 
-def _muon_reason(view: RunView) -> tuple[str | None, str]:
-    """Return why Muon cannot run with this config (None: it can), and what to do."""
+def _muon_reason(view: RunView) -> tuple[str, str]:
+    """Return why Muon cannot run with this config ("": it can), and what to do."""
     method = view.get(f"{PARAMS}/ns_method")
     if method not in (None, "gram", "standard"):
         return f"ns_method is {method}", 'set ns_method to "gram" or "standard"'
     if view.target == "harness":
         if view.on(f"{PARAMS}/per_head_muon"):
             return "per_head_muon needs a model that is not cut into layers", "remove per_head_muon"
-        return None, ""
+        return "", ""
     if view.zero_stage == 3 and view.section("/zero_optimization").get("reduce_scatter", True) not in (False, AUTO):
         return "at ZeRO-3 it needs gradients that are whole", "set zero_optimization.reduce_scatter to false"
-    return None, ""
+    return "", ""

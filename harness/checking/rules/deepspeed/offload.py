@@ -49,9 +49,9 @@ def nvme_without_path(view: RunView) -> Iterator[Finding]:
     """Offloading to NVMe without nvme_path, the folder to write to.
 
     Wrong: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}},
-           "optimizer": {"type": "AdamW", "params": {"torch_adam": true}}}
+           "optimizer": {"type": "Adam", "params": {"torch_adam": true}}}
     Right: {"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme",
-           "nvme_path": "/local_nvme"}}, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}}}
+           "nvme_path": "/local_nvme"}}, "optimizer": {"type": "Adam", "params": {"torch_adam": true}}}
     """
     for section in ("offload_param", "offload_optimizer"):
         here = f"{ZERO}/{section}"

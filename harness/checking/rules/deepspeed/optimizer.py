@@ -8,31 +8,34 @@ from harness.checking.rules import edits
 from harness.checking.rules.deepspeed.offload import offloads, uses_zenflow
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
-from harness.checking.schema import Signature, signatures
 from harness.config.text.diagnostic import Severity
 from harness.config.values.coercion import as_float
 from harness.config.values.pointers import AUTO
+from harness.optimizers import DEFAULT, OPTIMIZERS, OptimizerClass, OptimizerType, find
 from harness.spelling import nearest
 from harness.wording import one_of
 
 TYPE, PARAMS = "/optimizer/type", "/optimizer/params"
-OWN = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
-_REMOVED = {"onebitadam": "AdamW", "onebitlamb": "Lamb", "zerooneadam": "AdamW"}
-# parameters that the engine reads itself and does not pass to the class; Muon brings an Adam of its own
-_ENGINE = dict.fromkeys(("adam", "adamw", "muon"), ("torch_adam", "adam_w_mode", "fp32_optimizer_states"))
-_WITHOUT_AMSGRAD = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLamb")
-_OF_ELEMENTS = ("Adam", "AdamW", "Adagrad", "Lion")  # they update each element by itself
-_ZERO_TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
+_OF_ELEMENTS = [
+    each.name
+    for each in OPTIMIZERS.values()
+    if each.source == "deepspeed" and each.elementwise and each.tested_with_zero
+]
+"""DeepSpeed's optimizers that update each weight by itself."""
 
 
-def kind(view: RunView) -> str | None:
-    """Return the optimizer's name: in lower case if it is DeepSpeed's own, else as it is written."""
+def stated(view: RunView) -> str | None:
+    """Return the optimizer's name as the file has it; None if it names none."""
     name = view.get(TYPE)
     if not isinstance(name, str) or (name == AUTO and view.target == "harness"):
         return None
-    if not name and view.target != "harness":
-        return None  # as without an optimizer
-    return name.lower() if name.lower() in (own.lower() for own in OWN) else name
+    return None if not name and view.target != "harness" else name  # "" is as without an optimizer
+
+
+def kind(view: RunView) -> OptimizerType | None:
+    """Return the optimizer that the file names; None without one, and for a name that is not known."""
+    found = find(stated(view) or "")
+    return None if found is not None and found.source == "harness" and view.target != "harness" else found
 
 
 def about_type(*, message: str, hint: str, deepspeed: str) -> Finding:
@@ -40,33 +43,22 @@ def about_type(*, message: str, hint: str, deepspeed: str) -> Finding:
     return Finding(pointer=TYPE, message=message, hint=hint, deepspeed=deepspeed, on_value=True)
 
 
-def _class_name(view: RunView, name: str) -> str | None:
-    """Return the name of the class that the engine builds, as in `schema.signatures`."""
-    cpu = offloads(view, "offload_optimizer")
-    if name in ("adam", "adamw"):
-        if view.on(f"{PARAMS}/torch_adam"):
-            return "AdamW" if name == "adamw" or view.section(PARAMS).get("adam_w_mode", True) else "Adam"
-        return "DeepSpeedCPUAdam" if cpu else "FusedAdam"
-    if name == "adagrad":
-        return "DeepSpeedCPUAdagrad" if cpu else "Adagrad"
-    if name == "lion":
-        return "DeepSpeedCPULion" if cpu else "FusedLion"
-    return {"lamb": "FusedLamb", "muon": "MuonWithAuxAdam"}.get(name, name)
-
-
-def _built(view: RunView) -> str | None:
-    """Return the name of the class that the engine builds for the file; None if the file names no optimizer."""
-    name = kind(view)
-    return _class_name(view, name) if name is not None else None
+def _class(view: RunView, optimizer: OptimizerType) -> OptimizerClass:
+    """Return the class that the engine builds for an optimizer."""
+    by_torch, offloaded = view.on(f"{PARAMS}/torch_adam"), offloads(view, "offload_optimizer")
+    return optimizer.class_of(view.section(PARAMS), by_torch=by_torch, offloaded=offloaded)
 
 
 def has_momentum(view: RunView) -> bool:
     """Return whether the optimizer has a momentum or betas that a schedule can set; True if it is not known.
 
-    Muon keeps its own in each group of parameters, not among the defaults, where schedules look for them.
+    An optimizer that sets its groups keeps its momentum there, and schedules look for it among the defaults.
     """
-    known = _signature(_built(view))
-    return kind(view) != "muon" and (known is None or bool({"momentum", "betas"} & set(known.params)))
+    optimizer = kind(view)
+    options = None if optimizer is None else _class(view, optimizer).options
+    if optimizer is None or options is None:
+        return True
+    return not optimizer.sets_groups and bool({"momentum", "betas"} & set(options))
 
 
 def cpu_adam_advice(view: RunView) -> str | None:
@@ -74,55 +66,50 @@ def cpu_adam_advice(view: RunView) -> str | None:
 
     With ZenFlow DeepSpeed builds a subclass, and features that ask for DeepSpeedCPUAdam refuse that.
     """
-    if not view.has(TYPE):
-        return 'set optimizer.type to "AdamW"' if view.target == "harness" else None
-    if kind(view) not in ("adam", "adamw", None):
-        return 'set optimizer.type to "AdamW"'
+    optimizer, name = kind(view), stated(view)
+    if not view.has(TYPE) and view.target != "harness":
+        return None
+    if not view.has(TYPE) or (name is not None and (optimizer is None or optimizer.family != DEFAULT.family)):
+        return f'set optimizer.type to "{DEFAULT.name}"'
     if view.on(f"{PARAMS}/torch_adam"):
         return "remove torch_adam"
     return "remove zenflow" if uses_zenflow(view) and view.target != "harness" else None
 
 
-def _signature(class_name: str | None) -> Signature | None:
-    """Return the arguments of a class; None if they are not known."""
-    known = signatures()["deepspeed_optimizers"] | signatures()["torch_optimizers"]
-    return known.get(class_name or "")
-
-
-def _allowed(view: RunView, name: str) -> set[str] | None:
-    """Return the parameters that the class of this name may be given; None if they are not known."""
-    known = _signature(_class_name(view, name))
-    extra = ("foreach",) if view.on(f"{PARAMS}/torch_adam") else ()
-    return None if known is None else {*known.params, *_ENGINE.get(name, ()), *extra}
+def _allowed(view: RunView, optimizer: OptimizerType) -> set[str] | None:
+    """Return the parameters that an optimizer may be given; None if they are not known."""
+    options = _class(view, optimizer).options
+    return None if options is None else {*options, *optimizer.engine_options}
 
 
 def instead(view: RunView, *names: str) -> str:
     """Return the advice to use one of DeepSpeed's optimizers: those that take the parameters that are given."""
     given = set(view.section(PARAMS))
-    fitting = [name for name in names if given <= (_allowed(view, name.lower()) or set())]
+    fitting = [name for name in names if given <= (_allowed(view, OPTIMIZERS[name]) or set())]
     return f"use {one_of(fitting)}" if fitting else f"use {one_of(list(names))} with its own parameters"
 
 
 def _unknown(view: RunView) -> str | None:
-    """Return the optimizer's name if neither DeepSpeed nor torch.optim has it, else None."""
-    name = kind(view)
-    known = name is None or name in (own.lower() for own in OWN) or name in signatures()["torch_optimizers"]
-    return None if known else name
+    """Return the optimizer's name if nobody knows it, else None."""
+    return stated(view) if kind(view) is None else None
 
 
 def is_tested_with_zero(view: RunView) -> bool:
     """Return whether DeepSpeed runs ZeRO with the optimizer; so it does with all if the file allows untested ones."""
-    name = kind(view)
-    is_tested = name is None or _unknown(view) is not None or name in _ZERO_TESTED
-    return is_tested or bool(view.get("/zero_allow_untested_optimizer"))
+    optimizer = kind(view)
+    return optimizer is None or optimizer.tested_with_zero or bool(view.get("/zero_allow_untested_optimizer"))
 
 
-def _meant(view: RunView, name: str) -> str:
+def _meant(view: RunView, optimizer: OptimizerType) -> str:
     """Return the advice to use another name, and other parameters if those that are given are not of its class."""
-    own = next((each.lower() for each in OWN if each == name), name)
-    allowed = _allowed(view, own)
+    allowed = _allowed(view, optimizer)
     fits = allowed is None or allowed >= set(view.section(PARAMS))
-    return f"did you mean {name}?" if fits else f"use {name} with its own parameters"
+    return f"did you mean {optimizer.name}?" if fits else f"use {optimizer.name} with its own parameters"
+
+
+def _successor(name: str) -> OptimizerType | None:
+    """Return the optimizer that replaces one that DeepSpeed has removed."""
+    return next((each for each in OPTIMIZERS.values() if name.lower().replace("_", "") in each.succeeds), None)
 
 
 @rule("DS801", "unknown-optimizer", Severity.ERROR, claim="engine")
@@ -135,12 +122,13 @@ def unknown_optimizer(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
     """
     name = _unknown(view)
-    if name is not None and name.lower().replace("_", "") not in _REMOVED:
-        close = nearest(name, (*OWN, *signatures()["torch_optimizers"]))
-        own = [each for each in OWN if not each.startswith("Mu") and (not view.zero_stage or each != "Lamb")]
+    if name is not None and _successor(name) is None:
+        known = [each.name for each in OPTIMIZERS.values() if each.source != "harness" or view.target == "harness"]
+        close = nearest(name, known)
+        others = f"{instead(view, *_OF_ELEMENTS)}, or a class of torch.optim"
         yield about_type(
             message=f"unknown optimizer {name}",
-            hint=_meant(view, close) if close else f"{instead(view, *own)}, or a class of torch.optim",
+            hint=_meant(view, OPTIMIZERS[close]) if close else others,
             deepspeed="raises AssertionError when the engine starts",
         )
 
@@ -153,11 +141,11 @@ def removed_optimizer(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
     """
     name = _unknown(view)
-    successor = _REMOVED.get(name.lower().replace("_", "")) if name is not None else None
+    successor = _successor(name) if name is not None else None
     if successor is not None:
         yield about_type(
             message=f"{name} is an optimizer that DeepSpeed has removed",
-            hint=instead(view, successor),
+            hint=instead(view, successor.name),
             deepspeed="raises AssertionError when the engine starts",
         )
 
@@ -173,15 +161,15 @@ def unknown_optimizer_parameter(view: RunView) -> Iterator[Finding]:
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.99]}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
     """
-    name = kind(view)
-    class_name = _class_name(view, name) if name is not None and _unknown(view) is None else None
-    allowed = _allowed(view, name) if class_name is not None and name is not None else None
-    if allowed is None:
+    optimizer = kind(view)
+    allowed = None if optimizer is None else _allowed(view, optimizer)
+    if optimizer is None or allowed is None:
         return
-    own_mode = {"FusedAdam": "adam_w_mode", "DeepSpeedCPUAdam": "adamw_mode"}.get(class_name or "")
-    shown, dropped = ("Muon", True) if name == "muon" else (class_name, False)
+    built = _class(view, optimizer)
+    dropped = optimizer.sets_groups  # DeepSpeed takes the options of each group that it knows
+    shown = optimizer.name if dropped else built.name
     for param in view.section(PARAMS):
-        twice = param == own_mode and param != "adam_w_mode"
+        twice = param in built.set_by_engine
         if (param in allowed and not twice) or param == "max_grad_norm":
             continue
         close = nearest(param, allowed)
@@ -245,7 +233,7 @@ def lamb_with_fixed_loss_scale(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 0}}
     """
     scale = view.get("/fp16/loss_scale")
-    if kind(view) == "lamb" and scale != AUTO and as_float(scale) not in (None, 0.0):
+    if kind(view) is OPTIMIZERS["Lamb"] and scale != AUTO and as_float(scale) not in (None, 0.0):
         yield Finding(
             pointer="/fp16/loss_scale",
             message=f"Lamb needs an adaptive loss scale, but fp16.loss_scale is {scale}",
@@ -267,14 +255,15 @@ def offload_without_cpu_optimizer(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2,
            "offload_optimizer": {"device": "cpu"}}}
     """
-    name = kind(view)
-    if name is None or _unknown(view) is not None or not offloads(view, "offload_optimizer") or not view.zero_stage:
+    optimizer = kind(view)
+    if optimizer is None or not offloads(view, "offload_optimizer") or not view.zero_stage:
         return
-    by_torch = name in ("adam", "adamw") and view.on(f"{PARAMS}/torch_adam")
-    if by_torch or name not in _ZERO_TESTED:
+    by_torch = optimizer.torch is not None and view.on(f"{PARAMS}/torch_adam")
+    if by_torch or not optimizer.tested_with_zero:
+        shown = _class(view, optimizer).path if by_torch else optimizer.name
         yield Finding(
             pointer=f"{PARAMS}/torch_adam" if by_torch else TYPE,
-            message=f"the offloaded step of {'torch.optim.AdamW' if by_torch else name} runs in PyTorch on the CPU",
+            message=f"the offloaded step of {shown} runs in PyTorch on the CPU",
             hint="remove torch_adam" if by_torch else instead(view, *_OF_ELEMENTS),
             deepspeed="runs it without its vectorised CPU step",
         )
@@ -291,14 +280,16 @@ def amsgrad_that_deepspeed_lacks(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "amsgrad": true,
            "torch_adam": true}}}
     """
-    name, class_name = kind(view), _built(view)
-    by_torch = view.target == "harness" and name in ("adam", "adamw") and not offloads(view, "offload_optimizer")
-    if view.truthy(f"{PARAMS}/amsgrad") and class_name in _WITHOUT_AMSGRAD and not by_torch:
-        torch_too = name in ("adam", "adamw")
+    optimizer = kind(view)
+    if optimizer is None or not view.truthy(f"{PARAMS}/amsgrad"):
+        return
+    by_torch = view.target == "harness" and optimizer.torch and not offloads(view, "offload_optimizer")
+    built = _class(view, optimizer)
+    if "amsgrad" in built.refused and not by_torch:
         yield Finding(
             pointer=f"{PARAMS}/amsgrad",
-            message=f"{class_name} does not have amsgrad",
-            hint="remove it" + (", or set torch_adam to true" if torch_too else ""),
+            message=f"{built.name} does not have amsgrad",
+            hint="remove it" + (", or set torch_adam to true" if optimizer.torch else ""),
             deepspeed="raises RuntimeError when the engine builds the optimizer",
         )
 
@@ -314,11 +305,12 @@ def parameters_that_exclude_each_other(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": true,
            "momentum": 0.9}}}
     """
-    class_name, params = _built(view), view.section(PARAMS)
-    if class_name not in signatures()["torch_optimizers"]:
+    optimizer, params = kind(view), view.section(PARAMS)
+    options = None if optimizer is None else _class(view, optimizer).options
+    if optimizer is None or not _class(view, optimizer).path.startswith("torch."):
         return
     found = []
-    if view.truthy(f"{PARAMS}/nesterov") and class_name == "SGD":
+    if view.truthy(f"{PARAMS}/nesterov") and "nesterov" in (options or ()):
         if not params.get("momentum"):
             remedy = "" if params.get("dampening") else "set momentum to 0.9, or "
             found.append(("nesterov", "nesterov needs a momentum above 0", f"{remedy}remove nesterov"))
@@ -368,9 +360,10 @@ def optimizer_of_another_package(view: RunView) -> Iterator[Finding]:
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "MuSGD", "params": {"lr": 0.1}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     """
-    if kind(view) in ("muadam", "muadamw", "musgd"):
+    optimizer = kind(view)
+    if optimizer is not None and optimizer.package:
         yield about_type(
-            message=f"{view.get(TYPE)} needs the package mup",
-            hint=f"pip install mup, or {instead(view, 'AdamW')}",
-            deepspeed="raises UnboundLocalError when the engine builds the optimizer, unless mup is installed",
+            message=f"{view.get(TYPE)} needs the package {optimizer.package}",
+            hint=f"pip install {optimizer.package}, or {instead(view, DEFAULT.name)}",
+            deepspeed=f"raises UnboundLocalError when the engine builds it, unless {optimizer.package} is installed",
         )

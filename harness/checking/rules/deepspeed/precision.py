@@ -14,6 +14,7 @@ from harness.checking.schema import torch_modules
 from harness.config.text.diagnostic import Severity
 from harness.config.values.coercion import as_float, as_int
 from harness.config.values.pointers import AUTO
+from harness.optimizers import DEFAULT
 from harness.spelling import nearest
 
 FLOAT16 = ("torch.float16", "fp16", "float16", "half")
@@ -135,7 +136,7 @@ def _missing_cpu_adam(view: RunView, *, with_states: bool) -> tuple[str, str] | 
     `with_states`: the optimizer state is in 16 bits, too, and may stay on the accelerator.
     """
     if not offloads(view, "offload_optimizer"):
-        remedy = 'set offload_optimizer.device to "cpu" and optimizer.type to "AdamW", or remove it'
+        remedy = f'set offload_optimizer.device to "cpu" and optimizer.type to "{DEFAULT.name}", or remove it'
         return None if with_states else ("offload_optimizer and DeepSpeed's CPU Adam", remedy)
     advice = cpu_adam_advice(view)
     if advice is None:

@@ -8,9 +8,10 @@ from dataclasses import replace
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
 from harness.config.text.diagnostic import Severity
-from harness.config.values.arguments import OPTIMIZERS, SCHEDULERS, AutoValues
+from harness.config.values.arguments import SCHEDULERS, AutoValues
 from harness.config.values.batch import ARGUMENTS
 from harness.config.values.pointers import AUTO, name_of
+from harness.optimizers import FLAGS, find
 
 BETAS = "/optimizer/params/betas"
 
@@ -38,8 +39,8 @@ def argument_in_conflict(view: RunView) -> Iterator[Finding]:
         if name in values.given and pointer != BETAS and in_file not in (None, AUTO, wanted):
             yield _conflict(pointer, name, wanted, in_file)
     yield from _other_betas(view.in_file(BETAS), values)
-    kind, wanted = view.in_file("/optimizer/type"), OPTIMIZERS[values.optim][0]
-    if "optim" in values.given and isinstance(kind, str) and kind.lower() not in (AUTO, *_same_as(wanted)):
+    kind = view.in_file("/optimizer/type")
+    if "optim" in values.given and isinstance(kind, str) and kind != AUTO and not _means(values.optim, kind):
         yield _conflict("/optimizer/type", "optim", values.optim, kind)
     kind = view.get("/scheduler/type")
     if not isinstance(kind, str) or kind == AUTO:
@@ -62,9 +63,10 @@ def _other_betas(in_file: object, values: AutoValues) -> Iterator[Finding]:
             yield _conflict(BETAS, name, wanted, in_file)
 
 
-def _same_as(optimizer: str) -> tuple[str, ...]:
-    """Return the names in a config that mean this optimizer; DeepSpeed's Adam decays weights as AdamW does."""
-    return ("adam", "adamw") if optimizer == "AdamW" else (optimizer.lower(),)
+def _means(optim: str, name: str) -> bool:
+    """Return whether a value of --optim and a name in the config mean the same optimizer, or two of one family."""
+    wanted, named = FLAGS[optim], find(name)
+    return name.lower() == wanted.name.lower() or (named is not None and named.shares_state_with(wanted))
 
 
 def _conflict(pointer: str, name: str, wanted: object, in_file: object) -> Finding:

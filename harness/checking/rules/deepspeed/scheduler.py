@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.checking.rules.deepspeed.optimizer import has_momentum, kind
+from harness.checking.rules.deepspeed.optimizer import has_momentum, kind, stated
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.syntax.ranges import FUNCTIONS, LISTS
 from harness.checking.rules.view import RunView
@@ -250,15 +250,17 @@ def _is_number(value: object) -> bool:
 def rates_for_groups_that_are_not_there(view: RunView) -> Iterator[Finding]:
     """A list holds a rate for each group of parameters, but DeepSpeed puts all parameters into one group.
 
-    It does so for every optimizer that the file names, except Muon. A program that brings its own optimizer may have
-    several groups.
+    It does so for every optimizer that the file names, unless that has a rate for matrices and one for the rest. A
+    program that brings its own optimizer may have several groups.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}}
     Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1]}}}
     """
-    if view.target == "harness" or kind(view) in (None, "muon") or _known(view)[1] is None:
+    optimizer = kind(view)
+    several = stated(view) is None or (optimizer is not None and optimizer.sets_groups)
+    if view.target == "harness" or several or _known(view)[1] is None:
         return
     for name, value in view.section(PARAMS).items():
         if name in LISTS and name != "milestones" and isinstance(value, list) and len(value) != 1:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.checking.rules.deepspeed.offload import ZERO, uses_zenflow
-from harness.checking.rules.deepspeed.optimizer import PARAMS, TYPE, instead, kind
+from harness.checking.rules.deepspeed.optimizer import PARAMS, TYPE, instead, kind, stated
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
-from harness.checking.schema import signatures
 from harness.config.text.diagnostic import Severity
 from harness.config.values.pointers import whole
+from harness.optimizers import DEFAULT
 from harness.wording import all_of
 
 ZENFLOW = f"{ZERO}/zenflow"
@@ -78,17 +78,18 @@ def zenflow_with_another_optimizer(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
            "zero_optimization": {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}}
     """
-    name = kind(view)
+    optimizer, name = kind(view), stated(view)
     if not uses_zenflow(view):
         return
-    if name in ("adam", "adamw"):
+    if optimizer is not None and optimizer.family == DEFAULT.family:
         yield from _unknown_to_zenflow(view)
-    elif name is not None or view.target != "harness":  # which uses its AdamW, without ZenFlow, and says so
+    elif name is not None or view.target != "harness":  # which uses its default, without ZenFlow, and says so
         named = name is not None
         yield Finding(
             pointer=TYPE if named else ZENFLOW,
             message="zenflow works with Adam and AdamW only" + (f", not with {name}" if named else ""),
-            hint=(instead(view, "AdamW") if named else 'set optimizer.type to "AdamW"') + ", or remove zenflow",
+            hint=(instead(view, DEFAULT.name) if named else f'set optimizer.type to "{DEFAULT.name}"')
+            + ", or remove zenflow",
             deepspeed="fails when the engine starts, or at the first step",
             on_value=True,
         )
@@ -96,8 +97,8 @@ def zenflow_with_another_optimizer(view: RunView) -> Iterator[Finding]:
 
 def _unknown_to_zenflow(view: RunView) -> Iterator[Finding]:
     """Yield a finding for each parameter that ZenFlow cannot pass on."""
-    both = set(signatures()["torch_optimizers"]["AdamW"].params)
-    both &= set(signatures()["deepspeed_optimizers"]["DeepSpeedCPUAdam"].params)
+    important, rest = (DEFAULT.class_of({}, by_torch=by_torch, offloaded=True) for by_torch in (True, False))
+    both = {*(important.options or ())} & {*(rest.options or ())}
     for param in view.section(PARAMS):
         if param not in both:
             yield Finding(

@@ -17,6 +17,7 @@ from harness.config.values.coercion import as_float
 from harness.config.values.idle_keys import IDLE, accelerated
 from harness.config.values.layout_keys import EXPERT_PARTS, EXPERT_ROUTING, EXPERTS, FEED_FORWARD_TILE
 from harness.config.values.pointers import AUTO, name_of
+from harness.optimizers import DEFAULT
 
 
 def _asks(view: RunView, pointer: str) -> bool:
@@ -65,9 +66,10 @@ def no_effect_in_the_harness(view: RunView) -> Iterator[Finding]:
     if view.target == "harness" and forced and offloads(view, "offload_optimizer"):
         yield Finding(
             pointer="/zero_force_ds_cpu_optimizer",
-            message="zero_force_ds_cpu_optimizer has no effect in the harness: the optimizer is torch's fused AdamW",
+            message="zero_force_ds_cpu_optimizer has no effect in the harness: the optimizer is torch's fused "
+            f"{DEFAULT.name}",
             hint="set it to false, or name an optimizer",
-            deepspeed="refuses torch's AdamW with an offloaded optimizer state",
+            deepspeed=f"refuses torch's {DEFAULT.name} with an offloaded optimizer state",
         )
 
 
@@ -109,7 +111,7 @@ _REFUSED = (
     _Refusal(
         f"{ZERO}/offload_optimizer/ratio",
         lambda view: _zero_3(view) and (as_float(view.get(f"{ZERO}/offload_optimizer/ratio")) or 1.0) < 1.0,
-        "offload_optimizer.ratio below 1 needs DeepSpeed's own CPU Adam, which the harness does not use",
+        "offload_optimizer.ratio below 1 needs DeepSpeedCPUAdam, which the harness does not use",
         "remove ratio",
         "raises AssertionError with another optimizer",
     ),
@@ -226,8 +228,8 @@ _REFUSED = (
 def refused_by_the_harness(view: RunView) -> Iterator[Finding]:
     """A key that DeepSpeed accepts, but that would make a run of the harness fail or compute something else.
 
-    The harness partitions parameters layer by layer at ZeRO-3, decides itself when the optimizer steps, and uses
-    torch's AdamW if the config names no optimizer. Keys that conflict with this are refused before the run starts.
+    The harness partitions parameters layer by layer at ZeRO-3, decides itself when the optimizer steps, and makes the
+    optimizer if the config names none. Keys that conflict with this are refused before the run starts.
 
     Wrong: {"train_batch_size": 8, "managed_gradient_accumulation": false}
     Right: {"train_batch_size": 8, "managed_gradient_accumulation": true}
@@ -250,7 +252,7 @@ def needs_an_accelerator(view: RunView) -> Iterator[Finding]:
     built.
 
     Wrong: {"train_batch_size": 8, "optimizer": {"type": "Lamb", "params": {"lr": 1e-4}}}
-    Right: {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 1e-4}}}
     """
     for pointer, message in accelerated(view.data).items() if view.target == "harness" else ():
         yield Finding(

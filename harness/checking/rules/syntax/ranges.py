@@ -14,6 +14,7 @@ from harness.checking.rules.view import RunView
 from harness.config.text.diagnostic import Severity
 from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import AUTO, name_of
+from harness.optimizers import find
 from harness.wording import one_of
 
 
@@ -57,6 +58,7 @@ KINDS = {
     "positive_share": Bounds(0, 1, without_least=True),
     "decay": Bounds(0, 1, without_most=True),
     "two_decays": Bounds(0, 1, without_most=True, count=2),
+    "two_not_negative": Bounds(0, count=2),
     "two_positive": Bounds(0, without_least=True, count=2),
     "step": Bounds(-1, whole=True),
     "depth": Bounds(-1),
@@ -71,7 +73,6 @@ OPTIMIZER, SCHEDULER, OTHERS, _WITHOUT_THE_HARNESS = (
 which DeepSpeed's parser has no bounds."""
 LISTS: list[str] = _TABLE["lists"]
 """Parameters that may be a list of numbers: one for each parameter group, or the steps of a schedule."""
-_ADAFACTOR = {"eps": Bounds(0, count=2)}
 ONLY_LISTS: list[str] = _TABLE["only_lists"]
 """Those of them that may not be a number."""
 OPTIONAL: list[str] = _TABLE["optional"]
@@ -97,7 +98,8 @@ def impossible_value(view: RunView) -> Iterator[Finding]:
     Right: {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}
     """
-    special = _ADAFACTOR if view.get("/optimizer/type") == "Adafactor" else {}
+    optimizer = find(str(view.get("/optimizer/type")))
+    special = {name: KINDS[kind] for name, kind in optimizer.ranges.items()} if optimizer is not None else {}
     for section, known in (("/optimizer", OPTIMIZER | special), ("/scheduler", SCHEDULER)):
         if view.target == "deepspeed" and not view.get(f"{section}/type"):
             continue  # nothing reads the parameters
@@ -128,7 +130,7 @@ def _wanted(name: str, value: object, bounds: Bounds) -> str:
         return ""
     items = [value]
     if isinstance(value, list) and (bounds.count is not None or name in LISTS):
-        items = value[1:] if name == "eps" and value[:1] == [None] else value  # Adafactor's first may be null
+        items = value[1:] if name == "eps" and value[:1] == [None] else value  # the first of two may be null
     numbers = all(isinstance(item, int | float) and not isinstance(item, bool) for item in items)
     needs_list = bounds.count is not None or name in ONLY_LISTS
     if numbers and (isinstance(value, list) or not needs_list):

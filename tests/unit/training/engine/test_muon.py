@@ -12,7 +12,7 @@ from torch import nn
 from harness.errors import UserError
 from harness.parallel.tensor.shard import Shard, mark
 from harness.training.engine.muon import MATRIX_VALUES, OTHER_VALUES, OrthogonalMomentum, muon
-from harness.training.engine.optimizer import LateAdagrad, own_optimizer, parameter_groups
+from harness.training.engine.optimizer import LateAdagrad, names_of, own_optimizer, parameter_groups
 
 
 class Decoder(nn.Module):
@@ -30,7 +30,7 @@ class Decoder(nn.Module):
 
 
 def made(module: nn.Module, **params: Any) -> OrthogonalMomentum:
-    return muon(module, parameter_groups(module, 0.1), params)
+    return muon(parameter_groups(module, 0.1), params, names_of(module))
 
 
 def by_name(module: nn.Module, optimizer: OrthogonalMomentum) -> dict[bool, set[str]]:
@@ -54,7 +54,7 @@ def test_a_tied_matrix_goes_where_the_first_layer_that_has_it_sends_it() -> None
     module.lm_head, module.wte = nn.Linear(4, 6, bias=False), nn.Embedding(6, 4)
     module.pooler = nn.Linear(4, 4, bias=False)
     firsts = {"lm_head.weight": "0.wte.weight", "pooler.weight": "0.embed.weight"}
-    optimizer = muon(module, parameter_groups(module, 0.1, firsts), {}, firsts)
+    optimizer = muon(parameter_groups(module, 0.1, firsts), {}, names_of(module, firsts))
     assert by_name(module, optimizer) == {True: {"lm_head.weight", "wte.weight"}, False: {"pooler.weight"}}
 
 
@@ -194,6 +194,6 @@ def test_one_matrix_of_experts_on_several_data_ranks_is_refused(
     groups = parameter_groups(module, 0.0)
     if refused:
         with pytest.raises(UserError, match="optimizer Muon: w1 is one matrix of all experts"):
-            muon(module, groups, {})
+            muon(groups, {}, names_of(module))
     else:
-        assert muon(module, groups, {}).param_groups[0]["of_matrices"]
+        assert muon(groups, {}, names_of(module)).param_groups[0]["of_matrices"]

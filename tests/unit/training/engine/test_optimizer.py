@@ -29,15 +29,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_adam_needs_no_compiler_on_any_device(installed: set[str]) -> None:
     for device in (GPU, CPU):
         for sections in ({}, HOST):
-            assert optimizer.makes_adam_by_torch(config("AdamW", **sections), device)
+            assert optimizer.makes_torchs_class(config("AdamW", **sections), device)
             assert optimizer.compiled_optimizer(config("Adam", **sections), device) is None
 
 
 def test_adam_on_the_host_of_a_gpu_is_deepspeeds_where_it_can_be_compiled(installed: set[str]) -> None:
     installed |= {"c++", "ninja"}
-    assert not optimizer.makes_adam_by_torch(config("AdamW", **HOST), GPU)
+    assert not optimizer.makes_torchs_class(config("AdamW", **HOST), GPU)
     assert optimizer.compiled_optimizer(config("AdamW", **HOST), GPU) == "AdamW"
-    assert optimizer.makes_adam_by_torch(config("AdamW"), GPU) and optimizer.makes_adam_by_torch(config("Adam"), CPU)
+    assert optimizer.makes_torchs_class(config("AdamW"), GPU) and optimizer.makes_torchs_class(config("Adam"), CPU)
 
 
 def test_what_compiles_an_optimizer_is_asked_for_in_one_line(installed: set[str]) -> None:
@@ -53,8 +53,8 @@ def test_what_compiles_an_optimizer_is_asked_for_in_one_line(installed: set[str]
 
 def test_parameters_of_deepspeeds_adam_are_those_of_torchs_fused_one() -> None:
     given = {"lr": 0.1, "bias_correction": True, "set_grad_none": True, "weight_decay": 0.2}
-    assert optimizer.torch_adam_params(given) == {"torch_adam": True, "fused": True, "lr": 0.1, "weight_decay": 0.2}
-    assert "fused" not in optimizer.torch_adam_params({"foreach": True})
-    assert optimizer.torch_adam_params({"torch_adam": False}) == {"torch_adam": True, "fused": True}  # its default
+    assert optimizer.torchs_options(given) == {"torch_adam": True, "fused": True, "lr": 0.1, "weight_decay": 0.2}
+    assert "fused" not in optimizer.torchs_options({"foreach": True})
+    assert optimizer.torchs_options({"torch_adam": False}) == {"torch_adam": True, "fused": True}  # its default
     biased = {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}
-    assert not optimizer.makes_adam_by_torch(biased, GPU)  # torch always corrects
+    assert not optimizer.makes_torchs_class(biased, GPU)  # torch always corrects

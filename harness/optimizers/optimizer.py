@@ -1,0 +1,130 @@
+"""An optimizer that a config can name: its classes, their options, and the state that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+Range: TypeAlias = Literal[
+    "count",
+    "decay",
+    "not_negative",
+    "not_positive",
+    "positive",
+    "share",
+    "two_decays",
+    "two_not_negative",
+    "two_positive",
+]
+"""The values that an option may have, as the config check knows them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerClass:
+    """A class that updates weights.
+
+    Attributes:
+        path: its module and name.
+        options: arguments of its constructor besides the parameters; None if they are not known.
+        compiled: whether DeepSpeed compiles it when it is first used.
+        on_cpu: whether it can update weights in the host's memory.
+        set_by_engine: options that DeepSpeed's engine sets itself.
+        refused: options that the constructor accepts, but refuses if they are true.
+    """
+
+    path: str
+    options: tuple[str, ...] | None
+    compiled: bool = False
+    on_cpu: bool = True
+    set_by_engine: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return self.path.rpartition(".")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerType:
+    """An optimizer by its name in a config.
+
+    Attributes:
+        name: value of `optimizer.type`.
+        source: who knows the name. DeepSpeed ignores the case of its own names; those of torch are classes of
+            torch.optim; of the others only a run of the harness knows.
+        device: the class that updates weights on the run's device.
+        host: the class that DeepSpeed uses instead if the optimizer state is offloaded; None for the same.
+        torch: torch's class that DeepSpeed builds instead if the option `torch_adam` is true.
+        coupled: torch's class if `adam_w_mode` is false too: weight decay is added to the gradient.
+        made_by: "module:function" of what makes the optimizer in a run of the harness. It is called with the parameter
+            groups, the options, and the names of all parameters. "": DeepSpeed makes it, or the class itself, for a
+            name that only the harness knows. A text, because the function imports torch, and this module must not.
+        engine_options: options that DeepSpeed's engine reads and does not pass to the class.
+        ranges: option -> valid values, for options that not every optimizer has.
+        flags: value of --optim that means this optimizer -> the options that take a run's arguments.
+        family: optimizers of one family keep the same state, so that one continues from a checkpoint of another;
+            "": none but itself.
+        states: number of values that it keeps for each weight.
+        other_states: number of them for a weight outside the decoder layers' matrices; None for `states`.
+        more_states: options that each add a value if they are on.
+        tested_with_zero: whether DeepSpeed accepts it under ZeRO without `zero_allow_untested_optimizer`.
+        elementwise: whether each weight is updated by itself.
+        sets_groups: whether DeepSpeed makes several parameter groups for it, each with its own options.
+        package: the package that has the class, if DeepSpeed does not install it.
+        succeeds: names of removed optimizers of DeepSpeed that this one replaces, in lower case.
+        cannot_train: why no run can use it; "" if it can.
+        trial: options with which `ds-harness verify` tries it on a tiny model; `lr` is a factor of the default
+            optimizer's rate, so that all of them move the weights equally far. None: the default is tried instead.
+    """
+
+    name: str
+    source: Literal["deepspeed", "torch", "harness"] = "harness"
+    device: OptimizerClass
+    host: OptimizerClass | None = None
+    torch: OptimizerClass | None = None
+    coupled: OptimizerClass | None = None
+    made_by: str = ""
+    engine_options: tuple[str, ...] = ()
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    family: str = ""
+    states: int = 2
+    other_states: int | None = None
+    more_states: tuple[str, ...] = ("amsgrad",)
+    tested_with_zero: bool = False
+    elementwise: bool = True
+    sets_groups: bool = False
+    package: str = ""
+    succeeds: tuple[str, ...] = ()
+    cannot_train: str = ""
+    trial: Mapping[str, object] | None = None
+
+    def class_of(
+        self, options: Mapping[str, object], *, offloaded: bool = False, by_torch: bool = False
+    ) -> OptimizerClass:
+        """Return the class that DeepSpeed builds.
+
+        Args:
+            options: `optimizer.params`.
+            offloaded: whether the optimizer state is offloaded to the host.
+            by_torch: whether `torch_adam` is on.
+        """
+        if by_torch and self.coupled is not None and not options.get("adam_w_mode", True):
+            return self.coupled
+        if by_torch and self.torch is not None:
+            return self.torch
+        return self.host if offloaded and self.host is not None else self.device
+
+    def runs_on_cpu(self, *, offloaded: bool) -> bool:
+        """Return whether a run on a CPU can use it; `offloaded` as in `class_of`."""
+        return self.torch is not None or self.class_of({}, offloaded=offloaded).on_cpu
+
+    def states_of(self, options: Mapping[str, object]) -> int:
+        """Return how many values it keeps for each weight of a matrix, with these options."""
+        return self.states + sum(bool(options.get(name)) for name in self.more_states)
+
+    def shares_state_with(self, other: OptimizerType) -> bool:
+        """Return whether it can continue from the state of `other`."""
+        return self.name == other.name or (self.family == other.family != "")

@@ -1,0 +1,97 @@
+"""What a stranger adds is one file: a copy of the package with one more optimizer checks, plans and trains with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_core import ROOT
+
+pytestmark = pytest.mark.ranks
+
+OPTIMIZER = '''
+"""Plain gradient descent, without momentum."""
+
+from harness.optimizers.optimizer import OptimizerClass, OptimizerType
+
+
+def plain(groups, options, names):
+    import torch
+
+    class Plain(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.add_(parameter.grad, alpha=-group["lr"])
+
+    return Plain(groups, dict(options))
+
+
+PLAIN = OptimizerType(
+    name="Plain",
+    device=OptimizerClass(path=f"{__name__}.plain", options=("lr", "damping")),
+    made_by=f"{__name__}:plain",
+    ranges={"damping": "share"},
+    flags={"plain": ("lr",)},
+    states=0,
+    more_states=(),
+)
+'''
+USES = """
+import sys
+from harness import Trainer, TrainingArguments
+from harness.checking import check, resolve
+from harness.config import AutoValues
+from harness.config.text.document import from_values
+from harness.planner.estimate import of_config
+from harness.planner.model_config import read_decoder
+
+def config(name, **params):
+    return {"train_batch_size": 4, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": name, "params": params}}
+
+def said(target, **params):
+    return [each.code for each in check(from_values(config("Plain", **params)), target=target)]
+
+assert said("harness", lr=0.1) == [], said("harness", lr=0.1)
+assert "DS207" in said("harness", lr=0.1, damping=2.0) and "DS803" in said("harness", lr=0.1, momentum=0.9)
+assert said("deepspeed", lr=0.1) == ["DS801"]
+
+shape = read_decoder("tiny-llama")
+values = AutoValues(hidden_size=shape.hidden)
+workload, _ = of_config(resolve(from_values(config("Plain", lr=0.1)), values), shape, 16, on_cpu=True)
+assert workload.states == workload.other_states == 0
+
+rows = [{"input_ids": [(5 * row + place) % 250 for place in range(16)]} for row in range(16)]
+losses = {}
+for name in ("SGD", "Plain"):
+    args = TrainingArguments(f"{sys.argv[1]}/{name}", max_steps=3, save_steps=0, logging_steps=1, learning_rate=0.5)
+    args.deepspeed_config = config(name, lr=0.5)
+    if name == "Plain":
+        del args.deepspeed_config["optimizer"]
+        args.optim = "plain"
+    trainer = Trainer("tiny-llama", args, rows)
+    trainer.train()
+    losses[name] = [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+    trainer.close()
+assert len(losses["SGD"]) == 3 and losses["SGD"] == losses["Plain"], losses
+"""
+
+
+def test_an_optimizer_in_a_file_of_its_own_is_checked_planned_and_trained_with(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "harness", tmp_path / "harness", copy_function=os.symlink, symlinks=True)
+    for name in ("models", "ds_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "harness" / "optimizers" / "plain.py").write_text(OPTIMIZER)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", USES, str(tmp_path)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
