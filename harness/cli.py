@@ -24,7 +24,7 @@ VERBS = {
     "verify": ("harness.parity.commands", "check that a config gives the same numbers as training in one process"),
     "plan": ("harness.planner.cli.verbs", "rank every layout of a number of ranks by its predicted speed"),
     "estimate": ("harness.planner.cli.verbs", "predict memory and speed of one config"),
-    "checkpoint": ("harness.checkpoint.commands", "show, verify or export a checkpoint"),
+    "checkpoint": ("harness.checkpoint.commands", "show, verify, export or merge a checkpoint"),
     "generate": ("harness.data.generate", "let a trained model continue a prompt"),
     "report": ("harness.report.commands", "show runs in one HTML file"),
     "dry-run": ("harness.dry_run.command", "build one rank of a run without the others: memory, messages, errors"),

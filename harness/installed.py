@@ -16,7 +16,7 @@ from harness.uncaught import show_in_one_line
 
 OF_VERBS = (
     *("harness.cluster", "harness.compat", "harness.checking", "harness.data", "harness.dry_run"),
-    *("harness.parity", "harness.planner", "harness.report"),
+    *("harness.extras", "harness.parity", "harness.planner", "harness.report"),
 )
 """The parts that verbs of the command line need."""
 

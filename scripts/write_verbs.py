@@ -38,6 +38,7 @@ PAGES = {
     "plan": "planning.md",
     "estimate": "planning.md",
     "checkpoint": "checkpoints.md",
+    "checkpoint merge": "lora.md",
     "generate": "quick-start.md",
     "report": "report.md",
     "dry-run": "dry-run.md",
@@ -58,7 +59,7 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
     with mock.patch.object(argparse.ArgumentParser, "print_help", keep):
         try:
-            main([verb, "--help"])
+            main([*verb.split(), "--help"])
         except HelpAsked as asked:
             parser: argparse.ArgumentParser = asked.args[0]
             return parser
@@ -113,7 +114,7 @@ def section(verb: str) -> str:
 def page() -> str:
     """Return the page in Markdown."""
     table = [f"| [`{verb}`](#{verb}) | {text} |" for verb, (_, text) in VERBS.items()]
-    return "\n".join([HEAD, "| verb | what it does |\n|---|---|", *table, "", *map(section, VERBS)])
+    return "\n".join([HEAD, "| verb | what it does |\n|---|---|", *table, "", *map(section, PAGES)])
 
 
 def write() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from harness.checkpoint.directories import read_manifest, read_progress, set_aside
@@ -14,16 +15,19 @@ from harness.checkpoint.integrity import changed_file, damage, listed_files, unl
 from harness.config.values.json_file import read_json
 from harness.config.values.secrets import hide_secrets
 from harness.errors import UserError, reason
-from harness.verb_parser import VerbParser, path_argument
+from harness.verb_parser import Boolean, VerbParser, path_argument
 from harness.wording import counted
 
-DESCRIPTION = """Show, verify or export a checkpoint of a run. `verify` exits with 1 if a file has changed since it
-was saved, or was added later."""
+DESCRIPTION = """Show, verify or export a checkpoint of a run, or merge its adapters into their base model: see
+`checkpoint merge --help`. `verify` exits with 1 if a file has changed since it was saved, or was added later."""
 EXAMPLE = """example:
   ds-harness checkpoint show runs/mine/checkpoint-500
   ds-harness checkpoint verify runs/mine/checkpoint-500
-  ds-harness checkpoint export runs/mine/checkpoint-500 --output_dir model --dtype bfloat16"""
+  ds-harness checkpoint export runs/mine/checkpoint-500 --output_dir model --dtype bfloat16
+  ds-harness checkpoint merge runs/lora merged"""
 DTYPES = ("float32", "bfloat16", "float16")
+MERGING = "harness.extras.merging.command"
+"""The part that merges adapters."""
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja")
 
 
@@ -32,14 +36,23 @@ def checkpoint(argv: Sequence[str]) -> int:
 
     Raises UserError if it is not complete, is damaged, or cannot be exported.
     """
+    if argv[:1] == ["merge"]:
+        code: int = import_module(MERGING).merge_command(argv[1:])
+        return code
     parser = VerbParser("checkpoint", DESCRIPTION, EXAMPLE)
     parser.add_argument("action", choices=("show", "verify", "export"), help="what to do with the checkpoint")
     parser.add_argument("directory", type=path_argument, metavar="DIR", help="output_dir/checkpoint-STEP")
     parser.add_argument("--output_dir", type=path_argument, help="export: where the model is written")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="export: of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="export: of the weights; default: float32")
+    parser.add_argument(
+        "--merge", action=Boolean, help="export: adapters merged into their base model, in the dtype of its files"
+    )
     args = parser.parse_args(argv)
-    if args.action != "export" and args.output_dir is not None:
-        parser.error(f"--output_dir has no effect on {args.action}")
+    for flag in ("output_dir", "dtype", "merge"):
+        if args.action != "export" and getattr(args, flag):
+            parser.error(f"--{flag} has no effect on {args.action}")
+    if args.merge and args.dtype is not None:
+        parser.error("--dtype has no effect with --merge: the merged model has the dtype of its base model")
     if args.action == "export" and args.output_dir is None:
         parser.error("export needs --output_dir")
     if found := damage(args.directory):
@@ -48,15 +61,19 @@ def checkpoint(argv: Sequence[str]) -> int:
         show(args.directory)
     elif args.action == "verify":
         verify(args.directory)
+    elif args.merge:
+        require_as_saved(args.directory)
+        import_module(MERGING).merge_adapters([args.directory], args.output_dir)
     else:
+        dtype = args.dtype or "float32"
         require_as_saved(args.directory)
         with listed_files(args.directory) as directory:
             try:
-                export(directory, args.output_dir, args.dtype)
+                export(directory, args.output_dir, dtype)
             except OSError as error:
                 why = reason(error, args.output_dir)
                 raise UserError(f"{args.directory} cannot be exported to {args.output_dir}: {why}") from error
-        print(f"{args.output_dir}: exported in {args.dtype}")
+        print(f"{args.output_dir}: exported in {dtype}")
     return 0
 
 

@@ -90,7 +90,7 @@ def _not_ours(directory: Path) -> str | None:
     if "config.json" in names and any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         remedy = f"start a new run from its weights with --model_name_or_path {directory}"
     elif "adapter_config.json" in names:
-        remedy = "merge the adapters into their model with peft, and start a new run from that"
+        remedy = "merge them into their model (ds-harness checkpoint merge), and start a new run from that"
     elif "zero_to_fp32.py" in names:
         remedy = "turn its weights into a model with its zero_to_fp32.py, and start a new run from that"
     else:

@@ -40,8 +40,8 @@ def model_directory(name: str, flag: str = MODEL.flag) -> Path:
     config = directory / "config.json"
     if not config.is_file() and (directory / ADAPTERS).is_file():
         raise UserError(
-            f"{flag} {name}: contains adapters but no model: give the base model, or load "
-            "both with peft's AutoPeftModelForCausalLM.from_pretrained and pass the result to the Trainer"
+            f"{flag} {name}: contains adapters but no model: give the base model, or merge "
+            "them into it with ds-harness checkpoint merge"
         )
     if not config.is_file():
         raise UserError(

@@ -75,11 +75,14 @@ class Checkpoint:
         tensors: name in the model -> lazy tensor of its values. Buffers may be missing; the model makes them itself.
         untied: names that the config ties to others, but for which the files have values of their own.
         form: how to write the model in the checkpoint's own form.
+        in_files: name in the files -> how it is made of the model's tensors, whose leaves are `ParameterRef`. Tensors
+            that the model lacks, such as those of an encoder of images, are missing.
     """
 
     tensors: Mapping[str, LazyTensor]
     untied: tuple[str, ...]
     form: CheckpointFormat
+    in_files: Mapping[str, LazyTensor]
 
 
 @torch.no_grad()
@@ -112,8 +115,10 @@ def open_checkpoint(directory: Path, model: PreTrainedModel) -> Checkpoint:
     if info.unexpected_keys:
         unused = _some(sorted(info.unexpected_keys))
         warn(f"{directory}: ignored, because the model has no such tensors: {unused}")
-    form = _form_of(stored, loaded, found, present, keep_names=inner is None)
-    return Checkpoint(tensors=found, untied=untied, form=form)
+    written = _written(loaded, present)
+    in_files = _named_as_in_files(written, {renamed: name for name, renamed in names.items()}, found, loaded)
+    form = _form_of(stored, in_files if inner is None else written)
+    return Checkpoint(tensors=found, untied=untied, form=form, in_files=in_files)
 
 
 @torch.no_grad()
@@ -257,22 +262,29 @@ def _written(model: PreTrainedModel, names: Collection[str]) -> dict[str, LazyTe
     return written
 
 
-def _form_of(
-    stored: StoredTensors,
-    loaded: PreTrainedModel,
+def _named_as_in_files(
+    written: Mapping[str, LazyTensor],
+    stored: Mapping[str, str],
     found: Mapping[str, LazyTensor],
-    present: Collection[str],
-    keep_names: bool,
-) -> CheckpointFormat:
-    """Return the form that keeps the checkpoint's own names and files."""
-    prefix = loaded.base_model_prefix + "."
+    model: PreTrainedModel,
+) -> dict[str, LazyTensor]:
+    """Return `written` under the names that its tensors have in the checkpoint's files.
+
+    Args:
+        stored: name in the model -> name in the files, as far as the two correspond.
+        found: name in the model -> tensor in the files.
+    """
     tensors: dict[str, LazyTensor] = {}
-    for name, lazy in _written(loaded, present).items():
-        if keep_names and name not in stored.tensors:
-            source = _whole_leaf(lazy)
-            origin = _whole_leaf(found[source.name]) if source is not None else None
-            name = origin.name if origin is not None else name.removeprefix(prefix)
-        tensors[name] = lazy
+    for name, lazy in written.items():
+        source = None if name in stored else _whole_leaf(lazy)
+        origin = _whole_leaf(found[source.name]) if source is not None else None
+        same = stored.get(name, name.removeprefix(model.base_model_prefix + "."))
+        tensors[same if origin is None else origin.name] = lazy
+    return tensors
+
+
+def _form_of(stored: StoredTensors, tensors: Mapping[str, LazyTensor]) -> CheckpointFormat:
+    """Return the form that writes `tensors` and keeps the checkpoint's own files."""
     files = {file: [name for name in names if name in tensors] for file, names in stored.files.items()}
     kept = stored.indexed and set(tensors) <= set(stored.tensors)
     return CheckpointFormat(
