@@ -15,6 +15,8 @@ _HOMES = {
     "Diagnostic": "harness.config",
     "EarlyStoppingCallback": "harness.training.callbacks.early_stopping",
     "LoraArguments": "harness.arguments.themes.lora",
+    "PreferenceArguments": "harness.arguments.themes.preferences",
+    "Preferences": "harness.preferences.objective",
     "RowParallelLinear": "harness.parallel.tensor.layers",
     "RunConfig": "harness.arguments.configure",
     "Severity": "harness.config",

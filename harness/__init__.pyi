@@ -1,5 +1,6 @@
 from harness.arguments.configure import RunConfig as RunConfig
 from harness.arguments.themes.lora import LoraArguments as LoraArguments
+from harness.arguments.themes.preferences import PreferenceArguments as PreferenceArguments
 from harness.checking import check as check
 from harness.composition import Trainer as Trainer
 from harness.config import ConfigError as ConfigError
@@ -14,6 +15,7 @@ from harness.installed import read_run_config as read_run_config
 from harness.parallel.tensor.layers import ColumnParallelLinear as ColumnParallelLinear
 from harness.parallel.tensor.layers import RowParallelLinear as RowParallelLinear
 from harness.parallel.tensor.layers import VocabParallelEmbedding as VocabParallelEmbedding
+from harness.preferences.objective import Preferences as Preferences
 from harness.training.callbacks import StepRecord as StepRecord
 from harness.training.callbacks import TrainerCallback as TrainerCallback
 from harness.training.callbacks import TrainerControl as TrainerControl

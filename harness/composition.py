@@ -9,10 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from harness.installed import config_check, is_installed, watch
+from harness.arguments.themes.preferences import PreferenceArguments
+from harness.installed import config_check, is_installed, require_installed, watch
 from harness.training.parts import Parts
 from harness.training.trainer import Trainer as CoreTrainer
 from harness.uncaught import show_in_one_line
+
+if TYPE_CHECKING:
+    from harness.preferences.objective import Preferences
 
 
 def installed_parts() -> Parts:
@@ -71,6 +75,16 @@ def _with_verify(parts: Parts) -> Parts:
     from harness.verify.stretches import context_plan
 
     return replace(parts, verify_sharding=verify_plan, require_packable=require_packable, plan_tokens=context_plan)
+
+
+def preferences(given: PreferenceArguments) -> Preferences | None:
+    """Return the objective that the flags ask for; None for the next token. UserError without that part."""
+    if given.preference is None:
+        return None
+    require_installed("harness.preferences", f"--preference {given.preference}")
+    from harness.preferences.objective import Preferences
+
+    return Preferences(given)
 
 
 if TYPE_CHECKING or is_installed("harness.huggingface"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
 from harness.arguments.themes.lora import LoraArguments, require_peft
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import PYTHON_STDLIB, ScriptArguments
 from harness.batches.streaming.flags import refuse_buffer, require_streamable
 from harness.checkpoint.directories import optimizer_name, require_same_optimizer
@@ -27,13 +28,17 @@ TRIAL_STEPS = 200  # for a run that names neither data nor steps
 
 
 def check_before_start(
-    script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, lora: LoraArguments | None = None
+    script: ScriptArguments,
+    args: TrainingArguments,
+    env: LaunchEnv,
+    lora: LoraArguments | None = None,
+    preference: PreferenceArguments | None = None,
 ) -> RunConfig:
     """Check config, model, data and output directory in well under a second; return the config.
 
     Raises UserError for the first thing that cannot be used. Rank 0 also locks the output directory.
     """
-    config = check_inputs(script, args, env, lora)
+    config = check_inputs(script, args, env, lora, preference)
     output_dir = Path(args.output_dir)
     args.overwrite_output_dir |= not args.trains  # an evaluation overwrites nothing, so a run there is no error
     if env.rank == 0:
@@ -47,7 +52,11 @@ def check_before_start(
 
 
 def check_inputs(
-    script: ScriptArguments, args: TrainingArguments, env: LaunchEnv, lora: LoraArguments | None
+    script: ScriptArguments,
+    args: TrainingArguments,
+    env: LaunchEnv,
+    lora: LoraArguments | None,
+    preference: PreferenceArguments | None = None,
 ) -> RunConfig:
     """Check config, model and data; return the config. UserError if one of them cannot be used."""
     if lora is not None and lora.use_peft:
@@ -61,7 +70,10 @@ def check_inputs(
     if (tokenizer := tokenizer_name(script.tokenizer_name, model)) != BYTES:
         tokenizer_directory(tokenizer)
     config = read_run_config(args, world_size=env.world_size, model=str(model))
-    _require_data(script, args)
+    if preference is None or preference.preference is None:
+        _require_data(script, args)
+    else:
+        _require_preferences(script, args, preference)
     if args.sample_prompts is not None:
         read_prompts(Path(args.sample_prompts))
     return config
@@ -87,6 +99,19 @@ def _require_data(script: ScriptArguments, args: TrainingArguments) -> None:
     if tokens:
         raise UserError(f"--streaming: {tokens[0]} is mapped as it is, never read ahead: leave out --streaming")
     require_streamable(args, "--streaming")
+
+
+def _require_preferences(script: ScriptArguments, args: TrainingArguments, preference: PreferenceArguments) -> None:
+    """Raise UserError for preferences that cannot be read as the flags ask, by their first rows."""
+    from harness.preferences.documents import require_first_rows
+
+    if script.streaming:
+        raise UserError(f"--streaming does not work with --preference {preference.preference}: remove it")
+    refuse_buffer(args)
+    if args.trains or script.validation_file is None:
+        require_first_rows(script.train_file, preference)
+    if script.validation_file is not None:
+        require_first_rows(script.validation_file, preference)
 
 
 def limit_trial(script: ScriptArguments, args: TrainingArguments) -> str | None:

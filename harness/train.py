@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
 from harness.arguments.themes.lora import LoraArguments
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.command_line import parse
 from harness.console import Console, plain_console, quiet
@@ -71,8 +72,9 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
         script: ScriptArguments
         args: TrainingArguments
         lora: LoraArguments
-        script, args, lora = parse(
-            [ScriptArguments, TrainingArguments, LoraArguments],
+        preference: PreferenceArguments
+        script, args, lora, preference = parse(
+            [ScriptArguments, TrainingArguments, LoraArguments, PreferenceArguments],
             argv,
             prog="train.py",
             description=DESCRIPTION,
@@ -81,14 +83,16 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
         if args.use_cpu:  # before DeepSpeed is imported
             replace_environment({**inherited(), ACCELERATOR: "cpu"})
         require_installed("harness.data", "a training script that reads files")
+        if preference.preference is not None:
+            require_installed("harness.preferences", f"--preference {preference.preference}")
         from harness.preflight import check_before_start
 
         # one rank may be downloading for the whole host
         with watch().for_stopped_ranks(args.hang_seconds, console):
-            config = check_before_start(script, args, env, lora)
+            config = check_before_start(script, args, env, lora, preference)
         log = Path(args.output_dir) / "logs" / f"rank_{env.rank}.log"
         with quiet(log, env.rank) as console, signals.reported_by(console.say):
-            return _guarded(partial(run, script, args, config, lora, env, console), env, console)
+            return _guarded(partial(run, script, args, config, lora, preference, env, console), env, console)
     except UserError as error:
         records.record_failure(error)
         report(env, error, partial(_show, error, env, console))
@@ -100,12 +104,14 @@ def run(
     args: TrainingArguments,
     config: RunConfig,
     lora: LoraArguments,
+    preference: PreferenceArguments,
     env: LaunchEnv,
     console: Console,
 ) -> None:
     """Read the data, train, evaluate, export."""
-    from harness.composition import Trainer
+    from harness.composition import Trainer, preferences
     from harness.data.inputs.datasets import script_datasets
+    from harness.data.preview import shown
     from harness.device.process_group import require_supported
     from harness.hf.skeleton import read_source
     from harness.preflight import limit_trial
@@ -118,9 +124,11 @@ def run(
     require_supported(config.resolved)
     with watch().for_stopped_ranks(args.hang_seconds, console):
         source = read_source(script.model)
-        data = script_datasets(script, args, config, source, env, console)
+        objective = preferences(preference)
+        prepare = script_datasets if objective is None else objective.data.script_datasets
+        data = prepare(script, args, config, source, env, console)
     if script.preview_samples:
-        _preview(script.preview_samples, data, console)
+        _preview(shown if objective is None else objective.data.shown, script.preview_samples, data, console)
         return
     trainer = Trainer(
         source,
@@ -129,9 +137,10 @@ def run(
         data.evaluation,
         processing_class=data.tokenizer,
         peft_config=lora.peft_config(),
+        objective=objective,
         console=console,
         config=config,
-        flags={**asdict(script), **asdict(lora)},
+        flags={**asdict(script), **asdict(lora), **asdict(preference)},
     )
     if not args.trains:
         metrics = trainer.evaluate()
@@ -154,11 +163,9 @@ def run(
     _shut_down(trainer)
 
 
-def _preview(count: int, data: Datasets, console: Console) -> None:
+def _preview(shown: Callable[..., Iterator[str]], count: int, data: Datasets, console: Console) -> None:
     """Show the first samples, and end on all ranks together."""
     import torch.distributed as dist
-
-    from harness.data.preview import shown
 
     for number, text in enumerate(shown(data.train, data.tokenizer, count) if console.speaks else (), start=1):
         console.say(f"sample {number}: {text}")

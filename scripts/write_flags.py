@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.flags import Help, groups, shown_default
 from harness.arguments.themes.lora import LoraArguments
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 
 HEAD = """# Every flag
@@ -25,7 +26,7 @@ The `run.json` of a run is such a file: `--config runs/mine/run.json --output_di
 Dashes equal underscores, and `--no_NAME` means `--NAME false`. Flags of HuggingFace's `TrainingArguments` and
 `run_clm.py` that are not listed are refused with the reason; they are accepted with values that would change nothing.
 """
-TABLES = (*groups(ScriptArguments), *groups(TrainingArguments), *groups(LoraArguments))
+TABLES = (*groups(ScriptArguments), *groups(TrainingArguments), *groups(LoraArguments), *groups(PreferenceArguments))
 
 
 def row(item: Any) -> str:

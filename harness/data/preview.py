@@ -96,8 +96,13 @@ def _marked(sample: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> st
     used = max((i for i, label in enumerate(labels) if label != IGNORED), default=-1) + 1
     if "attention_mask" in sample:
         used = max(used, int(torch.as_tensor(sample["attention_mask"]).sum()))
+    return marked(ids[:used], labels[:used], tokenizer)
+
+
+def marked(ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of ids on one line, shortened, with the runs that have labels between BEGIN and END."""
     learnt = [label != IGNORED and place > 0 for place, label in enumerate(labels)]  # the first is never predicted
-    pairs = list(zip(ids, learnt, strict=True))[:used]
+    pairs = zip(ids, learnt, strict=True)
     runs = [(is_learnt, [one for one, _ in run]) for is_learnt, run in groupby(pairs, key=lambda pair: pair[1])]
     texts = []
     for is_learnt, run in runs[:_MOST_RUNS]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from harness.arguments.themes.training import ROUTER_BATCH
-from harness.batches.collate import AnyDataset, Collator, MapDataset, collate
+from harness.batches.collate import AnyDataset, Collator, MapDataset
 from harness.batches.evaluation import (
     EvaluationData,
     by_prefix,
@@ -30,7 +30,7 @@ from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.activity import Phase, beat, inside
 from harness.topology.agreement import any_rank, host_group, require_alike, value_of_first
-from harness.training.engine.engine import Engine
+from harness.training.engine.engine import Engine, EvaluationTotals
 from harness.training.engine.losses import Labels, Outputs, RouterLoss
 from harness.training.engine.outputs import KeptOutputs
 from harness.training.parts.data import require_samples_of
@@ -133,7 +133,7 @@ def computed_metrics(
 
 def tokens_of_new(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
     """Check and tokenise a data set that the run did not begin with. UserError if it cannot be used."""
-    source = run.source if run.data_collator is collate else None
+    source = run.source if run.makes_samples else None
     require_dataset(name, dataset)
     data = read_all(as_dataset(dataset), name)
     if run.parts.data is None:
@@ -145,16 +145,20 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
     micro_batch = batch_size(run)
     start_time = time.perf_counter()
     with kept or nullcontext():
-        loss, of_parts = _losses(run, dataset, micro_batch, kept)
+        totals, of_sources = _losses(run, dataset, micro_batch, kept)
     found = {}
     if kept is not None and run.compute_metrics is not None:
         found = computed_metrics(run.compute_metrics, *kept.joined(), prefix)
     count, seconds = dataset_length(dataset), time.perf_counter() - start_time
     perplexity = "perplexity" if prefix == "eval" else f"{prefix}_perplexity"
+    of_run = run.engine.loss.loss
+    loss = _mean(run.engine, totals)
+    has_perplexity = run.trainable.reads_tokens and of_run.is_cross_entropy
     metrics = {
         f"{prefix}_loss": loss,
-        **{f"{prefix}_{name}_loss": value for name, value in of_parts.items()},
-        **({perplexity: math.exp(min(loss, 700.0))} if run.trainable.reads_tokens else {}),
+        **{f"{prefix}_{name}_loss": value for name, value in of_sources.items()},
+        **({perplexity: math.exp(min(loss, 700.0))} if has_perplexity else {}),
+        **{f"{prefix}_{name}": value for name, value in of_run.metrics(totals.parts).items()},
         **found,
         f"{prefix}_samples": count,
         f"{prefix}_seconds": seconds,
@@ -167,21 +171,20 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
 
 def _losses(
     run: Run, dataset: MapDataset, micro_batch: int, kept: KeptOutputs | None
-) -> tuple[float, dict[str, float]]:
-    """Return the mean loss, and the mean loss of each source if there are several; each sample counts once."""
+) -> tuple[EvaluationTotals, dict[str, float]]:
+    """Return the sums over all samples, and the mean loss of each source if there are several."""
     engine, collator = run.engine, run.data_check.collator
     # Evaluating source by source would change the micro-batches, and so a router loss, and the order of the outputs.
     together = engine.has_router_loss or kept is not None
     parts = dataset.by_source() if isinstance(dataset, SeveralSources) and not together else {}
     if not parts:
-        return mean_loss(engine, dataset, micro_batch, collator, kept), {}
+        return _totals(engine, dataset, micro_batch, collator, kept), {}
     sums = {name: _totals(engine, part, micro_batch, collator, None) for name, part in parts.items()}
-    total, counted = (sum(pair[i] for pair in sums.values()) for i in (0, 1))
-    return _mean(total, counted), {name: _mean(*pair) for name, pair in sums.items()}
+    return sum(sums.values(), EvaluationTotals()), {name: _mean(engine, each) for name, each in sums.items()}
 
 
-def _mean(total: float, counted: float) -> float:
-    return total / counted if counted else float("nan")
+def _mean(engine: Engine, totals: EvaluationTotals) -> float:
+    return engine.loss.loss.mean(totals.loss, totals.counted, totals.parts)
 
 
 def mean_loss(
@@ -198,37 +201,36 @@ def mean_loss(
         signals.Interrupted: on all ranks: a signal on any of them asks for the end of training.
         UserError: the data set is empty.
     """
-    return _mean(*_totals(engine, dataset, micro_batch, collator, kept))
+    return _mean(engine, _totals(engine, dataset, micro_batch, collator, kept))
 
 
 def _totals(
     engine: Engine, dataset: MapDataset, micro_batch: int, collator: Collator, kept: KeptOutputs | None
-) -> tuple[float, float]:
-    """Return the sum of the losses of all samples, and the number of valid labels (or samples)."""
+) -> EvaluationTotals:
+    """Return the sums over all samples."""
     n = dataset_length(dataset)
     if not n:
         raise UserError("the data set to evaluate is empty: give at least one sample")
     whole = n - n % micro_batch
     if engine.has_router_loss:  # it counts padding, so the padded length must not depend on the layout
         dataset = at_longest(dataset)
-    total = counted = 0.0
+    totals = EvaluationTotals()
     # The last samples form a smaller micro-batch: if it were filled up, a router loss would count the repeated samples.
     for rows, size in ((range(whole), micro_batch), (range(whole, n), n - whole)):
         if rows:
-            losses, valid = _sums(engine, dataset, rows, size, collator, kept)
-            total, counted = total + losses, counted + valid
-    return total, counted
+            totals += _sums(engine, dataset, rows, size, collator, kept)
+    return totals
 
 
 def _sums(
     engine: Engine, dataset: MapDataset, rows: range, micro_batch: int, collator: Collator, kept: KeptOutputs | None
-) -> tuple[float, float]:
-    """Return the sum of the losses of these samples, and the number of valid labels (or samples)."""
+) -> EvaluationTotals:
+    """Return the sums over these samples."""
     place, size = engine.groups.coordinate.reader, engine.groups.layout.readers
     steps = evaluation_steps(len(rows), micro_batch, size)
     alike = 0 if engine.has_router_loss else CHUNK if engine.groups.layout.pp_size > 1 else 1
     batches = evaluation_batches(dataset, micro_batch, place, size, rows=rows, alike=alike, data_collator=collator)
-    total = counted = 0.0
+    totals = EvaluationTotals()
     for first in range(0, steps, CHUNK):
         if any_rank(signals.received() != 0):
             raise signals.Interrupted
@@ -238,8 +240,7 @@ def _sums(
         if first == 0:
             require_same_data([(batch.inputs, batch.labels) for batch in chunk], engine.groups)
         with inside("evaluating", Phase.STEP):
-            losses, valid = engine.evaluate(chunk, count)
-        total, counted = total + losses, counted + valid
+            totals += engine.evaluate(chunk, count)
         if kept is not None:
             kept.gather()
-    return total, counted
+    return totals

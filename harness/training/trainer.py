@@ -62,6 +62,7 @@ from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_data, evaluation_metrics, predict
 from harness.training.parts import Parts, needed
 from harness.training.parts.data import AnyTokenizer, UserData
+from harness.training.parts.objective import Objective
 from harness.training.prepare.plan import RunInputs
 from harness.training.prepare.preparation import prepare_run, release
 from harness.training.prepare.run import NOTHING_DUE
@@ -104,6 +105,7 @@ class Trainer:
         peft_config: peft's LoraConfig, to train adapters instead of the model's weights.
         optimizers: an optimizer, made for the parameters of a model in memory, and its scheduler; None for the run's
             own schedule. The run makes an optimizer of the same class with the same groups for its parameters.
+        objective: what to train on instead of the next token, such as preferences (`harness.Preferences`).
         config: the checked DeepSpeed JSON, if the program has read it already (`read_run_config`).
         flags: flags of the program besides `args`, for `run.json`.
 
@@ -134,6 +136,7 @@ class Trainer:
         compute_metrics: Callable[[EvalPrediction], Mapping[str, object]] | None = None,
         preprocess_logits_for_metrics: Preprocess | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        objective: Objective | None = None,
         config: RunConfig | None = None,
         flags: Mapping[str, object] | None = None,
         **others: None,  # HuggingFace's with its defaults; refused with the reason otherwise
@@ -146,8 +149,9 @@ class Trainer:
             args=args,
             console=console or plain_console(env.rank),
             env=env,
-            parts=self.parts,
-            data_collator=data_collator or collate,
+            parts=self.parts if objective is None else replace(self.parts, data=objective.data),
+            objective=objective,
+            data_collator=_collator(data_collator, objective),
             loss_fn=loss_fn,
             compute_loss_func=compute_loss_func,
             peft_config=peft_config,
@@ -156,8 +160,8 @@ class Trainer:
             flags=flags or {},
             optimizers=optimizers,
         )
-        if not processing_class and self.parts.data is not None:
-            processing_class = self.parts.data.own_tokenizer(model)
+        if not processing_class and inputs.parts.data is not None:
+            processing_class = inputs.parts.data.own_tokenizer(model)
         given = UserData(
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -344,6 +348,7 @@ class Trainer:
             epoch=state.epoch,
             aux_loss=outcome.parts.get(AUX_LOSS),
             source_losses={} if sources is None else sources.means(outcome.parts),
+            metrics=run.trainable.loss.metrics(outcome.parts),
             device_memory_gib=device_bytes / GIB if on_device else None,
             host_memory_gib=host_bytes / GIB,
             skipped=not outcome.applied,
@@ -623,3 +628,12 @@ class Trainer:
     def engine(self) -> Engine:
         """The present engine; it is replaced when layers move between stages."""
         return self.run.engine
+
+
+def _collator(given: Collator | None, objective: Objective | None) -> Collator:
+    """Return the collator of a run. UserError for one of the user's where the objective has its own."""
+    if objective is None:
+        return given or collate
+    if given is not None:
+        raise UserError(f"data_collator has no effect with {objective.name}, which makes its own batches: remove it")
+    return objective.collate

@@ -31,6 +31,7 @@ PARTS = (
     "harness.huggingface",
     "harness.installed",
     "harness.planner",
+    "harness.preferences",
     "harness.resilience.watch",
     "harness.verify",
     "harness.report",

@@ -20,6 +20,7 @@ import yaml
 
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.lora import LoraArguments
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.checking import check
 from harness.checking.registry import by_code
@@ -85,7 +86,8 @@ def test_generated_pages_and_pictures_are_current(tmp_path: Path) -> None:
 
 @cache
 def known_flags() -> set[str]:
-    flags = {item.name for kind in (ScriptArguments, TrainingArguments, LoraArguments) for item in fields(kind)}
+    kinds = (ScriptArguments, TrainingArguments, LoraArguments, PreferenceArguments)
+    flags = {item.name for kind in kinds for item in fields(kind)}
     sources = [path.read_text() for top in ("harness", "scripts") for path in (ROOT / top).rglob("*.py")]
     parsers = "".join(source for source in sources if "add_argument" in source)
     of_verbs = re.findall(r"`--([a-z][\w-]*)`", (DOCS / "verbs.md").read_text(encoding="utf-8"))  # from their parsers

@@ -78,14 +78,14 @@ def read_documents(
                 raise UserError(f"cannot read {extent.file}: {error.strerror or error}") from error
 
     try:
-        content = _content(files, prepared_folder(cache_dir))
+        content = content_digest(files, prepared_folder(cache_dir))
         folder = prepared_folder(cache_dir) / fingerprint("sources", _FORMAT_OF_FILES, kind, *files, content)
         return copied(folder, planned(files, folder), read, Features(features), say=say, workers=workers)
     except OSError as error:  # from writing: `read` has turned those from reading into UserErrors
         raise cache_error(error, cache_dir) from error
 
 
-def _content(files: Sequence[Path], prepared: Path) -> str:
+def content_digest(files: Sequence[Path], prepared: Path) -> str:
     """Return a digest of the content of files, cached in `prepared` under their sizes and times."""
     stamps = [(str(file), stamp_of(file)) for file in files]
     place = prepared / "contents" / fingerprint(*stamps)
@@ -144,7 +144,7 @@ def as_documents(dataset: MapDataset, name: str, say: Callable[[str], None] = la
                 yield number, dict(zip(batch, values, strict=True))
 
     try:  # `datasets` makes its fingerprint of the files' modification times; a select() or shuffle() is in it, too
-        content = _content(stored, prepared)
+        content = content_digest(stored, prepared)
         folder = prepared / fingerprint("documents", _FORMAT_OF_ROWS, fingerprint_of(dataset), content, kind, name)
         return copied(folder, shards, lambda shard: documents(rows_of(shard)), features, say=say)
     except OSError as error:

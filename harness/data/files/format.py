@@ -84,6 +84,10 @@ class RowFormat(Format):
     def rows(self, extent: Extent) -> Iterator[Row]:
         """Yield the rows of an extent."""
 
+    def whole_rows(self, extent: Extent) -> Iterator[Row]:
+        """Yield the rows of an extent with all their columns, also those that no kind of `rows.py` has."""
+        return self.rows(extent)
+
     def first_row(self, file: Path) -> Row | None:
         """Return the first row of a file; None if it has none."""
         return next(self.rows(self.whole(file)), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,13 +48,21 @@ class ParquetFormat(RowFormat):
 
     def rows(self, extent: Extent) -> Iterator[Row]:
         """Yield the rows of the extent's row groups; read only the columns that are used, a few rows at a time."""
+        names = _schema(Path(extent.file)).columns
+        kind = kind_of_row(names, extent.file)
+        return self._rows(extent, [name for name in (*COLUMNS[kind], *BESIDE[kind]) if name in names])
+
+    def whole_rows(self, extent: Extent) -> Iterator[Row]:
+        """Yield the rows of the extent's row groups with all columns, a few rows at a time."""
+        names = _schema(Path(extent.file)).columns
+        require_distinct(names, extent.file)
+        return self._rows(extent, names)
+
+    def _rows(self, extent: Extent, columns: Sequence[str]) -> Iterator[Row]:
         file, number = Path(extent.file), extent.before
-        names = _schema(file).columns
-        kind = kind_of_row(names, str(file))
-        columns = [name for name in (*COLUMNS[kind], *BESIDE[kind]) if name in names]
         with _opened(file, "is damaged") as table:
             groups = list(range(extent.start, extent.stop))
-            batches = iter(table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=columns))
+            batches = iter(table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups, columns=list(columns)))
             while True:
                 with _arrow_errors(file, f"is damaged after row {number}"):
                     batch = next(batches, None)

@@ -95,8 +95,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "functions": "write them as `tools`, each {type: function, function: ...}",
         "function_call": "write it as `tool_calls`",
         "documents": "write them into the messages",
-        "chosen": "preferences are not trained on",
-        "rejected": "preferences are not trained on",
+        "chosen": "train on preferences with --preference",
+        "rejected": "train on preferences with --preference",
     }
 )
 """Unsupported columns that would change the training -> the advice in the error message. Empty columns are allowed."""
@@ -132,6 +132,10 @@ def kind_of_row(columns: Iterable[str], location: str) -> str:
     for kind, needed in COLUMNS.items():
         if set(needed) <= set(names):
             return kind
+    if {"chosen", "rejected"} <= set(names):
+        raise UserError(
+            f"{location} has `chosen` and `rejected`: train on preferences with --preference dpo, or another"
+        )
     raise UserError(
         f"{location} has no column `text`, `messages`, `conversations`, `prompt` and `completion`, or `instruction` "
         f"and `output` (it has: {', '.join(names) or 'none'}): rename one"

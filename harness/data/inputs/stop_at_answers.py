@@ -11,7 +11,7 @@ from harness.console import Console
 from harness.data.samples import Samples
 from harness.data.stops import stop_tokens, with_stop_tokens
 from harness.data.streaming.makers import ConversationSamples
-from harness.data.tokenizer import ByteTokenizer, known
+from harness.data.tokenizer import ByteTokenizer, Tokenizer, known
 from harness.hf.skeleton import ModelSource
 from harness.training.parts.data import Datasets
 
@@ -20,7 +20,11 @@ def stop_at_answers(source: ModelSource, data: Datasets, console: Console) -> Mo
     """Return the model with these tokens in its generation config, and report them, if the run learns conversations."""
     if data.tokenizer is None or not _learns_conversations(data.train):
         return source
-    tokenizer = known(data.tokenizer)
+    return with_stops(source, known(data.tokenizer), console)
+
+
+def with_stops(source: ModelSource, tokenizer: Tokenizer, console: Console) -> ModelSource:
+    """Return the model with the tokens that end the tokenizer's answers in its generation config; report them."""
     stops = stop_tokens(tokenizer.as_transformers() if isinstance(tokenizer, ByteTokenizer) else tokenizer)
     for stop in stops:
         if stop.id is None:

@@ -31,6 +31,7 @@ class StepRecord:
         aux_loss: the router loss before its coefficient, mean over the micro-batches; None without a router loss.
         source_losses: if the data has several sources, the mean loss over the valid labels of each in this step, by
             name; without the router loss.
+        metrics: other numbers of the loss, by name, such as the rewards of preferences.
         grad_norm: global norm before clipping; None if it is not finite.
         learning_rate: the rate used by this step.
         tokens_per_second: of all ranks together (samples a second for a model without tokens).
@@ -50,13 +51,18 @@ class StepRecord:
     epoch: float
     aux_loss: float | None = None
     source_losses: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     device_memory_gib: float | None = None
     host_memory_gib: float | None = None
     skipped: bool = False
 
     def as_dict(self) -> JsonObject:
-        """Return the record for `metrics.jsonl`, without optional fields that are empty, and `skipped` only if true."""
-        row = {**vars(self), "source_losses": dict(self.source_losses)}
+        """Return the record for `metrics.jsonl`, with `metrics` under their own names.
+
+        Optional fields that are empty are left out, and `skipped` unless it is true.
+        """
+        row = {**vars(self), "source_losses": dict(self.source_losses), **self.metrics}
+        del row["metrics"]
         for name in ("aux_loss", "device_memory_gib", "host_memory_gib"):
             if row[name] is None:
                 del row[name]

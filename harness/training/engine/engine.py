@@ -10,7 +10,7 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite
 from typing import TypeAlias
@@ -64,6 +64,29 @@ class StepOutcome:
     finite_gradient: bool
     applied: bool
     parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationTotals:
+    """Sums over evaluated micro-batches, the same on all ranks.
+
+    Attributes:
+        loss: sum of the losses.
+        counted: number of valid labels (or samples).
+        parts: sums of the other numbers that the loss reports, by name.
+    """
+
+    loss: float = 0.0
+    counted: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __add__(self, other: EvaluationTotals) -> EvaluationTotals:
+        names = dict.fromkeys((*self.parts, *other.parts))
+        return EvaluationTotals(
+            loss=self.loss + other.loss,
+            counted=self.counted + other.counted,
+            parts={name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in names},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,23 +251,35 @@ class Engine(ABC):
         """Return which values of the last step were finite on this rank. Waits for the device."""
         return Evidence(rank=self.groups.rank, stage=self.groups.coordinate.stage, loss=self.loss.finite)
 
-    def evaluate(self, micro_batches: Sequence[EvaluationBatch], steps: int) -> tuple[float, float]:
+    def evaluate(self, micro_batches: Sequence[EvaluationBatch], steps: int) -> EvaluationTotals:
         """Evaluate `steps` micro-batches on each data rank; all ranks call it.
 
         Args:
             micro_batches: those of this data rank; empty on ranks that read no data.
-
-        Returns:
-            The sum of the losses, and the number of valid labels (or samples); equal on all ranks.
         """
         counted, rows = self.count(micro_batches)
+        self.loss.totals = {}
         with torch.no_grad():
             mean = self._evaluate(self.weigh(micro_batches, (counted, rows), by_label=True), steps)
+        of_parts = self._totals_of_parts()
         if self.groups.pp_group is not None:  # only the stage with the loss has counted labels
             source = dist.get_process_group_ranks(self.groups.pp_group)[self.groups.loss_stage]
             dist.broadcast(counted, src=source, group=self.groups.pp_group)
-        mean_loss, n = numbers([mean, counted])
-        return mean_loss * n, n
+            if len(of_parts):
+                dist.broadcast(of_parts, src=source, group=self.groups.pp_group)
+        mean_loss, n, *sums = numbers([mean, counted, *of_parts])
+        return EvaluationTotals(loss=mean_loss * n, counted=n, parts=dict(zip(self.loss.reported, sums, strict=True)))
+
+    def _totals_of_parts(self) -> Tensor:
+        """Return the sums of the loss's reported numbers over micro-batches and data ranks [numbers], float64.
+
+        They are valid only on the stage with the loss.
+        """
+        found = [self.loss.totals.get(name, torch.zeros((), device=self.device)) for name in self.loss.reported]
+        totals = torch.stack(found).double() if found else torch.zeros(0, dtype=torch.float64, device=self.device)
+        if found and self.reads_labels and self.groups.dp_group is not None:
+            dist.all_reduce(totals, group=self.groups.dp_group)
+        return totals
 
     def count(self, micro_batches: Sequence[EvaluationBatch]) -> tuple[Tensor, Tensor]:
         """Return the number of target tokens (or samples) in the loss, and of samples, over all data ranks.

@@ -21,7 +21,9 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
 from harness.batches.collate import IGNORED
+from harness.config.model.shares import stretch
 from harness.errors import UserError
+from harness.parallel.comm import gather_from_group, group_size
 from harness.parallel.context.stretches import ALONE, ContextParallel
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from harness.parallel.tiles import LossTiles
@@ -106,6 +108,11 @@ class Loss(ABC):
     """A loss of one micro-batch, and the number of labels or samples for its mean."""
 
     @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the mean is that of tokens' cross entropies, so that its exponential is a perplexity."""
+        return True
+
+    @property
     def reports(self) -> tuple[str, ...]:
         """Names of the other numbers that `parts` returns."""
         return ()
@@ -125,6 +132,21 @@ class Loss(ABC):
     def parts(self, _outputs: Outputs, /) -> dict[str, Tensor]:
         """Return other numbers to report: float32 scalars, each a mean over the micro-batch."""
         return {}
+
+    def metrics(self, _parts: Mapping[str, float], /) -> dict[str, float]:
+        """Return metrics by the names that the user reads, from averages or sums of `parts` over micro-batches."""
+        return {}
+
+    def mean(self, total: float, counted: float, _parts: Mapping[str, float], /) -> float:
+        """Return the loss of an evaluation, from sums over it: of the losses, of `count`, and of `parts`."""
+        return total / counted if counted else float("nan")
+
+    def kept(self, outputs: Outputs, _targets: Targets, /) -> Outputs:
+        """Return the outputs of a micro-batch as an evaluation keeps them.
+
+        All ranks of the last stage's tensor-parallel and context groups call it.
+        """
+        return outputs
 
     def of_tile(self, _targets: Targets, _logits: Tensor, _start: int, _stop: int, /) -> Tensor:
         """Return the summed losses, a scalar, of tokens `start` to `stop` - 1 from logits [batch, tokens, vocabulary].
@@ -173,6 +195,15 @@ class CausalLoss(Loss):
         """Return the sums of losses and numbers of labels by source, scalars."""
         return {} if self.by_source is None else self.by_source.reported()
 
+    def kept(self, outputs: Tensor, targets: Targets) -> Tensor:
+        """Return the logits [batch, sequence, vocabulary] of all tokens."""
+        outputs = self.context.join(outputs, targets[-1].shape[-1])
+        if self.group is None:
+            return outputs
+        size = group_size(self.group)
+        widths = [stop - first for first, stop in (stretch(self.vocab_size, rank, size) for rank in range(size))]
+        return gather_from_group(outputs, self.group, widths)
+
     def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
         """Return the summed losses (a scalar) of a tile's valid labels, from logits [batch, tokens, vocabulary]."""
         return self._sum(targets, logits, (start, stop))
@@ -194,17 +225,17 @@ class CausalLoss(Loss):
 
 @dataclass(frozen=True)
 class RouterLoss(Loss):
-    """A causal loss plus the router loss (mixture of experts), which the model computes on a whole micro-batch.
+    """A loss of the logits plus the router loss (mixture of experts), which the model computes on a whole micro-batch.
 
     An optimizer step averages the router loss over its micro-batches, as transformers' Trainer does. An evaluation
     weights each micro-batch by its number of labels.
 
     Attributes:
-        causal: the cross entropy, or a user's own loss of the logits.
+        causal: the cross entropy, or another loss of the logits.
         coefficient: the factor of the router loss.
     """
 
-    causal: CausalLoss | LogitsLoss
+    causal: Loss
     coefficient: float
 
     @property
@@ -212,7 +243,12 @@ class RouterLoss(Loss):
         """The router loss, and what the causal loss reports."""
         return AUX_LOSS, *self.causal.reports
 
-    def count(self, labels: Tensor, rows: int) -> int:
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether the loss of the logits is the cross entropy."""
+        return self.causal.is_cross_entropy
+
+    def count(self, labels: Labels, rows: int) -> int:
         """Return the number of valid labels [batch, sequence], as the causal loss counts them."""
         return self.causal.count(labels, rows)
 
@@ -233,6 +269,18 @@ class RouterLoss(Loss):
         """Return the router loss before its coefficient, a scalar, and the parts of the causal loss."""
         logits, router_loss = outputs
         return {AUX_LOSS: router_loss.detach().float(), **self.causal.parts(logits)}
+
+    def metrics(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of the causal loss."""
+        return self.causal.metrics(parts)
+
+    def mean(self, total: float, counted: float, parts: Mapping[str, float]) -> float:
+        """Return the causal loss of an evaluation; its total has the router loss."""
+        return self.causal.mean(total, counted, parts)
+
+    def kept(self, outputs: tuple[Outputs, Tensor], targets: Targets) -> Outputs:
+        """Return the causal loss's outputs as it keeps them."""
+        return self.causal.kept(outputs[0], targets)
 
 
 @dataclass(frozen=True)
@@ -285,6 +333,10 @@ class LogitsLoss(Loss):
         """Return the number of valid labels [batch, sequence], or of samples."""
         return int((labels[:rows, 1:] != IGNORED).sum()) if self.per_label else rows
 
+    def kept(self, outputs: Tensor, targets: Targets) -> Tensor:
+        """Return the logits [batch, sequence, vocabulary] of all tokens."""
+        return self.context.join(outputs, targets[-1].shape[-1])
+
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Return the weighted loss of the samples that count, a scalar; `outputs` [batch, own tokens, vocabulary]."""
         weight, _rows, _share, _sources, labels = targets
@@ -307,6 +359,14 @@ def reporting_sources(loss: Loss, names: Sequence[str]) -> Loss:
         return loss
     reporting = replace(causal, by_source=SourceLosses(names))
     return replace(loss, causal=reporting) if isinstance(loss, RouterLoss) else reporting
+
+
+def with_objective(loss: Loss, objective: Callable[[CausalLoss], Loss]) -> Loss:
+    """Return the decoder's loss with the cross entropy replaced by another loss of the same logits."""
+    if isinstance(loss, RouterLoss):
+        return replace(loss, causal=with_objective(loss.causal, objective))
+    assert isinstance(loss, CausalLoss)  # an objective and a user's own loss exclude each other
+    return objective(loss)
 
 
 def logits_loss(
@@ -378,6 +438,7 @@ class GuardedLoss:
         reported: the loss's other scalars for the last micro-batch, by names that are the same on all stages; None for
             those not seen yet.
         tiles: computes the loss inside the last layer, which then returns it instead of logits.
+        totals: in an evaluation, the sums of `reported` over the micro-batches so far.
     """
 
     def __init__(self, loss: Loss, *, spoils: bool, tiles: LossTiles | None = None) -> None:
@@ -387,6 +448,7 @@ class GuardedLoss:
         self.count = loss.count
         self.units = loss.units
         self.reported: Mapping[str, Tensor | None] = dict.fromkeys(loss.reports)
+        self.totals: dict[str, Tensor] = {}
         self.observer: Callable[[Outputs, Targets], None] | None = None
         self._finite: Tensor | None = None
 
@@ -415,7 +477,9 @@ class GuardedLoss:
             self.observer(outputs, targets)
         value = self.loss(outputs, targets)
         if self.reported:
-            self.reported = self.loss.parts(outputs)
+            self.reported = found = self.loss.parts(outputs)
+            if not torch.is_grad_enabled():
+                self.totals = {name: number + self.totals.get(name, 0.0) for name, number in found.items()}
         if value.requires_grad:
             finite = value.detach().isfinite()
             self._finite = finite if self._finite is None else self._finite & finite

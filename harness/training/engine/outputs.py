@@ -18,13 +18,11 @@ from torch.utils._pytree import tree_map
 
 from harness.batches.collate import IGNORED
 from harness.batches.evaluation import EvaluationBatch
-from harness.config.model.shares import stretch
 from harness.errors import UserError
-from harness.parallel.comm import gather_from_group, group_size
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import any_rank, host_group, values_of_all
 from harness.training.engine.engine import Engine
-from harness.training.engine.losses import CausalLoss, Labels, LogitsLoss, Loss, Outputs, RouterLoss, Targets
+from harness.training.engine.losses import Labels, Outputs, Targets
 
 Preprocess: TypeAlias = Callable[[Outputs, Labels], Outputs]
 """HuggingFace's `preprocess_logits_for_metrics`: maps logits and labels to the values that are kept."""
@@ -33,34 +31,22 @@ Arrays: TypeAlias = Array | tuple[Array, ...]
 """Outputs or labels on the CPU."""
 
 
-def whole_outputs(loss: Loss, outputs: Outputs, length: int) -> Outputs:
-    """Return the logits [batch, length, vocabulary] of all tokens, or the outputs of a user's own layers unchanged.
-
-    All ranks of the last stage's tensor-parallel and context groups call it. `length` is the tokens of a sequence.
-    """
-    if isinstance(loss, RouterLoss):
-        loss, outputs = loss.causal, outputs[0]
-    if isinstance(loss, CausalLoss | LogitsLoss):
-        outputs = loss.context.join(outputs, length)
-    if not isinstance(loss, CausalLoss) or loss.group is None:
-        return outputs
-    size = group_size(loss.group)
-    widths = [stop - first for first, stop in (stretch(loss.vocab_size, rank, size) for rank in range(size))]
-    return gather_from_group(outputs, loss.group, widths)
-
-
 class KeptOutputs:
     """Context that collects an engine's outputs and labels; all ranks use it alike.
 
     Args:
         preprocess: maps outputs and labels of a micro-batch to the values that are kept instead of the outputs.
         everywhere: whether all ranks get the outputs, or only rank 0.
+        labels: whether to collect labels too.
     """
 
-    def __init__(self, engine: Engine, preprocess: Preprocess | None = None, *, everywhere: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, preprocess: Preprocess | None = None, *, everywhere: bool = False, labels: bool = True
+    ) -> None:
         self._engine = engine
         self._preprocess = preprocess
         self._everywhere = everywhere
+        self._labels = labels
         self._fresh: list[tuple[Arrays, Arrays]] = []
         self._gathered: list[tuple[Arrays, Arrays]] = []
 
@@ -75,12 +61,14 @@ class KeptOutputs:
 
     @inside("preprocess_logits_for_metrics")
     def _keep(self, outputs: Outputs, targets: Targets) -> None:
-        outputs = whole_outputs(self._engine.loss.loss, outputs, targets[-1].shape[-1])
+        outputs = self._engine.loss.loss.kept(outputs, targets)
         # All these ranks now have the same logits; the first one keeps a copy.
         if self._engine.groups.coordinate.tp_rank > 0 or self._engine.groups.coordinate.cp_rank > 0:
             return
         _, rows, _, _, *several = targets
         labels = several[0] if len(several) == 1 else tuple(several)
+        if not self._labels:
+            labels = ()
         if self._preprocess is not None:
             outputs = self._preprocess(outputs, labels)
         count = int(rows)
@@ -156,8 +144,8 @@ def _next_tokens(engine: Engine, rows: Sequence[list[int]], length: int) -> list
     """Return the most likely token after each row; each row is a micro-batch, padded on the right to `length`."""
     found: list[torch.Tensor] = []
 
-    def note(outputs: Outputs, _targets: Targets) -> None:
-        logits = whole_outputs(engine.loss.loss, outputs, length)
+    def note(outputs: Outputs, targets: Targets) -> None:
+        logits = engine.loss.loss.kept(outputs, targets)
         found.append(logits[0, len(rows[len(found)]) - 1].argmax())
 
     batches = []

@@ -55,6 +55,7 @@ from harness.training.engine.outputs import Preprocess
 from harness.training.engine.user_optimizer import UserOptimizer, user_optimizer
 from harness.training.parts import Parts, needed
 from harness.training.parts.data import FOLDER, Datasets, UserData, given_samples
+from harness.training.parts.objective import Objective
 from harness.training.prepare.one_model import tensors_in_memory
 from harness.training.prepare.trainable import Model, model_source
 
@@ -69,6 +70,7 @@ class RunInputs:
 
     Attributes:
         parts: what the run can do besides the core.
+        objective: what is trained on instead of the next token; None for the next token, or a user's own loss.
         flags: flags of the script, besides `args`.
     """
 
@@ -77,6 +79,7 @@ class RunInputs:
     console: Console
     env: LaunchEnv
     parts: Parts = field(default_factory=Parts)
+    objective: Objective | None = None
     loss_fn: LossFunction | None = None
     compute_loss_func: LossFunction | None = None
     data_collator: Collator = collate
@@ -90,6 +93,11 @@ class RunInputs:
     def output_dir(self) -> Path:
         """The folder that the run writes to."""
         return Path(self.args.output_dir)
+
+    @property
+    def makes_samples(self) -> bool:
+        """Whether rows are turned into samples; a collator of the user's gets them unchanged."""
+        return self.data_collator is collate or self.objective is not None
 
     @property
     def may_hold_a_run(self) -> bool:
@@ -139,6 +147,8 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     _require_types(inputs, given)
     _require_evaluation(args, given)
     source, adaptation = _source(inputs)
+    if inputs.objective is not None:
+        _require_objective(inputs, inputs.objective, source)
     if source is None:
         _require_for_layers(inputs)
     elif isinstance(source.weights, Path):
@@ -149,8 +159,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
         require_supported(config.resolved)
     # The watchdog starts when the ranks have met, which may take hours. Until then at least detect stopped processes.
     with inputs.parts.watch.for_stopped_ranks(args.hang_seconds, inputs.console):
-        reads_tokens = inputs.data_collator is collate  # the user's own collator gets the samples unchanged
-        data = _samples(inputs, given, config, source if reads_tokens else None)
+        data = _samples(inputs, given, config, source if inputs.makes_samples else None)
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, args, config, samples)
     if samples is not None:
@@ -198,6 +207,21 @@ def _source(inputs: RunInputs) -> tuple[ModelSource | None, Adapters | None]:
             needed(find, "LoRA", "harness.extras")
         return model_source(inputs.model), None
     return find(inputs.model, inputs.peft_config)
+
+
+def _require_objective(inputs: RunInputs, objective: Objective, source: ModelSource | None) -> None:
+    """Raise UserError for arguments that have no effect beside an objective."""
+    if source is None:
+        raise UserError(f"{objective.name} needs a HuggingFace model, not a list of layers")
+    given = {
+        "loss_fn": inputs.loss_fn is not None,
+        "compute_loss_func": inputs.compute_loss_func is not None,
+        "--label_smoothing_factor": inputs.args.label_smoothing_factor != 0,
+    }
+    problems = [
+        f"{name} has no effect with {objective.name}, a loss of its own: remove it" for name in given if given[name]
+    ]
+    refuse_all([*problems, *objective.obstacles(inputs.args)])
 
 
 def _base_seed(source: ModelSource | None, args: TrainingArguments) -> int | None:

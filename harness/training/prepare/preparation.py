@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -72,7 +73,7 @@ from harness.topology.groups import build_groups
 from harness.topology.placement import Hosts, advise, host_id, hosts_of_launch
 from harness.training.engine.build import build_engine
 from harness.training.engine.context import EngineContext
-from harness.training.engine.losses import logits_loss, reporting_sources
+from harness.training.engine.losses import logits_loss, reporting_sources, with_objective
 from harness.training.engine.optimizer import compiled_optimizer
 from harness.training.parts import RunPrediction, needed
 from harness.training.parts.data import SamplePrompts, UserData
@@ -169,6 +170,10 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
         keep_freed_memory(run.device)
     if args.saves:
         _warn_of_full_disk(run, run.engine_state.require_savable())
+    if plan.objective is not None and plan.source is not None:
+        run.data = plan.objective.before_training(
+            engine, run.data, data_check.collator, plan.source, plan.adaptation, console
+        )
     run.stream = training_stream(run)
     return run
 
@@ -275,7 +280,7 @@ def _data_check(plan: RunPlan, context: EngineContext) -> DatasetCheck:
         source=plan.source,
         context=context,
         collator=plan.data_collator if plan.source is None else TokenCollator(plan.data_collator, None, longest),
-        own_loss=plan.loss_fn is not None or plan.compute_loss_func is not None,
+        own_loss=any(own is not None for own in (plan.loss_fn, plan.compute_loss_func, plan.objective)),
         require_packable=plan.parts.require_packable,
     )
 
@@ -336,6 +341,9 @@ def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None)
         trainable = trainable_decoder(
             plan.source, context, sample_length(sample), plan.adaptation, own_loss, plan.parts.plan_tokens
         )
+        if plan.objective is not None:
+            loss = partial(plan.objective.loss, data_group=context.groups.dp_group)
+            trainable = replace(trainable, loss=with_objective(trainable.loss, loss))
     if context.resolved.compile_backend is not None:
         require_compilable(trainable, context.resolved.compile_backend)
     if trainable.causal is not None:

@@ -9,6 +9,7 @@ import pytest
 from harness import TrainingArguments, UserError
 from harness.arguments.themes.flags import ALIASES
 from harness.arguments.themes.lora import LoraArguments
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.command_line import expanded, parse
 from harness.command_line.other_programs import advice, is_idle, is_section, meant, other_programs, refusal
@@ -16,7 +17,7 @@ from harness.command_line.parsing import known_flags, own_words
 from harness.config import AutoValues
 from harness.installed import read_run_config
 
-KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
+KINDS = (ScriptArguments, TrainingArguments, LoraArguments, PreferenceArguments)
 KNOWN = known_flags(KINDS)
 
 

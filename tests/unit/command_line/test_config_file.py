@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from harness import TrainingArguments, UserError
 from harness.arguments.themes.lora import LoraArguments
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.command_line import parse
 from harness.command_line.config_file import read_config_file
 from harness.command_line.parsing import known_flags
 
-KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
+KINDS = (ScriptArguments, TrainingArguments, LoraArguments, PreferenceArguments)
 few = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -83,7 +84,7 @@ def test_a_deepspeed_config_is_read_from_yaml_as_it_was_written(
 @few
 def test_flags_are_read_as_python_takes_them(tmp_path: Path, flags: dict[str, Any], suffix: str) -> None:
     (tmp_path / f"a{suffix}").write_text(json.dumps(flags) if suffix == ".json" else yaml.safe_dump(flags))
-    script, args, _ = read(tmp_path / f"a{suffix}")
+    script, args, *_ = read(tmp_path / f"a{suffix}")
     of_script = {name: value for name, value in flags.items() if name == "train_file"}
     assert args == TrainingArguments(**{name: value for name, value in flags.items() if name not in of_script})
     assert script == ScriptArguments(**of_script)
@@ -135,7 +136,7 @@ def test_words_of_a_list_stay_words(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         "use_peft: yes\nlora_target_modules: [on, 1e5, 010]\ntrain_file: [no, a b, 'c,d']\n"
     )
-    script, _, lora = read(tmp_path / "a.yaml")
+    script, _, lora, _ = read(tmp_path / "a.yaml")
     assert lora.lora_target_modules == ["on", "1e5", "010"]
     assert script.train_file == ["no", "a b", "c,d"]
 
@@ -198,7 +199,7 @@ def test_several_files_are_read_in_their_order_and_the_words_win(tmp_path: Path)
     (tmp_path / "a.yaml").write_text("seed: 1\nmax_steps: 1\nlogging_steps: 1\n")
     (tmp_path / "b.yaml").write_text("max_steps: 2\nlogging_steps: 2\n")
     words = ["--logging_steps=3", f"--config={tmp_path}/a.yaml", "--config", f"{tmp_path}/b.yaml"]
-    _, args, _ = parse(KINDS, words, prog="t", description="", epilog="")
+    _, args, *_ = parse(KINDS, words, prog="t", description="", epilog="")
     assert (args.seed, args.max_steps, args.logging_steps) == (1, 2, 3)
     with pytest.raises(UserError, match="--config: give a file, YAML or JSON"):
         parse(KINDS, [*words, "--config"], prog="t", description="", epilog="")
@@ -225,7 +226,7 @@ def test_a_file_may_say_nothing(text: str, tmp_path: Path) -> None:
 )
 def test_of_a_run_what_is_no_default_is_given(recorded: dict[str, Any], flags: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"run_id": "x", "arguments": recorded}))
-    script, args, _ = read(tmp_path / "run.json")
+    script, args, *_ = read(tmp_path / "run.json")
     assert args.given | script.given == flags.keys()
     for name, value in flags.items():
         assert getattr(script if name == "train_file" else args, name) == value

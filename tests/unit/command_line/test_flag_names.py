@@ -14,6 +14,7 @@ import transformers
 from harness import TrainingArguments, UserError
 from harness.arguments.themes.flags import ALIASES
 from harness.arguments.themes.lora import LoraArguments
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.command_line import expanded, parse
 from harness.command_line.other_programs import other_programs
@@ -22,7 +23,7 @@ from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv
 from harness.train import main
 
-KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
+KINDS = (ScriptArguments, TrainingArguments, LoraArguments, PreferenceArguments)
 RUN_CLM = (
     *("model_name_or_path", "model_type", "config_overrides", "config_name", "tokenizer_name", "cache_dir"),
     *("use_fast_tokenizer", "model_revision", "token", "use_auth_token", "trust_remote_code", "torch_dtype", "dtype"),
@@ -69,7 +70,7 @@ def test_every_flag_that_is_advised_exists() -> None:
 
 def test_a_flag_that_asks_for_what_is_done_anyway_may_stand() -> None:
     idle = ("--ddp_timeout", "1800", "--bf16_full_eval=false", "--fsdp", "", "--no_tf32", "--deepspeed")
-    _, args, _ = command_line("--learning-rate", "1e-3", *idle, "--no_bf16", "--max_steps", "7")
+    _, args, *_ = command_line("--learning-rate", "1e-3", *idle, "--no_bf16", "--max_steps", "7")
     assert (args.learning_rate, args.bf16, args.max_steps) == (1e-3, False, 7)
     quiet = {"ddp_timeout": 1800, "tf32": None, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     args = TrainingArguments("somewhere", deepspeed="zero2", report_to=["csv"], max_steps=7.0, **quiet)
@@ -131,7 +132,7 @@ def test_a_config_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> 
         "max_steps: 3\nlearning_rate: 1e-5\nbf16: no\nseed:\nreport_to: [csv, tensorboard]\nuse_peft: true\n"
         "lora_target_modules: [q_proj, v_proj]\ndeepspeed_config:\n  zero_optimization: {stage: 2}\n"
     )
-    _, args, lora = command_line("--max_steps", "9", "--config", str(file))
+    _, args, lora, _ = command_line("--max_steps", "9", "--config", str(file))
     assert (args.max_steps, args.learning_rate, args.bf16, args.seed) == (9, 1e-5, False, 42)
     assert args.deepspeed_config == {"zero_optimization": {"stage": 2}}
     assert args.report_to == "csv,tensorboard" and lora.lora_target_modules == ["q_proj", "v_proj"]
@@ -199,11 +200,11 @@ def test_all_keys_of_another_program_are_answered_at_once(tmp_path: Path, capsys
 
 
 def test_a_run_json_repeats_the_run_without_its_defaults(tmp_path: Path) -> None:
-    _, args, lora = command_line("--max_steps", "7", "--warmup_steps", "0.5", "--use_peft", "--lora_r", "4")
+    _, args, lora, _ = command_line("--max_steps", "7", "--warmup_steps", "0.5", "--use_peft", "--lora_r", "4")
     arguments = {item.name: getattr(flags, item.name) for flags in (args, lora) for item in fields(flags)}
     recorded = {"run_id": "x", "arguments": arguments, "config": {}}
     (tmp_path / "run.json").write_text(json.dumps(recorded))
-    _, again, adapters = command_line("--config", str(tmp_path / "run.json"))
+    _, again, adapters, _ = command_line("--config", str(tmp_path / "run.json"))
     assert (again, adapters) == (args, lora)
     assert again.given <= {"max_steps", "warmup_steps", "output_dir"}
 
@@ -212,6 +213,6 @@ def test_do_eval_alone_evaluates_and_training_is_the_default() -> None:
     assert TrainingArguments().trains and not TrainingArguments(do_eval=True).trains
     assert TrainingArguments(do_train=True, do_eval=True, do_predict=False).trains
     for flags, said in (("--do_train false", "nothing is to be done"), ("--do_eval --preview_samples 2", "is trained")):
-        script, args, lora = parse(KINDS, flags.split(), prog="", description="", epilog="")
+        script, args, lora, _ = parse(KINDS, flags.split(), prog="", description="", epilog="")
         with pytest.raises(UserError, match=said):
             check_inputs(script, args, LaunchEnv(), lora)

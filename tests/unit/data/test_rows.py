@@ -354,7 +354,7 @@ def test_an_answer_may_be_thoughts_alone() -> None:
             {"messages": [ASK, {**ANSWER, "function_call": CALL}]}, "write it as `tool_calls`", id="function-call"
         ),
         pytest.param(
-            {"messages": [ASK, ANSWER], "rejected": [ANSWER]}, "preferences are not trained on", id="preference"
+            {"messages": [ASK, ANSWER], "rejected": [ANSWER]}, "train on preferences with --preference", id="preference"
         ),
         pytest.param({"prompt": "a", "completion": "b", "label": False}, "`label` is False", id="label"),
         pytest.param({"messages": [ASK, ANSWER], "weight": 0.3}, "`weight` is 0.3", id="weight"),

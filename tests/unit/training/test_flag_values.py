@@ -20,6 +20,7 @@ from transformers import HfArgumentParser
 from harness import TrainingArguments, UserError
 from harness.arguments.themes.flags import Flags, flag, groups, shown_default
 from harness.arguments.themes.lora import LoraArguments
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.config.values.typed import typed
 from harness.errors import UserErrors
@@ -180,13 +181,13 @@ def test_a_value_that_is_not_allowed_is_told_with_its_flag(given: dict[str, Any]
     assert str(caught.value) == words
 
 
-@pytest.mark.parametrize("kind", [TrainingArguments, LoraArguments, ScriptArguments])
+@pytest.mark.parametrize("kind", [TrainingArguments, LoraArguments, ScriptArguments, PreferenceArguments])
 def test_none_stands_for_every_default_and_counts_as_not_given(kind: type[Flags]) -> None:
     nothing = kind(**{item.name: None for item in fields(kind)})
     assert nothing == kind() and nothing.given == set()
 
 
-@pytest.mark.parametrize("kind", [TrainingArguments, LoraArguments, ScriptArguments])
+@pytest.mark.parametrize("kind", [TrainingArguments, LoraArguments, ScriptArguments, PreferenceArguments])
 def test_every_default_is_a_value_that_its_flag_takes(kind: type[Flags]) -> None:
     again = kind(**{item.name: getattr(kind(), item.name) for item in fields(kind) if "lora" not in item.name})
     assert all(getattr(again, item.name) == getattr(kind(), item.name) for item in fields(kind))

@@ -18,6 +18,7 @@ import harness
 from harness import TrainingArguments
 from harness.arguments.themes.flags import ALIASES, Help, default_of, flags_of
 from harness.arguments.themes.lora import LoraArguments
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.command_line import parse
 from harness.config import AutoValues
@@ -59,7 +60,7 @@ def test_the_trainer_leaves_transformers_as_it_is() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("kind", [TrainingArguments, LoraArguments, ScriptArguments])
+@pytest.mark.parametrize("kind", [TrainingArguments, LoraArguments, ScriptArguments, PreferenceArguments])
 def test_the_signature_shows_every_flag_with_its_type_and_default(kind: type) -> None:
     shown = inspect.signature(kind).parameters
     assert {name: item.default for name, item in shown.items()} == {
@@ -82,7 +83,7 @@ def test_huggingfaces_parser_makes_arguments_of_which_the_changed_ones_count_as_
     assert read_run_config(copied, world_size=1).resolved.config["gradient_clipping"] == 0.5
 
 
-KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
+KINDS = (ScriptArguments, TrainingArguments, LoraArguments, PreferenceArguments)
 VALUES = {
     "optim": "sgd",
     "lr_scheduler_type": "cosine",
@@ -91,6 +92,8 @@ VALUES = {
     "deepspeed_config": '{"a": 1}',
     "resume_from_checkpoint": "auto",
     "fused_kernels": "false",
+    "preference_label_smoothing": "0.1",
+    "simpo_gamma": "1.5",
 }
 COMPANIONS = {
     "load_best_model_at_end": ("--eval_steps", "5"),
@@ -99,6 +102,8 @@ COMPANIONS = {
     "model_revision": ("--model_name_or_path", "a/b"),
     "lr_scheduler_kwargs": ("--lr_scheduler_type", "cosine"),
     **{item.name: ("--use_peft",) for item in fields(LoraArguments) if item.name != "use_peft"},
+    **dict.fromkeys(("preference_beta", "preference_label_smoothing", "simpo_gamma"), ("--preference", "simpo")),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight"), ("--preference", "kto")),
 }
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from harness import Trainer, TrainingArguments, UserError
 from harness.arguments.themes.lora import LoraArguments
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.command_line import parse
 from harness.data.tokenizer import ByteTokenizer
@@ -89,8 +90,8 @@ def test_a_run_leaves_a_line_for_each_step_and_evaluation_and_says_what_it_was(
     assert run["tokenizer"]["class"] == "ByteTokenizer" and run["hosts"] and run["versions"]["torch"]
     assert run["wall_clock"]["first_step"] == metrics[0]["step_seconds"]
     # and it can be repeated
-    kinds = (ScriptArguments, TrainingArguments, LoraArguments)
-    _, again, _ = parse(kinds, ["--config", str(folder / "run.json")], prog="t", description="", epilog="")
+    kinds = (ScriptArguments, TrainingArguments, LoraArguments, PreferenceArguments)
+    _, again, *_ = parse(kinds, ["--config", str(folder / "run.json")], prog="t", description="", epilog="")
     assert again == ours.args
 
 

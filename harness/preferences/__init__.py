@@ -1,0 +1,1 @@
+"""Training on preferences: pairs of a chosen and a rejected completion, or completions with a label."""

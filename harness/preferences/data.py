@@ -1,0 +1,247 @@
+"""Prepare the preferences of a run as samples, from the script's files or from data sets given to the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from harness.arguments import TrainingArguments
+from harness.arguments.configure import RunConfig
+from harness.arguments.themes.preferences import PreferenceArguments
+from harness.arguments.themes.script import ScriptArguments
+from harness.batches.collate import IGNORED, AnyDataset, MapDataset
+from harness.batches.evaluation import EvaluationData
+from harness.batches.given import as_dataset, is_iterable, read_all
+from harness.batches.progress import Speaker
+from harness.config.values.json_object import JsonObject
+from harness.console import Console
+from harness.data.files.documents import hold_out
+from harness.data.files.sources import find_files
+from harness.data.inputs.data_files import described_files
+from harness.data.inputs.datasets import NEEDS_TOKENIZER, SampleForm, own_tokenizer
+from harness.data.inputs.stop_at_answers import with_stops
+from harness.data.on_disk.cache import Preparation, once_per_host
+from harness.data.preview import marked
+from harness.data.tokenizer import ByteTokenizer, Tokenizer, known, load_tokenizer
+from harness.device.process_group import shared_store, start
+from harness.errors import UserError
+from harness.hf.causal import require_cut
+from harness.hf.locate import model_directory
+from harness.hf.skeleton import ModelSource
+from harness.preferences.documents import items_of, read_items, tokenised
+from harness.preferences.samples import PreferenceSamples
+from harness.topology.env import LaunchEnv
+from harness.training.parts.data import AnyTokenizer, Datasets, SamplePrompts, UserData
+from harness.wording import counted
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class PreferenceData:
+    """Makes samples of preferences; see `harness.training.parts.data.DataPart`."""
+
+    of: PreferenceArguments
+
+    def own_tokenizer(self, model: object) -> Tokenizer | None:
+        """Return the tokenizer in a model's directory; None if there is none, or `model` is not a name."""
+        return own_tokenizer(model)
+
+    def script_datasets(
+        self,
+        script: ScriptArguments,
+        args: TrainingArguments,
+        config: RunConfig,
+        source: ModelSource,
+        env: LaunchEnv,
+        console: Console,
+    ) -> Datasets:
+        """Prepare the data of scripts/train.py's files; all ranks call it. UserError for files that cannot be used."""
+        tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
+        say = Speaker.of(console)
+        prepare = self._preparing(tokenizer, source, args, config, say)
+
+        def build() -> tuple[PreferenceSamples | None, PreferenceSamples | None]:
+            held_out: Dataset | None = None
+            holds_out = script.validation_file is None and script.holds_out(evaluates=args.evaluates or args.do_eval)
+            found = read_items(script.train_file, self.of, say) if args.trains or holds_out else None
+            if script.validation_file is not None:
+                held_out = read_items(script.validation_file, self.of, say)
+            elif holds_out and found is not None:
+                found, held_out = hold_out(found, script.held_out)
+            return (
+                prepare(found) if found is not None and args.trains else None,
+                None if held_out is None else prepare(held_out),
+            )
+
+        start(env)
+        train, evaluation = once_per_host(build, env=env, store=shared_store())
+        return self._described(Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer), console)
+
+    def user_datasets(
+        self,
+        given: UserData,
+        args: TrainingArguments,
+        config: RunConfig,
+        source: ModelSource | None,
+        env: LaunchEnv,
+        console: Console,
+    ) -> Datasets:
+        """Prepare the data sets given to the Trainer; all ranks call it. UserError if they cannot be used."""
+        assert source is not None  # `plan_run` refuses an objective for a list of layers
+        train, evaluation = given.train_dataset, given.eval_dataset
+        parts = list(evaluation.values()) if isinstance(evaluation, Mapping) else [evaluation]
+        if all(each is None or isinstance(each, PreferenceSamples) for each in (train, *parts)):
+            held_out = cast("EvaluationData", evaluation)
+            return Datasets(
+                train=cast("MapDataset | None", train), evaluation=held_out, tokenizer=given.processing_class
+            )
+        if given.processing_class is None:
+            raise UserError(NEEDS_TOKENIZER)
+        tokenizer = known(given.processing_class)
+        prepare = self._preparing(tokenizer, source, args, config, Speaker.of(console))
+
+        def prepared(data: AnyDataset, name: str) -> PreferenceSamples:
+            if isinstance(data, PreferenceSamples):
+                return data
+            if is_iterable(data) and name == "train_dataset":
+                raise UserError("preferences cannot be streamed: give train_dataset as a map-style data set")
+            return prepare(items_of(read_all(as_dataset(data), name), name, self.of))
+
+        def build() -> tuple[PreferenceSamples | None, PreferenceSamples | Mapping[str, PreferenceSamples] | None]:
+            made = None if train is None else prepared(train, "train_dataset")
+            if isinstance(evaluation, Mapping):
+                return made, {name: prepared(each, f"eval_dataset[{name!r}]") for name, each in evaluation.items()}
+            return made, None if evaluation is None else prepared(evaluation, "eval_dataset")
+
+        start(env)
+        made, held_out = once_per_host(build, env=env, store=shared_store())
+        return self._described(Datasets(train=made, evaluation=held_out, tokenizer=tokenizer), console)
+
+    def later_dataset(
+        self,
+        data: MapDataset,
+        name: str,
+        tokenizer: AnyTokenizer | None,
+        source: ModelSource | None,
+        args: TrainingArguments,
+        env: LaunchEnv,
+        console: Console,
+    ) -> MapDataset:
+        """Prepare a data set that is given to `evaluate` or `predict`; all ranks call it.
+
+        Raises UserError if the loss needs the log-probabilities of the model before training.
+        """
+        if isinstance(data, PreferenceSamples) and (data.reference is not None or not self.of.needs_reference):
+            return data
+        if self.of.needs_reference:
+            raise UserError(
+                f"{name}: --preference {self.of.preference} compares with the model before training, so give all data "
+                "that is evaluated to the Trainer as eval_dataset"
+            )
+        if tokenizer is None or source is None:
+            raise UserError(NEEDS_TOKENIZER)
+        form, how = SampleForm.of(known(tokenizer), source, args), Preparation(say=Speaker.of(console))
+        return once_per_host(
+            lambda: self._samples(items_of(data, name, self.of), known(tokenizer), form, 1, how),
+            env=env,
+            store=shared_store(),
+        )
+
+    def stop_at_answers(self, source: ModelSource, data: Datasets, console: Console) -> ModelSource:
+        """Return the model with a generation config that stops where completions end."""
+        if data.train is None or data.tokenizer is None:
+            return source
+        return with_stops(source, known(data.tokenizer), console)
+
+    def sample_lines(self, data: Datasets) -> Iterator[str]:
+        """Yield lines for the user that show the first sample, with the tokens in the loss marked."""
+        if isinstance(data.train, PreferenceSamples) and data.tokenizer is not None:
+            yield from self.shown(data.train, data.tokenizer, 1)
+
+    def shown(self, samples: PreferenceSamples, tokenizer: AnyTokenizer, count: int) -> Iterator[str]:
+        """Yield the two sequences of the first samples as text, with the tokens in the loss marked."""
+        own = known(tokenizer)
+        as_text = own.as_transformers() if isinstance(own, ByteTokenizer) else own
+        for index in range(min(count, len(samples))):
+            sample = samples[index]
+            kinds = ["chosen", "rejected"] if self.of.paired else ["desirable" if sample["label"] else "undesirable"]
+            labels = torch.where(sample["answers"], sample["labels"], IGNORED)
+            for row, kind in enumerate(kinds):
+                used = int((sample["labels"][row] != IGNORED).sum())
+                ids, learnt = sample["input_ids"][row, :used].tolist(), labels[row, :used].tolist()
+                yield f"{kind}: {marked(ids, learnt, as_text)}"
+
+    def sample_prompts(
+        self,
+        args: TrainingArguments,
+        data: Datasets,  # noqa: ARG002
+        source: ModelSource,  # noqa: ARG002
+        vocabulary: int,  # noqa: ARG002
+    ) -> SamplePrompts:
+        """Raise UserError: `Preferences.obstacles` has refused the flag before."""
+        raise UserError(f"--sample_prompts {args.sample_prompts} does not work with --preference: remove it")
+
+    def data_files(self, flags: Mapping[str, object]) -> JsonObject:
+        """Return for `run.json` the files that the script's flags name."""
+        return described_files(flags, lambda words: [file for word in words for file in find_files(word)])
+
+    def composition(self, data: AnyDataset | None) -> JsonObject:
+        """Return for `run.json` the samples and tokens of a data set."""
+        if not isinstance(data, PreferenceSamples):
+            return {}
+        tokens, learnt = data.sequences.tokens(), data.sequences.learnt()
+        return {"sources": [{"name": "", "share": None, "samples": len(data), "tokens": tokens, "learnt": learnt}]}
+
+    def _preparing(
+        self,
+        tokenizer: Tokenizer,
+        source: ModelSource,
+        args: TrainingArguments,
+        config: RunConfig,
+        say: Callable[[str], None],
+    ) -> Callable[[Dataset], PreferenceSamples]:
+        """Return the function that turns items into samples. UserError if the run's settings do not fit."""
+        require_cut(source, config.resolved.tp_size, config.resolved.ep_size)
+        form, micro_batch = SampleForm.of(tokenizer, source, args), config.resolved.micro_batch
+        if not self.of.paired and micro_batch < 2:
+            raise UserError(
+                "--preference kto compares each completion with that of another sample of its micro-batch: set "
+                "per_device_train_batch_size to 2 or more"
+            )
+        how = Preparation(say=say)
+        return lambda found: self._samples(found, tokenizer, form, micro_batch, how)
+
+    def _samples(
+        self, found: Dataset, tokenizer: Tokenizer, form: SampleForm, micro_batch: int, how: Preparation
+    ) -> PreferenceSamples:
+        return tokenised(
+            found,
+            tokenizer,
+            self.of,
+            block_size=form.block_size,
+            micro_batch=micro_batch,
+            vocabulary=form.vocabulary,
+            how=how,
+        )
+
+    def _described(self, data: Datasets, console: Console) -> Datasets:
+        """Report the sizes of the data sets; return them."""
+        parts = {"training": data.train}
+        evaluation = data.evaluation if isinstance(data.evaluation, Mapping) else {"": data.evaluation}
+        parts |= {f"evaluation {name}".strip(): each for name, each in evaluation.items()}
+        for name, each in parts.items():
+            if isinstance(each, PreferenceSamples):
+                kind = "pair" if self.of.paired else "labelled completion"
+                cut, lost = each.sequences.lost()
+                shortened = f"; {counted(cut, 'longer sequence')} lost {counted(lost, 'token')}" if cut else ""
+                tokens = counted(each.sequences.tokens(), "token")
+                console.say(
+                    f"{name}: {counted(len(each), kind)} of {tokens}, {each.sequences.learnt():,} of them in "
+                    f"completions{shortened}"
+                )
+        return data

@@ -1,0 +1,287 @@
+"""Losses over preferences: DPO, IPO, SimPO, ORPO over pairs, KTO over labelled completions, as TRL computes them.
+
+A sequence's log-probability is the sum over its completion's tokens, in float32. With r the log-probability of the
+model less that of the model before training (the reference), c and j for chosen and rejected, and |y| the tokens of a
+completion:
+
+    DPO    -(1 - e) log s(b (rc - rj)) - e log s(-b (rc - rj))           e: label smoothing, s: the sigmoid, b: beta
+    IPO    (rc / |yc| - rj / |yj| - 1 / (2 b))^2
+    SimPO  as DPO, of b (pc / |yc| - pj / |yj|) - gamma                  p: log-probability of the model
+    ORPO   cross entropy of the chosen sequence, prompt included, - b log s(log odds(pc / |yc|) - log odds(pj / |yj|))
+    KTO    wd (1 - s(b (r - kl))) if desirable, else wu (1 - s(b (kl - r)))
+
+kl is the mean of r over completions that belong to other prompts, at least 0, without a gradient; its mean is over the
+micro-batch and the data ranks, so it depends on these. Every other loss is a mean over the global batch: over its
+pairs, and for the cross entropy over its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from harness.arguments.themes.preferences import DPO, IPO, ORPO, SIMPO, PreferenceArguments
+from harness.batches.collate import IGNORED
+from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from harness.training.engine.losses import CausalLoss, Labels, Loss, Targets
+
+PER_PAIR = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+OF_ODDS = ("log_odds_ratio", "log_odds_chosen")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Log-probabilities of a micro-batch, float32 [pairs, 2]: of the chosen and the rejected completion.
+
+    Attributes:
+        policy: of the model.
+        reference: of the model before training.
+        tokens: number of tokens in each completion.
+    """
+
+    policy: Tensor
+    reference: Tensor
+    tokens: Tensor
+
+    @property
+    def averages(self) -> Tensor:
+        """The model's log-probabilities for each token on average [pairs, 2]."""
+        return self.policy / self.tokens
+
+    @property
+    def ratios(self) -> Tensor:
+        """Log of the model's probability over that before training [pairs, 2]."""
+        return self.policy - self.reference
+
+
+def pair_losses(of: PreferenceArguments, scores: Scores) -> Tensor:
+    """Return the loss of each pair [pairs]; for ORPO without its cross entropy."""
+    beta = of.preference_beta
+    if of.preference == IPO:
+        return (_margin(scores.ratios / scores.tokens) - 1 / (2 * beta)) ** 2
+    if of.preference == ORPO:
+        return -beta * functional.logsigmoid(log_odds(scores))
+    margins = _margin(scores.ratios) if of.preference == DPO else _margin(scores.averages) - of.simpo_gamma / beta
+    wrong = of.preference_label_smoothing
+    return -functional.logsigmoid(beta * margins) * (1 - wrong) - functional.logsigmoid(-beta * margins) * wrong
+
+
+def log_odds(scores: Scores) -> Tensor:
+    """Return the log of the odds of chosen over those of rejected completions, per token on average [pairs]."""
+    averages = scores.averages
+    return _margin(averages - torch.log1p(-torch.exp(averages)))
+
+
+def rewards(of: PreferenceArguments, scores: Scores) -> Tensor:
+    """Return the implicit rewards [pairs, 2]."""
+    of_tokens = of.preference in (SIMPO, ORPO)
+    return of.preference_beta * (scores.averages if of_tokens else scores.ratios)
+
+
+def labelled_losses(of: PreferenceArguments, ratios: Tensor, desirable: Tensor, kl: Tensor) -> Tensor:
+    """Return the loss of each labelled completion [completions], from `ratios` and labels 0 or 1 [completions].
+
+    `kl` is a scalar.
+    """
+    wanted = desirable > 0
+    gains = torch.sigmoid(of.preference_beta * torch.where(wanted, ratios - kl, kl - ratios))
+    return torch.where(wanted, of.desirable_weight, of.undesirable_weight) * (1 - gains)
+
+
+def _margin(values: Tensor) -> Tensor:
+    """Return chosen less rejected [pairs] of values [pairs, 2]."""
+    return values[:, 0] - values[:, 1]
+
+
+class PreferenceLoss(Loss):
+    """A loss over samples of two sequences each. Subclasses say which.
+
+    Logits are [2 x samples, tokens, vocabulary or this rank's part]. The tensors of labels are: ids [samples, 2,
+    tokens], -100 for padding; whether an id is in the completion, of that shape; the log-probabilities of the model
+    before training [samples, 2]; labels 0 or 1 [samples].
+
+    Args:
+        of: the loss and its settings.
+        causal: the cross entropy of the same logits.
+    """
+
+    def __init__(self, of: PreferenceArguments, causal: CausalLoss) -> None:
+        self.of = of
+        self.causal = causal
+        self._found: dict[str, Tensor] = {}
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        """False: its exponential is not a perplexity."""
+        return False
+
+    def count(self, _labels: Labels, rows: int) -> int:
+        """Return the number of samples."""
+        return rows
+
+    def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
+        """Return this rank's part of `sums`, of a tile's tokens alone."""
+        return self._sums(targets, logits, (start, stop))
+
+    def kept(self, outputs: Tensor, targets: Targets) -> Tensor:
+        """Return the log-probability of each completion [samples, 2]."""
+        return self.sums(outputs, targets)[..., 0]
+
+    def sums(self, outputs: Tensor, targets: Targets) -> Tensor:
+        """Return the log-probabilities of completions, and of whole sequences if the loss needs them [samples, 2, 1 or
+        2].
+
+        `outputs`: logits, or the total of `of_tile` over all tiles. All context ranks call it.
+        """
+        context = self.causal.context
+        own: Tensor = outputs if outputs.dim() == 2 else self._sums(targets, outputs)
+        whole: Tensor = context.join(own.unsqueeze(1), context.size).sum(1).unflatten(0, (-1, 2))
+        return whole
+
+    @property
+    def _counts_prompts(self) -> bool:
+        """Whether the loss has a term over whole sequences."""
+        return self.of.preference == ORPO
+
+    def _sums(self, targets: Targets, logits: Tensor, tile: tuple[int, int] | None = None) -> Tensor:
+        """Return log-probabilities [2 x samples, 1 or 2] over this rank's tokens, or a tile of them."""
+        ids, answers = (tensor.flatten(0, 1) for tensor in targets[4:6])
+        wanted = ids if self._counts_prompts else ids.masked_fill(~answers, IGNORED)
+        wanted, answers = (
+            functional.pad(each[:, 1:], (0, 1), value=end) for each, end in ((wanted, IGNORED), (answers, 0))
+        )
+        if self.causal.context.size > 1:
+            wanted, answers = (self.causal.context.own(each) for each in (wanted, answers))
+        if tile is not None:
+            wanted, answers = wanted[:, slice(*tile)], answers[:, slice(*tile)]
+        size = self.causal.vocab_size if self.causal.group is not None else logits.shape[-1]
+        losses = -vocab_parallel_cross_entropy(logits, wanted, self.causal.group, size)
+        if not self._counts_prompts:
+            return losses.sum(1, keepdim=True)
+        return torch.stack([(losses * answers).sum(1), losses.sum(1)], dim=1)
+
+    def parts(self, _outputs: Tensor) -> dict[str, Tensor]:
+        """Return sums over the samples of the last micro-batch, scalars."""
+        return self._found
+
+
+class PairLoss(PreferenceLoss):
+    """DPO, IPO, SimPO and ORPO: a sample is a chosen and a rejected sequence with one prompt."""
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """The sums that `metrics` divides."""
+        return (*PER_PAIR, *((*OF_ODDS, "nll", "tokens") if self._counts_prompts else ()), "pairs")
+
+    def count(self, labels: Labels, rows: int) -> int:
+        """Return the number of pairs; for ORPO that of the chosen sequences' tokens, over which its cross entropy is
+        averaged."""
+        return int((labels[0][:rows, 0, 1:] != IGNORED).sum()) if self._counts_prompts else rows
+
+    def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
+        """Return the weighted sum of the pairs' losses."""
+        weight, rows, share, _sources, ids, answers, reference, _labels = targets
+        sums = self.sums(outputs, targets)
+        scores = Scores(policy=sums[..., 0], reference=reference, tokens=answers[..., 1:].sum(-1))
+        valid = (torch.arange(len(ids), device=ids.device) < rows).float()
+        total = (pair_losses(self.of, scores) * valid).sum()
+        self._found = self._numbers(scores, valid)
+        if not self._counts_prompts:
+            return total * weight / self.causal.context.size
+        nll = -(sums[:, 0, 1] * valid).sum()
+        tokens = ((ids[:, 0, 1:] != IGNORED).sum(-1) * valid).sum()
+        self._found |= {"nll": nll.detach(), "tokens": tokens, "pairs": self._found.pop("pairs")}
+        return nll * weight / self.causal.context.size + total * share / rows.clamp(min=1)
+
+    @torch.no_grad()
+    def _numbers(self, scores: Scores, valid: Tensor) -> dict[str, Tensor]:
+        of_pairs = rewards(self.of, scores)
+        margins = _margin(of_pairs)
+        logps = scores.averages if self.of.preference in (SIMPO, ORPO) else scores.policy
+        columns = [*of_pairs.unbind(1), (margins > 0).float(), margins, *logps.unbind(1)]
+        if self._counts_prompts:
+            odds = log_odds(scores)
+            columns += [functional.logsigmoid(odds), odds]
+        names = (*PER_PAIR, *(OF_ODDS if self._counts_prompts else ()))
+        return {**dict(zip(names, torch.stack(columns) @ valid, strict=True)), "pairs": valid.sum()}
+
+    def metrics(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """Return the means over pairs by TRL's names."""
+        if not parts.get("pairs"):
+            return {}
+        found = {name: parts[name] / parts["pairs"] for name in (*PER_PAIR, *OF_ODDS) if name in parts}
+        return found | ({"nll_loss": parts["nll"] / parts["tokens"]} if self._counts_prompts else {})
+
+    def mean(self, total: float, counted: float, parts: Mapping[str, float]) -> float:
+        """Return the loss of an evaluation: the mean over its pairs, and for ORPO over its tokens."""
+        if not self._counts_prompts:
+            return super().mean(total, counted, parts)
+        return parts["nll"] / parts["tokens"] - self.of.preference_beta * parts["log_odds_ratio"] / parts["pairs"]
+
+
+class LabelledLoss(PreferenceLoss):
+    """KTO: a sample is a prompt with its completion, which has a label, and with the completion of another prompt.
+
+    Args:
+        data_group: the data ranks of this stage, over which kl is averaged; None for one rank.
+    """
+
+    def __init__(self, of: PreferenceArguments, causal: CausalLoss, data_group: dist.ProcessGroup | None) -> None:
+        super().__init__(of, causal)
+        self.data_group = data_group
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """The sums that `metrics` divides."""
+        of_kinds = (f"{what}/{kind}" for what in ("rewards", "logps", "count") for kind in ("chosen", "rejected"))
+        return (*of_kinds, "kl", "micro_batches")
+
+    def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
+        """Return the weighted sum of the completions' losses."""
+        weight, rows, _share, _sources, ids, _answers, reference, labels = targets
+        policy = self.sums(outputs, targets)[..., 0]
+        valid = (torch.arange(len(ids), device=ids.device) < rows).float()
+        ratios, others = (policy - reference).unbind(1)
+        kl = self._kl(others.detach(), valid)
+        losses = labelled_losses(self.of, ratios, labels, kl)
+        self._found = self._numbers(ratios.detach(), policy[:, 0].detach(), labels, valid) | {
+            "kl": kl,
+            "micro_batches": torch.ones_like(kl),
+        }
+        return (losses * valid).sum() * weight / self.causal.context.size
+
+    def _kl(self, ratios: Tensor, valid: Tensor) -> Tensor:
+        """Return the mean over this micro-batch and those of the other data ranks, at least 0, a scalar."""
+        both = torch.stack([ratios @ valid, valid.sum()])
+        if self.data_group is not None:
+            dist.all_reduce(both, group=self.data_group)
+        return (both[0] / both[1].clamp(min=1)).clamp(min=0)
+
+    def _numbers(self, ratios: Tensor, policy: Tensor, labels: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        kinds = torch.stack([labels * valid, (1 - labels) * valid], dim=1)
+        values = torch.stack([self.of.preference_beta * ratios, policy, torch.ones_like(policy)]) @ kinds
+        return dict(zip(self.reports[:6], values.flatten(), strict=True))
+
+    def metrics(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """Return the means over completions of each label by TRL's names, and kl."""
+        found: dict[str, float] = {}
+        for kind in ("chosen", "rejected"):
+            if count := parts.get(f"count/{kind}"):
+                found |= {f"{what}/{kind}": parts[f"{what}/{kind}"] / count for what in ("rewards", "logps")}
+        if {"rewards/chosen", "rewards/rejected"} <= found.keys():
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        if parts.get("micro_batches"):
+            found["kl"] = parts["kl"] / parts["micro_batches"]
+        return found

@@ -1,0 +1,57 @@
+"""What the core asks of an objective: what a run is trained on instead of the next token, such as preferences.
+
+An objective makes the samples and micro-batches, and a loss of the logits. A sample may hold several sequences: a
+micro-batch of B samples then has ids [B x sequences, tokens], while its labels begin with a tensor [B, ...], so that
+batch sizes, the order and every count stay those of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+
+from harness.arguments import TrainingArguments
+from harness.batches.collate import Collator, MicroBatch
+from harness.console import Console
+from harness.hf.adapters import Adapters
+from harness.hf.skeleton import ModelSource
+from harness.training.engine.engine import Engine
+from harness.training.engine.losses import CausalLoss, Loss
+from harness.training.parts.data import DataPart, Datasets
+
+
+class Objective(Protocol):
+    """What a run is trained on."""
+
+    @property
+    def name(self) -> str:
+        """The objective as messages name it, such as `--preference dpo`."""
+
+    @property
+    def data(self) -> DataPart:
+        """What makes its samples; it replaces the run's own part."""
+
+    def obstacles(self, args: TrainingArguments) -> list[str]:
+        """Return what is wrong with the arguments of a run with this objective, one line each."""
+
+    def collate(self, samples: Sequence[object]) -> MicroBatch:
+        """Return the micro-batch of these samples."""
+
+    def loss(self, causal: CausalLoss, data_group: dist.ProcessGroup | None) -> Loss:
+        """Return the loss; `causal` is the cross entropy of the same logits, `data_group` the stage's data ranks."""
+
+    def before_training(
+        self,
+        engine: Engine,
+        data: Datasets,
+        collator: Collator,
+        source: ModelSource,
+        adapters: Adapters | None,
+        console: Console,
+    ) -> Datasets:
+        """Return the data as it is trained on; all ranks call it with the initial weights, before any is loaded.
+
+        `collator` is that of the run, which checks what `collate` returns.
+        """

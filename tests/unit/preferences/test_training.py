@@ -1,0 +1,89 @@
+"""Training on preferences in one process is that of the formulas in float64: losses, gradients and metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import PreferenceArguments, Preferences, Trainer, TrainingArguments
+from harness.data.tokenizer import ByteTokenizer
+from tests.models import model_of
+from tests.preferences import LABELLED, PAIRS, trained
+
+FLAGS = {
+    "beta": "preference_beta",
+    "smoothing": "preference_label_smoothing",
+    "gamma": "simpo_gamma",
+    "desirable": "desirable_weight",
+    "undesirable": "undesirable_weight",
+}
+
+
+@pytest.fixture(autouse=True)
+def prepared_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def trainer_of(kind: str, output_dir: Path, *, micro: int = 2, zero: int = 0, model: Any = None, **of: Any) -> Trainer:
+    settings = {name: of.pop(name) for name in list(of) if name not in FLAGS and name != "peft_config"}
+    peft = {name: of.pop(name) for name in list(of) if name == "peft_config"}
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": micro,
+        "zero_optimization": {"stage": zero},
+    }
+    arguments = TrainingArguments(
+        str(output_dir),
+        deepspeed_config=config,
+        **{
+            "max_steps": 3,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "adam_beta2": 0.95,
+            "save_steps": 0,
+            "verify_plan": "off",
+            **settings,
+        },
+    )
+    rows = LABELLED if kind == "kto" else PAIRS
+    given = PreferenceArguments(preference=kind, **{FLAGS[name]: value for name, value in of.items()})
+    return Trainer(
+        model_of("llama") if model is None else model,
+        arguments,
+        rows,
+        rows,
+        processing_class=ByteTokenizer(),
+        objective=Preferences(given),
+        **peft,
+    )
+
+
+def steps_of(trainer: Trainer) -> list[dict[str, float]]:
+    trainer.train()
+    trainer.close()
+    text = (trainer.run.output_dir / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro", "zero", "of"),
+    [
+        pytest.param("dpo", 2, 0, {"beta": 0.3, "smoothing": 0.1}, id="dpo"),
+        pytest.param("dpo", 1, 3, {}, id="dpo-zero3"),
+        pytest.param("ipo", 4, 1, {"beta": 0.5}, id="ipo"),
+        pytest.param("simpo", 2, 2, {"beta": 2.0, "gamma": 1.0}, id="simpo"),
+        pytest.param("orpo", 1, 0, {"beta": 0.2}, id="orpo"),
+        pytest.param("kto", 2, 0, {"beta": 0.5, "desirable": 1.5, "undesirable": 0.5}, id="kto"),
+    ],
+)
+def test_training_is_that_of_the_formulas(
+    kind: str, micro: int, zero: int, of: dict[str, float], tmp_path: Path
+) -> None:
+    found = steps_of(trainer_of(kind, tmp_path / "run", micro=micro, zero=zero, **of))
+    wanted = trained(model_of("llama"), kind, steps=3, batch=4, micro=4 // micro, group=micro, **of)
+    for row, expected in zip(found, wanted, strict=True):
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=2e-4, abs=2e-5)
+        assert row["loss"] == pytest.approx(expected["loss"], rel=2e-6)
