@@ -16,9 +16,9 @@ from harness.arguments.themes.script import ScriptArguments
 
 HEAD = """# Every flag
 
-These are the flags of `ds-harness train` and of `scripts/train.py`. Except for "Model and data" and "LoRA" they are
-also the fields of `harness.TrainingArguments`. A flag that contradicts the DeepSpeed JSON is an error that names both.
-Written by `python scripts/write_flags.py`.
+These are the flags of `ds-harness train` and of `scripts/train.py`. Except for "Model and data", "LoRA" and
+"Preferences" they are also the fields of `harness.TrainingArguments`. A flag that contradicts the DeepSpeed JSON is an
+error that names both. Written by `python scripts/write_flags.py`.
 
 `--config FILE` reads flags, such as `max_steps: 100`, from a YAML or JSON file; the command line overrides it.
 The `run.json` of a run is such a file: `--config runs/mine/run.json --output_dir runs/again` repeats the run.

@@ -167,8 +167,8 @@ def _joined(prompt: Said, said: Said) -> tuple[Said, Said]:
     """Return a prompt and its completion in one form, both texts or both messages."""
     if isinstance(prompt, str) and isinstance(said, str):
         return prompt, said
-    asked = [{"role": USER, "content": prompt}] if isinstance(prompt, str) else prompt
-    answered = [{"role": ASSISTANT, "content": said}] if isinstance(said, str) else said
+    asked: list[object] = [{"role": USER, "content": prompt}] if isinstance(prompt, str) else prompt
+    answered: list[object] = [{"role": ASSISTANT, "content": said}] if isinstance(said, str) else said
     return asked, answered[len(asked) :] if asked and answered[: len(asked)] == asked else answered
 
 
@@ -184,6 +184,6 @@ def _answer(row: Mapping[str, object], both: tuple[Said, Said], location: str, n
 def _says_nothing(completion: Said) -> bool:
     if isinstance(completion, str):
         return not completion.strip()
-    answers = [message for message in completion if _role(message) == ASSISTANT]
+    answers = [each for each in completion if isinstance(each, Mapping) and each.get("role") == ASSISTANT]
     silent = all(not message.get("tool_calls") and message.get("content") in ("", None, []) for message in answers)
     return not completion or (bool(answers) and silent)
