@@ -90,6 +90,7 @@ class UpdateParts:
         skips_nonfinite: whether a step whose gradient is not finite changes no weight.
         overlaps: whether gradients may be averaged while the last backward pass of a step runs.
         compression: averages gradients over the data-parallel ranks in DeepSpeed's place; None without it.
+        reading: begins to copy scalars to the host; returns a function that waits for them.
     """
 
     groups: Groups
@@ -98,6 +99,7 @@ class UpdateParts:
     skips_nonfinite: bool
     overlaps: bool = True
     compression: Compression | None = None
+    reading: Callable[[Sequence[Tensor]], Callable[[], list[float]]] | None = None
 
 
 class StagedEngine(ConstructedEngine, ScheduledEngine):
@@ -106,9 +108,12 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
     Attributes:
         skips_on_device: whether the device skipped the last update if its gradient was not finite, so that this engine
             has counted it as made.
+        outcome: waits for the norm, the mean loss and the other losses of the last step, but not for its update, and
+            returns them; None if the step was not made here.
     """
 
     skips_on_device = False
+    outcome: Callable[[], list[float]] | None = None
 
     def __init__(self, parts: UpdateParts, schedule: Schedule, **of_deepspeed: object) -> None:
         super().__init__(schedule, **of_deepspeed)
@@ -256,6 +261,10 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
             return
         norm = self._norm()
         self._global_grad_norm = norm
+        if self.parts.reading is not None:
+            # Before the update is queued: while the device makes it, the host can already queue the next forward pass.
+            others = (self.get_additional_losses() or {}).values()
+            self.outcome = self.parts.reading([norm, self.agg_train_loss, *others])
         applied = True
         if getattr(self.basic_optimizer, "_step_supports_amp_scaling", False):
             self._clip_and_skip_on_device(norm)

@@ -141,7 +141,7 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
         )
         trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation, plan_tokens=context_plan)
         if plan.resolved.compile_backend is not None:
-            require_compilable(trainable, plan.resolved.compile_backend)
+            require_compilable(trainable, plan.resolved.compile_backend, plan.resolved.compile_options)
         boundaries = choose_boundaries(trainable, context, None)
         with (
             # These two make loops over blocks one pass over everything: blocks are there to fit into a CPU's cache, and

@@ -43,9 +43,12 @@ def eager(function: Callable[P, R]) -> Eager[P, R]:
     return Eager(function)
 
 
-def compile_modules(modules: Iterable[nn.Module], backend: str) -> None:
-    """Have each module compiled when it is first called in training, and again when first called in evaluation."""
+def compile_modules(modules: Iterable[nn.Module], **options: object) -> None:
+    """Have each module compiled when it is first called in training, and again when first called in evaluation.
+
+    `options` are those of torch.compile.
+    """
     for function in _EAGER:
         function.keep_out()
     for module in modules:
-        module.compile(backend=backend)
+        module.compile(**options)

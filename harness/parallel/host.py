@@ -6,7 +6,7 @@ values at once costs one such wait. Copies from pinned memory to the device need
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,15 +33,35 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
 
 def numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Return scalars as numbers; those on an accelerator are read in one copy, with one wait."""
-    far: dict[int, Tensor] = {}
-    for index, value in enumerate(values):
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            # as float64, in which counts of up to 2**53 stay exact, so that all fit into one tensor
-            far[index] = value.detach().double().reshape(())
+    return reading(values)()
+
+
+def reading(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
+    """Queue a copy of scalars to the host; return a function that waits for it and returns them as numbers.
+
+    It does not wait for what is queued on the accelerator after this call, which computes on meanwhile.
+    """
+    # as float64, in which counts of up to 2**53 stay exact, so that all fit into one tensor
+    far = {
+        index: value.detach().double().reshape(())
+        for index, value in enumerate(values)
+        if isinstance(value, Tensor) and value.device.type != "cpu"
+    }
+    near = [0.0 if index in far else float(value) for index, value in enumerate(values)]
     if not far:
-        return list(map(float, values))
-    read = dict(zip(far, torch.stack(list(far.values())).tolist(), strict=True))
-    return [read[index] if index in read else float(value) for index, value in enumerate(values)]
+        return lambda: near
+    stacked = torch.stack(list(far.values()))
+    copied = staging(stacked.shape, stacked.dtype, stacked.device)
+    copied.copy_(stacked, non_blocking=True)
+    arrived = torch.Event(stacked.device)
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        found = dict(zip(far, copied.tolist(), strict=True))
+        return [found.get(index, value) for index, value in enumerate(near)]
+
+    return read
 
 
 def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -317,7 +317,7 @@ class Trainer:
         outcome = run.engine.train_step(
             micro_batches, state.consumed_samples, stream.length, stream.sources, settles=False
         )
-        seconds = time.perf_counter() - start_time  # measured correctly, as train_step has waited for the device
+        seconds = time.perf_counter() - start_time  # to the end of the gradient norm: the update is queued
         if not (isfinite(outcome.loss) and outcome.finite_gradient):
             self.nonfinite.judge(state.global_step + 1, outcome, run.engine)
         state.global_step += 1

@@ -1,20 +1,22 @@
-"""One GPU, at most ten minutes, no arguments: does the harness compute right there, how fast, with how much memory.
+"""One GPU, three runs of at most nine minutes: where a step's time goes, how fast it is beside others, what fits.
 
-    python scripts/bench/gpu.py
+    python scripts/bench/gpu.py [--run where|peers|sizes]
 
-Writes a JSON (scripts/bench/results/gpu.json, or --output) and prints a summary; please send it with an issue. In it:
+Writes a JSON (scripts/bench/results/gpu.json, or --output) after each part, and prints a summary; please send it with
+an issue. Started again with the same file, it goes on with the parts that are missing or have failed. The runs:
 
-    versions     of Python, torch, CUDA, NCCL, the driver, and what is installed beside
-    correctness  losses of a tiny model in each layout that one GPU can hold, beside those of plain PyTorch on the CPU
-    speed        tokens/s, MFU, peak memory and waits of a llama of 1 billion parameters (bf16, sequences of 4,096) with
-                 the harness, without its fused kernels, with torch.compile and with Liger's, with HuggingFace's Trainer
-                 (also with Liger and torch.compile) and with plain PyTorch
-    largest      the same of the harness for the largest llama that the planner expects to fit
-    predicted    what the planner had expected of each run of the harness
+    where   operations of a layer by themselves, in several programs; then a profiled step of the harness and of
+            HuggingFace's Trainer: kernels, and where the device was idle; and how often varying lengths compile anew
+    peers   (default) losses of a tiny model in each layout that one GPU can hold, beside those of plain PyTorch on the
+            CPU; then tokens/s, MFU, peak memory and waits of a llama of 1 billion parameters (bf16, sequences of 4,096)
+            with the harness in several ways, with HuggingFace's Trainer and with plain PyTorch, in two rounds
+    sizes   the harness alone: LoRA, whole models of 3 and 8 billion parameters, long sequences, with the memory that
+            the planner had expected
 
 Each part runs in a process of its own; what fails is noted with its error, and the rest goes on. MFU counts the
 operations of the model (no recomputation) against the datasheet's dense bf16 rate, and against the rate of a large
-matrix product that is measured first. --small tries all of it on any machine, in a minute.
+matrix product that is measured first; of causal attention it counts the half that is needed, `mfu_whole_attention` all
+of it, as nanoGPT and torchtitan do. --small tries all of it on any machine, in a minute.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +52,7 @@ from harness.planner.model_config import read_decoder
 if TYPE_CHECKING:  # parts that train without the harness do not wait for its imports
     from harness import Trainer
 
-LIMIT_S = 600.0
+LIMIT_S = 540.0
 EDGE = 8192  # of the measured matrix product
 FP32, BF16 = 2e-5, 0.02  # relative difference of a loss from the CPU's: sums in another order, bf16
 DTYPES = {"bf16": "bfloat16"}  # of layouts; float32 of all others
@@ -71,11 +73,6 @@ WORK = Work(
     dtype="bfloat16",
 )
 SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-LARGER = (  # width, feed-forward, layers, heads: 14, 8, 3 billion parameters
-    (5120, 13824, 40, 40),
-    (4096, 14336, 32, 32),
-    (3072, 8192, 28, 24),
-)
 TINY = {**WORK.shape, **SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO-0": {"zero_optimization": {"stage": 0}},
@@ -91,23 +88,48 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "harness": {},
     "harness, not fused": {"fused_kernels": False},
     "harness, compiled": {"compile": {"enabled": True}},
+    "harness, compiled, CUDA graphs": {"compile": {"enabled": True, "mode": "reduce-overhead"}},
     "harness, Liger": {"use_liger_kernel": True},
+    "harness, Liger, compiled": {"use_liger_kernel": True, "compile": {"enabled": True}},
 }
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 """DeepSpeed alone, without a launcher, would ask mpi4py."""
 OTHERS = {
     "PyTorch": ("plain_torch", "one_process"),
+    "PyTorch, compiled, weights in bf16": ("plain_torch", "compiled_with_masters"),
     "HF Trainer with DeepSpeed": ("trainers", "hf_zero1"),
     "HF Trainer with DeepSpeed, Liger, compiled": ("trainers", "hf_zero1_fused"),
 }
+TRACED = (
+    "harness",
+    "harness, compiled, CUDA graphs",
+    "harness, compiled",
+    "harness, Liger",
+    "HF Trainer with DeepSpeed",
+)
+EIGHT = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+THREE = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}
+SIZES: dict[str, tuple[dict[str, int], dict[str, int], dict[str, Any]]] = {
+    "8B, LoRA": (EIGHT, {"samples": 2, "micro_batches": 4}, {"use_peft": True}),
+    "3B": (THREE, {}, {}),
+    "8B, optimizer on the host": (
+        {**EIGHT, "vocab_size": 32768},
+        {"micro_batches": 8},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+    ),
+    "1B, 32,768 tokens": ({"max_position_embeddings": 32768}, {"length": 32768, "micro_batches": 1}, {}),
+}
+"""Name -> what differs from WORK in the model and in the work, and options of the harness."""
+VARYING = (4096, 3840, 2816, 4000, 1024, 3333, 2049, 4096)
+"""Lengths of samples: each step has another."""
 
 
-def trained(task: Task, **options: Any) -> Trainer:
-    """Return a trainer of the harness for a task; `options` are sections of the config, and flags."""
+def trained(task: Task, data: list[dict[str, Any]] | None = None, **options: Any) -> Trainer:
+    """Return a trainer of the harness for a task or other data; `options` are sections of the config, and flags."""
     trainers = import_module("peer_programs.trainers")
     sections = {name: value for name, value in options.items() if isinstance(value, dict)}
     flags = {name: value for name, value in options.items() if name not in sections}
-    return trainers.trainer_of(task, {"zero_optimization": {"stage": 1}, **sections}, **flags)
+    return trainers.trainer_of(task, {"zero_optimization": {"stage": 1}, **sections}, data=data, **flags)
 
 
 def with_harness(task: Task, **options: Any) -> dict[str, Any]:
@@ -180,18 +202,73 @@ def losses_of_layouts(folder: Path, *, small: bool) -> dict[str, Any]:
 
 
 def run_program(name: str, folder: Path, steps: int) -> dict[str, Any]:
-    """Train with one program; return losses, seconds, peak memory and what the program says besides."""
+    """Train with one program; return losses, seconds, memory, clock and power, and what the program says besides."""
     task = Task(folder, steps)
-    more: dict[str, Any] = {}
-    if name in OTHERS:
-        module, function = OTHERS[name]
-        getattr(import_module(f"peer_programs.{module}"), function)(task)
-    else:
-        more = with_harness(task, **PROGRAMS[name])
+    with Gauge() as gauge:
+        if name in OTHERS:
+            module, function = OTHERS[name]
+            getattr(import_module(f"peer_programs.{module}"), function)(task)
+            more: dict[str, Any] = {}
+        else:
+            more = with_harness(task, **(PROGRAMS[name] if name in PROGRAMS else SIZES[name][2]))
     peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
     reserved = torch.accelerator.max_memory_reserved() if torch.accelerator.is_available() else 0
     memory = {"peak_gib": peak / 2**30, "reserved_gib": reserved / 2**30}
-    return {"losses": task.losses, "seconds": task.seconds, **memory, **more}
+    return {"losses": task.losses, "seconds": task.seconds, **memory, **gauge.medians(), **more}
+
+
+class Gauge:
+    """Reads clock and power of the first GPU twice a second, with nvidia-smi; reads nothing where there is none."""
+
+    def __enter__(self) -> Gauge:
+        query = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+        command = ["nvidia-smi", "-i", "0", *query, "-lms", "500"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True) if which(command[0]) else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+
+    def medians(self) -> dict[str, float]:
+        """Return the medians of the later half, when the program trained."""
+        lines = "" if self._process is None else self._process.communicate()[0]
+        rows = [tuple(map(float, line.split(","))) for line in lines.splitlines() if line.count(",") == 1]
+        later = rows[len(rows) // 2 :]
+        if not later:
+            return {}
+        return {"clock_mhz": median(row[0] for row in later), "watts": median(row[1] for row in later)}
+
+
+def traced_step(name: str, folder: Path) -> dict[str, Any]:
+    """Return an account of a profiled step of a program, after four that are timed, and of its Python."""
+    task = Task(folder, 6)
+    looking = import_module("gpu_parts.traced")
+    if name in OTHERS:
+        step = looking.OfStep(4)
+        import_module("peer_programs.trainers").hf_trainer(1, task, callbacks=[step])
+        return {"seconds": task.seconds, **step.found}
+    trainer = trained(Task(folder, 20), **PROGRAMS[name])
+    task.run(lambda: trainer.training_step().loss)
+    found = {"seconds": task.seconds, **looking.of_step(trainer.training_step)}
+    found["host"] = looking.of_host(trainer.training_step)
+    trainer.close()
+    return found
+
+
+def recompiled(folder: Path) -> list[int]:
+    """Return how many graphs were compiled by the end of each step, if each has samples of another length."""
+    from torch._dynamo.utils import counters
+
+    task = Task(folder, len(VARYING))
+    longest, found = task.work.length, []
+    rows = [row[: longest * length // max(VARYING)] for length in VARYING for row in task.samples()]
+    trainer = trained(task, compile={"enabled": True}, data=[{"input_ids": row.tolist()} for row in rows])
+    for _ in VARYING:
+        trainer.training_step()
+        found.append(counters["stats"]["unique_graphs"])
+    trainer.close()
+    return found
 
 
 def product_rate(edge: int, seconds: float) -> float:
@@ -241,7 +318,7 @@ def datasheet_rate(device: str) -> float | None:
 
 
 class Clock:
-    """Keeps all parts together under ten minutes."""
+    """Keeps all parts together under a limit."""
 
     def __init__(self, limit_s: float) -> None:
         self.until = time.monotonic() + limit_s
@@ -277,9 +354,17 @@ class Clock:
 
 def part(args: argparse.Namespace) -> Any:
     """Do what a process of one part is for."""
-    if args.part == "layouts":
-        return losses_of_layouts(args.folder, small=args.small)
-    return run_program(args.part, args.folder, args.steps)
+    kind, _, name = args.part.partition(": ")
+    match kind:
+        case "layouts":
+            return losses_of_layouts(args.folder, small=args.small)
+        case "operations":
+            return import_module("gpu_parts.operations").operations(Task(args.folder, 1).work, small=args.small)
+        case "traced":
+            return traced_step(name, args.folder)
+        case "recompiled":
+            return recompiled(args.folder)
+    return run_program(name, args.folder, args.steps)
 
 
 def compared(on_device: Any, on_cpu: dict[str, list[float]]) -> dict[str, Any]:
@@ -295,88 +380,167 @@ def compared(on_device: Any, on_cpu: dict[str, list[float]]) -> dict[str, Any]:
     return rows
 
 
-def rates(found: Any, work: Work, flops: float, product: float, sheet: float | None) -> Any:
-    """Add tokens/s and MFU to what a program has measured; the first three steps warm up."""
-    if isinstance(found, str):
-        return {"failed": found}
-    second = median(found["seconds"][3:])
-    speed = work.tokens / second
-    reached = {"tokens_per_second": speed, "step_seconds": second, "tflops": speed * flops / 1e12}
-    reached["mfu_of_measured_product"] = speed * flops / product
-    reached["mfu_of_datasheet"] = None if sheet is None else speed * flops / sheet
-    return {**reached, **found}
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """Rates that a step is compared with, in operations a second; `sheet` None for a device that is not known."""
+
+    product: float
+    sheet: float | None
+
+    def reached(self, found: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """Add tokens/s and MFU to what a program has measured; the first three steps of a round warm up."""
+        work, shape = Task(folder, 0).work, read_decoder(str(folder))
+        second = median(found["seconds"][3:])
+        speed = work.tokens / second
+        flops = shape.flops_per_token(work.length)
+        other_half = 3 * work.length * sum(layer.query + layer.output for layer in shape.layers)
+        row = {"tokens_per_second": speed, "step_seconds": second, "tflops": speed * flops / 1e12}
+        row["mfu_of_measured_product"] = speed * flops / self.product
+        if self.sheet is not None:
+            row["mfu_of_datasheet"] = speed * flops / self.sheet
+            row["mfu_whole_attention"] = speed * (flops + other_half) / self.sheet
+        return row | found
 
 
-def largest_that_fits(memory_gib: float) -> Work | None:
-    """Return the largest of some models that trains in bf16 on one device: 16 bytes a parameter, and 15% besides."""
-    for hidden, wide, layers, heads in LARGER:
-        shape = {**WORK.shape, "hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers}
-        work = replace(WORK, shape={**shape, "num_attention_heads": heads, "num_key_value_heads": 8}, micro_batches=2)
-        each = hidden * (2 * hidden + 2 * hidden * 8 // heads + 3 * wide)
-        parameters = layers * each + 2 * hidden * shape["vocab_size"]
-        if 16 * parameters * 1.15 < memory_gib * 2**30:
-            return work
-    return None
+class Report:
+    """What is known so far: a JSON that is written after each part, so that a run that was ended can go on."""
+
+    def __init__(self, path: Path, head: dict[str, Any]) -> None:
+        before = json.loads(path.read_text()) if path.exists() else {}
+        same = before.get("device") == head["device"] and before.get("work") == head["work"]
+        self.path, self.found = path, {**(before if same else {}), **head}
+
+    def add(self, names: Sequence[str], measure: Callable[[], Any]) -> None:
+        """Measure and write what stands under `names`, unless it is known and has not failed."""
+        *outer, last = names
+        place = self.found
+        for name in outer:
+            place = place.setdefault(name, {})
+        known = place.get(last)
+        if known is None or (isinstance(known, dict) and "failed" in known):
+            found = measure()
+            place[last] = {"failed": found} if isinstance(found, str) else found
+            write_report(self.path, self.found, what=str(__doc__))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run all parts; return the report."""
+    """Make a run; return the report."""
     clock = Clock(args.limit)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if accelerator is None else accelerator.type
     name = "cpu" if accelerator is None else str(torch.get_device_module(kind).get_device_name(0))
     work = replace(WORK, shape=TINY, length=64) if args.small else WORK
-    tiny = replace(WORK, shape=TINY, length=64, dtype="float32")
-    report: dict[str, Any] = {"device": name, "machine": versions(), "work": asdict(work)}
+    report = Report(args.output, {"device": name, "machine": versions(), "work": asdict(work)})
     with tempfile.TemporaryDirectory() as folder:
-        for each, what in (("tiny", tiny), ("model", work)):
-            Path(folder, each).mkdir()
-            what.write(Path(folder, each), weights=each == "tiny")
-        run = partial(clock.run, environment={"CUDA_VISIBLE_DEVICES": "0"} if kind == "cuda" else {})
-        layouts = ["--part", "layouts", "--folder", f"{folder}/tiny", *(["--small"] if args.small else [])]
-        report["correctness"] = compared(run(layouts), losses_of_pytorch(Path(folder, "tiny")))
-        product, sheet = product_rate(*((256, 0.1) if args.small else (EDGE, 2.0))), datasheet_rate(name)
-        report["product_tflops"] = product / 1e12
-        flops = read_decoder(f"{folder}/model").flops_per_token(work.length)
-        report["speed"] = {}
-        for program in args.programs:
-            part = ["--part", program, "--folder", f"{folder}/model", "--steps", str(args.steps)]
-            lacks_liger = "Liger" in program and find_spec("liger_kernel") is None
-            found = "left out: liger-kernel is not installed" if lacks_liger else run(part)
-            report["speed"][program] = rates(found, work, flops, product, sheet)
-        large = None if kind == "cpu" else largest_that_fits(torch.accelerator.get_memory_info(0)[1] / 2**30)
-        if large is not None and not args.small:
-            Path(folder, "large").mkdir()
-            large.write(Path(folder, "large"), weights=False)
-            flops = read_decoder(f"{folder}/large").flops_per_token(large.length)
-            found = run(["--part", "harness", "--folder", f"{folder}/large", "--steps", str(args.steps)])
-            report["largest"] = {"work": asdict(large), **rates(found, large, flops, product, sheet)}
-    report["seconds"] = args.limit - clock.left_s
-    return report
+        run = Parts(args, clock, Path(folder), work, {"CUDA_VISIBLE_DEVICES": "0"} if kind == "cuda" else {})
+        {"where": where, "peers": peers, "sizes": sizes}[args.run](run, report)
+    report.found["seconds"] = args.limit - clock.left_s
+    return report.found
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Starts the parts of a run, each in a process, on models in folders of their own."""
+
+    args: argparse.Namespace
+    clock: Clock
+    folder: Path
+    work: Work
+    environment: dict[str, str]
+
+    def model(self, name: str, work: Work, *, weights: bool = False) -> Path:
+        """Return the folder of a model, written when it is first asked for."""
+        path = self.folder / name
+        if not path.exists():
+            path.mkdir()
+            work.write(path, weights=weights)
+        return path
+
+    def __call__(self, part: str, folder: Path) -> Any:
+        """Return what a part has found, or its error as text."""
+        if "Liger" in part and find_spec("liger_kernel") is None:
+            return "left out: liger-kernel is not installed"
+        words = ["--part", part, "--folder", str(folder), "--steps", str(self.args.steps)]
+        return self.clock.run([*words, *(["--small"] if self.args.small else [])], self.environment)
+
+    def ceilings(self, report: Report) -> Ceilings:
+        """Return the rates to compare with, of which one is measured."""
+        report.add(["product_tflops"], lambda: product_rate(*((256, 0.1) if self.args.small else (EDGE, 2.0))) / 1e12)
+        return Ceilings(product=1e12 * report.found["product_tflops"], sheet=datasheet_rate(report.found["device"]))
+
+
+def where(run: Parts, report: Report) -> None:
+    """Find out where the time of a step goes."""
+    model = run.model("model", run.work)
+    report.add(["operations"], lambda: run("operations", model))
+    for program in [each for each in TRACED if each in run.args.programs]:
+        report.add(["traced", program], lambda program=program: run(f"traced: {program}", model))
+    report.add(["graphs_by_step"], lambda: run("recompiled", model))
+
+
+def peers(run: Parts, report: Report) -> None:
+    """Compare numbers with a CPU's, and speed with other programs', in turns, as a device slows when it warms."""
+    tiny = run.model("tiny", replace(WORK, shape=TINY, length=64, dtype="float32"), weights=True)
+    report.add(["correctness"], lambda: compared(run("layouts", tiny), losses_of_pytorch(tiny)))
+    ceilings, model = run.ceilings(report), run.model("model", run.work)
+    for round_number in range(1, run.args.rounds + 1):
+        for program in run.args.programs:
+            place = ["rounds", str(round_number), program]
+            report.add(place, lambda program=program: run(f"program: {program}", model))
+    report.found["speed"] = {}
+    for program in run.args.programs:
+        rounds = [each[program] for each in report.found["rounds"].values()]
+        fine = [each for each in rounds if "failed" not in each]
+        report.found["speed"][program] = best(ceilings.reached(each, model) for each in fine) if fine else rounds[0]
+    write_report(report.path, report.found, what=str(__doc__))
+
+
+def best(rounds: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fastest of the rounds of a program, with the speeds of all."""
+    found = list(rounds)
+    fastest = max(found, key=lambda row: row["tokens_per_second"])
+    return {**fastest, "tokens_per_second_of_rounds": [row["tokens_per_second"] for row in found]}
+
+
+def sizes(run: Parts, report: Report) -> None:
+    """Train what people train on one device."""
+    ceilings = run.ceilings(report)
+    for name, (shape, of_work, _) in SIZES.items():
+        sized = {**asdict(run.work), **of_work, "shape": {**run.work.shape, **shape}}
+        model = run.model(name, run.work if run.args.small else Work(**sized))
+
+        def measured(name: str = name, model: Path = model) -> Any:
+            found = run(f"program: {name}", model)
+            return found if isinstance(found, str) else ceilings.reached(found, model)
+
+        report.add(["sizes", name], measured)
 
 
 def summary(report: dict[str, Any]) -> str:
     """Return the report in some lines."""
     lines = [f"{report['device']}: {report['seconds']:.0f} s"]
-    for name, row in report["correctness"].items():
+    for name, row in report.get("correctness", {}).items():
         if isinstance(row, dict):
             lines.append(f"  {name}: {'as on the CPU' if row['agree'] else 'NOT as on the CPU: ' + str(row['device'])}")
-    rows = {**report["speed"], "largest": report.get("largest", {})}
-    for name, row in rows.items():
+    for name, row in {**report.get("traced", {}), **report.get("speed", {}), **report.get("sizes", {})}.items():
         if "failed" in row:
             lines.append(f"  {name}: {row['failed']}")
-        elif row:
-            mfu = row["mfu_of_datasheet"] or row["mfu_of_measured_product"]
+        elif "tokens_per_second" in row:
+            mfu = row.get("mfu_of_datasheet", row["mfu_of_measured_product"])
             speed, memory = row["tokens_per_second"], row["peak_gib"]
             lines.append(f"  {name}: {speed:,.0f} tokens/s, MFU {mfu:.0%}, {memory:.1f} GiB")
+        else:
+            lines.append(f"  {name}: {row['milliseconds']:.0f} ms, of which {row['busy']:.0f} ms computing")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", choices=("where", "peers", "sizes"), default="peers")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for all of it (default: 600)")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for all of it (default: 540)")
+    parser.add_argument("--rounds", type=int, default=2, help="of each program (default: 2)")
     parser.add_argument("--steps", type=int, default=8, help="of each program; the first three are left out")
     parser.add_argument("--programs", nargs="+", default=[*PROGRAMS, *OTHERS], help="default: all")
     parser.add_argument("--small", action="store_true", help="tiny models, to try the script")
@@ -390,7 +554,6 @@ def main() -> None:
         print("no GPU here: nothing was measured (--small tries the script without one)")
         return
     report = measure(args)
-    write_report(args.output, report, what=str(__doc__))
     print(f"{summary(report)}\nwrote {args.output}: please send it")
 
 

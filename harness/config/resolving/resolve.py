@@ -113,6 +113,7 @@ def _resolved(run: Resolution, view: ConfigView) -> Resolved:
         cp_size=view.cp_size,
         sequence_parallel=view.sequence_parallel,
         compile_backend=view.compile_backend,
+        compile_options=view.compile_options,
         micro_batch=run.config["train_micro_batch_size_per_gpu"],
         accumulation=run.config["gradient_accumulation_steps"],
         train_batch=run.config["train_batch_size"],
@@ -141,7 +142,10 @@ def _for_deepspeed_alone(run: Resolution, view: ConfigView) -> JsonObject:
         alone.pop(section, None)
     if view.cp_size > 1:
         alone["sequence_parallel_size"] = view.cp_size
-    for section, names in {"tensor_parallel": ("sequence_parallel",), "compile": ("enabled", "backend")}.items():
+    for section, names in {
+        "tensor_parallel": ("sequence_parallel",),
+        "compile": ("enabled", "backend", "mode", "dynamic", "fullgraph", "kwargs"),
+    }.items():
         for name in names:
             alone.get(section, {}).pop(name, None)
     if tp_size > 1:

@@ -35,6 +35,7 @@ class Resolved:
     cp_size: int  # data ranks that share each sequence
     sequence_parallel: bool  # whether tensor-parallel ranks share the sequence between the blocks of a layer
     compile_backend: str | None  # torch.compile's, for decoder layers; None: they are not compiled
+    compile_options: JsonObject  # other keyword arguments of torch.compile
     micro_batch: int
     accumulation: int
     train_batch: int

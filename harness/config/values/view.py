@@ -101,6 +101,14 @@ class ConfigView:
         named = self.get("/compile/backend")
         return named if isinstance(named, str) and named != AUTO else INDUCTOR
 
+    @property
+    def compile_options(self) -> JsonObject:
+        """Keyword arguments of torch.compile besides the backend."""
+        more = self.get("/compile/kwargs")
+        named = {name: self.get(f"/compile/{name}") for name in ("mode", "dynamic", "fullgraph")}
+        given = {name: value for name, value in named.items() if value not in (None, AUTO)}
+        return {**(more if isinstance(more, dict) else {}), **given}
+
     @cached_property
     def gradient_bits(self) -> int | None:
         """Bits of gradients sent between data-parallel ranks: 8, 4, 0 (uncompressed), or None for "auto"."""

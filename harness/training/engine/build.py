@@ -37,6 +37,7 @@ from harness.hf.layers.facts import leaves_of_sequence
 from harness.parallel.comm import TensorParallel
 from harness.parallel.compiling import compile_modules
 from harness.parallel.draws import DrawKeys
+from harness.parallel.host import reading
 from harness.parallel.memory import malloc_trim
 from harness.parallel.pipeline.schedules.instructions import make_schedule
 from harness.parallel.pipeline.staged_module import LayerSequence, StagedModule, deepspeed_topology, first_names
@@ -167,6 +168,7 @@ def _staged(
         skips_nonfinite=context.args.nonfinite != "warn",
         overlaps=resolved.config.get("zero_optimization", {}).get("overlap_comm") is not False,
         compression=compression,
+        reading=reading,
     )
     stage = context.groups.coordinate.stage
     schedule = make_schedule(module, resolved.schedule, resolved.chunks, stage, resolved.accumulation)
@@ -250,7 +252,7 @@ def _compile(module: nn.Module, context: EngineContext) -> None:
     """Compile this rank's decoder layers with torch.compile if the config asks for it."""
     backend = context.resolved.compile_backend
     if backend is not None:
-        compile_modules(compiled_parts(module), backend)
+        compile_modules(compiled_parts(module), backend=backend, **context.resolved.compile_options)
 
 
 def compiled_parts(module: nn.Module) -> list[nn.Module]:

@@ -26,6 +26,7 @@ from harness.batches.same_data import require_same_data
 from harness.deepspeed.engine import count_skipped_step, evaluate_pipeline, scales_loss_dynamically
 from harness.deepspeed.update import Compression, StagedEngine
 from harness.deepspeed.zero3_parameters import GatheredParameters
+from harness.hf.layers.attention import AttentionKernels
 from harness.parallel.draws import DrawKeys
 from harness.parallel.generators import own_generators, seed_of
 from harness.parallel.host import numbers, to_device
@@ -145,6 +146,7 @@ class Engine(ABC):
         self.compression = compression
         self.schedule = SchedulePosition(deepspeed)
         self.compared = False
+        self._attention = AttentionKernels(context.args.sdpa_backend, context.device)
 
     @property
     def has_router_loss(self) -> bool:
@@ -206,7 +208,8 @@ class Engine(ABC):
         # 2. Forward, backward, gradient reduction, clipping, update. Random draws are a function of the step alone, so
         #    a checkpoint needs no generator state.
         seed = seed_of(self.context.args.seed, consumed_samples, self.groups.coordinate.reader)
-        with own_generators(seed, self.device):
+        shapes = [first_tensor(inputs).shape for inputs, _ in micro_batches] if length is None else [length]
+        with own_generators(seed, self.device), self._attention.ordered(shapes):
             loss, parts = self._forward_backward_update(batches, length)
 
         if settles:
@@ -214,7 +217,7 @@ class Engine(ABC):
 
         # 3. The outcome, in one copy to the host: the only place of a step where the host waits for the device.
         found = self.deepspeed.get_global_grad_norm()
-        norm, whole_loss, *of_parts = numbers([0.0 if found is None else found, loss, *parts.values()])
+        norm, whole_loss, *of_parts = self._read([0.0 if found is None else found, loss, *parts.values()])
         finite = isfinite(norm)
         applied = self.deepspeed.was_step_applied()
         # If a fused torch optimizer has skipped the update on the device, DeepSpeed does not know it: correct its
@@ -230,6 +233,10 @@ class Engine(ABC):
             applied=applied,
             parts=dict(zip(parts, of_parts, strict=True)),
         )
+
+    def _read(self, outcome: Sequence[Tensor | float]) -> list[float]:
+        """Return the norm, the loss and its parts of the step just made, as numbers; waits for the device."""
+        return numbers(outcome)
 
     @abstractmethod
     def settle(self) -> None:
@@ -259,7 +266,8 @@ class Engine(ABC):
         """
         counted, rows = self.count(micro_batches)
         self.loss.totals = {}
-        with torch.no_grad():
+        shapes = [first_tensor(batch.inputs).shape for batch in micro_batches]
+        with torch.no_grad(), self._attention.ordered(shapes):
             mean = self._evaluate(self.weigh(micro_batches, (counted, rows), by_label=True), steps)
         of_parts = self._totals_of_parts()
         if self.groups.pp_group is not None:  # only the stage with the loss has counted labels
@@ -377,6 +385,10 @@ class PipelineStages(Engine):
         if self.deepspeed.flops_profiler_enabled() and step == self.deepspeed.flops_profiler_profile_step():
             end_flops_profile(self.deepspeed)
         return loss, self.deepspeed.get_additional_losses() or {}
+
+    def _read(self, outcome: Sequence[Tensor | float]) -> list[float]:
+        early = self.deepspeed.outcome  # of what was known before the update, for which nobody waits
+        return super()._read(outcome) if early is None else early()
 
     def _begin_exchange(self, batches: list[Batch], length: int | None) -> None:
         """Have the stages exchange the shape of their activations again if the length has changed."""

@@ -345,7 +345,7 @@ def _trainable(plan: RunPlan, context: EngineContext, sample: MicroBatch | None)
             loss = partial(plan.objective.loss, data_group=context.groups.dp_group)
             trainable = replace(trainable, loss=with_objective(trainable.loss, loss))
     if context.resolved.compile_backend is not None:
-        require_compilable(trainable, context.resolved.compile_backend)
+        require_compilable(trainable, context.resolved.compile_backend, context.resolved.compile_options)
     if trainable.causal is not None:
         verify_sharding = plan.parts.verify_sharding
         if plan.args.verify_plan == "on":

@@ -42,6 +42,38 @@ def one_process(task: Task, **options: str) -> None:
     task.run(step)
 
 
+def compiled_with_masters(task: Task) -> None:
+    """Train in one process, model and loss compiled as one; weights in 16 bits, sums and masters in float32."""
+    model, batches = task.model(), task.micro_batches()
+    masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
+    model.to(getattr(torch, task.work.dtype))
+    weights = list(model.parameters())
+    optimizer = adamw(masters)
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    sums = [master.grad for master in masters if master.grad is not None]
+
+    @torch.compile
+    def forward(ids: Tensor) -> Tensor:
+        return loss_of(model(ids, use_cache=False).logits, ids) / len(batches)
+
+    def step() -> float:
+        total = torch.zeros((), device=task.device)
+        torch._foreach_zero_(sums)
+        for ids in batches:
+            loss = forward(ids)
+            grads = torch.autograd.grad(loss, weights)
+            torch._foreach_add_(sums, list(grads))
+            total += loss.detach()
+        clip_grad_norm_(masters, LARGEST_NORM)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, masters)
+        return float(total)
+
+    task.run(step)
+
+
 one_by_one = partial(one_process, experts_implementation="eager")
 
 

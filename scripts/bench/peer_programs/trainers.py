@@ -41,7 +41,7 @@ class _Clock(TrainerCallback):
         self._begun = now
 
 
-def hf_trainer(stage: int, task: Task, **options: Any) -> None:
+def hf_trainer(stage: int, task: Task, *, callbacks: Sequence[TrainerCallback] = (), **options: Any) -> None:
     """Train with HuggingFace's Trainer and a ZeRO stage of DeepSpeed; `options` of its TrainingArguments."""
     data = [{"input_ids": row, "labels": row} for row in task.samples().tolist()]
     arguments = HFArguments(
@@ -59,7 +59,11 @@ def hf_trainer(stage: int, task: Task, **options: Any) -> None:
         **options,
     )
     trainer = HFTrainer(
-        task.model(), arguments, train_dataset=data, data_collator=default_data_collator, callbacks=[_Clock(task)]
+        task.model(),
+        arguments,
+        train_dataset=data,
+        data_collator=default_data_collator,
+        callbacks=[_Clock(task), *callbacks],
     )
     trainer.train()
     task.losses += [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -71,9 +75,10 @@ def trainer_of(
     replicas: int = 1,
     *,
     callbacks: Sequence[TrainerCallback] = (),
+    data: list[dict[str, Any]] | None = None,
     **more: Any,
 ) -> Trainer:
-    """Return a Trainer of the harness, in the layout of some sections of a DeepSpeed config."""
+    """Return a Trainer of the harness in the layout of some sections of a DeepSpeed config; `data` or the task's."""
     arguments = TrainingArguments(
         deepspeed_config=config(task.work, replicas, **sections),
         output_dir=str(task.folder / "harness"),
@@ -87,7 +92,8 @@ def trainer_of(
         **SAME,
         **more,
     )
-    data = [{"input_ids": row} for row in task.samples().tolist()]
+    if data is None:
+        data = [{"input_ids": row} for row in task.samples().tolist()]
     return Trainer(str(task.folder), arguments, train_dataset=data, callbacks=callbacks)
 
 

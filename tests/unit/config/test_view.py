@@ -113,6 +113,12 @@ def test_the_backend_of_compiled_layers(section: dict[str, Any], backend: str | 
     assert view({"compile": section}).compile_backend == backend
 
 
+def test_options_of_the_compiler() -> None:
+    section = {"mode": "reduce-overhead", "dynamic": None, "fullgraph": "auto", "kwargs": {"options": {"a": 1}}}
+    assert view({"compile": section}).compile_options == {"mode": "reduce-overhead", "options": {"a": 1}}
+    assert view({"compile": {"mode": "auto"}}).compile_options == {}
+
+
 def test_a_key_is_there_whatever_its_value() -> None:
     found = view({"a": None, "section": {"b": False}, "word": "x"})
     assert found.has("/a") and found.has("/section/b")

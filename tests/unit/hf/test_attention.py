@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from transformers import AutoConfig, BloomConfig, LlamaConfig
 
 from harness.arguments import TrainingArguments
 from harness.errors import UserError
-from harness.hf.layers.attention import on_any_device, require_available, with_attention
+from harness.hf.layers.attention import AttentionKernels, on_any_device, require_available, with_attention
 from harness.hf.skeleton import build_skeleton
 
 CPU = torch.device("cpu")
@@ -57,3 +58,27 @@ def test_a_model_with_an_attention_of_gpus_is_tried_without_it(name: str) -> Non
     with on_any_device(model):
         assert model.model.layers[0].self_attn.config._attn_implementation == "sdpa"
     assert model.model.layers[0].self_attn.config._attn_implementation == name
+
+
+@pytest.mark.parametrize(
+    ("first", "generation", "shapes", "found"),
+    [
+        ("auto", 9, 1, "CUDNN_ATTENTION"),
+        ("auto", 9, 16, "CUDNN_ATTENTION"),
+        ("auto", 9, 17, None),
+        ("auto", 8, 1, None),
+        ("cudnn", 8, 100, "CUDNN_ATTENTION"),
+        ("efficient", 9, 1, "EFFICIENT_ATTENTION"),
+    ],
+)
+def test_the_kernel_that_is_tried_first(
+    first: str, generation: int, shapes: int, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (generation, 0))
+    usual = torch._C._get_sdp_priority_order()
+    with AttentionKernels(first, torch.device("cuda")).ordered(range(shapes)):
+        order = torch._C._get_sdp_priority_order()
+    assert order == usual if found is None else order[0] == getattr(SDPBackend, found).value
+    assert sorted(order)[:4] == sorted(usual)[:4] and torch._C._get_sdp_priority_order() == usual
+    with AttentionKernels(first, torch.device("cpu")).ordered([]):
+        assert torch._C._get_sdp_priority_order() == usual

@@ -32,6 +32,13 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_they_are_tried_with_gradients_by_whoever_asks_first(mode: type[torch.no_grad]) -> None:
+    kernels.usable.cache_clear()
+    with mode():
+        assert kernels.usable(DEVICE)
+
+
 @dtypes
 @pytest.mark.parametrize(
     ("batch", "heads", "of_keys", "tokens", "width"), [(2, 4, 2, 5, 16), (1, 3, 3, 7, 12), (2, 40, 1, 2, 64)]

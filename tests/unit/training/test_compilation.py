@@ -33,7 +33,19 @@ def model(*, draws: bool = False, causal: object = True) -> Any:
 def test_what_cannot_be_compiled_is_refused(trainable: Any, backend: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         require_compilable(trainable, backend)
-    require_compilable(model(), "inductor")
+    require_compilable(model(), "inductor", {"mode": "max-autotune-no-cudagraphs", "dynamic": True})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"modes": "default"}, "torch.compile takes no 'modes'; it takes fullgraph"),
+        ({"mode": "default", "options": {"max_autotune": True}}, "takes a mode or options"),
+    ],
+)
+def test_options_that_torch_does_not_take_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        require_compilable(model(), "inductor", options)
 
 
 def test_check_refuses_zero_3_and_targets_that_do_not_know_the_key() -> None:
@@ -64,7 +76,7 @@ def test_an_eager_function_is_called_by_compiled_code() -> None:
             return note(x * 2) + 1
 
     layer = Layer()
-    compile_modules([layer], "eager")
+    compile_modules([layer], backend="eager", dynamic=True)
     x = torch.ones(3)
     assert torch.equal(layer(x), torch.full((3,), 3.0)) and torch.equal(layer(x), torch.full((3,), 3.0))
     assert len(seen) == 2 and note.__doc__ == "Note."

@@ -1,0 +1,1 @@
+"""What `scripts/bench/gpu.py` measures, a module for each kind of part."""
