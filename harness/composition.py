@@ -46,8 +46,9 @@ def _with_extras(parts: Parts) -> Parts:
     from harness.extras.compression import of_run as compression
     from harness.extras.host_memory import HostMemory
     from harness.extras.lora import adapted
+    from harness.extras.rebalancing.rebalancer import Rebalancer
 
-    return replace(parts, adapters=adapted, compression=compression, host_memory=HostMemory.open)
+    return replace(parts, adapters=adapted, compression=compression, host_memory=HostMemory.open, rebalancer=Rebalancer)
 
 
 def _with_huggingface(parts: Parts) -> Parts:

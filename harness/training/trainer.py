@@ -238,9 +238,7 @@ class Trainer:
             )
         rebalancer = None
         if run.args.rebalance_steps:
-            from harness.training.rebalancing import Rebalancer
-
-            rebalancer = Rebalancer(run)
+            rebalancer = needed(self.parts.rebalancer, "--rebalance_steps", "harness.extras")(run)
         is_ours = getattr(self.training_step, "__func__", None) is Trainer.training_step
         step = self._training_step if is_ours else self.training_step  # another one may look at weights after it
         deferred = signals.at_the_end_of_a_step(run.console.say, run.env.parent)

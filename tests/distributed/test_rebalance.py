@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from harness import Trainer, TrainerCallback
+from harness.extras.rebalancing.rebalancer import Rebalancer, StageClock
 from harness.report.profile.record import read_steps
 from harness.training.callbacks import StepRecord
 from harness.training.prepare.run import Run
-from harness.training.rebalancing import Rebalancer, StageClock
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import Job, arguments_of, rows, tiny_model
 

@@ -25,7 +25,7 @@ from harness.hf.skeleton import ModelSource
 from harness.parallel.collectives import OpenMemory
 from harness.resilience.process.watching import Watch
 from harness.topology.layout import Layout
-from harness.training.callbacks import TrainerCallback
+from harness.training.callbacks import StepRecord, TrainerCallback
 from harness.training.engine.context import EngineContext, GradientCompression
 from harness.training.parts.data import DataPart
 
@@ -102,6 +102,13 @@ class FindAdapters(Protocol):
     def __call__(self, model: object, peft_config: LoraConfig | None) -> tuple[ModelSource | None, Adapters | None]: ...
 
 
+class RebalancesStages(Protocol):
+    """Measures the pipeline stages of a run, and moves layers between them; all ranks call it."""
+
+    def after_step(self, record: StepRecord) -> bool:
+        """Return whether layers have moved after a step: the run then has another engine."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """The parts of a run. None: the part is absent.
@@ -117,6 +124,7 @@ class Parts:
         adapters: finds the adapters that are trained instead of a model's own weights.
         host_memory: opens memory through which CPU ranks of one host sum and gather.
         compression: sends gradients between data-parallel ranks in 8 or 4 bits.
+        rebalancer: called with the run; makes what balances its stages (`--rebalance_steps`).
         argument_notes: says which arguments of HuggingFace's change nothing, although they ask for more.
     """
 
@@ -132,6 +140,7 @@ class Parts:
     adapters: FindAdapters | None = None
     host_memory: OpenMemory | None = None
     compression: GradientCompression | None = None
+    rebalancer: Callable[..., RebalancesStages] | None = None
     argument_notes: Callable[[Mapping[str, object]], Sequence[str]] = lambda _: ()
 
 

@@ -21,12 +21,12 @@ from harness.checkpoint.run_lock import HELD
 from harness.console import plain_console
 from harness.data.tokenizer import ByteTokenizer
 from harness.device.process_group import open_groups
+from harness.extras.rebalancing.rebalancer import Rebalancer
 from harness.topology.env import LaunchEnv
 from harness.training.callbacks import StepRecord, TrainerState
 from harness.training.parts.data import UserData
 from harness.training.prepare.plan import RunInputs, plan_run
 from harness.training.prepare.preparation import release
-from harness.training.rebalancing import Rebalancer
 
 POINTS = [(torch.tensor([i / 8, 1.0]), torch.tensor([i / 4])) for i in range(8)]
 CONFIG = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}

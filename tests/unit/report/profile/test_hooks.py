@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from harness.device import moments
+from harness.extras.rebalancing.rebalancer import StageClock
 from harness.parallel.pipeline.staged_module import LayerSequence
 from harness.report.profile.measuring import Clock, SpanLog, layers_of, log_layers
-from harness.training.rebalancing import StageClock
 
 CPU = torch.device("cpu")
 NAMES = ("first", "function", "last")

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from harness.config.values.batch import pipeline_seconds
-from harness.training.rebalancing import corrected
+from harness.extras.rebalancing.rebalancer import corrected
 
 
 def test_estimates_add_up_to_what_was_measured_and_keep_their_proportions() -> None:

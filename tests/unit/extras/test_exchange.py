@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.checkpoint.tensors.exchange import Transfer, transfers
+from harness.extras.rebalancing.exchange import Transfer, transfers
 
 
 def test_a_box_comes_from_all_ranks_that_own_a_part_of_it() -> None:

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from harness.checkpoint.directories import TrainingProgress
-from harness.checkpoint.tensors.exchange import exchange
 from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.config.values.batch import pipeline_seconds
 from harness.deepspeed.instructions import Observer, Operands
 from harness.device.moments import Moment, moment, seconds_between
+from harness.extras.rebalancing.exchange import exchange
 from harness.parallel.pipeline.partition import balanced
 from harness.resilience.process.activity import ACTIVITY, inside
 from harness.topology.agreement import values_of_all

@@ -1,0 +1,1 @@
+"""Layers that move between pipeline stages while a run trains."""
