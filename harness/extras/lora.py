@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from harness.atomic import replaced_files
@@ -31,14 +31,18 @@ from harness.checkpoint.exporting.model_files import set_aside_model
 from harness.config.values.secrets import hide_secrets
 from harness.console import warn
 from harness.errors import UserError
+from harness.extras.lora_cut import cut_with_adapters, lifted
 from harness.hf.adapters import NAME, plain_name
 from harness.hf.layers.call import CANNOT_RUN
+from harness.hf.layers.wrappers import Wrapper, is_wrapper, without_adapters
 from harness.hf.skeleton import ModelSource, forget_broken_ties, require_plain, skeleton_of
 from harness.hf.weights.layer_weights import WeightSource, fill_local
 from harness.hf.weights.lazy_tensor import LazyTensor
 from harness.hf.weights.tensor_files import Stored, open_tensors
+from harness.parallel.comm import TensorParallel
 from harness.parallel.generators import own_generators
-from harness.parallel.plans.lora import Wrapper, is_wrapper, lifted, without_adapters
+from harness.parallel.plans.plan import Plan
+from harness.parallel.token_exchange import Neighbours
 from harness.training.prepare.trainable import Model, model_source
 
 if TYPE_CHECKING:
@@ -83,6 +87,19 @@ class Adaptation:
     def weights(self, base: WeightSource, seed: int) -> WeightSource:
         """Return the weights of layers with adapters: the layers' own from `base`."""
         return AdaptedWeights(base=base, adaptation=self, seed=seed)
+
+    def cut(
+        self,
+        layer: nn.Module,
+        plan: Plan,
+        tensor: TensorParallel,
+        config: PretrainedConfig,
+        *,
+        local_logits: bool,
+        neighbours: Neighbours,
+    ) -> None:
+        """See `cut_with_adapters`."""
+        cut_with_adapters(layer, plan, tensor, config, local_logits=local_logits, neighbours=neighbours)
 
     def fingerprint(self, base_seed: int | None = None) -> str:
         """Return the settings as JSON, equal for runs that can resume each other's checkpoints.

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.hf.skeleton import ModelSource
 from harness.hf.weights.layer_weights import WeightSource
+from harness.parallel.comm import TensorParallel
+from harness.parallel.plans.plan import Plan
+from harness.parallel.token_exchange import Neighbours
 
 NAME = "default"
 PREFIX = "base_model.model."
@@ -39,6 +42,18 @@ class Adapters(Protocol):
 
     def weights(self, base: WeightSource, seed: int) -> WeightSource:
         """Return the weights of layers with adapters: the layers' own from `base`."""
+
+    def cut(
+        self,
+        layer: nn.Module,
+        plan: Plan,
+        tensor: TensorParallel,
+        config: PretrainedConfig,
+        *,
+        local_logits: bool,
+        neighbours: Neighbours,
+    ) -> None:
+        """Cut a pipeline layer with its adapters; see `plans.apply.cut`. UserError if an adapter cannot follow."""
 
     def fingerprint(self, base_seed: int | None) -> str:
         """Return the settings as JSON, equal for runs that can resume each other's checkpoints.

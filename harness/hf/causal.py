@@ -63,7 +63,6 @@ from harness.parallel.draws import has_dropout
 from harness.parallel.pipeline.partition import LayerCost
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan, run_where_aligned
-from harness.parallel.plans.lora import cut_with_adapters
 from harness.parallel.plans.plan import Plan, plan_for
 from harness.parallel.tiles import LossTiles
 from harness.parallel.token_exchange import NO_NEIGHBOURS, Neighbours
@@ -296,7 +295,7 @@ def assemble(
     if adaptation is None:  # with adapters the layers hold parameters under other names
         _require_all_held(outer, form)
     local_logits = not whole_logits and _logits_may_be_local(outer, plan, vocab_size, tensor.size)
-    cut_layer = partial(_cut, plan, tensor, experts or NO_NEIGHBOURS, source.config, dtype, local_logits)
+    cut_layer = partial(_cut, plan, tensor, experts or NO_NEIGHBOURS, source.config, dtype, local_logits, adaptation)
     blueprint = Blueprint(
         outer=outer,
         cut=cut_layer,
@@ -435,12 +434,16 @@ def _cut(
     config: PretrainedConfig,
     dtype: torch.dtype,
     local_logits: bool,
+    adaptation: Adapters | None,
     layer: nn.Module,
 ) -> None:
     """Cut a layer by the plan. Run its experts one by one if grouped matrix products cannot take them."""
     if plan is not None:
         text = config.get_text_config(decoder=True)
-        cut_with_adapters(layer, plan, tensor, text, local_logits=local_logits, neighbours=neighbours)
+        if adaptation is None:
+            cut(layer, "", plan, tensor, text, local_logits=local_logits, neighbours=neighbours)
+        else:
+            adaptation.cut(layer, plan, tensor, text, local_logits=local_logits, neighbours=neighbours)
     run_where_aligned(layer, dtype)
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 
 from harness.errors import UserError
+from harness.extras.lora_cut import cut_with_adapters
 from harness.parallel.comm import TensorParallel
-from harness.parallel.plans.lora import cut_with_adapters
 from harness.parallel.plans.plan import plan_for
 from tests.distributed.comparing import Uncut, differences
 from tests.distributed.ranks import inheriting, on_device, run_ranks

@@ -25,8 +25,8 @@ from harness.errors import UserError
 from harness.hf.forward.payload import ForwardOutput, Tokens
 from harness.hf.layers.call import ASKS_FOR_VALUES, CANNOT_RUN, Call, LayerInputs, LayerOutput
 from harness.hf.layers.facts import LayerFacts
+from harness.hf.layers.wrappers import without_adapters, wrappers_in
 from harness.parallel.context.masks import documents_apart, masks_by_rows
-from harness.parallel.plans.lora import without_adapters, wrappers_in
 from harness.parallel.values import Argument, Keyword, Positional
 
 

@@ -18,6 +18,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from harness.extras.lora_cut import cut_with_adapters
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.locate import PLANS
 from harness.hf.skeleton import ModelSource
@@ -25,7 +26,6 @@ from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.plans import early_modules
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.experts import expert_parallel_plan, run_experts_by
-from harness.parallel.plans.lora import cut_with_adapters
 from harness.parallel.tensor.shard import shard_of
 from harness.parallel.token_exchange import Neighbours
 from harness.verify import comparison

@@ -3,10 +3,6 @@
 After Hu et al. 2021 (arXiv 2106.09685): y = W x + s B A x with W [out, in], A [r, in], B [out, r]. If W is split over
 its outputs, so is B, and A is whole. If W is split over its inputs, so is A, whose r outputs are summed over the group,
 and B is whole.
-
-A wrapper is any module with the layer itself as `base_layer` and with `lora_A` and `lora_B` by the adapter's name, as
-peft makes them. A wrapper around fused experts adapts only the parameter that it names in `parameter_name`, so several
-wrappers are nested. Its A [experts x r, in] and B [out, r x experts] hold the adapters of all experts.
 """
 
 from __future__ import annotations
@@ -14,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from harness.errors import UserError
+from harness.hf.layers.wrappers import Wrapper, wrappers_in
 from harness.parallel.comm import TensorParallel
 from harness.parallel.plans.apply import cut
 from harness.parallel.plans.plan import Plan
@@ -31,30 +27,6 @@ from harness.parallel.tensor.layers import (
 from harness.parallel.tensor.partial_gradients import GradientSum, sum_gradients, sum_gradients_of_copies
 from harness.parallel.tensor.shard import Shard, cut_parameter, shard_of
 from harness.parallel.token_exchange import NO_NEIGHBOURS, Neighbours
-
-Wrapper: TypeAlias = Any
-"""A layer of peft with adapters around another layer, which may be a wrapper too."""
-
-
-def is_wrapper(module: nn.Module) -> bool:
-    """Return whether `module` is a wrapper with adapters."""
-    return {"base_layer", "lora_A"} <= {name for name, _ in module.named_children()}
-
-
-def without_adapters(module: nn.Module) -> nn.Module:
-    """Return the layer inside all wrappers, or the module itself."""
-    while is_wrapper(module):
-        module = module.get_submodule("base_layer")
-    return module
-
-
-def wrappers_in(module: nn.Module) -> dict[str, list[Wrapper]]:
-    """Return name of a layer -> its wrappers, the outermost first, for all layers with adapters in `module`."""
-    found: dict[str, list[Wrapper]] = {}
-    for name, child in module.named_modules():
-        if is_wrapper(child):
-            found.setdefault(name.replace(".base_layer", ""), []).append(child)
-    return found
 
 
 @contextmanager
