@@ -46,9 +46,17 @@ def _with_extras(parts: Parts) -> Parts:
     from harness.extras.compression import of_run as compression
     from harness.extras.host_memory import HostMemory
     from harness.extras.lora import adapted
+    from harness.extras.monitors import Monitors
     from harness.extras.rebalancing.rebalancer import Rebalancer
 
-    return replace(parts, adapters=adapted, compression=compression, host_memory=HostMemory.open, rebalancer=Rebalancer)
+    return replace(
+        parts,
+        adapters=adapted,
+        compression=compression,
+        host_memory=HostMemory.open,
+        monitors=Monitors,
+        rebalancer=Rebalancer,
+    )
 
 
 def _with_huggingface(parts: Parts) -> Parts:

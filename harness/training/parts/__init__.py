@@ -102,6 +102,22 @@ class FindAdapters(Protocol):
     def __call__(self, model: object, peft_config: LoraConfig | None) -> tuple[ModelSource | None, Adapters | None]: ...
 
 
+class RunMonitors(Protocol):
+    """The monitors of a run: TensorBoard, W&B, Comet, CSV files."""
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Write numbers by name, such as `train/loss`. Warn if that fails."""
+
+    def write_text(self, name: str, text: str, step: int) -> None:
+        """Write a text."""
+
+    def rewind(self, step: int) -> None:
+        """Drop the values of steps after `step`."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
 class RebalancesStages(Protocol):
     """Measures the pipeline stages of a run, and moves layers between them; all ranks call it."""
 
@@ -125,6 +141,7 @@ class Parts:
         host_memory: opens memory through which CPU ranks of one host sum and gather.
         compression: sends gradients between data-parallel ranks in 8 or 4 bits.
         rebalancer: called with the run; makes what balances its stages (`--rebalance_steps`).
+        monitors: called with their sections of the DeepSpeed JSON, the run's id and the first step; opens them.
         argument_notes: says which arguments of HuggingFace's change nothing, although they ask for more.
     """
 
@@ -141,6 +158,7 @@ class Parts:
     host_memory: OpenMemory | None = None
     compression: GradientCompression | None = None
     rebalancer: Callable[..., RebalancesStages] | None = None
+    monitors: Callable[[Mapping[str, JsonObject], str, int], RunMonitors] | None = None
     argument_notes: Callable[[Mapping[str, object]], Sequence[str]] = lambda _: ()
 
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig, read_run_config
 from harness.arguments.themes.flags import Help, default_of
+from harness.arguments.themes.reporting import monitor_sections
 from harness.batches.collate import Collator, collate
 from harness.batches.given import require_types
 from harness.batches.stream import data_digest, dataset_length, require_samples
@@ -164,6 +165,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     resolved, max_steps, layout = resolve_for(source, args, config, samples)
     if samples is not None:
         require_samples(samples, resolved.micro_batch, resolved.accumulation, resolved.readers)
+    _require_parts(inputs, resolved)
     if source is None:
         _require_config_for_layers(resolved)
     chosen = _user_optimizer(inputs, source, adaptation, resolved)
@@ -186,6 +188,17 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     if not inputs.may_hold_a_run and args.resume_from_checkpoint != "auto":
         plan.checkpoint = checkpoint_to_resume(plan)
     return plan
+
+
+def _require_parts(inputs: RunInputs, resolved: Resolved) -> None:
+    """Raise UserError if a part that the run will need is not installed."""
+    args, parts = inputs.args, inputs.parts
+    if resolved.gradient_bits != 0:
+        needed(parts.compression, "gradient_compression", "harness.extras")
+    if args.rebalance_steps:
+        needed(parts.rebalancer, "--rebalance_steps", "harness.extras")
+    if parts.monitors is None and monitor_sections(args, args.output_dir, resolved.config):
+        needed(parts.monitors, "--report_to", "harness.extras")
 
 
 def _samples(inputs: RunInputs, given: UserData, config: RunConfig, source: ModelSource | None) -> Datasets:

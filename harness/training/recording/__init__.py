@@ -1,1 +1,1 @@
-"""Write and show what happens in a run: progress, metrics, run.json, profiles, monitors."""
+"""Write and show what happens in a run: progress, metrics, run.json."""

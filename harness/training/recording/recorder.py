@@ -31,10 +31,10 @@ from harness.topology.agreement import all_or_none, values_on_first
 from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord
 from harness.training.engine.outputs import continued
+from harness.training.parts import RunMonitors, needed
 from harness.training.parts.data import SamplePrompts
 from harness.training.prepare.run import Run
 from harness.training.recording.files import note_wall_clock, origin, versions, write_run
-from harness.training.recording.monitors import Monitors
 
 SAMPLES = "samples.jsonl"
 SHOWN = (
@@ -130,7 +130,7 @@ class Recorder:
         self._metrics: MetricsFile | None = None
         self._evaluations: MetricsFile | None = None
         self._samples: MetricsFile | None = None
-        self._monitors: Monitors | None = None
+        self._monitors: RunMonitors | None = None
         self._origin: JsonObject = {}
         self._first_step = 0.0  # seconds of the first step
         self._begun_at = state.global_step
@@ -149,8 +149,9 @@ class Recorder:
             directory.mkdir(parents=True, exist_ok=True)
             self._origin = origin(run, hosts)
             write_run(directory, {**self._origin, **describe(run)})
-            sections = monitor_sections(run.args, run.args.output_dir, run.resolved.config)
-            self._monitors = Monitors(sections, run.run_id, self.state.global_step + 1)
+            if sections := monitor_sections(run.args, run.args.output_dir, run.resolved.config):
+                open_monitors = needed(run.parts.monitors, "--report_to", "harness.extras")
+                self._monitors = open_monitors(sections, run.run_id, self.state.global_step + 1)
             self._metrics = self._open(directory / METRICS)
             self._evaluations = self._open(directory / EVALUATIONS)
             if run.prompts is not None:

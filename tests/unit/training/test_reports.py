@@ -17,11 +17,11 @@ import pytest
 from harness import TrainingArguments, UserError
 from harness.arguments.themes.reporting import monitor_sections, require_packages
 from harness.console import Console, plain_console
+from harness.extras.monitors import Monitors
 from harness.installed import read_run_config
 from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
 from harness.training.callbacks.progress import ProgressCallback, clock, smoothed
 from harness.training.recording.files import git_state
-from harness.training.recording.monitors import Monitors
 from tests.unit.training.full_disk import full_disk
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.training.recording.monitors import Monitors
+from harness.extras.monitors import Monitors
 
 HEADER = "step,loss\n"
 
