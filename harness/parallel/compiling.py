@@ -13,6 +13,8 @@ from typing import Generic, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from harness.config.values.layout_keys import INDUCTOR
+
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
 _EAGER: list[Eager[..., object]] = []
@@ -52,3 +54,13 @@ def compile_modules(modules: Iterable[nn.Module], **options: object) -> None:
         function.keep_out()
     for module in modules:
         module.compile(**options)
+
+
+def waits_for_compiler(backend: str) -> str:
+    """Return a line that says which steps compile, and where the code is kept for later runs."""
+    kept = ""
+    if backend == INDUCTOR:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        kept = f", which keeps its code in {cache_dir()} for later runs"
+    return f"compile.enabled: the first step, and the first of another length, wait for {backend}{kept}"

@@ -114,7 +114,7 @@ class OptimizerArguments(Flags):
             raise UserError("--lr_scheduler_kwargs: min_lr needs a --learning_rate above 0")
 
 
-SDPA_BACKENDS = ("auto", "cudnn", "flash", "efficient", "math")
+SDPA_BACKENDS = ("auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math")
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -138,8 +138,8 @@ class ModelArguments(Flags):
     )
     sdpa_backend: str = flag(
         "auto",
-        "kernel that sdpa attention tries first on a GPU: cudnn, flash, efficient or math; auto: cudnn on Hopper and "
-        "Blackwell, where it takes half the time of flash, else torch's choice",
+        "kernel that sdpa attention tries first on a GPU: cudnn, flash, fa3 or fa4 (with their packages), efficient or "
+        "math; auto: cudnn on Hopper and Blackwell, where it takes half the time of flash, else torch's order",
         choices=SDPA_BACKENDS,
         hf_only=True,
     )

@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -21,6 +23,8 @@ CUDNN_SINCE = 9
 """Major compute capability (Hopper) from which cuDNN's attention is the fastest of torch's kernels, as measured."""
 FEW_SHAPES = 16
 """Shapes of inputs up to which its plans are worth their time."""
+INSTALLED_FLASH = {"fa3": "flash_attn_interface", "fa4": "flash_attn"}
+"""Flash-attentions that torch can call in place of its own, and the package of each."""
 FLASH, FLEX = "flash", "flex_attention"
 FLEX_DEVICES = ("cuda", "xpu")
 
@@ -79,8 +83,8 @@ class AttentionKernels:
     samples have many lengths, the choice of torch is faster.
 
     Args:
-        first: "cudnn", "flash", "efficient" or "math"; "auto" for cuDNN's on Hopper and later GPUs as long as there are
-            few shapes, else torch's order.
+        first: "cudnn", "flash", "efficient" or "math"; "fa3" or "fa4" for a flash-attention of another package; "auto"
+            for cuDNN's on Hopper and later GPUs as long as there are few shapes, else torch's order.
     """
 
     def __init__(self, first: str, device: torch.device) -> None:
@@ -89,6 +93,9 @@ class AttentionKernels:
         if self._is_auto:
             first = "cudnn" if torch.version.hip is None else ""
         is_slow = self._is_auto and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < CUDNN_SINCE
+        if first in INSTALLED_FLASH:
+            activate_flash_attention_impl(first.upper())
+            first = "flash"
         self._first = "" if is_slow or device.type != "cuda" else first
 
     @contextmanager
@@ -98,8 +105,6 @@ class AttentionKernels:
         if not self._first or (self._is_auto and len(self._shapes) > FEW_SHAPES):
             yield
             return
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
         kernels = {
             "cudnn": SDPBackend.CUDNN_ATTENTION,
             "flash": SDPBackend.FLASH_ATTENTION,
@@ -108,6 +113,21 @@ class AttentionKernels:
         }
         with sdpa_kernel([kernels.pop(self._first), *kernels.values()], set_priority=True):
             yield
+
+
+def require_sdpa_backend(wanted: str, config: PretrainedConfig, device: torch.device) -> None:
+    """Raise UserError if the run has no attention on which `--sdpa_backend` could act, or not the package it needs."""
+    if wanted == "auto":
+        return
+    flag = f"--sdpa_backend {wanted}"
+    if device.type == "cpu":
+        raise UserError(f"{flag}: chooses among kernels of a GPU, and this run is on a CPU: omit the flag")
+    if attention_of(config) not in (None, "sdpa"):
+        raise UserError(
+            f"{flag}: acts on sdpa attention, and this run's is {attention_of(config)}: omit one of the two"
+        )
+    if wanted in INSTALLED_FLASH and find_spec(INSTALLED_FLASH[wanted]) is None:
+        raise UserError(f"{flag}: needs the package {INSTALLED_FLASH[wanted]}, which is not installed here")
 
 
 def require_available(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:

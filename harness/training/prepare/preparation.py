@@ -55,6 +55,7 @@ from harness.parallel.collectives import (
     share_memory,
     sums_in_memory,
 )
+from harness.parallel.compiling import waits_for_compiler
 from harness.parallel.memory import keep_freed_memory, malloc_trim
 from harness.resilience.process.activity import ACTIVITY
 from harness.resilience.process.records import THIS_RANK
@@ -149,6 +150,8 @@ def prepare_run(inputs: RunInputs, given: UserData, config: RunConfig | None = N
         console.say(f"optimizer {optimizer} is DeepSpeed's own: its first use here compiles it, which can take minutes")
     engine = build_engine(context, trainable.layers, boundaries, trainable.loss, trainable.traits)
     stages = stage_lines(trainable, boundaries, engine.deepspeed.module, context)
+    if (backend := plan.resolved.compile_backend) is not None:
+        console.say(waits_for_compiler(backend))
     report_stages(console, plan.layout, plan.resolved, plan.max_steps, stages)
     _report_given(plan, trainable)
     run = Run(

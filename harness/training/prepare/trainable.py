@@ -27,7 +27,7 @@ from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.context.plan import TOGETHER, TokensApart, idle_tiles
 from harness.hf.fused import fuse
-from harness.hf.layers.attention import attention_of, require_available, with_attention
+from harness.hf.layers.attention import attention_of, require_available, require_sdpa_backend, with_attention
 from harness.hf.liger import liger_kernels
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
@@ -183,6 +183,7 @@ def trainable_decoder(
     args = context.args
     config = with_attention(source.config, args.attn_implementation)
     require_available(config, context.device, context.dtype)
+    require_sdpa_backend(context.args.sdpa_backend, config, context.device)
     source = replace(source, config=_with_router_loss(config, args))
     # With `part`, each rank loads only its ZeRO-3 part. For a model in memory rank 0's values are broadcast instead.
     part = zero3_partition(context) if source.weights is None or isinstance(source.weights, Path) else None

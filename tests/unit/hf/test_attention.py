@@ -10,7 +10,13 @@ from transformers import AutoConfig, BloomConfig, LlamaConfig
 
 from harness.arguments import TrainingArguments
 from harness.errors import UserError
-from harness.hf.layers.attention import AttentionKernels, on_any_device, require_available, with_attention
+from harness.hf.layers.attention import (
+    AttentionKernels,
+    on_any_device,
+    require_available,
+    require_sdpa_backend,
+    with_attention,
+)
 from harness.hf.skeleton import build_skeleton
 
 CPU = torch.device("cpu")
@@ -82,3 +88,16 @@ def test_the_kernel_that_is_tried_first(
     assert sorted(order)[:4] == sorted(usual)[:4] and torch._C._get_sdp_priority_order() == usual
     with AttentionKernels(first, torch.device("cpu")).ordered([]):
         assert torch._C._get_sdp_priority_order() == usual
+
+
+@pytest.mark.parametrize(
+    ("wanted", "attention", "device", "words"),
+    [
+        ("cudnn", None, "cpu", "on a CPU: omit"),
+        ("flash", "eager", "cuda", "acts on sdpa attention, and this run's is eager"),
+        ("fa3", "sdpa", "cuda", "needs the package flash_attn_interface"),
+    ],
+)
+def test_a_kernel_that_cannot_act_is_refused(wanted: str, attention: str | None, device: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"--sdpa_backend {wanted}: .*{words}"):
+        require_sdpa_backend(wanted, with_attention(LlamaConfig(**SIZES), attention), torch.device(device))

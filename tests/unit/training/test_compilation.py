@@ -13,7 +13,7 @@ from harness import UserError
 from harness.checking import check
 from harness.checking.rules.view import Target
 from harness.config.text.document import from_values
-from harness.parallel.compiling import compile_modules, eager
+from harness.parallel.compiling import compile_modules, eager, waits_for_compiler
 from harness.training.engine.context import LayerTraits
 from harness.training.prepare.trainable import require_compilable
 
@@ -60,6 +60,11 @@ def test_check_refuses_zero_3_and_targets_that_do_not_know_the_key() -> None:
     assert said(2) == []
     assert "torch.compile cannot compile a layer whose parameters ZeRO-3" in said(3)[0]
     assert said(2, "deepspeed") == ["enabled is a key of the harness"]
+
+
+def test_a_run_says_which_steps_wait_for_the_compiler() -> None:
+    assert "of another length, wait for inductor, which keeps its code in /" in waits_for_compiler("inductor")
+    assert waits_for_compiler("eager").endswith("wait for eager")
 
 
 def test_an_eager_function_is_called_by_compiled_code() -> None:
