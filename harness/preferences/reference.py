@@ -24,9 +24,9 @@ from harness.console import Console
 from harness.data.on_disk.cache import cache_error, prepared_folder
 from harness.data.on_disk.shards import is_whole, write_whole
 from harness.hf.adapters import Adapters
+from harness.hf.layers.wrappers import is_wrapper
 from harness.hf.skeleton import ModelSource
 from harness.hf.weights.tensor_files import sampled
-from harness.parallel.plans.lora import is_wrapper
 from harness.preferences.samples import PreferenceSamples
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, value_of_first

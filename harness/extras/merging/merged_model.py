@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from harness.errors import UserError
 from harness.hf.adapters import PREFIX
+from harness.hf.layers.wrappers import Wrapper
 from harness.hf.weights.lazy_tensor import Box, LazyTensor
-from harness.parallel.plans.lora import Wrapper
 
 if TYPE_CHECKING:
     from peft import PeftModel
