@@ -19,7 +19,7 @@ from harness.config.model.families import require_trainable_family
 from harness.data.files.sources import TOKENS, source_groups, validation_group
 from harness.data.inputs.early_checks import read_prompts
 from harness.data.tokenizer import BYTES, tokenizer_directory, tokenizer_name
-from harness.errors import UserError, reason
+from harness.errors import UserError, reason, refuse_all
 from harness.hf.locate import model_directory
 from harness.installed import read_run_config
 from harness.topology.env import LaunchEnv
@@ -73,7 +73,7 @@ def check_inputs(
     if preference is None or preference.preference is None:
         _require_data(script, args)
     else:
-        _require_preferences(script, args, preference)
+        _require_preferences(script, args, preference, config.resolved.micro_batch)
     if args.sample_prompts is not None:
         read_prompts(Path(args.sample_prompts))
     return config
@@ -101,13 +101,15 @@ def _require_data(script: ScriptArguments, args: TrainingArguments) -> None:
     require_streamable(args, "--streaming")
 
 
-def _require_preferences(script: ScriptArguments, args: TrainingArguments, preference: PreferenceArguments) -> None:
+def _require_preferences(
+    script: ScriptArguments, args: TrainingArguments, preference: PreferenceArguments, micro_batch: int
+) -> None:
     """Raise UserError for preferences that cannot be read as the flags ask, by their first rows."""
-    from harness.preferences.documents import require_first_rows
+    from harness.preferences.items import obstacles, require_exchange, require_first_rows
 
-    if script.streaming:
-        raise UserError(f"--streaming does not work with --preference {preference.preference}: remove it")
-    refuse_buffer(args)
+    streams = [f"--streaming does not work with --preference {preference.preference}: remove it"]
+    refuse_all([*(streams if script.streaming else []), *obstacles(preference, args)])
+    require_exchange(preference, micro_batch)
     if args.trains or script.validation_file is None:
         require_first_rows(script.train_file, preference)
     if script.validation_file is not None:

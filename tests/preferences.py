@@ -28,6 +28,16 @@ LABELLED = [
     {"prompt": pair["prompt"], "completion": pair["chosen" if i % 3 else "rejected"], "label": i % 3 != 0}
     for i, pair in enumerate(PAIRS)
 ]
+FLAGS = {
+    "beta": "preference_beta",
+    "smoothing": "preference_label_smoothing",
+    "gamma": "simpo_gamma",
+    "desirable": "desirable_weight",
+    "undesirable": "undesirable_weight",
+}
+"""Names of the settings here -> flags."""
+DEFAULTS = {"beta": 0.1, "smoothing": 0.0, "gamma": 0.5, "desirable": 1.0, "undesirable": 1.0}
+
 Step = dict[str, float]
 """Loss, gradient norm and metrics of a step, under the names of metrics.jsonl."""
 
@@ -92,6 +102,8 @@ def pair_step(
         entropies.append(-both[0][1])
     total = torch.stack(losses).mean()
     means = {name: mean(each[name] for each in metrics) for name in metrics[0]}
+    if abs(means["rewards/margins"]) < 1e-6:  # before training the harness's rewards are rounding alone
+        del means["rewards/accuracies"]
     if kind == "orpo":
         means["nll_loss"] = torch.cat(entropies).mean().item()
         total = total + torch.cat(entropies).mean()
@@ -152,7 +164,7 @@ def trained(
 
     For kto, `micro` is the number of micro-batches of a global batch, each over all data ranks.
     """
-    settings = {"beta": 0.1, "smoothing": 0.0, "gamma": 0.5, "desirable": 1.0, "undesirable": 1.0, **of}
+    settings = DEFAULTS | of
     model = model.double()
     before = copy.deepcopy(model) if before is None else before.double()
     parameters = [each for each in model.parameters() if each.requires_grad]
@@ -171,3 +183,10 @@ def trained(
         optimizer.zero_grad()
         curve.append({"loss": loss.item(), "grad_norm": norm.item(), **metrics})
     return curve
+
+
+@torch.no_grad()
+def evaluated(model: PreTrainedModel, before: PreTrainedModel, kind: str, **of: float) -> Step:
+    """The numbers of an evaluation of all pairs."""
+    loss, metrics = pair_step(model, before, kind, PAIRS, DEFAULTS | of)
+    return {"loss": loss.item(), **metrics}

@@ -32,6 +32,7 @@ from harness.hf.causal import require_cut
 from harness.hf.locate import model_directory
 from harness.hf.skeleton import ModelSource
 from harness.preferences.documents import items_of, read_items, tokenised
+from harness.preferences.items import require_exchange
 from harness.preferences.samples import PreferenceSamples
 from harness.topology.env import LaunchEnv
 from harness.training.parts.data import AnyTokenizer, Datasets, SamplePrompts, UserData
@@ -208,11 +209,7 @@ class PreferenceData:
         """Return the function that turns items into samples. UserError if the run's settings do not fit."""
         require_cut(source, config.resolved.tp_size, config.resolved.ep_size)
         form, micro_batch = SampleForm.of(tokenizer, source, args), config.resolved.micro_batch
-        if not self.of.paired and micro_batch < 2:
-            raise UserError(
-                "--preference kto compares each completion with that of another sample of its micro-batch: set "
-                "per_device_train_batch_size to 2 or more"
-            )
+        require_exchange(self.of, micro_batch)
         how = Preparation(say=say)
         return lambda found: self._samples(found, tokenizer, form, micro_batch, how)
 

@@ -8,8 +8,7 @@ of another item, by which KTO estimates how far the model has moved.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,15 +18,14 @@ from harness.batches.collate import MapDataset
 from harness.batches.stream import fingerprint
 from harness.data.chat import ConversationEncoder
 from harness.data.files.documents import content_digest, copied
-from harness.data.files.format import Extent, Row, RowFormat
-from harness.data.files.formats import format_of, planned
-from harness.data.files.rows import plain_row
+from harness.data.files.format import Extent
+from harness.data.files.formats import planned
 from harness.data.files.sources import find_files
 from harness.data.on_disk.cache import Preparation, cache_error, fingerprint_of, prepared_folder, set_fingerprint
 from harness.data.samples import make_samples
 from harness.data.tokenizer import Tokenizer, padding_id
 from harness.errors import UserError
-from harness.preferences.rows import Answer, is_paired, labelled, pair
+from harness.preferences.items import items, rows_of
 from harness.preferences.samples import PreferenceSamples
 from harness.wording import counted
 
@@ -60,26 +58,6 @@ def read_items(sources: Sequence[str], of: PreferenceArguments, say: Callable[[s
     return _ordered(found)
 
 
-def rows_of(extent: Extent) -> Iterator[Row]:
-    """Yield the rows of an extent with all columns. UserError for a file of text."""
-    kind = format_of(Path(extent.file))
-    if not isinstance(kind, RowFormat):
-        raise UserError(f"{extent.file} is text: preferences are rows of `prompt`, `chosen` and `rejected`")
-    return kind.whole_rows(extent)
-
-
-def require_first_rows(sources: Sequence[str], of: PreferenceArguments) -> None:
-    """Raise UserError for a file whose first row cannot be used; reads nothing else."""
-    for file in (file for source in sources for file in find_files(source)):
-        try:
-            kind = format_of(file)
-            extent = kind.whole(file)
-            for _ in items((row for row, _ in zip(rows_of(extent), range(1), strict=False)), labels=not of.paired):
-                pass
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror}") from error
-
-
 def items_of(dataset: MapDataset, name: str, of: PreferenceArguments) -> Dataset:
     """Return the items of a user's data set of dicts, in memory. UserError, naming `name[i]`, for an unusable row."""
     from datasets import Dataset
@@ -91,32 +69,6 @@ def items_of(dataset: MapDataset, name: str, of: PreferenceArguments) -> Dataset
     table = Dataset.from_list(made, features=_features())
     set_fingerprint(table, fingerprint(*(value for row in made for value in row.values())))
     return _ordered(table)
-
-
-def items(rows: Iterable[Row], *, labels: bool) -> Iterator[dict[str, object]]:
-    """Yield the items of rows: pairs, or with `labels` completions."""
-    for location, row in rows:
-        if not isinstance(row, Mapping):
-            raise UserError(f"{location} is not an object: each row is {{prompt, chosen, rejected}}")
-        found = plain_row(row)
-        if labels:
-            paired = is_paired(list(found))
-            yield from (
-                _item(answer, None, later=paired and not answer.desirable) for answer in labelled(found, location)
-            )
-        else:
-            yield _item(*pair(found, location))
-
-
-def _item(first: Answer, second: Answer | None, *, later: bool = False) -> dict[str, object]:
-    return {
-        "first": first.text,
-        "second": "" if second is None else second.text,
-        "place": first.place,
-        "second_place": "" if second is None else second.place,
-        "desirable": first.desirable,
-        "later": later,
-    }
 
 
 def _features() -> Features:

@@ -19,6 +19,7 @@ from harness.errors import UserError
 from harness.hf.adapters import Adapters
 from harness.hf.skeleton import ModelSource
 from harness.preferences.data import PreferenceData
+from harness.preferences.items import obstacles
 from harness.preferences.losses import LabelledLoss, PairLoss
 from harness.preferences.reference import with_reference
 from harness.preferences.samples import PreferenceSamples, collate
@@ -56,16 +57,7 @@ class Preferences:
 
     def obstacles(self, args: TrainingArguments) -> list[str]:
         """Return what is wrong with the arguments of a run with this objective, one line each."""
-        given = {
-            "--packing": (args.packing, "pairs are compared, so each sequence is a row of its own"),
-            "--sample_prompts": (args.sample_prompts, "its evaluations are of pairs"),
-            "--shuffle_buffer_size": (args.shuffle_buffer_size, "preferences are not streamed"),
-        }
-        return [
-            f"{flag} does not work with {self.name}: {why}; remove it"
-            for flag, (is_given, why) in given.items()
-            if is_given
-        ]
+        return obstacles(self.of, args)
 
     def collate(self, samples: Sequence[object]) -> MicroBatch:
         """Return the micro-batch of these samples."""

@@ -229,7 +229,6 @@ def _require_objective(inputs: RunInputs, objective: Objective, source: ModelSou
     given = {
         "loss_fn": inputs.loss_fn is not None,
         "compute_loss_func": inputs.compute_loss_func is not None,
-        "--label_smoothing_factor": inputs.args.label_smoothing_factor != 0,
     }
     problems = [
         f"{name} has no effect with {objective.name}, a loss of its own: remove it" for name in given if given[name]

@@ -11,15 +11,7 @@ import pytest
 from harness import PreferenceArguments, Preferences, Trainer, TrainingArguments
 from harness.data.tokenizer import ByteTokenizer
 from tests.models import model_of
-from tests.preferences import LABELLED, PAIRS, trained
-
-FLAGS = {
-    "beta": "preference_beta",
-    "smoothing": "preference_label_smoothing",
-    "gamma": "simpo_gamma",
-    "desirable": "desirable_weight",
-    "undesirable": "undesirable_weight",
-}
+from tests.preferences import FLAGS, LABELLED, PAIRS, trained
 
 
 @pytest.fixture(autouse=True)
