@@ -9,7 +9,8 @@ writes a whole hidden state, needs two or three more in the backward pass, and t
   in one operation. In 16 bits transformers' own code runs there: fewer operations would round differently.
 
 The code of a norm or a rotation is replaced only if it equals, word for word, the code that `fused.json` names, which
-most families share; a gated activation is any product of `self.act_fn(...)` with something else.
+most families share. On a GPU, so is each `x * cos + rotate_half(x) * sin` of the families that rotate a part of a head,
+and any product of `self.act_fn(...)` with something else, a gated activation.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from harness.parallel.comm import Context
 REPLACED: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """Purpose -> code of transformers, as `module:name`."""
 ROTATION, HALF = (REPLACED[key].rpartition(":")[2] for key in ("rotation", "half"))
-GATE = "_harness_gate"
-"""The name by which rewritten code calls `_gate`."""
+GATE, TURN = "_harness_gate", "_harness_turn"
+"""The names by which rewritten code calls `_gate` and `_turn`."""
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 """Activations of transformers -> those of `kernels.gate`."""
 
@@ -143,17 +144,17 @@ def _turned(x: Tensor, cos: Tensor, sign: int, into_first: Tensor, into_second: 
     return turned
 
 
-class _RotatedPair(torch.autograd.Function):
+class _Rotated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, cos: Tensor, sin: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        return kernels.rotate(q, k, cos, sin)
+        return kernels.rotate(heads, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dense = (each if each.stride(-1) == 1 else each.contiguous() for each in grads)
-        return *kernels.rotate(*dense, *ctx.saved_tensors, backward=True), None, None
+        dense = [each if each.stride(-1) == 1 else each.contiguous() for each in grads]
+        return None, None, *kernels.rotate(dense, *ctx.saved_tensors, backward=True)
 
 
 class _Gate(torch.autograd.Function):
@@ -198,10 +199,14 @@ def _offset_norm(self: _Norm, x: Tensor) -> Tensor:
 
 
 def _fused_rotation(forward: FunctionType, has_kernels: bool) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return a fused form of the rotation that `forward` calls; None if it is not the rotation of `fused.json`."""
+    """Return a fused form of the rotation that `forward` calls; None if its halves are not those of `fused.json`."""
     plain: Any = forward.__globals__.get(ROTATION)
     half = getattr(plain, "__globals__", {}).get(HALF)
-    return _fused(plain, has_kernels) if _reads_as(plain, "rotation") and _reads_as(half, "half") else None
+    if not _reads_as(half, "half"):
+        return None
+    if _reads_as(plain, "rotation"):
+        return _fused(plain, has_kernels)
+    return _rewritten(plain, TURN) if has_kernels else None  # as of families that rotate a part of each head
 
 
 def _fused(plain: Callable[..., tuple[Tensor, Tensor]], has_kernels: bool) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -218,7 +223,7 @@ def _fused(plain: Callable[..., tuple[Tensor, Tensor]], has_kernels: bool) -> Ca
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         dense = q.stride(-1) == k.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
         if has_kernels and dense and unsqueeze_dim == 1 and (q.dim(), cos.dim()) == (4, 3):
-            pair: tuple[Tensor, Tensor] = _RotatedPair.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
+            pair: tuple[Tensor, Tensor] = _Rotated.apply(cos, sin, q, k)  # type: ignore[no-untyped-call]
             return pair
         if q.dtype != torch.float32:
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
@@ -249,6 +254,40 @@ def _gate(activation: str, plain: nn.Module, gates: Tensor, ups: Tensor) -> Tens
     return gated
 
 
+def _turn(half: Callable[[Tensor], Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x * cos + half(x) * sin, by one kernel where it fits."""
+    fits = type(x) is Tensor and x.dtype == cos.dtype == sin.dtype and x.dim() == 4 and x.shape[-1] % 2 == 0
+    sizes = (cos.shape, sin.shape, cos.stride(-1), sin.stride(-1), x.stride(-1))
+    fits = fits and any(sizes == (size, size, 1, 1, 1) for size in ((1, 1, *x.shape[2:]), (len(x), 1, *x.shape[2:])))
+    if not fits or cos.requires_grad or sin.requires_grad:
+        return x * cos + half(x) * sin
+    (turned,) = _Rotated.apply(cos.squeeze(1), sin.squeeze(1), x)  # type: ignore[no-untyped-call]
+    return turned  # type: ignore[no-any-return]
+
+
+class _WithTurns(ast.NodeTransformer):
+    """Turns `x * cos + rotate_half(x) * sin` into a call of `_turn`."""
+
+    found = 0
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:  # ast's name
+        """Replace a sum."""
+        self.generic_visit(node)
+        match node:
+            case ast.BinOp(
+                left=ast.BinOp(left=ast.Name() as x, op=ast.Mult(), right=ast.Name() as cos),
+                op=ast.Add(),
+                right=ast.BinOp(
+                    left=ast.Call(func=ast.Name(id=name) as half, args=[ast.Name() as turned], keywords=[]),
+                    op=ast.Mult(),
+                    right=ast.Name() as sin,
+                ),
+            ) if name == HALF and turned.id == x.id:
+                self.found += 1
+                return ast.copy_location(ast.Call(ast.Name(TURN, ast.Load()), [half, x, cos, sin], []), node)
+        return node
+
+
 class _WithGates(ast.NodeTransformer):
     """Turns `self.act_fn(x) * y`, and `y * self.act_fn(x)`, into a call of `_gate`."""
 
@@ -274,23 +313,28 @@ class _WithGates(ast.NodeTransformer):
         return None
 
 
-@cache
 def _gated(forward: object, activations: tuple[tuple[str, str], ...]) -> FunctionType | None:
     """Return a forward with its gated activations fused; None if it has none, or is not a plain function."""
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or forward.__closure__:
+    return _rewritten(forward, GATE, activations) if activations else None
+
+
+@cache
+def _rewritten(function: object, by: str, activations: tuple[tuple[str, str], ...] = ()) -> FunctionType | None:
+    """Return a function that calls `_gate` or `_turn`; None if it has nothing to replace, or is no plain function."""
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__") or function.__closure__:
         return None
-    if not activations or (tree := _parsed(forward)) is None or tree.decorator_list:
+    if (tree := _parsed(function)) is None or tree.decorator_list:
         return None
-    rewriting = _WithGates(dict(activations))
+    rewriting = _WithTurns() if by == TURN else _WithGates(dict(activations))
     rewriting.visit(tree)
     if not rewriting.found:
         return None
-    ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)  # so that a traceback shows the family's own line
+    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)  # so that a traceback shows the family's own line
     module = ast.fix_missing_locations(ast.Module([tree], []))
-    scope = {**forward.__globals__, GATE: _gate}
-    exec(compile(module, forward.__code__.co_filename, "exec"), scope)  # transformers' code, parsed above
+    scope = {**function.__globals__, GATE: _gate, TURN: _turn}
+    exec(compile(module, function.__code__.co_filename, "exec"), scope)  # transformers' code, parsed above
     rewritten: FunctionType = scope[tree.name]
-    rewritten.__defaults__, rewritten.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+    rewritten.__defaults__, rewritten.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return rewritten
 
 

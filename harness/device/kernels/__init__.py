@@ -8,6 +8,7 @@ queries and keys is 14 operations, a gated activation two or three, and a softma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,9 +43,9 @@ def usable(device: torch.device) -> bool:
 
         first, second = inputs[0].chunk(2, -1)
         turned = inputs[0] * angles.unsqueeze(1) + torch.cat([-second, first], -1) * angles.unsqueeze(1)
-        require_close(rotate(x, up, angles, angles)[0], turned)
+        require_close(rotate([x, up], angles, angles)[0], turned)
         (of_turned,) = torch.autograd.grad(turned, inputs[:1], grad)
-        require_close(rotate(grad, up, angles, angles, backward=True)[0], of_turned)
+        require_close(rotate([grad, up], angles, angles, backward=True)[0], of_turned)
 
         gated = functional.silu(inputs[0]) * inputs[1]
         require_close(gate(x, up, "silu"), gated)
@@ -78,32 +79,35 @@ def _power_of_two(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backward: bool = False) -> tuple[Tensor, Tensor]:
-    """Return queries and keys, each [batch, heads, tokens, n], rotated by angles [batch or 1, tokens, n].
+def rotate(heads_of: Sequence[Tensor], cos: Tensor, sin: Tensor, *, backward: bool = False) -> tuple[Tensor, ...]:
+    """Return queries and keys, or one of the two, rotated by angles [batch or 1, tokens, n].
 
-    Dimension i is rotated with dimension i + n / 2. `backward`: by the opposite angles, as gradients are.
+    Each is [batch, heads, tokens, n]. Dimension i is rotated with dimension i + n / 2. `backward`: by the opposite
+    angles, as gradients are.
     """
-    outputs = torch.empty_like(q), torch.empty_like(k)
+    q, k = heads_of[0], heads_of[-1]
+    outputs = tuple(map(torch.empty_like, heads_of))
     batch, heads, tokens, width = q.shape
     columns = _power_of_two(width // 2)
     one = len(cos) == 1
     _programs().rotate[(batch * tokens,)](
         q,
         k,
-        *outputs,
+        outputs[0],
+        outputs[-1],
         cos,
         sin,
         tokens,
         *q.stride()[:3],
         *k.stride()[:3],
         *outputs[0].stride()[:3],
-        *outputs[1].stride()[:3],
+        *outputs[-1].stride()[:3],
         0 if one else cos.stride(0),
         cos.stride(1),
         0 if one else sin.stride(0),
         sin.stride(1),
         heads,
-        k.shape[1],
+        k.shape[1] if len(heads_of) > 1 else 0,
         width // 2,
         backward=backward,
         columns=columns,

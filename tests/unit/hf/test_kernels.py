@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
 from harness.device import kernels
-from harness.hf.fused import ACTIVATIONS, fuse
+from harness.hf.fused import ACTIVATIONS, ROTATION, fuse, reads_globals
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from tests.models import model_of
 
@@ -51,9 +51,9 @@ def test_queries_and_keys_are_rotated_to_the_bit(
         cos, sin = angles, angles.flip(-1).contiguous()
         inputs = [each.detach().requires_grad_() for each in (q, k)]
         expected = modeling_llama.apply_rotary_pos_emb(*inputs, cos, sin)
-        found = kernels.rotate(q, k, cos, sin)
+        found = kernels.rotate([q, k], cos, sin)
         grads = [drawn(*each.shape, dtype=dtype, seed=1) for each in expected]
-        back = kernels.rotate(*grads, cos, sin, backward=True)
+        back = kernels.rotate(grads, cos, sin, backward=True)
         wanted = torch.autograd.grad(expected, inputs, grads)
         for ours, theirs in zip((*found, *back), (*expected, *wanted), strict=True):
             if dtype == torch.float32:  # a fused multiply-add rounds once
@@ -62,6 +62,26 @@ def test_queries_and_keys_are_rotated_to_the_bit(
                 assert torch.equal(ours, theirs)
         if of_keys > 1:  # a single head has any stride
             assert [each.stride() for each in found] == [each.stride() for each in expected]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "phi3", "glm4_moe", "nemotron", "gpt_neox", "minimax_m2"])
+def test_a_part_of_each_head_is_rotated_to_the_bit(family: str) -> None:
+    attention = next(
+        module
+        for module in model_of(family, num_hidden_layers=4).modules()
+        if reads_globals(type(module).forward, [ROTATION])
+    )
+    plain = type(attention).forward.__globals__[ROTATION]
+    fuse(attention.to(DEVICE), DEVICE)
+    fused = attention.forward.__func__.__globals__[ROTATION]
+    inputs = [drawn(2, 5, heads, 16, dtype=HALF, seed=heads).transpose(1, 2).requires_grad_() for heads in (4, 2)]
+    for batch in (1, 2):
+        cos, sin = (drawn(batch, 5, 8, dtype=HALF, seed=seed) for seed in (1, 2))
+        pairs = [
+            [*each, *torch.autograd.grad(each, inputs, inputs)]
+            for each in (f(*inputs, cos, sin) for f in (fused, plain))
+        ]
+        assert all(map(torch.equal, *pairs))
 
 
 @dtypes
