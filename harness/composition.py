@@ -47,6 +47,7 @@ def _with_extras(parts: Parts) -> Parts:
     from harness.extras.host_memory import HostMemory
     from harness.extras.lora import adapted
     from harness.extras.monitors import Monitors
+    from harness.extras.pushing import pushing
     from harness.extras.rebalancing.rebalancer import Rebalancer
 
     return replace(
@@ -55,6 +56,7 @@ def _with_extras(parts: Parts) -> Parts:
         compression=compression,
         host_memory=HostMemory.open,
         monitors=Monitors,
+        pushing=pushing,
         rebalancer=Rebalancer,
     )
 

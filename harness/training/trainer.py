@@ -60,7 +60,7 @@ from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction, first_tensor
 from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_data, evaluation_metrics, predict
-from harness.training.parts import Parts, needed
+from harness.training.parts import Parts, PushingCallback, needed
 from harness.training.parts.data import AnyTokenizer, UserData
 from harness.training.parts.objective import Objective
 from harness.training.prepare.plan import RunInputs
@@ -171,6 +171,7 @@ class Trainer:
             own_callbacks = instances(callbacks or ())
             if args.profile:
                 profiler = needed(self.parts.profiling, "--profile", "harness.report")(args.profile)
+            self._pushing = self._second_place(inputs) if args.push_checkpoints_to else None
             self.run = run = prepare_run(inputs, given, config)
             self.control = TrainerControl()
             # Attached once, so that a step calls only what this run uses.
@@ -187,6 +188,8 @@ class Trainer:
                 self.callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
             if args.profile:
                 self.callbacks.append(profiler)
+            if self._pushing is not None:
+                self.callbacks.append(self._pushing)
             self.nonfinite = NonFinite(args.nonfinite, run.console)
             overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
             self.checkpoints = Checkpoints(run, self.nonfinite, partial(self._call, "on_save"), overridden)
@@ -194,6 +197,10 @@ class Trainer:
             begin_or_resume(run)
             self.checkpoints.resumed(run.checkpoint)
             self._call("on_init_end")
+
+    def _second_place(self, inputs: RunInputs) -> PushingCallback:
+        push = needed(self.parts.pushing, "--push_checkpoints_to", "harness.extras")
+        return push(inputs.args, inputs.env, inputs.console)
 
     def _require_known(self, others: Mapping[str, object]) -> None:
         """Raise UserError for keyword arguments that the constructor does not take."""
@@ -563,6 +570,8 @@ class Trainer:
         self.checkpoints.finish()
         self.nonfinite.judge_weights(self.engine, str(directory))
         write_model(self.run, directory)
+        if self._pushing is not None and output_dir is None:
+            self._pushing.copy_model(directory)
         return directory
 
     @inside("gathering the model")

@@ -40,6 +40,9 @@ class CheckpointArguments(Flags):
         None, "number of newest checkpoints to keep, the best one included and always kept (default: all)", least=1
     )
     save_only_model: bool = flag(False, "save only the model: smaller, but no run can resume such a checkpoint")
+    push_checkpoints_to: str | None = flag(
+        None, "URL (s3://, gs://, file:// and others of fsspec) to which finished checkpoints and the model are copied"
+    )
     load_best_model_at_end: bool = flag(False, "save each best evaluation, and end with the weights of the best one")
     metric_for_best_model: str | None = flag(
         None, "evaluation metric that decides which model is the best (default: loss)"

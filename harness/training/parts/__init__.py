@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from harness.hf.context.plan import ContextPlan
 from harness.hf.skeleton import ModelSource
 from harness.parallel.collectives import OpenMemory
 from harness.resilience.process.watching import Watch
+from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.training.callbacks import StepRecord, TrainerCallback
 from harness.training.engine.context import EngineContext, GradientCompression
@@ -80,6 +82,13 @@ class PredictRun(Protocol):
     ) -> RunPrediction | None: ...
 
 
+class PushingCallback(TrainerCallback):
+    """Copies finished checkpoints to a second place, and the exported model."""
+
+    def copy_model(self, directory: Path) -> None:
+        """Copy a model that was exported to `directory`, and wait for it. All ranks call it; errors are warnings."""
+
+
 VerifySharding: TypeAlias = Callable[[CausalModel, EngineContext, Console], None]
 """Compares the sharded model with the whole one, as `--verify_plan` asks. UserError on all ranks if they differ."""
 
@@ -133,6 +142,7 @@ class Parts:
         check_config: refuses a wrong config with all findings; without it such a run fails where DeepSpeed does.
         forecast: predicts memory and speed, which the run reports before it builds the model.
         profiling: makes the callback that profiles that many steps (`--profile N`).
+        pushing: makes the callback of `--push_checkpoints_to`, and reads the checkpoint to resume back if it is lost.
         certificate: finds the certificate that `run.json` gets.
         data: makes samples of text and conversations.
         watch: ends a run of which a rank fails, hangs or is stopped.
@@ -148,6 +158,7 @@ class Parts:
     check_config: ConfigCheck | None = None
     forecast: PredictRun | None = None
     profiling: Callable[[int], TrainerCallback] | None = None
+    pushing: Callable[[TrainingArguments, LaunchEnv, Console], PushingCallback] | None = None
     certificate: FindCertificate | None = None
     data: DataPart | None = None
     watch: Watch = field(default_factory=Watch)

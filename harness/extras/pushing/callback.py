@@ -1,0 +1,145 @@
+"""The callback that copies what a run writes to a second place (`--push_checkpoints_to`); rank 0 alone copies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Unpack
+
+from harness.arguments import TrainingArguments
+from harness.atomic import replace_text
+from harness.checkpoint.directories import MANIFEST, RUN, read_manifest
+from harness.checkpoint.integrity import newest_whole
+from harness.config.values.json_file import read_json
+from harness.config.values.json_object import JsonObject
+from harness.console import Console
+from harness.extras.pushing.store import CANNOT, MARKER, Store, marker, why
+from harness.extras.pushing.uploads import Outcome, Upload, Uploads
+from harness.training.callbacks import MomentValues, TrainerControl, TrainerState
+from harness.training.parts import PushingCallback
+
+FOLDER = "pushing-"
+"""How the names of folders begin that hold links to the files of a checkpoint while it is copied."""
+OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken")
+NAME_OF_MODEL = "the model"
+
+
+class PushCallback(PushingCallback):
+    """Copies each finished checkpoint in the background, and the exported model at the end."""
+
+    reads_weights = False
+
+    def __init__(self, store: Store, console: Console) -> None:
+        self.store = store
+        self._console = console
+        self._uploads: Uploads | None = None  # on rank 0, once training begins
+        self._complete: list[JsonObject] = []
+        self._failed: list[JsonObject] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
+        """Find out what the store has; copy the newest checkpoint if an earlier process has not completed that."""
+        if not state.is_world_process_zero:
+            return
+        output_dir = Path(args.output_dir)
+        for left in output_dir.glob(f"{FOLDER}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        self._uploads = self._uploads or Uploads(self.store)
+        if state.global_step == 0:
+            return
+        names: list[str] = []
+        with suppress(CANNOT):  # then the newest is copied once more
+            names = [name for _, name in self.store.checkpoints()]
+        self._complete = [{"name": name} for name in reversed(names)]
+        newest = newest_whole(output_dir)
+        if newest is not None and newest.name not in names:
+            self._push(newest)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
+        """Begin to copy the checkpoint."""
+        self._push(kwargs["checkpoint"])
+        self._report(Path(args.output_dir))
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
+        """Report what has been copied."""
+        self._report(Path(args.output_dir))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
+    ) -> None:
+        """Wait for the last copy."""
+        if self._uploads is not None:
+            if not self._uploads.is_idle:
+                self._console.say(f"copying the last checkpoint to {self.store.url}")
+            self._uploads.wait()
+            self._report(Path(args.output_dir))
+
+    def copy_model(self, directory: Path) -> None:
+        """Copy an exported model to the store itself, and wait for it. Other ranks than the first do nothing."""
+        if self._uploads is None:
+            return
+        sizes = {
+            path.relative_to(directory).as_posix(): path.stat().st_size
+            for folder in (directory, directory / "base_model")
+            for path in sorted(folder.glob("*"))
+            if path.suffix in OF_A_MODEL and path.name not in (RUN, MARKER)
+        }
+        staged = directory / f"{FOLDER}model"
+        try:
+            _link(directory, staged, list(sizes))
+            (staged / MARKER).write_text(marker(sizes), encoding="utf-8")
+            outcome = self._uploads.copied(Upload(name="", folder=staged, files=[*sizes, MARKER]))
+        except OSError as error:
+            outcome = Outcome(name="", problem=why(error))
+        shutil.rmtree(staged, ignore_errors=True)
+        self._record([outcome], directory)
+
+    def _push(self, checkpoint: Path) -> None:
+        if self._uploads is None:
+            return
+        files = [*sorted(read_manifest(checkpoint).files), MANIFEST]
+        staged = checkpoint.with_name(f"{FOLDER}{checkpoint.name}")
+        try:
+            _link(checkpoint, staged, files)
+        except OSError as error:  # the run's own limit of checkpoints may delete it at any time
+            self._record([Outcome(name=checkpoint.name, problem=why(error))], checkpoint.parent)
+            return
+        self._uploads.add(Upload(name=checkpoint.name, folder=staged, files=files))
+
+    def _report(self, output_dir: Path) -> None:
+        if self._uploads is not None and (outcomes := self._uploads.outcomes()):
+            self._record(outcomes, output_dir)
+
+    def _record(self, outcomes: list[Outcome], output_dir: Path) -> None:
+        """Tell the user of copies, and list them in `run.json`."""
+        for outcome in outcomes:
+            name = outcome.name or NAME_OF_MODEL
+            if outcome.problem is None:
+                row = {"name": name, "bytes": outcome.nbytes, "seconds": round(outcome.seconds, 3)}
+                self._complete = [*(each for each in self._complete if each["name"] != name), row]
+                self._console.say(f"{name} copied to {self.store.url}")
+            else:
+                self._failed.append({"name": name, "problem": outcome.problem})
+                self._console.warn(f"{name} not copied to {self.store.url}: {outcome.problem}; training continues")
+        with suppress(OSError, ValueError, TypeError):  # a file that somebody has replaced is not worth an error
+            content = read_json(output_dir / RUN)
+            content["pushed"] = {"to": self.store.url, "complete": self._complete, "failed": self._failed}
+            replace_text(output_dir / RUN, json.dumps(content, indent=2) + "\n")
+
+
+def _link(folder: Path, into: Path, names: list[str]) -> None:
+    """Link files of a folder into a new one: they stay if the folder is deleted. OSError if that fails."""
+    shutil.rmtree(into, ignore_errors=True)
+    for name in names:
+        (into / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            (into / name).hardlink_to(folder / name)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(folder / name, into / name)

@@ -1,0 +1,77 @@
+"""Read a run's newest checkpoint back from its second place, if its own folder has lost it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.atomic import free_name, sync_folder
+from harness.checkpoint.directories import MANIFEST, RUN, finished_name, partial_name, read_manifest, remove
+from harness.checkpoint.integrity import changed_file, damage, newest_whole
+from harness.config.values.json_file import read_json
+from harness.console import Console
+from harness.errors import UserError
+from harness.extras.pushing.store import CANNOT, FLAG, Store, why
+
+
+def read_back(store: Store, output_dir: Path, console: Console) -> Path | None:
+    """Copy the newest complete checkpoint of the store to `output_dir`, unless a newer one is there.
+
+    Only checkpoints of this directory's own run count, if it knows it. One that is damaged there is left out, with a
+    warning.
+
+    Returns:
+        The checkpoint here; None if none was read.
+
+    Raises:
+        UserError: the store cannot be read.
+    """
+    kept = newest_whole(output_dir)
+    here = -1 if kept is None else read_manifest(kept).step
+    try:
+        for step, name in store.checkpoints():
+            if step <= here:
+                return None
+            console.say(f"reading {name} back from {store.url}")
+            problem = _read(store, name, step, output_dir)
+            if problem is None:
+                return output_dir / finished_name(step)
+            console.warn(f"{store.url}/{name} cannot be resumed ({problem}): ignored")
+    except CANNOT as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{FLAG} {store.url}: cannot be read: {why(error)}") from error
+    return None
+
+
+def _read(store: Store, name: str, step: int, output_dir: Path) -> str | None:
+    """Copy a checkpoint; return what is wrong with it, None if nothing is."""
+    partial, final = output_dir / partial_name(step), output_dir / finished_name(step)
+    remove([partial])
+    try:
+        store.get(f"{name}/{MANIFEST}", partial / MANIFEST)
+        manifest = read_manifest(partial)
+        if (run := _own_run(output_dir)) and manifest.run_id != run:
+            return "it is of another run"
+        for file in manifest.files:
+            store.get(f"{name}/{file}", partial / file)
+        problem = damage(partial) or changed_file(partial, 0, 1)
+        if problem is None:
+            if final.exists():
+                final.rename(free_name(output_dir / f"damaged-{final.name}"))
+            partial.rename(final)
+            sync_folder(output_dir)
+        return problem
+    except FileNotFoundError as error:
+        return f"{error.filename or error} is missing"
+    except UserError as error:
+        return str(error)
+    finally:
+        remove([partial])
+
+
+def _own_run(output_dir: Path) -> str:
+    """Return the id of the run that `output_dir` belongs to; "" for a new directory."""
+    try:
+        return str(read_json(output_dir / RUN)["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
