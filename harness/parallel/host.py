@@ -41,15 +41,14 @@ def reading(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
 
     It does not wait for what is queued on the accelerator after this call, which computes on meanwhile.
     """
-    # as float64, in which counts of up to 2**53 stay exact, so that all fit into one tensor
-    far = {
-        index: value.detach().double().reshape(())
-        for index, value in enumerate(values)
-        if isinstance(value, Tensor) and value.device.type != "cpu"
-    }
-    near = [0.0 if index in far else float(value) for index, value in enumerate(values)]
+    far: dict[int, Tensor] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            # as float64, in which counts of up to 2**53 stay exact, so that all fit into one tensor
+            far[index] = value.detach().double().reshape(())
     if not far:
-        return lambda: near
+        return partial(list, list(map(float, values)))
+    near = [0.0 if index in far else float(value) for index, value in enumerate(values)]
     stacked = torch.stack(list(far.values()))
     copied = staging(stacked.shape, stacked.dtype, stacked.device)
     copied.copy_(stacked, non_blocking=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite
@@ -146,7 +146,8 @@ class Engine(ABC):
         self.compression = compression
         self.schedule = SchedulePosition(deepspeed)
         self.compared = False
-        self._attention = AttentionKernels(context.args.sdpa_backend, context.device)
+        on_gpu = context.device.type == "cuda"
+        self._attention = AttentionKernels(context.args.sdpa_backend, context.device) if on_gpu else None
 
     @property
     def has_router_loss(self) -> bool:
@@ -208,8 +209,7 @@ class Engine(ABC):
         # 2. Forward, backward, gradient reduction, clipping, update. Random draws are a function of the step alone, so
         #    a checkpoint needs no generator state.
         seed = seed_of(self.context.args.seed, consumed_samples, self.groups.coordinate.reader)
-        shapes = [first_tensor(inputs).shape for inputs, _ in micro_batches] if length is None else [length]
-        with own_generators(seed, self.device), self._attention.ordered(shapes):
+        with own_generators(seed, self.device), self._attending(whole, length):
             loss, parts = self._forward_backward_update(batches, length)
 
         if settles:
@@ -233,6 +233,15 @@ class Engine(ABC):
             applied=applied,
             parts=dict(zip(parts, of_parts, strict=True)),
         )
+
+    def _attending(
+        self, micro_batches: Sequence[EvaluationBatch], length: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the context of passes over micro-batches, all padded to `length` if it is given."""
+        if self._attention is None:
+            return nullcontext()
+        shapes = [first_tensor(batch.inputs).shape for batch in micro_batches]
+        return self._attention.ordered(shapes if length is None else [length])
 
     def _read(self, outcome: Sequence[Tensor | float]) -> list[float]:
         """Return the norm, the loss and its parts of the step just made, as numbers; waits for the device."""
@@ -266,8 +275,7 @@ class Engine(ABC):
         """
         counted, rows = self.count(micro_batches)
         self.loss.totals = {}
-        shapes = [first_tensor(batch.inputs).shape for batch in micro_batches]
-        with torch.no_grad(), self._attention.ordered(shapes):
+        with torch.no_grad(), self._attending(micro_batches):
             mean = self._evaluate(self.weigh(micro_batches, (counted, rows), by_label=True), steps)
         of_parts = self._totals_of_parts()
         if self.groups.pp_group is not None:  # only the stage with the loss has counted labels
