@@ -21,7 +21,7 @@ from harness.data.inputs.early_checks import read_prompts
 from harness.data.tokenizer import BYTES, tokenizer_directory, tokenizer_name
 from harness.errors import UserError, reason, refuse_all
 from harness.hf.locate import model_directory
-from harness.installed import read_run_config
+from harness.installed import read_run_config, require_installed
 from harness.topology.env import LaunchEnv
 
 TRIAL_STEPS = 200  # for a run that names neither data nor steps
@@ -105,6 +105,7 @@ def _require_preferences(
     script: ScriptArguments, args: TrainingArguments, preference: PreferenceArguments, micro_batch: int
 ) -> None:
     """Raise UserError for preferences that cannot be read as the flags ask, by their first rows."""
+    require_installed("harness.preferences", f"--preference {preference.preference}")
     from harness.preferences.items import obstacles, require_exchange, require_first_rows
 
     streams = [f"--streaming does not work with --preference {preference.preference}: remove it"]

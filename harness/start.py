@@ -50,14 +50,14 @@ def train(argv: Sequence[str]) -> int:
         return 2
     if not words[0].startswith("-"):
         raise UserError(f"{words[0]}: give flags alone; `ds-harness launch` starts a script of your own")
-    script, args, lora = parse(KINDS, words, prog="ds-harness train", description="", epilog="")
+    script, args, lora, preference = parse(KINDS, words, prog="ds-harness train", description="", epilog="")
     if args.use_cpu:
         replace_environment({**inherited(), ACCELERATOR: "cpu"})
     if counts_own_devices(options):
         options = _on_devices_here(options, args)
     hosts = find_hosts(options)
     if not options.rdzv_endpoint and len(hosts) == 1 and hosts[0].is_here:
-        check_inputs(script, args, LaunchEnv(world_size=len(hosts[0].devices)), lora)
+        check_inputs(script, args, LaunchEnv(world_size=len(hosts[0].devices)), lora, preference)
         if args.trains and args.resume_from_checkpoint is None and not args.overwrite_output_dir:
             require_unused(Path(args.output_dir))
     return start(options)

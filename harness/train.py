@@ -83,8 +83,6 @@ def _main(argv: Sequence[str] | None, env: LaunchEnv, console: Console) -> int:
         if args.use_cpu:  # before DeepSpeed is imported
             replace_environment({**inherited(), ACCELERATOR: "cpu"})
         require_installed("harness.data", "a training script that reads files")
-        if preference.preference is not None:
-            require_installed("harness.preferences", f"--preference {preference.preference}")
         from harness.preflight import check_before_start
 
         # one rank may be downloading for the whole host

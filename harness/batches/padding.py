@@ -31,7 +31,8 @@ class PaddedSamples(MapDataset, Protocol):
     packing: bool
 
     def lengths(self, rows: npt.ArrayLike | None = None) -> npt.NDArray[np.integer]:
-        """Return the number of tokens of these samples, by default of all, without padding."""
+        """Return the number of tokens of these samples, by default of all, without padding: [samples], or [samples,
+        sequences] if a sample has several, which are padded alike."""
 
     def padded_to(self, length: int) -> Self:
         """Return the same samples padded to `length` tokens; a longer sample must not be read from the result."""
@@ -59,10 +60,10 @@ def padding_of(dataset: MapDataset, batches: npt.NDArray[np.integer], *, one_len
     """
     if not isinstance(dataset, PaddedSamples):
         return Padding()
-    found = dataset.lengths(batches.ravel()).reshape(batches.shape)
+    found = dataset.lengths(batches.ravel()).reshape(len(batches), -1)
     longest = np.broadcast_to(found.max() if one_length else found.max(axis=1), len(batches))
     lengths = np.full(len(batches), dataset.block_size) if dataset.packing else _rounded(longest, dataset.block_size)
-    tokens = int(lengths.sum()) * batches.shape[1]
+    tokens = int(lengths.sum()) * found.shape[1]
     return Padding(lengths, tokens, tokens - int(found.sum()))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.arguments.configure import read_config, read_run_config
 from harness.arguments.themes.lora import LoraArguments
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.arguments.training_arguments import TrainingArguments
 from harness.arguments.words import without
@@ -20,7 +21,7 @@ from harness.hf.locate import model_directory
 from harness.topology.layout import Layout, divisors
 
 ACCUMULATION = "gradient_accumulation_steps"
-KINDS = (ScriptArguments, TrainingArguments, LoraArguments)
+KINDS = (ScriptArguments, TrainingArguments, LoraArguments, PreferenceArguments)
 CONFIG = "config-of-restart.json"  # in the output directory
 
 
@@ -36,7 +37,7 @@ def on_fewer_ranks(
         check: refuses layouts that do not fit the config.
     """
     try:
-        script, args, _ = parse(KINDS, words[1:], prog="", description="", epilog="")
+        script, args, *_ = parse(KINDS, words[1:], prog="", description="", epilog="")
         model = str(model_directory(script.model))
         resolved = read_run_config(args, world_size=wanted, check=check, model=model).resolved
     except UserError:
@@ -73,7 +74,7 @@ def _with_open_accumulation(given: Sequence[str], args: TrainingArguments) -> li
 def _passes(words: Sequence[str], model: str, layout: Layout, check: ConfigCheck | None) -> bool:
     """Return whether a command line passes the checks of a run in this layout."""
     try:
-        _, args, _ = parse(KINDS, words[1:], prog="", description="", epilog="")
+        _, args, *_ = parse(KINDS, words[1:], prog="", description="", epilog="")
         read_run_config(args, world_size=layout.world_size, check=check, model=model)
     except UserError:
         return False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
 from harness.arguments.themes.lora import LoraArguments
+from harness.arguments.themes.preferences import SEQUENCES, PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.atomic import replace_text
 from harness.command_line import parse
@@ -51,20 +52,22 @@ def dry_run(argv: Sequence[str]) -> int:
         _parser().error("--hardware is the device of --timeline: give both, or leave it out")
     hardware = load_hardware(own.hardware or DEVICES[own.device], world_size) if own.timeline else None
     words = ["--model_name_or_path" + word[7:] if word.partition("=")[0] == "--model" else word for word in words]
-    script, args, lora = parse(
-        [ScriptArguments, TrainingArguments, LoraArguments],
+    script, args, lora, preference = parse(
+        [ScriptArguments, TrainingArguments, LoraArguments, PreferenceArguments],
         words,
         prog="ds-harness dry-run",
         description=DESCRIPTION,
         epilog=EXAMPLE,
     )
     env = LaunchEnv(rank=rank or 0, world_size=world_size)
-    config = check_inputs(script, args, env, lora)  # without torch
+    config = check_inputs(script, args, env, lora, preference)  # without torch
     with tempfile.TemporaryDirectory() as folder, quiet(Path(folder) / "log", int(own.json)) as console:
         from harness.dry_run.rank import dry_run_rank
         from harness.dry_run.report import as_json, as_text
 
         plan = dry_run_plan(script, args, config, lora, own.device)
+        if preference.preference is not None:
+            plan = replace(plan, sequences=SEQUENCES)
         layout = plan.layout
         ranks = [layout.stage_ranks(stage)[0] for stage in range(layout.pp_size)] if rank is None else [rank]
         timelines: dict[int, Sequence[TimelineSpan]] = {}

@@ -91,7 +91,8 @@ class DryRun:
     """The settings of a dry run, read and checked.
 
     Attributes:
-        block_size: tokens of a sample.
+        block_size: tokens of a sequence.
+        sequences: sequences of a sample.
         max_steps: steps of the run, for its learning-rate schedule.
     """
 
@@ -102,6 +103,12 @@ class DryRun:
     layout: Layout
     block_size: int
     max_steps: int
+    sequences: int = 1
+
+    @property
+    def rows(self) -> int:
+        """The sequences of a micro-batch."""
+        return self.resolved.micro_batch * self.sequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +190,7 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv, hardware: Hardware | None = None)
             memory, messages = _two_steps(rank)
             if hardware is not None:
                 rank.engine.deepspeed.overlaps = overlaps
-                ids = torch.zeros((plan.resolved.micro_batch, plan.block_size), dtype=torch.long)
+                ids = torch.zeros((plan.rows, plan.block_size), dtype=torch.long)
                 timeline = predicted_step(rank.engine, plan.resolved, Tape(hardware, plan.layout, env.rank), ids)
         except ASKS_FOR_VALUES as error:
             untried = f"a step, as it looks at values ({type(error).__name__}: {str(error).splitlines()[0]})"
@@ -214,7 +221,7 @@ def _logits_at_once(plan: DryRun) -> int:
     millisecond here. A sixteenth counts at most half a byte too much for each logit of a tile.
     """
     vocabulary: int = plan.source.config.get_text_config(decoder=True).vocab_size
-    tile = plan.resolved.micro_batch * plan.resolved.loss_tile * vocabulary // plan.layout.tp_size
+    tile = plan.rows * plan.resolved.loss_tile * vocabulary // plan.layout.tp_size
     return max(cross_entropy.ELEMENTS_AT_ONCE, tile // 16)
 
 
@@ -282,7 +289,7 @@ def make_step(rank: SimulatedRank, micro_batches: int) -> None:
 
 def _token_ids(plan: DryRun) -> Tensor:
     """Return the token ids of a micro-batch [samples, tokens]."""
-    return torch.zeros((plan.resolved.micro_batch, plan.block_size), dtype=torch.long)
+    return torch.zeros((plan.rows, plan.block_size), dtype=torch.long)
 
 
 def _on_device(memory: Memory, engine: Engine, plan: DryRun) -> Memory:
@@ -308,7 +315,7 @@ def _hidden_bytes(plan: DryRun) -> int:
     """Return the bytes of this rank's hidden state of a micro-batch between two layers."""
     width = plan.source.config.get_text_config(decoder=True).hidden_size
     shares = plan.layout.cp_size * (plan.layout.tp_size if plan.resolved.sequence_parallel else 1)
-    tokens = plan.resolved.micro_batch * -(-plan.block_size // shares)
+    tokens = plan.rows * -(-plan.block_size // shares)
     return int(tokens * width * DTYPES[plan.resolved.precision].itemsize)
 
 

@@ -45,7 +45,7 @@ def as_text(plan: DryRun, report: RankReport) -> str:
     resolved, groups = plan.resolved, report.groups
     kinds = ", ".join(name if n == 1 else f"{n} x {name}" for name, n in report.kinds.items())
     layers = " and ".join(f"{first}-{last}" for first, last in report.chunks.values())
-    batch = f"{resolved.accumulation} micro-batches of {resolved.micro_batch} x {plan.block_size} tokens"
+    batch = f"{resolved.accumulation} micro-batches of {plan.rows} x {plan.block_size} tokens"
     lines = [
         f"rank {groups.rank} of {plan.layout.world_size} ({plan.layout}): {groups.coordinate}",
         f"  layers {layers} ({kinds}), {report.elements:,} parameters",

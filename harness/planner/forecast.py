@@ -67,6 +67,7 @@ def forecast(
     device: torch.device,
     ranks: Sequence[int],
     adapters: bool,
+    sequences: int = 1,
 ) -> Forecast | None:
     """Predict memory and speed of a run on samples of `length` tokens; None if the planner cannot.
 
@@ -75,6 +76,7 @@ def forecast(
 
     Args:
         ranks: the ranks of this host.
+        sequences: sequences of a sample.
     """
     if source.model is not None or adapters:
         return None
@@ -84,7 +86,9 @@ def forecast(
         shape = with_counts(read, counts_of(source.config))
         hardware = None if name is None else _device(name, layout.world_size)
         fused = args.fused_kernels or args.use_liger_kernel
-        found = predict(resolved, shape, length, hardware=hardware, on_cpu=on_cpu, fused_kernels=fused)
+        found = predict(
+            resolved, shape, length, hardware=hardware, on_cpu=on_cpu, fused_kernels=fused, sequences=sequences
+        )
     except (UserError, ArithmeticError, LookupError):  # a config that the planner cannot read must not stop a run
         return None
     limit = device_limit_bytes(device)  # measured: other processes may use a part of the device

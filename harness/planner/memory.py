@@ -108,7 +108,7 @@ def mask_bytes(workload: Workload, strategy: Strategy, stage: Stage, *, packed: 
     has_window = any(layer.window and layer.window < length for layer, _ in stage.layers)
     if not workload.habits.torch_attention or not (has_window or packed):
         return 0.0
-    return float(strategy.micro_batch * length * min(length, strategy.attention_tile or length))
+    return float(strategy.micro_batch * strategy.sequences * length * min(length, strategy.attention_tile or length))
 
 
 def local_parameters(workload: Workload, strategy: Strategy, stage: Stage) -> float:

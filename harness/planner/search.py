@@ -30,6 +30,7 @@ class Task:
     Attributes:
         no_tensor: why the model cannot be cut for tensor parallelism; None if it can, or if that is unknown.
         spreads_experts: whether whole experts can be distributed over ranks.
+        sequences: sequences of a sample.
     """
 
     hardware: Hardware
@@ -38,6 +39,7 @@ class Task:
     global_batch: int
     no_tensor: str | None = None
     spreads_experts: bool = False
+    sequences: int = 1
 
 
 def task_of(
@@ -136,7 +138,14 @@ def candidates(task: Task) -> Iterator[Strategy | str]:
                 yield f"a global batch of {task.global_batch} is no multiple of the data-parallel ranks"
             else:
                 partition = "type:DecoderLayer" if task.workload.habits.equal_stages else "balanced"
-                base = Strategy(pp_size=pipeline, tp_size=tensor, dp_size=data, split_table=True, partition=partition)
+                base = Strategy(
+                    pp_size=pipeline,
+                    tp_size=tensor,
+                    dp_size=data,
+                    split_table=True,
+                    partition=partition,
+                    sequences=task.sequences,
+                )
                 for context in _context_sizes(task, base):
                     yield from _variants(task, replace(base, cp_size=context))
                 for ranks in _expert_sizes(task, tensor, data) if task.global_batch % data == 0 else ():

@@ -165,6 +165,7 @@ class Strategy:
             their neighbours on the data axis where `ep_size` is a multiple of `tp_size`.
         cp_size: data-parallel ranks that share each sequence.
         micro_batch: samples; accumulation: micro-batches of a data-parallel rank in a step.
+        sequences: sequences of a sample: two for preferences, which compare completions.
         zero_stage: what data-parallel ranks partition: 1 optimizer states, 2 gradients too, 3 parameters too.
         recompute: what the backward recomputes: nothing ("none"), or whole layers ("full").
         recompute_every: number of layers that are recomputed together, from the input of the first.
@@ -194,6 +195,7 @@ class Strategy:
     ep_size: int = 1
     cp_size: int = 1
     micro_batch: int = 1
+    sequences: int = 1
     accumulation: int = 1
     zero_stage: int = 0
     recompute: Recompute = "none"
@@ -259,7 +261,7 @@ class Strategy:
     def tokens(self, sequence: int, tile: int = 0) -> int:
         """Return a rank's tokens of a micro-batch with samples of `sequence` tokens; with `tile`, those of one tile."""
         stretch = -(-sequence // self.cp_size)
-        return self.micro_batch * (min(stretch, tile) if tile else stretch)
+        return self.micro_batch * self.sequences * (min(stretch, tile) if tile else stretch)
 
 
 def layer_parameters(strategy: Strategy, layer: LayerShape) -> float:

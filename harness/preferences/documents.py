@@ -189,7 +189,7 @@ def _require_completions(documents: Dataset, tokenizer: Tokenizer, block_size: i
 
 def _require_unequal(samples: PreferenceSamples, found: Dataset, block_size: int) -> None:
     """Raise UserError for a pair that differs only behind `block_size` tokens, or not at all."""
-    lengths = samples.sequences.lengths().reshape(-1, 2)
+    lengths = samples.lengths()
     for index in np.flatnonzero(lengths[:, 0] == lengths[:, 1]).tolist():
         first, second = samples.sequences[2 * index], samples.sequences[2 * index + 1]
         if np.array_equal(first.ids, second.ids):

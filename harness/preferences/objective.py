@@ -12,7 +12,7 @@ from functools import cached_property
 import torch.distributed as dist
 
 from harness.arguments import TrainingArguments
-from harness.arguments.themes.preferences import PreferenceArguments
+from harness.arguments.themes.preferences import SEQUENCES, PreferenceArguments
 from harness.batches.collate import Collator, MapDataset, MicroBatch
 from harness.console import Console
 from harness.errors import UserError
@@ -49,6 +49,11 @@ class Preferences:
     def name(self) -> str:
         """The flag that asks for it."""
         return f"--preference {self.of.preference}"
+
+    @property
+    def sequences(self) -> int:
+        """Two: of a pair, or a labelled completion and that of another prompt."""
+        return SEQUENCES
 
     @cached_property
     def data(self) -> PreferenceData:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -42,21 +41,14 @@ class PreferenceSamples:
     def __len__(self) -> int:
         return len(self.labels)
 
-    @cached_property
-    def longest(self) -> npt.NDArray[np.integer]:
-        """The tokens of the longer sequence of each sample [samples]."""
-        found: npt.NDArray[np.integer] = self.sequences.lengths().reshape(-1, 2).max(axis=1)
-        return found
-
     def lengths(self, rows: npt.ArrayLike | None = None) -> npt.NDArray[np.integer]:
-        """Return the tokens of the longer sequence of these samples, by default of all."""
-        return self.longest if rows is None else self.longest[np.asarray(rows)]
+        """Return the tokens of both sequences of these samples, by default of all [samples, 2]."""
+        first = 2 * (np.arange(len(self)) if rows is None else np.asarray(rows))
+        return self.sequences.lengths(np.stack([first, first + 1], axis=1).ravel()).reshape(-1, 2)
 
     def padded_to(self, length: int) -> PreferenceSamples:
         """Return the same samples padded to `length` tokens; a longer sample must not be read from the result."""
-        padded = replace(self, block_size=length)
-        vars(padded)["longest"] = self.longest
-        return padded
+        return replace(self, block_size=length)
 
     def with_reference(self, values: npt.NDArray[np.float32]) -> PreferenceSamples:
         """Return the samples with the log-probabilities [samples, 2] of the model before training."""

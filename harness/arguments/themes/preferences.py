@@ -10,6 +10,8 @@ DPO, IPO, SIMPO, ORPO, KTO = "dpo", "ipo", "simpo", "orpo", "kto"
 PREFERENCES = (DPO, IPO, SIMPO, ORPO, KTO)
 NEED_REFERENCE = frozenset((DPO, IPO, KTO))
 """Losses that compare the model with the model before training."""
+SEQUENCES = 2
+"""Sequences of a sample, which is a pair, or a labelled completion with that of another prompt."""
 _OF_SOME = {
     "preference_label_smoothing": (DPO, SIMPO),
     "simpo_gamma": (SIMPO,),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from harness.arguments.themes.preferences import NEED_REFERENCE, PREFERENCES, SEQUENCES
 from harness.checking import resolve
 from harness.config import load
 from harness.config.model.families import require_trainable_family
@@ -141,7 +142,8 @@ def estimate_lines(one: Estimate) -> Iterator[str]:
     yield (
         f"pipeline {strategy.pp_size} x tensor {strategy.tp_size} x data {strategy.dp_size} on {one.hardware.name}, "
         f"{one.workload.precision}, ZeRO-{strategy.zero_stage}, {strategy.accumulation} x {strategy.micro_batch} "
-        f"samples of {one.workload.sequence:,} tokens on each data-parallel rank"
+        f"samples of {f'{strategy.sequences} x ' * (strategy.sequences > 1)}{one.workload.sequence:,} tokens on each "
+        "data-parallel rank"
         f"{f'; {strategy.cp_size} context ranks share each sample' * (strategy.cp_size > 1)}"
     )
     yield f"\nGiB on each rank, of {limit:.1f}"
@@ -206,8 +208,28 @@ def _parser(verb: str, description: str, example: str) -> VerbParser:
         default=True,
         help="on a GPU: norms, rotary embeddings and gated activations by one kernel each, like the run's flag",
     )
+    parser.add_argument(
+        "--preference",
+        choices=PREFERENCES,
+        help="train on preferences: a sample is two sequences of block_size tokens; some losses need a pass before it",
+    )
     parser.add_argument("--json", action=Boolean, help="print the rows as JSON")
     return parser
+
+
+def _sequences(args: argparse.Namespace) -> int:
+    """Return the sequences of a sample."""
+    return 1 if args.preference is None else SEQUENCES
+
+
+def _reference_lines(args: argparse.Namespace, one: Estimate) -> Iterator[str]:
+    """Yield a line on the pass over the data that a preference loss needs before training."""
+    if args.preference in NEED_REFERENCE:
+        seconds = one.forward_seconds / one.strategy.global_batch * 1000
+        yield (
+            f"\nbefore training: --preference {args.preference} needs a pass without gradients, about {seconds:,.3g} s "
+            "for each 1,000 samples; its results are kept with the data"
+        )
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
@@ -240,9 +262,17 @@ def estimate(argv: Sequence[str]) -> int:
     _, shape = _decoder(args.model)
     values = run_arguments(args, hidden_size=shape.hidden)
     resolved = resolve(load(args.deepspeed_config), values, model=args.model)
-    one = predict(resolved, shape, args.block_size, hardware=hardware, fused_kernels=args.fused_kernels)
+    one = predict(
+        resolved,
+        shape,
+        args.block_size,
+        hardware=hardware,
+        fused_kernels=args.fused_kernels,
+        sequences=_sequences(args),
+    )
     assert isinstance(one, Estimate)  # its hardware is known
-    print(json.dumps([one.row()], indent=2) if args.json else "\n".join(estimate_lines(one)))
+    lines = [*estimate_lines(one), *_reference_lines(args, one)]
+    print(json.dumps([one.row()], indent=2) if args.json else "\n".join(lines))
     return 0
 
 
@@ -279,6 +309,8 @@ def plan(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     require_trainable_family(args.model)
+    if args.preference is not None and args.page is not None:
+        parser.error("--page plans training on the next token: leave out --preference")
     for name in ("write", "page"):
         if args.like != "deepspeed" and getattr(args, name) is not None:
             parser.error(f"--{name} is for --like deepspeed: {args.like} reads no DeepSpeed JSON")
@@ -297,7 +329,8 @@ def plan(argv: Sequence[str]) -> int:
         print(json.dumps([one.row() for one in found.fitting], indent=2))
         return 0
     devices = more_devices(task, found.fitting[0])
-    print("\n".join(plan_lines(found, args.top, devices, more_memory(found))))
+    lines = plan_lines(found, args.top, devices, more_memory(found))
+    print("\n".join([*lines, *_reference_lines(args, found.fitting[0])]))
     return 0
 
 
@@ -325,6 +358,7 @@ def _task(args: argparse.Namespace) -> Task:
         shape=shape,
         habits=HABITS[args.like],
     )
+    task = replace(task, sequences=_sequences(args))
     if args.fused_kernels and task.workload.habits.loss_in_one_pass:
         task = replace(task, workload=replace(task.workload, kernels="fused"))
     return task

@@ -65,7 +65,8 @@ class RunPrediction(Protocol):
 class PredictRun(Protocol):
     """Predicts memory and speed of a run on samples of `length` tokens; None if that is not possible.
 
-    `ranks` are those of this host; `adapters`: whether adapters are trained instead of the model.
+    `ranks` are those of this host; `adapters`: whether adapters are trained instead of the model; `sequences`: those of
+    a sample.
     """
 
     def __call__(
@@ -79,6 +80,7 @@ class PredictRun(Protocol):
         device: torch.device,
         ranks: Sequence[int],
         adapters: bool,
+        sequences: int,
     ) -> RunPrediction | None: ...
 
 

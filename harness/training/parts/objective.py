@@ -30,6 +30,10 @@ class Objective(Protocol):
         """The objective as messages name it, such as `--preference dpo`."""
 
     @property
+    def sequences(self) -> int:
+        """The number of sequences of a sample."""
+
+    @property
     def data(self) -> DataPart:
         """What makes its samples; it replaces the run's own part."""
 

@@ -323,6 +323,7 @@ def _predicted(
         device=context.device,
         ranks=ranks,
         adapters=plan.adaptation is not None,
+        sequences=1 if plan.objective is None else plan.objective.sequences,
     )
     if found is None:
         return None

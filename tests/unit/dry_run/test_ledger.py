@@ -152,7 +152,7 @@ def report(memory: Memory | None = MEMORY, messages: dict[Message, Traffic] | No
 
 def plan(**config: Any) -> Any:
     resolved = resolve({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, **config}, AutoValues())
-    return SimpleNamespace(layout=LAYOUT, resolved=resolved, block_size=128)
+    return SimpleNamespace(layout=LAYOUT, resolved=resolved, block_size=128, rows=resolved.micro_batch)
 
 
 def test_the_report_on_a_rank_is_a_few_lines() -> None:

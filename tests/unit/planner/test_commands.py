@@ -230,3 +230,17 @@ def test_a_model_that_the_planner_does_not_know_is_counted_or_said_to_be_a_guess
     monkeypatch.setattr(model_config, "LIMIT_S", 0.01)
     main(argv)
     assert "parameters are a guess: the planner does not know how this doge is made" in capsys.readouterr().err
+
+
+def test_preferences_are_two_sequences_a_sample_and_perhaps_a_pass_before(capsys):
+    config = [*ESTIMATE, "--world_size", "8", "--per_device_train_batch_size"]
+    (pairs,), (twice,) = (rows_of(capsys, *config, *more) for more in (("2", "--preference", "dpo"), ("4",)))
+    assert pairs["micro_batch"] == 2 and twice["micro_batch"] == 4
+    same = ("memory_gib", "step_seconds", "tokens_per_second")
+    assert [pairs[key] for key in same] == [twice[key] for key in same]
+    assert main([*config, "2", "--preference", "kto"]) == 0
+    assert "before training: --preference kto needs a pass without gradients, about" in capsys.readouterr().out
+    assert main([*config, "2", "--preference", "orpo"]) == 0
+    assert "before training" not in capsys.readouterr().out
+    plans = [rows_of(capsys, *PLAN, "--global_batch_size", "64", *more) for more in ((), ("--preference", "dpo"))]
+    assert plans[1][0]["step_seconds"]["total"] > 1.8 * plans[0][0]["step_seconds"]["total"]

@@ -52,6 +52,9 @@ def test_a_pair_is_two_rows_of_one_prompt_whose_completions_alone_are_compared()
         assert text(samples[index], 0) == (pair["prompt"], pair["chosen"])
         assert text(samples[index], 1) == (pair["prompt"], pair["rejected"])
     ids, labels = collate([samples.padded_to(32)[index] for index in (1, 5)])
+    assert samples.lengths([1]).tolist() == [
+        [len(text(samples[1], row)[0] + text(samples[1], row)[1]) + 1 for row in (0, 1)]
+    ]
     assert ids.shape == (4, 32) and [tuple(each.shape) for each in labels] == [(2, 2, 32), (2, 2, 32), (2, 2), (2,)]
 
 
