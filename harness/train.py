@@ -155,8 +155,8 @@ def run(
         raise
     directory = trainer.save_model()
     if env.rank == 0:
-        note_wall_clock(trainer.run.output_dir)
-    what = "model is" if trainer.run.adaptation is None else "adapters are"
+        note_wall_clock(trainer.run.spec.output_dir)
+    what = "model is" if trainer.run.spec.adaptation is None else "adapters are"
     console.say(f"the {what} in {directory}, the metrics in {directory / 'metrics.jsonl'}")
     _shut_down(trainer)
 

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -47,8 +46,8 @@ def batch_size(run: Run) -> int:
 
     A router loss depends on which samples share a micro-batch, so the default must not depend on the layout.
     """
-    usual = ROUTER_BATCH if isinstance(run.trainable.loss, RouterLoss) else run.resolved.micro_batch
-    return run.args.per_device_eval_batch_size or usual
+    usual = ROUTER_BATCH if isinstance(run.trainable.loss, RouterLoss) else run.spec.resolved.micro_batch
+    return run.spec.args.per_device_eval_batch_size or usual
 
 
 def evaluation_data(run: Run, given: AnyDataset | Mapping[str, AnyDataset] | None = None) -> EvaluationData:
@@ -60,15 +59,15 @@ def evaluation_data(run: Run, given: AnyDataset | Mapping[str, AnyDataset] | Non
         UserError: new data cannot be used, or differs between ranks.
     """
     if given is None and not any_rank(run.evaluation_is_new):
-        return run.data.evaluation
+        return run.spec.data.evaluation
     data: EvaluationData
-    if isinstance(new := run.data.evaluation if given is None else given, Mapping):
+    if isinstance(new := run.spec.data.evaluation if given is None else given, Mapping):
         data = {name: tokens_of_new(run, each, "eval_dataset") for name, each in new.items()}
     else:
         data = None if new is None else tokens_of_new(run, new, "eval_dataset")
     _check(run, data)
     if given is None:
-        run.data, run.evaluation_is_new = replace(run.data, evaluation=data), False
+        run.set_evaluation(data, is_new=False)
     return data
 
 
@@ -85,7 +84,8 @@ def evaluation_metrics(run: Run, dataset: AnyDataset, prefix: str = "eval") -> J
         dataset: a data set of `evaluation_data`.
         prefix: replaces `eval` in the names.
     """
-    kept = None if run.compute_metrics is None else KeptOutputs(run.engine, run.preprocess_logits_for_metrics)
+    inputs = run.spec.inputs
+    kept = None if inputs.compute_metrics is None else KeptOutputs(run.engine, inputs.preprocess_logits_for_metrics)
     return _evaluated(run, read_all(dataset, "eval_dataset"), prefix, kept)
 
 
@@ -96,7 +96,7 @@ def predict(run: Run, dataset: AnyDataset, prefix: str) -> PredictionOutput:
     """
     from transformers.trainer_utils import PredictionOutput
 
-    kept = KeptOutputs(run.engine, run.preprocess_logits_for_metrics, everywhere=True)
+    kept = KeptOutputs(run.engine, run.spec.inputs.preprocess_logits_for_metrics, everywhere=True)
     data = tokens_of_new(run, dataset, "test_dataset")
     _check(run, data)
     metrics = _evaluated(run, data, prefix, kept)
@@ -133,12 +133,14 @@ def computed_metrics(
 
 def tokens_of_new(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
     """Check and tokenise a data set that the run did not begin with. UserError if it cannot be used."""
-    source = run.source if run.makes_samples else None
+    source = run.spec.source if run.spec.inputs.makes_samples else None
     require_dataset(name, dataset)
     data = read_all(as_dataset(dataset), name)
-    if run.parts.data is None:
+    if run.spec.parts.data is None:
         return require_samples_of(data, name, source)
-    return run.parts.data.later_dataset(data, name, run.data.tokenizer, source, run.args, run.env, run.console)
+    return run.spec.parts.data.later_dataset(
+        data, name, run.spec.data.tokenizer, source, run.spec.args, run.spec.env, run.console
+    )
 
 
 def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | None) -> JsonObject:
@@ -147,8 +149,8 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
     with kept or nullcontext():
         totals, of_sources = _losses(run, dataset, micro_batch, kept)
     found = {}
-    if kept is not None and run.compute_metrics is not None:
-        found = computed_metrics(run.compute_metrics, *kept.joined(), prefix)
+    if kept is not None and run.spec.inputs.compute_metrics is not None:
+        found = computed_metrics(run.spec.inputs.compute_metrics, *kept.joined(), prefix)
     count, seconds = dataset_length(dataset), time.perf_counter() - start_time
     perplexity = "perplexity" if prefix == "eval" else f"{prefix}_perplexity"
     of_run = run.engine.loss.loss
@@ -164,7 +166,7 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
         f"{prefix}_seconds": seconds,
         f"{prefix}_runtime": seconds,  # HuggingFace's names of the same
         f"{prefix}_samples_per_second": count / seconds,
-        f"{prefix}_steps_per_second": evaluation_steps(count, micro_batch, run.groups.layout.dp_size) / seconds,
+        f"{prefix}_steps_per_second": evaluation_steps(count, micro_batch, run.context.groups.layout.dp_size) / seconds,
     }
     return value_of_first(metrics)  # sums of other groups may differ in the last bit, which decides what is best
 

@@ -63,7 +63,7 @@ from harness.training.evaluate import evaluation_data, evaluation_metrics, predi
 from harness.training.parts import Parts, PushingCallback, needed
 from harness.training.parts.data import AnyTokenizer, UserData
 from harness.training.parts.objective import Objective
-from harness.training.prepare.plan import RunInputs
+from harness.training.prepare.plan import RunInputs, plan_run
 from harness.training.prepare.preparation import prepare_run, release
 from harness.training.prepare.run import NOTHING_DUE
 from harness.training.prepare.trainable import Model
@@ -172,10 +172,10 @@ class Trainer:
             if args.profile:
                 profiler = needed(self.parts.profiling, "--profile", "harness.report")(args.profile)
             self._pushing = self._second_place(inputs) if args.push_checkpoints_to else None
-            self.run = run = prepare_run(inputs, given, config)
+            self.run = run = prepare_run(plan_run(inputs, given, config))
             self.control = TrainerControl()
             # Attached once, so that a step calls only what this run uses.
-            self._largest: Callable[[Sequence[int]], list[int]] = largest if run.layout.world_size > 1 else list
+            self._largest: Callable[[Sequence[int]], list[int]] = largest if run.spec.layout.world_size > 1 else list
             self._is_recorded = records_folder() is not None
             self._signals: signals.SignalListener | None = None
             self._keywords: dict[object, Mapping[str, object] | None] = {}  # by method; None: does nothing
@@ -195,7 +195,7 @@ class Trainer:
             self.checkpoints = Checkpoints(run, self.nonfinite, partial(self._call, "on_save"), overridden)
             self.rollback = Rollback(run)
             begin_or_resume(run)
-            self.checkpoints.resumed(run.checkpoint)
+            self.checkpoints.resumed(run.spec.checkpoint)
             self._call("on_init_end")
 
     def _second_place(self, inputs: RunInputs) -> PushingCallback:
@@ -233,7 +233,7 @@ class Trainer:
         if resume_from_checkpoint:
             with inside("resuming"):
                 resume_named(self.run, resume_from_checkpoint)
-            self.checkpoints.resumed(self.run.checkpoint)
+            self.checkpoints.resumed(self.run.spec.checkpoint)
         self.checkpoints.require_own_directory()
         run, state = self.run, self.state
         stop, first_step, start_time = 0, state.global_step, time.perf_counter()
@@ -244,14 +244,14 @@ class Trainer:
                 "with a larger max_steps and resume_from_checkpoint; to start again, one with another output_dir"
             )
         rebalancer = None
-        if run.args.rebalance_steps:
+        if run.spec.args.rebalance_steps:
             rebalancer = needed(self.parts.rebalancer, "--rebalance_steps", "harness.extras")(run)
         is_ours = getattr(self.training_step, "__func__", None) is Trainer.training_step
         step = self._training_step if is_ours else self.training_step  # another one may look at weights after it
-        deferred = signals.at_the_end_of_a_step(run.console.say, run.env.parent)
+        deferred = signals.at_the_end_of_a_step(run.console.say, run.spec.env.parent)
         with deferred as self._signals, Recorder(run) as recorder, self.checkpoints:
             guard = partial(self.rollback.guarding, recorder, self._settle)  # rolls back a non-finite step
-            guarded = guard if run.args.nonfinite == "rollback" else nullcontext
+            guarded = guard if run.spec.args.nonfinite == "rollback" else nullcontext
             self._next_event = 0
             self._call("on_train_begin")
             self._call("on_epoch_begin")
@@ -271,13 +271,13 @@ class Trainer:
             steps, seconds, loss = state.global_step - first_step, time.perf_counter() - start_time, recorder.mean_loss
             metrics = {
                 "train_runtime": seconds,
-                "train_samples_per_second": steps * run.resolved.train_batch / seconds,
+                "train_samples_per_second": steps * run.spec.resolved.train_batch / seconds,
                 "train_steps_per_second": steps / seconds,
                 "train_loss": loss,
                 "epoch": state.epoch,
             }
             self._end_training(stop, metrics)
-        if run.resolved.config.get("comms_logger", {}).get("enabled", False):
+        if run.spec.resolved.config.get("comms_logger", {}).get("enabled", False):
             deepspeed.comm.log_summary()  # DeepSpeed only collects; printing is left to the training program
         return TrainOutput(state.global_step, loss, metrics)
 
@@ -333,9 +333,9 @@ class Trainer:
         units = 0
         for inputs, _ in micro_batches:
             units += run.trainable.loss.units(inputs)
-        on_device = run.device.type != "cpu"
+        on_device = run.context.device.type != "cpu"
         peaks = [
-            max(HIGHEST.device, peak_bytes(run.device)) if on_device else 0,
+            max(HIGHEST.device, peak_bytes(run.context.device)) if on_device else 0,
             max(HIGHEST.host, peak_resident_bytes()),
         ]
         device_bytes, host_bytes = self._largest(peaks)  # of the rank that needs most
@@ -372,7 +372,7 @@ class Trainer:
             self.checkpoints.wait_a_moment()
         due, last_step = NOTHING_DUE, run.state.max_steps
         epoch_ends = stream.consumed // stream.n > stream.before // stream.n
-        asked = ASKED(run.args)
+        asked = ASKED(run.spec.inputs.args)
         if epoch_ends or record.step >= min(self._next_event, last_step) or asked != self._asked:
             due = run.events_after(record.step, epoch_ends=epoch_ends, max_steps=last_step)
             self._next_event = run.next_event(record.step)
@@ -433,7 +433,7 @@ class Trainer:
             checkpoints.pending is None or not checkpoints.is_ready,
             received and signals.precedence(received),
             control.should_training_stop,
-            control.should_save or (self.run.args.save_seconds is not None and checkpoints.is_due),
+            control.should_save or (self.run.spec.inputs.args.save_seconds is not None and checkpoints.is_due),
             control.should_evaluate,
             control.should_log,
             any(map(reads_between_steps, map(type, self.callbacks))),
@@ -536,7 +536,7 @@ class Trainer:
                 with suppress(signals.Interrupted), inside(moment):
                     if getattr(callback, "reads_weights", True):
                         self.run.engine.settle()
-                    method(self.run.args, state or self.run.state, self.control, **given, **kwargs)
+                    method(self.run.spec.inputs.args, state or self.run.state, self.control, **given, **kwargs)
 
     def add_callback(self, callback: AnyCallback) -> None:
         """Append a callback. UserError if it is none."""
@@ -551,7 +551,7 @@ class Trainer:
     @property
     def compute_metrics(self) -> Callable[[EvalPrediction], Mapping[str, object]] | None:
         """The user's function for metrics."""
-        return self.run.compute_metrics
+        return self.run.spec.inputs.compute_metrics
 
     @inside("saving")
     def save_checkpoint(self) -> Path:
@@ -585,7 +585,7 @@ class Trainer:
     @property
     def args(self) -> TrainingArguments:
         """The arguments."""
-        return self.run.args
+        return self.run.spec.args
 
     @property
     def state(self) -> TrainerState:
@@ -600,23 +600,22 @@ class Trainer:
     @property
     def train_dataset(self) -> MapDataset | None:
         """The training data as tokens."""
-        return self.run.data.train
+        return self.run.spec.data.train
 
     @property
     def eval_dataset(self) -> EvaluationData:
         """The evaluation data as tokens: one data set, several by name, or None. The next evaluation
         checks what is set."""
-        return self.run.data.evaluation
+        return self.run.spec.data.evaluation
 
     @eval_dataset.setter
     def eval_dataset(self, data: EvaluationData) -> None:
-        self.run.data = replace(self.run.data, evaluation=data)
-        self.run.evaluation_is_new = True
+        self.run.set_evaluation(data, is_new=True)
 
     @property
     def processing_class(self) -> AnyTokenizer | None:
         """The tokenizer."""
-        return self.run.data.tokenizer
+        return self.run.spec.data.tokenizer
 
     @property
     def model(self) -> Any:
@@ -629,7 +628,7 @@ class Trainer:
     @property
     def data_collator(self) -> Collator:
         """The function that makes a micro-batch from samples."""
-        return self.run.data_collator
+        return self.run.spec.inputs.data_collator
 
     @property
     def engine(self) -> Engine:

@@ -78,7 +78,7 @@ def report(flags: argparse.Namespace, trainer: Trainer, ours: list, by_hand: lis
     """Print the ratio and keep the figures."""
     content = {
         "flags": vars(flags),
-        "layout": str(trainer.run.layout),
+        "layout": str(trainer.run.spec.layout),
         "device": trainer.engine.device.type,
         "threads": torch.get_num_threads(),
         "trainer_s": ours,

@@ -145,7 +145,7 @@ def speeds(trainer: Trainer, checkpoint: Path) -> dict[str, Any]:
         plain.unlink()
         seconds.setdefault("write", []).append(timed(trainer.save_checkpoint))
         write_plain(plain, size)
-        newest = trainer.run.output_dir / f"checkpoint-{trainer.state.global_step}"
+        newest = trainer.run.spec.output_dir / f"checkpoint-{trainer.state.global_step}"
         drop_from_cache(plain)
         seconds.setdefault("read_plain", []).append(timed(lambda: read_plain(plain)))
         for file in newest.iterdir():

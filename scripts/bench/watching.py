@@ -55,7 +55,7 @@ def round_of(trainer: Trainer, watched: bool) -> float:
     """Seconds of some steps that all ranks begin together, a step."""
     ACTIVITY.stop_watching()
     if watched:
-        watch_run(trainer.args, trainer.run.groups, trainer.run.console)
+        watch_run(trainer.args, trainer.run.context.groups, trainer.run.console)
     dist.barrier()
     start = time.perf_counter()
     for _ in range(STEPS):
@@ -74,7 +74,7 @@ def report(flags: argparse.Namespace, trainer: Trainer, watched: list[float], al
     ratio = statistics.median(a / b for a, b in zip(watched, alone, strict=True))
     content = {
         "flags": vars(flags),
-        "layout": str(trainer.run.layout),
+        "layout": str(trainer.run.spec.layout),
         "threads": torch.get_num_threads(),
         "watched_s": watched,
         "alone_s": alone,

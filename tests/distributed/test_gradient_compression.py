@@ -140,11 +140,11 @@ def train(job: Job, output_dir: str) -> dict[str, Any]:
         trainer = Trainer(job.model, arguments_of(own, output_dir), train_dataset=rows(), **job.arguments)
     curve = []
     for step in range(STEPS):
-        with Ledger(trainer.run.layout, dist.get_rank()) if step == STEPS - 1 else nullcontext() as ledger:
+        with Ledger(trainer.run.spec.layout, dist.get_rank()) if step == STEPS - 1 else nullcontext() as ledger:
             record = trainer.training_step()
         curve.append((record.loss, record.grad_norm or 0.0))
     sent = sum(TIMES.get(message.operation, 0) * traffic.size for message, traffic in ledger.messages({}).items())
-    place, weights = trainer.run.groups.coordinate, copies(trainer.engine.deepspeed.module)
+    place, weights = trainer.run.context.groups.coordinate, copies(trainer.engine.deepspeed.module)
     trainer.close()
     return {"curve": curve, "weights": weights, "place": (place.stage, place.tp_rank), "sent": sent}
 

@@ -43,7 +43,7 @@ class Stages(TrainerCallback):
 def stages_of_layers(run: Run) -> list[int]:
     """The stage of each layer."""
     spans = enumerate(pairwise(run.boundaries))
-    return [run.resolved.chunks.stage_of(part) for part, (start, stop) in spans for _ in range(start, stop)]
+    return [run.spec.resolved.chunks.stage_of(part) for part, (start, stop) in spans for _ in range(start, stop)]
 
 
 @contextmanager
@@ -58,9 +58,9 @@ def times_by_layers(run: Run) -> Iterator[None]:
         return {chunk: by_chunk()[chunk] for chunk in measured(clock)}
 
     def after_step(rebalancer: Rebalancer, record: StepRecord) -> bool:
-        seconds = [0.0] * run.layout.pp_size
+        seconds = [0.0] * run.spec.layout.pp_size
         for chunk, own in enumerate(by_chunk()):
-            seconds[run.resolved.chunks.stage_of(chunk)] += own
+            seconds[run.spec.resolved.chunks.stage_of(chunk)] += own
         return compared(rebalancer, replace(record, step_seconds=max(seconds)))
 
     with pytest.MonkeyPatch.context() as patch:

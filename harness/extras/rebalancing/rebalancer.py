@@ -70,13 +70,13 @@ def move_layers(run: Run, boundaries: list[int], progress: TrainingProgress) -> 
     kept = {stem: [_on_host(held) for held in tensors] for stem, tensors in files}
     files.clear()  # otherwise these references would keep the old engine's tensors alive
     run.engine.release()
-    run.engine = build_engine(run, trainable.layers, boundaries, trainable.loss, trainable.traits)
+    run.engine = build_engine(run.context, trainable.layers, boundaries, trainable.loss, trainable.traits)
     run.boundaries = boundaries
-    run.stage_lines = stage_lines(trainable, boundaries, run.module, run)
-    ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, run.resolved.chunks)
+    run.stage_lines = stage_lines(trainable, boundaries, run.module, run.context)
+    ACTIVITY.stage_costs = stage_costs(trainable.costs, boundaries, run.spec.resolved.chunks)
 
     def fill(stem: str, want: Sequence[LocalShard]) -> None:
-        exchange(kept.pop(stem), want, run.groups.coordinate.stage, run.device)
+        exchange(kept.pop(stem), want, run.context.groups.coordinate.stage, run.context.device)
 
     run.engine_state.restore(progress, fill)
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
@@ -111,7 +111,7 @@ class Rebalancer:
         problem = obstacle(self.run)
         self._goes_on = problem is None
         if problem is not None:
-            self.run.console.warn(f"--rebalance_steps {self.run.args.rebalance_steps} has no effect: {problem}")
+            self.run.console.warn(f"--rebalance_steps {self.run.spec.args.rebalance_steps} has no effect: {problem}")
         self._measure()
 
     def after_step(self, record: StepRecord) -> bool:
@@ -121,15 +121,15 @@ class Rebalancer:
             self._computed.append(computed)
             self._steps.append(record.step_seconds)
         self._is_warm = True  # the first step after a start, or a move, takes longer
-        if self._goes_on and self._steps and record.step % (self.run.args.rebalance_steps or 1) == 0:
+        if self._goes_on and self._steps and record.step % (self.run.spec.args.rebalance_steps or 1) == 0:
             self._compare()
         return self.run.engine is not before
 
     def _compare(self) -> None:
-        chunks, accumulation = self.run.resolved.chunks, self.run.resolved.accumulation
+        chunks, accumulation = self.run.spec.resolved.chunks, self.run.spec.resolved.accumulation
         computed = {
             chunk: median(of_step.get(chunk, 0.0) for of_step in self._computed) / accumulation
-            for chunk in chunks.of_stage(self.run.groups.coordinate.stage)
+            for chunk in chunks.of_stage(self.run.context.groups.coordinate.stage)
         }
         # The median, so that one slow step does not move layers. A chunk takes as long as its slowest rank.
         of_all = values_of_all((computed, median(self._steps)))
@@ -142,7 +142,7 @@ class Rebalancer:
         costs = corrected(self.run.trainable.costs, self.run.boundaries, of_chunks)
         boundaries = balanced(costs, chunks.count)
         now, after = (stage_costs(costs, cut, chunks) for cut in (self.run.boundaries, boundaries))
-        how = accumulation, self.run.resolved.schedule, chunks.per_stage
+        how = accumulation, self.run.spec.resolved.schedule, chunks.per_stage
         gain = 1 - pipeline_seconds(after, *how) / pipeline_seconds(now, *how)
         if gain > MIN_GAIN and all(sum(self.run.trainable.trained[a:b]) for a, b in pairwise(boundaries)):
             self._before = self.run.boundaries, step_seconds
@@ -172,9 +172,9 @@ class Rebalancer:
     def _measure(self) -> None:
         """Start measuring the current engine."""
         engine, self._is_warm = self.run.engine.deepspeed, False
-        self._clock = clock = StageClock(self.run.device)
+        self._clock = clock = StageClock(self.run.context.device)
         if self._goes_on:
-            stage = self.run.groups.coordinate.stage
+            stage = self.run.context.groups.coordinate.stage
 
             def begin(name: str, place: Operands) -> None:
                 clock.begin(name if engine.module.training else "", place.get("chunk", stage))
@@ -184,7 +184,7 @@ class Rebalancer:
 
 def obstacle(run: Run) -> str | None:
     """Return why the layers of a run cannot move; None if they can."""
-    if run.layout.pp_size == 1:
+    if run.spec.layout.pp_size == 1:
         return "there is one pipeline stage"
     if any(isinstance(layer, nn.Module) for layer in run.trainable.layers):
         return "the list of layers has modules, which cannot be built once more: give LayerSpecs"

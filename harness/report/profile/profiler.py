@@ -117,7 +117,7 @@ class ProfileCallback(TrainerCallback):
 
     def _write(self, run: Run, new: Sequence[StepProfile], *, is_last: bool) -> None:
         """Write steps; after the 1st, 2nd, 4th, 8th, ... and the last one, also the summary and the trace of all."""
-        folder, count = run.output_dir / FOLDER, len(self._profiles)
+        folder, count = run.spec.output_dir / FOLDER, len(self._profiles)
         if not count:
             return
         try:
@@ -172,11 +172,11 @@ class _Measurement:
 
         Waits for the device.
         """
-        coordinate = run.groups.coordinate
+        coordinate = run.context.groups.coordinate
         instructions = self._instructions.spans(ahead)
         start = self._start - ahead
         return RankProfile(
-            rank=run.groups.rank,
+            rank=run.context.groups.rank,
             stage=coordinate.stage,
             dp_rank=coordinate.dp_rank,
             tp_rank=coordinate.tp_rank,
@@ -195,11 +195,11 @@ def step_profile(run: Run, step: int, ranks: list[RankProfile]) -> StepProfile:
         step=step,
         run_id=run.run_id,
         device=run.engine.device.type,
-        layout=run.layout.sizes(),
+        layout=run.spec.layout.sizes(),
         stage_boundaries=run.boundaries,
         layer_names=run.trainable.names,
-        micro_batches=run.resolved.accumulation,
-        schedule=run.resolved.schedule,
-        chunks_per_stage=run.resolved.chunks.per_stage,
+        micro_batches=run.spec.resolved.accumulation,
+        schedule=run.spec.resolved.schedule,
+        chunks_per_stage=run.spec.resolved.chunks.per_stage,
         ranks=[rank.since(first) for rank in ranks],
     )

@@ -37,7 +37,7 @@ class EarlyStoppingCallback(TrainerCallback):
         Raises UserError for several evaluation data sets if `metric_for_best_model` names no metric of one.
         """
         run = kwargs["trainer"].run
-        require_metric_of_one(args, run.data.evaluation)
+        require_metric_of_one(args, run.spec.data.evaluation)
         if state.evaluations_without_best >= self.patience:
             control.should_training_stop = True
             run.console.say(

@@ -34,7 +34,7 @@ class GradientCompression(Protocol):
         """Return what averages the gradients of a stage in `bits` bits; None for a single data rank."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineContext:
     """The inputs for building an engine: the run's arguments and config, this rank's groups and device.
 

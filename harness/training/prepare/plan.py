@@ -6,7 +6,7 @@ The ranks do not meet here, with one exception: text has to be tokenised, which 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunInputs:
     """The Trainer's arguments under the Trainer's names, without its data, and the launch that this process belongs to.
 
@@ -91,11 +91,6 @@ class RunInputs:
     preprocess_logits_for_metrics: Preprocess | None = None
 
     @property
-    def output_dir(self) -> Path:
-        """The folder that the run writes to."""
-        return Path(self.args.output_dir)
-
-    @property
     def makes_samples(self) -> bool:
         """Whether rows are turned into samples; a collator of the user's gets them unchanged."""
         return self.data_collator is collate or self.objective is not None
@@ -106,9 +101,9 @@ class RunInputs:
         return self.args.resume_from_checkpoint is None
 
 
-@dataclass(kw_only=True)
-class RunPlan(RunInputs):
-    """A run, planned on this rank without the others.
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What is to be run: first as planned on this rank alone, then as all ranks have agreed.
 
     Attributes:
         source: the decoder's config and weights; None for a list of layers.
@@ -120,6 +115,7 @@ class RunPlan(RunInputs):
         user_optimizer: the optimizer and scheduler of `optimizers`; None without.
     """
 
+    inputs: RunInputs
     source: ModelSource | None
     adaptation: Adapters | None
     adapter_fingerprint: str
@@ -133,12 +129,37 @@ class RunPlan(RunInputs):
     user_optimizer: UserOptimizer | None
 
     @property
+    def args(self) -> TrainingArguments:
+        """The run's arguments."""
+        return self.inputs.args
+
+    @property
+    def console(self) -> Console:
+        """Where the run prints."""
+        return self.inputs.console
+
+    @property
+    def env(self) -> LaunchEnv:
+        """The launch that this process belongs to."""
+        return self.inputs.env
+
+    @property
+    def parts(self) -> Parts:
+        """What the run can do besides the core."""
+        return self.inputs.parts
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder that the run writes to."""
+        return Path(self.args.output_dir)
+
+    @property
     def optimizer_name(self) -> str:
         """The name of the run's optimizer, as checkpoints have it."""
         return optimizer_name(self.resolved) if self.user_optimizer is None else self.user_optimizer.name
 
 
-def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None) -> RunPlan:
+def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None) -> RunSpec:
     """Resolve model, data, config and layout without building anything. UserError if they do not fit together.
 
     Args:
@@ -171,8 +192,8 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     chosen = _user_optimizer(inputs, source, adaptation, resolved)
     if chosen is not None:
         chosen.require_whole(resolved, layout)
-    plan = RunPlan(
-        **vars(inputs),
+    spec = RunSpec(
+        inputs=inputs,
         source=source,
         adaptation=adaptation,
         adapter_fingerprint="" if adaptation is None else adaptation.fingerprint(_base_seed(source, args)),
@@ -186,8 +207,8 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
         user_optimizer=chosen,
     )
     if not inputs.may_hold_a_run and args.resume_from_checkpoint != "auto":
-        plan.checkpoint = checkpoint_to_resume(plan)
-    return plan
+        return replace(spec, checkpoint=checkpoint_to_resume(spec))
+    return spec
 
 
 def _require_parts(inputs: RunInputs, resolved: Resolved) -> None:
@@ -274,18 +295,18 @@ def _user_optimizer(
     return found
 
 
-def checkpoint_to_resume(plan: RunPlan) -> Path | None:
+def checkpoint_to_resume(spec: RunSpec) -> Path | None:
     """Return the checkpoint that `--resume_from_checkpoint` asks for, None for a run that begins at step 0.
 
     For `auto` only rank 0 calls it, after the ranks have met, and sends the others its result or error.
 
     Raises UserError for a checkpoint that this run cannot continue.
     """
-    args = plan.args
-    checkpoint = find_resume(plan.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
+    args = spec.args
+    checkpoint = find_resume(spec.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
     if checkpoint is not None:
-        require_same_optimizer(checkpoint, plan.optimizer_name)
-        require_same_adapters(checkpoint, plan.adapter_fingerprint)
+        require_same_optimizer(checkpoint, spec.optimizer_name)
+        require_same_adapters(checkpoint, spec.adapter_fingerprint)
     return checkpoint
 
 
@@ -376,7 +397,7 @@ def _require_evaluation(args: TrainingArguments, given: UserData) -> None:
         raise UserError("--nonfinite rollback needs complete checkpoints: remove --save_only_model")
 
 
-def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:
+def intact_checkpoint(spec: RunSpec, args: TrainingArguments) -> Path | None:
     """Verify the checkpoint to resume by its checksums, and return it; all ranks call it.
 
     With `auto`, if it is damaged, return the newest older one that is intact; without any, the run begins at step 0.
@@ -385,14 +406,14 @@ def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:
     Raises:
         UserError: on all ranks: without `auto`, the checkpoint is damaged.
     """
-    auto, output_dir, console = args.resume_from_checkpoint == "auto", plan.output_dir, plan.console
-    is_first = plan.env.rank == 0
-    incomplete = all_or_none(lambda: damaged(output_dir, plan.checkpoint) if auto and is_first else [])
-    chosen, changed = training_state.first_unchanged(plan.checkpoint, output_dir, auto=auto)
-    if chosen is not None and chosen != plan.checkpoint:
-        require_same_optimizer(chosen, plan.optimizer_name)
-        require_same_adapters(chosen, plan.adapter_fingerprint)
-    tidied = all_or_none(lambda: _tidied(plan, chosen, auto=auto) if is_first else [])
+    auto, output_dir, console = args.resume_from_checkpoint == "auto", spec.output_dir, spec.console
+    is_first = spec.env.rank == 0
+    incomplete = all_or_none(lambda: damaged(output_dir, spec.checkpoint) if auto and is_first else [])
+    chosen, changed = training_state.first_unchanged(spec.checkpoint, output_dir, auto=auto)
+    if chosen is not None and chosen != spec.checkpoint:
+        require_same_optimizer(chosen, spec.optimizer_name)
+        require_same_adapters(chosen, spec.adapter_fingerprint)
+    tidied = all_or_none(lambda: _tidied(spec, chosen, auto=auto) if is_first else [])
     left_out = [*incomplete, *changed]
     for line in [*tidied, *(f"{line}: ignored" for line in left_out)]:
         console.warn(line)
@@ -401,10 +422,10 @@ def intact_checkpoint(plan: RunPlan, args: TrainingArguments) -> Path | None:
     return chosen
 
 
-def _tidied(plan: RunPlan, chosen: Path | None, *, auto: bool) -> list[str]:
+def _tidied(spec: RunSpec, chosen: Path | None, *, auto: bool) -> list[str]:
     """Rename the checkpoints that this run will not continue; return the warnings about them and about `chosen`."""
-    lines, output_dir = [], plan.output_dir
-    trains = plan.data.train is not None  # an evaluation leaves all checkpoints where they are
+    lines, output_dir = [], spec.output_dir
+    trains = spec.data.train is not None  # an evaluation leaves all checkpoints where they are
     if trains and auto:
         renamed = set_aside_foreign(foreign(output_dir))
         lines = [f"{path} was saved by another run: it is now {moved}" for path, moved in renamed]

@@ -1,20 +1,21 @@
 """The state of one run on this rank.
 
-A run grows in three phases; each is a dataclass that adds fields to the one before: `RunInputs` (the Trainer's
-arguments), `RunPlan` (planned on this rank alone) and `Run` (after the ranks have met and the engine is built). The
-type of a function's argument shows which phase it needs.
+`RunInputs` holds the Trainer's arguments, `RunSpec` what they mean: model, data, config and layout. Both are frozen.
+`Run` is the live run of a spec, with an engine. The type of a function's argument shows which of them it needs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 from torch import nn
 
 from harness.arguments.themes.intervals import interval
+from harness.batches.evaluation import EvaluationData
 from harness.batches.stream import BatchStream, dataset_length
 from harness.checkpoint.training_state import EngineState
+from harness.console import Console
 from harness.hf.adapters import saved_name
 from harness.training.callbacks import TrainerState
 from harness.training.engine.context import EngineContext
@@ -22,7 +23,7 @@ from harness.training.engine.engine import Engine
 from harness.training.parts import RunPrediction
 from harness.training.parts.data import SamplePrompts
 from harness.training.prepare.dataset_check import DatasetCheck
-from harness.training.prepare.plan import RunPlan
+from harness.training.prepare.plan import RunSpec
 from harness.training.prepare.stages import StageLine
 from harness.training.prepare.trainable import TrainableModel
 
@@ -41,12 +42,14 @@ NOTHING_DUE = StepEvents(epoch_events=(), log=False, evaluate=False, save=False)
 
 
 @dataclass(kw_only=True)
-class Run(RunPlan, EngineContext):
+class Run:
     """A run that is ready for its first step, or for loading its checkpoint.
 
-    Rebalancing (`--rebalance_steps`) and a resume replace fields: do not keep copies of these.
+    Rebalancing (`--rebalance_steps`), a resume and new evaluation data replace fields: do not keep copies of these.
 
     Attributes:
+        spec: what is run, as all ranks have agreed.
+        context: this rank's groups and device, and from what its engine is built.
         data_check: checks the first samples of a data set.
         trainable: the model as pipeline layers, with its loss.
         base_checksums: of the adapters' base model by name, on rank 0; empty elsewhere and without adapters.
@@ -59,10 +62,12 @@ class Run(RunPlan, EngineContext):
         run_id: identifies the run; a resumed run keeps the id of its checkpoint.
         state: counters, best evaluation and log history, as callbacks get it.
         stream: the training samples of this rank; None without training data.
-        evaluation_is_new: whether `data.evaluation` was set after the run began, and is not checked yet.
+        evaluation_is_new: whether the evaluation data were set after the run began, and is not checked yet.
         evaluation_due: whether the last step must still be evaluated, as a signal or an error came before.
     """
 
+    spec: RunSpec
+    context: EngineContext
     data_check: DatasetCheck
     trainable: TrainableModel
     base_checksums: dict[str, str]
@@ -83,6 +88,11 @@ class Run(RunPlan, EngineContext):
         self.state = self._initial_state()
 
     @property
+    def console(self) -> Console:
+        """Where the run prints."""
+        return self.spec.console
+
+    @property
     def module(self) -> nn.Module:
         """This rank's layers, as DeepSpeed holds them, with the weights of the last update."""
         module: nn.Module = self.engine.deepspeed.module
@@ -93,28 +103,33 @@ class Run(RunPlan, EngineContext):
     def engine_state(self) -> EngineState:
         """The part of the engine that a checkpoint stores, and the names in it."""
         self.engine.settle()
-        adapters, name = self.adaptation is not None, self.trainable.stored_name
+        adapters, name = self.spec.adaptation is not None, self.trainable.stored_name
         return EngineState(
             engine=self.engine.deepspeed,
-            groups=self.groups,
+            groups=self.context.groups,
             rename=(lambda key: saved_name(name(key))) if adapters else name,
             adapters=adapters,
             compression=self.engine.compression,
             one_host=self.one_host,
         )
 
+    def set_evaluation(self, data: EvaluationData, *, is_new: bool) -> None:
+        """Replace the evaluation data; `is_new`: they are not checked yet."""
+        self.spec = replace(self.spec, data=replace(self.spec.data, evaluation=data))
+        self.evaluation_is_new = is_new
+
     def _initial_state(self) -> TrainerState:
         """Return the state before the first step."""
-        samples = 0 if self.data.train is None else dataset_length(self.data.train)
+        samples = 0 if self.spec.data.train is None else dataset_length(self.spec.data.train)
         return TrainerState(
-            max_steps=self.max_steps,
-            is_world_process_zero=self.env.rank == 0,
-            is_local_process_zero=self.env.local_rank == 0,
-            num_train_epochs=-(-self.max_steps * self.resolved.train_batch // samples) if samples else 0,
-            logging_steps=interval(self.args.logging_steps, self.max_steps),
-            eval_steps=interval(self.args.eval_steps or self.args.logging_steps, self.max_steps),
-            save_steps=interval(self.args.save_steps, self.max_steps),
-            train_batch_size=self.resolved.micro_batch,
+            max_steps=self.spec.max_steps,
+            is_world_process_zero=self.spec.env.rank == 0,
+            is_local_process_zero=self.spec.env.local_rank == 0,
+            num_train_epochs=-(-self.spec.max_steps * self.spec.resolved.train_batch // samples) if samples else 0,
+            logging_steps=interval(self.spec.args.logging_steps, self.spec.max_steps),
+            eval_steps=interval(self.spec.args.eval_steps or self.spec.args.logging_steps, self.spec.max_steps),
+            save_steps=interval(self.spec.args.save_steps, self.spec.max_steps),
+            train_batch_size=self.spec.resolved.micro_batch,
         )
 
     def next_event(self, step: int) -> int:
@@ -122,14 +137,14 @@ class Run(RunPlan, EngineContext):
 
         So most steps need not ask for `events_after`.
         """
-        args = self.args
+        args = self.spec.args
         stated = [
             args.logging_steps if args.logging_strategy == "steps" else 0,
             (args.eval_steps or args.logging_steps) if args.evaluation_strategy == "steps" else 0,
             args.save_steps if args.save_strategy == "steps" else 0,
         ]
-        every = [interval(steps, self.max_steps) for steps in stated]
-        return min([(step // steps + 1) * steps for steps in every if steps], default=self.max_steps)
+        every = [interval(steps, self.spec.max_steps) for steps in stated]
+        return min([(step // steps + 1) * steps for steps in every if steps], default=self.spec.max_steps)
 
     def events_after(self, step: int, *, epoch_ends: bool, max_steps: int | None = None) -> StepEvents:
         """Return the events due after a step. After the last step, everything that is enabled is due.
@@ -138,15 +153,15 @@ class Run(RunPlan, EngineContext):
             epoch_ends: whether the step has used the last sample of a pass through the data.
             max_steps: the number of steps, if a callback has changed it.
         """
-        args, last = self.args, step == (max_steps or self.max_steps)
+        args, last = self.spec.args, step == (max_steps or self.spec.max_steps)
 
         def asks(strategy: str, stated: float) -> bool:
-            steps = interval(stated, self.max_steps)
+            steps = interval(stated, self.spec.max_steps)
             return epoch_ends if strategy == "epoch" else strategy == "steps" and steps > 0 and step % steps == 0
 
         logs = args.logging_strategy != "no" and (last or asks(args.logging_strategy, args.logging_steps))
         logs |= args.logging_first_step and step == 1
-        evaluates = self.data.evaluation is not None and args.eval_strategy != "no"
+        evaluates = self.spec.data.evaluation is not None and args.eval_strategy != "no"
         saves = (last and args.save_strategy != "best") or asks(args.save_strategy, args.save_steps)
         return StepEvents(
             epoch_events=("on_epoch_end", "on_epoch_begin")[: 1 if last else 2] if epoch_ends else (),

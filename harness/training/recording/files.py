@@ -37,14 +37,16 @@ PROGRAM = re.compile(rf"(local|worktree)\s+({PROGRAMS})\b")
 
 def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
     """Return the origin of a run for `run.json`: command, date, git state, data, tokenizer. `hosts`: of each rank."""
-    tokenizer, part = run.data.tokenizer, run.parts.data
-    files, composition = ({}, {}) if part is None else (part.data_files(run.flags), part.composition(run.data.train))
+    tokenizer, part = run.spec.data.tokenizer, run.spec.parts.data
+    files, composition = (
+        ({}, {}) if part is None else (part.data_files(run.spec.inputs.flags), part.composition(run.spec.data.train))
+    )
     return {
         "command": masked_by_name(shlex.join([sys.executable, *sys.argv])),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "git": git_state(Path.cwd()),
         "hosts": list(hosts),
-        "data": {**files, "digest": run.data_digest, **composition},
+        "data": {**files, "digest": run.spec.data_digest, **composition},
         "tokenizer": None
         if tokenizer is None
         else {

@@ -144,13 +144,13 @@ class Recorder:
 
     def _begin(self, hosts: list[str]) -> None:
         """Write `run.json` before the first step, and open the files. UserError if that fails."""
-        run, directory = self.run, self.run.output_dir
+        run, directory = self.run, self.run.spec.output_dir
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._origin = origin(run, hosts)
             write_run(directory, {**self._origin, **describe(run)})
-            if sections := monitor_sections(run.args, run.args.output_dir, run.resolved.config):
-                open_monitors = needed(run.parts.monitors, "--report_to", "harness.extras")
+            if sections := monitor_sections(run.spec.args, run.spec.args.output_dir, run.spec.resolved.config):
+                open_monitors = needed(run.spec.parts.monitors, "--report_to", "harness.extras")
                 self._monitors = open_monitors(sections, run.run_id, self.state.global_step + 1)
             self._metrics = self._open(directory / METRICS)
             self._evaluations = self._open(directory / EVALUATIONS)
@@ -169,7 +169,7 @@ class Recorder:
             if file is not None:
                 file.close()
         if self.writes:
-            note_wall_clock(self.run.output_dir, self._first_step)
+            note_wall_clock(self.run.spec.output_dir, self._first_step)
 
     def rewind(self, step: int) -> None:
         """Drop everything recorded for steps after `step`: they will be repeated."""
@@ -192,9 +192,9 @@ class Recorder:
         """Write `run.json` again, after layers have moved; warn if that fails."""
         if self.writes:
             try:
-                write_run(self.run.output_dir, {**self._origin, **describe(self.run)})
+                write_run(self.run.spec.output_dir, {**self._origin, **describe(self.run)})
             except OSError as error:
-                text = f"{self.run.output_dir / RUN}: cannot be written: {reason(error)}; training continues"
+                text = f"{self.run.spec.output_dir / RUN}: cannot be written: {reason(error)}; training continues"
                 self.run.console.warn(text)
 
     @inside("logging")
@@ -295,10 +295,10 @@ def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
 
 
 def _certificate(run: Run) -> JsonObject | None:
-    find = run.parts.certificate
+    find = run.spec.parts.certificate
     if find is None or run.trainable.causal is None:
         return None
-    return find(run.config.document.data, run.resolved, run.trainable.shaping_config, versions())
+    return find(run.spec.config.document.data, run.spec.resolved, run.trainable.shaping_config, versions())
 
 
 def describe(run: Run) -> JsonObject:
@@ -306,19 +306,19 @@ def describe(run: Run) -> JsonObject:
     causal = run.trainable.causal
     return {
         "run_id": run.run_id,
-        "config": run.resolved.config,
-        "filled": [asdict(filled) for filled in run.resolved.filled],
-        "layout": {**run.layout.sizes(), "world_size": run.layout.world_size},
-        "arguments": {**run.flags, **asdict(run.args)},
-        "given": sorted(run.args.given),
+        "config": run.spec.resolved.config,
+        "filled": [asdict(filled) for filled in run.spec.resolved.filled],
+        "layout": {**run.spec.layout.sizes(), "world_size": run.spec.layout.world_size},
+        "arguments": {**run.spec.inputs.flags, **asdict(run.spec.args)},
+        "given": sorted(run.spec.args.given),
         "model": causal.source.config.to_dict() if causal is not None else {"layers": run.trainable.names},
         "parameters": run.trainable.size(),
         "trained_parameters": run.trainable.size(trained=True),
-        "adapters": json.loads(run.adapter_fingerprint) if run.adapter_fingerprint else None,
+        "adapters": json.loads(run.spec.adapter_fingerprint) if run.spec.adapter_fingerprint else None,
         "stage_boundaries": run.boundaries,
         "stages": [asdict(line) for line in run.stage_lines],
         "expected": None if run.prediction is None else run.prediction.for_boundaries(run.boundaries).as_json(),
         "certificate": _certificate(run),
-        "shared_memory": [axis for axis in AXES if shares_memory(run.groups.along(axis))],
-        "output_dir": str(run.output_dir.resolve()),
+        "shared_memory": [axis for axis in AXES if shares_memory(run.context.groups.along(axis))],
+        "output_dir": str(run.spec.output_dir.resolve()),
     }

@@ -99,7 +99,7 @@ def load_best(run: Run) -> None:
 
     If that checkpoint is missing or damaged, the model keeps its last weights, with a warning.
     """
-    if not run.args.load_best_model_at_end:
+    if not run.spec.args.load_best_model_at_end:
         return
     state = run.state
     kept = f"the model keeps the weights of the last step, {state.global_step}"
@@ -112,9 +112,9 @@ def load_best(run: Run) -> None:
         run.console.warn(f"the best model cannot be loaded: {checkpoint} is damaged ({problem}): {kept}")
         return
     step = run.engine_state.load(checkpoint).step
-    run.console.say(f"loaded the best model: {_named(run.args, step, state.best_saved_metric)}")
+    run.console.say(f"loaded the best model: {_named(run.spec.args, step, state.best_saved_metric)}")
     if step != state.best_global_step:
-        lost = _named(run.args, state.best_global_step, state.best_metric)
+        lost = _named(run.spec.args, state.best_global_step, state.best_metric)
         run.console.warn(f"it is the best that was saved: a better one, {lost}, has no checkpoint")
 
 

@@ -62,7 +62,7 @@ class Checkpoints:
         self._begun = time.monotonic()  # time of the last save's begin
         self._saved = run.state  # the state when the newest save began
         self._state_of: tuple[int, int] | None = None  # (step, consumed samples) of the newest save
-        self._owns_directory = not (run.may_hold_a_run or run.args.overwrite_output_dir)
+        self._owns_directory = not (run.spec.inputs.may_hold_a_run or run.spec.args.overwrite_output_dir)
         self.newest: int | None = None
 
     def __enter__(self) -> Self:
@@ -76,21 +76,21 @@ class Checkpoints:
 
     def resumed(self, checkpoint: Path | None) -> None:
         """Record that the run has resumed a checkpoint, unless that lies in another output directory."""
-        if checkpoint is not None and checkpoint.resolve().parent == self.run.output_dir.resolve():
+        if checkpoint is not None and checkpoint.resolve().parent == self.run.spec.output_dir.resolve():
             self.newest = self.run.state.global_step
             self._owns_directory = True
 
     def require_own_directory(self) -> None:
         """Raise UserError, on all ranks, if `output_dir` holds another run that this one may not overwrite."""
         if not self._owns_directory:
-            overwrites = self.run.args.overwrite_output_dir
-            all_or_none(self._set_aside if overwrites else partial(require_unused, self.run.output_dir))
+            overwrites = self.run.spec.args.overwrite_output_dir
+            all_or_none(self._set_aside if overwrites else partial(require_unused, self.run.spec.output_dir))
             self._owns_directory = True
 
     def _set_aside(self) -> None:
         """Rename the checkpoints of an earlier run, so that none of them counts as this run's."""
         if self.run.state.is_world_process_zero:
-            for path, moved in set_aside_foreign([path for _, path in numbered(self.run.output_dir)]):
+            for path, moved in set_aside_foreign([path for _, path in numbered(self.run.spec.output_dir)]):
                 self.run.console.warn(f"{path} belongs to an earlier run: it is now {moved}")
 
     @property
@@ -101,7 +101,7 @@ class Checkpoints:
     @property
     def is_due(self) -> bool:
         """Whether a checkpoint is due by rank 0's clock (`--save_seconds`)."""
-        seconds = self.run.args.save_seconds if self.run.args.saves else None
+        seconds = self.run.spec.args.save_seconds if self.run.spec.args.saves else None
         if seconds is None or self.pending is not None or not self.run.state.is_world_process_zero:
             return False
         return time.monotonic() - self._begun >= seconds
@@ -125,7 +125,7 @@ class Checkpoints:
             yield
         except Exception:
             barrier = f"save of {self.run.run_id} before an error at step {self.run.state.global_step}"
-            if self.run.args.saves and all_arrive(barrier, PATIENCE_S):
+            if self.run.spec.args.saves and all_arrive(barrier, PATIENCE_S):
                 self.begin(last=True)
             raise
 
@@ -174,7 +174,7 @@ class Checkpoints:
         """Report that signal `number` ended the run, and where it can be resumed; return the exception to raise."""
         step, saved, console = self.run.state.global_step, self.newest, self.run.console
         name, resumes = signal.Signals(number).name, 'resume_from_checkpoint "auto" resumes'
-        if self.run.args.save_only_model:
+        if self.run.spec.args.save_only_model:
             kept = "no model was saved" if saved is None else f"the model of step {saved} is saved"
             console.say(
                 f"{name}: stopped after step {step}; {kept}, but no run can continue from it (--save_only_model)"
@@ -223,7 +223,7 @@ class Checkpoints:
         """Record that a step could not be saved: it may be tried again, and is not the best."""
         self._state_of = None
         if step == self.run.state.best_global_step:
-            forget_unsaved(self.run.args, self.run.state)
+            forget_unsaved(self.run.spec.args, self.run.state)
 
 
 def begin_checkpoint(run: Run, writer: Writer, *, copy: bool) -> BackgroundSave:
@@ -233,10 +233,10 @@ def begin_checkpoint(run: Run, writer: Writer, *, copy: bool) -> BackgroundSave:
     the weights, and peft's the adapters. Raises NotSaved if it fails.
     """
     target = Target(
-        output_dir=run.output_dir,
-        keep=run.args.save_total_limit,
+        output_dir=run.spec.output_dir,
+        keep=run.spec.args.save_total_limit,
         best=_best(run),
-        model_only=run.args.save_only_model,
+        model_only=run.spec.args.save_only_model,
         write_others=lambda folder: write_configs(run, folder),
     )
     return BackgroundSave(run.engine_state, target, progress_of(run), writer, copy=copy)
@@ -246,7 +246,7 @@ def _best(run: Run) -> Path | None:
     """Return the best evaluation's checkpoint: the one being written, or the last one written."""
     state = run.state
     if state.best_global_step == state.global_step:
-        return run.output_dir / finished_name(state.global_step)
+        return run.spec.output_dir / finished_name(state.global_step)
     return None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
 
 
@@ -256,20 +256,20 @@ def progress_of(run: Run) -> TrainingProgress:
     return TrainingProgress(
         step=state.global_step,
         consumed_samples=state.consumed_samples,
-        layout=str(run.layout),
-        zero_stage=run.resolved.zero_stage,
-        precision=run.resolved.precision,
-        seed=run.args.order_seed,
-        data=run.data_digest,
-        adapters=run.adapter_fingerprint,
+        layout=str(run.spec.layout),
+        zero_stage=run.spec.resolved.zero_stage,
+        precision=run.spec.resolved.precision,
+        seed=run.spec.args.order_seed,
+        data=run.spec.data_digest,
+        adapters=run.spec.adapter_fingerprint,
         base=run.base_checksums,
         model=run.trainable.summary,
         model_config=run.trainable.shaping_config,
-        optimizer=run.optimizer_name,
-        hyperparameters=hyperparameters(run.args, run.resolved, run.max_steps, run.user_optimizer),
+        optimizer=run.spec.optimizer_name,
+        hyperparameters=hyperparameters(run.spec.args, run.spec.resolved, run.spec.max_steps, run.spec.user_optimizer),
         skipped_samples=list(state.skipped_samples),
         run_id=run.run_id,
-        best=best_as_saved(run.args, state),
+        best=best_as_saved(run.spec.args, state),
         stream=stream_position(run, state.consumed_samples),
         evaluation_due=run.evaluation_due,
     )
@@ -277,5 +277,5 @@ def progress_of(run: Run) -> TrainingProgress:
 
 def stream_position(run: Run, consumed: int) -> JsonObject:
     """Return the position in training data that has its own order, on rank 0, which writes `state.json`."""
-    data = run.data.train
-    return data.position(consumed) if isinstance(data, OwnOrder) and run.groups.rank == 0 else {}
+    data = run.spec.data.train
+    return data.position(consumed) if isinstance(data, OwnOrder) and run.context.groups.rank == 0 else {}

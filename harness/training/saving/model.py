@@ -40,7 +40,7 @@ BASE = "base_model"
 
 def write_configs(run: Run, folder: Path) -> None:
     """Write the files that HuggingFace needs besides the weights of a checkpoint; one rank calls it."""
-    causal, adaptation = run.trainable.causal, run.adaptation
+    causal, adaptation = run.trainable.causal, run.spec.adaptation
     if causal is None:
         return
     if adaptation is not None:
@@ -48,8 +48,8 @@ def write_configs(run: Run, folder: Path) -> None:
         adaptation.write_config(str(base) if isinstance(base, Path) else "", folder)
     else:
         export_config(causal.source, next(run.module.parameters()).dtype, folder)
-    if run.data.tokenizer is not None:
-        run.data.tokenizer.save_pretrained(folder)
+    if run.spec.data.tokenizer is not None:
+        run.spec.data.tokenizer.save_pretrained(folder)
         hide_secrets(folder)
 
 
@@ -80,7 +80,7 @@ def write_model(run: Run, directory: Path) -> None:
 
 def _write_model(run: Run, directory: Path) -> None:
     all_save(partial(directory.mkdir, parents=True, exist_ok=True))
-    if run.adaptation is None:
+    if run.spec.adaptation is None:
         _write_weights(run, directory)
     else:
         causal = run.trainable.causal
@@ -90,10 +90,10 @@ def _write_model(run: Run, directory: Path) -> None:
             base = directory / BASE
             all_save(partial(base.mkdir, exist_ok=True))
             _write_weights(run, base)
-        name, adaptation, at = run.trainable.saved_name, run.adaptation, str(base.resolve())
-        export_adapters(run.module, run.groups, directory, rename=lambda key: saved_name(name(key)))
+        name, adaptation, at = run.trainable.saved_name, run.spec.adaptation, str(base.resolve())
+        export_adapters(run.module, run.context.groups, directory, rename=lambda key: saved_name(name(key)))
         _on_first_rank(run, lambda: adaptation.write_config(at, directory))
-    tokenizer = run.data.tokenizer
+    tokenizer = run.spec.data.tokenizer
     _on_first_rank(run, lambda: save_tokenizer(tokenizer, directory) if tokenizer is not None else None)
 
 
@@ -101,7 +101,7 @@ def _write_weights(run: Run, directory: Path) -> None:
     """Write the model without its adapters."""
     causal, name = run.trainable.causal, run.trainable.saved_name
     form = causal.form if causal else None
-    export_weights(run.module, run.groups, directory, rename=lambda key: plain_name(name(key)), form=form)
+    export_weights(run.module, run.context.groups, directory, rename=lambda key: plain_name(name(key)), form=form)
     if causal is not None:
         source, dtype = causal.source, next(run.module.parameters()).dtype
         _on_first_rank(run, lambda: export_config(source, dtype, directory))
@@ -109,7 +109,7 @@ def _write_weights(run: Run, directory: Path) -> None:
 
 def _on_first_rank(run: Run, write: Callable[[], object]) -> None:
     """Call `write` on rank 0; all ranks call this, and raise NotSaved if it fails."""
-    all_save(lambda: write() if run.groups.rank == 0 else None)
+    all_save(lambda: write() if run.context.groups.rank == 0 else None)
 
 
 @torch.no_grad()
@@ -118,12 +118,12 @@ def gather_model(run: Run) -> PreTrainedModel | None:
 
     Raises UserError for a list of layers, and for a model with adapters.
     """
-    causal, engine, groups = run.trainable.causal, run.engine, run.groups
+    causal, engine, groups = run.trainable.causal, run.engine, run.context.groups
     if causal is None:
         raise UserError(
             "trained_model() supports HuggingFace models only: save_model() writes the tensors of a list of layers"
         )
-    if run.adaptation is not None:
+    if run.spec.adaptation is not None:
         raise UserError("trained_model() does not support adapters: call save_model(), then PeftModel.from_pretrained")
     module = run.module
     model = _target(causal, next(module.parameters()).dtype) if groups.rank == 0 else None

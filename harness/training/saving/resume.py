@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from harness.arguments import TrainingArguments
@@ -46,16 +47,16 @@ def load(run: Run, checkpoint: Path) -> TrainingProgress:
     state, stream = run.state, run.stream
     progress = run.engine_state.load(checkpoint)
     listed = all_or_none(lambda: read_manifest(checkpoint).files)
-    if not load_residue(run.engine.compression, checkpoint, str(run.layout), listed):
+    if not load_residue(run.engine.compression, checkpoint, str(run.spec.layout), listed):
         run.console.say(f"gradient compression: {checkpoint} has no residue of this layout: starting without")
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
     state.global_step = progress.step
     state.consumed_samples = progress.consumed_samples
     run.evaluation_due = progress.evaluation_due
     of_first_rank = lambda path: value_of_first(damage(path))  # noqa: E731  folders may look different from each host
-    is_own = checkpoint.resolve().parent == run.output_dir.resolve()  # whatever the spelling of its path
-    folder = run.output_dir if is_own else checkpoint.absolute().parent
-    if lost := restore_best(run.args, state, progress.best, folder, of_first_rank):
+    is_own = checkpoint.resolve().parent == run.spec.output_dir.resolve()  # whatever the spelling of its path
+    folder = run.spec.output_dir if is_own else checkpoint.absolute().parent
+    if lost := restore_best(run.spec.args, state, progress.best, folder, of_first_rank):
         run.console.warn(lost)
     if stream is not None:
         stream.consumed = progress.consumed_samples
@@ -67,10 +68,10 @@ def load(run: Run, checkpoint: Path) -> TrainingProgress:
 
 def begin_or_resume(run: Run) -> None:
     """Resume the run's checkpoint; without one, check that all ranks hold the same model. All ranks call it."""
-    if run.checkpoint is not None:
-        resume(run, run.checkpoint)
+    if run.spec.checkpoint is not None:
+        resume(run, run.spec.checkpoint)
     else:
-        require_one_model(run.module, run.groups, run.resolved.zero_stage)
+        require_one_model(run.module, run.context.groups, run.spec.resolved.zero_stage)
 
 
 def resume_named(run: Run, name: str | Path | bool) -> None:
@@ -78,31 +79,31 @@ def resume_named(run: Run, name: str | Path | bool) -> None:
 
     Sets the run's checkpoint and id. Raises UserError, on all ranks, if there is none, or if it does not fit the run.
     """
-    args = copy.copy(run.args)
+    args = copy.copy(run.spec.args)
     args.resume_from_checkpoint = "auto" if name is True or name == "auto" else str(Path(str(name)).absolute())
-    run.checkpoint = chosen_by_rank_0(
-        lambda: find_resume(run.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
+    found = chosen_by_rank_0(
+        lambda: find_resume(run.spec.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
     )
-    run.checkpoint = intact_checkpoint(run, args)
-    if run.checkpoint is None and name is True:
-        raise UserError(f"train(resume_from_checkpoint=True): no whole checkpoint in {run.output_dir}")
-    if run.checkpoint is None:
+    checkpoint = intact_checkpoint(replace(run.spec, checkpoint=found), args)
+    run.spec = spec = replace(run.spec, checkpoint=checkpoint)
+    if checkpoint is None and name is True:
+        raise UserError(f"train(resume_from_checkpoint=True): no whole checkpoint in {spec.output_dir}")
+    if checkpoint is None:
         return
-    require_same_optimizer(run.checkpoint, run.optimizer_name)
-    require_same_adapters(run.checkpoint, run.adapter_fingerprint)
-    checkpoint = run.checkpoint
+    require_same_optimizer(checkpoint, spec.optimizer_name)
+    require_same_adapters(checkpoint, spec.adapter_fingerprint)
     all_or_none(lambda: require_same_base(checkpoint, run.base_checksums))
-    require_same_model(run.checkpoint, run.trainable.summary, run.trainable.shaping_config)
-    if run.data.train is not None:
-        samples, progress = dataset_length(run.data.train), read_progress(run.checkpoint)
-        _, steps, _ = resolve_for(run.source, run.args, run.config, samples, progress)
-        if steps != run.max_steps:  # the schedule of the learning rate is made for them already
+    require_same_model(checkpoint, run.trainable.summary, run.trainable.shaping_config)
+    if spec.data.train is not None:
+        samples, progress = dataset_length(spec.data.train), read_progress(checkpoint)
+        _, steps, _ = resolve_for(spec.source, spec.args, spec.config, samples, progress)
+        if steps != spec.max_steps:  # the schedule of the learning rate is made for them already
             raise UserError(
-                f"train(resume_from_checkpoint={name!r}): {run.checkpoint} was saved with another global batch, so "
+                f"train(resume_from_checkpoint={name!r}): {checkpoint} was saved with another global batch, so "
                 f"--num_train_epochs takes {steps} steps: give resume_from_checkpoint to TrainingArguments instead"
             )
-    resume(run, run.checkpoint)
-    run.run_id = value_of_first(run_id(run.checkpoint))
+    resume(run, checkpoint)
+    run.run_id = value_of_first(run_id(checkpoint))
 
 
 def resume(run: Run, checkpoint: Path) -> None:
@@ -114,18 +115,18 @@ def resume(run: Run, checkpoint: Path) -> None:
     progress = load(run, checkpoint)
     run.state.skipped_samples += progress.skipped_samples
     console.say(f"resumed from {checkpoint} at step {progress.step}")
-    here = f"{run.layout}, ZeRO-{run.resolved.zero_stage}, {run.resolved.precision}"
+    here = f"{run.spec.layout}, ZeRO-{run.spec.resolved.zero_stage}, {run.spec.resolved.precision}"
     there = f"{progress.layout}, ZeRO-{progress.zero_stage}, {progress.precision}"
     if there != here:
         console.say(f"saved with {there}; continuing with {here}")
-    if run.data.train is None:  # an evaluation
+    if run.spec.data.train is None:  # an evaluation
         return
-    if progress.step >= run.max_steps:
-        console.say(f"nothing left to train: {counted(run.max_steps, 'step')} done")
-    now = hyperparameters(run.args, run.resolved, run.max_steps, run.user_optimizer)
+    if progress.step >= run.spec.max_steps:
+        console.say(f"nothing left to train: {counted(run.spec.max_steps, 'step')} done")
+    now = hyperparameters(run.spec.args, run.spec.resolved, run.spec.max_steps, run.spec.user_optimizer)
     for line in changes(progress.hyperparameters, now):
         console.warn(line)
-    if (progress.seed, progress.data) != (run.args.order_seed, run.data_digest):
+    if (progress.seed, progress.data) != (run.spec.args.order_seed, run.spec.data_digest):
         console.warn(
             f"{checkpoint} was saved with another seed or other training data: "
             "the order of samples does not continue where it stopped"
@@ -204,7 +205,7 @@ class Rollback:
 
     def begin(self, save: Callable[[], object]) -> None:
         """Save the initial state if there is no checkpoint yet, with `--nonfinite rollback`; all ranks call it."""
-        if self.run.args.nonfinite == "rollback" and self._newest() is None:
+        if self.run.spec.args.nonfinite == "rollback" and self._newest() is None:
             save()
 
     @contextmanager
@@ -245,8 +246,8 @@ class Rollback:
 
     def _checkpoint(self, reason: str) -> Path:
         """Return the newest checkpoint with unchanged files; all ranks call it. UserError if there is none."""
-        newest = self._newest() or self.run.checkpoint
-        found, changed = training_state.first_unchanged(newest, self.run.output_dir, auto=True)
+        newest = self._newest() or self.run.spec.checkpoint
+        found, changed = training_state.first_unchanged(newest, self.run.spec.output_dir, auto=True)
         for line in changed:
             self.run.console.warn(f"{line}: ignored")
         if found is None:
@@ -254,4 +255,4 @@ class Rollback:
         return found
 
     def _newest(self) -> Path | None:
-        return chosen_by_rank_0(lambda: newest_whole(self.run.output_dir))
+        return chosen_by_rank_0(lambda: newest_whole(self.run.spec.output_dir))

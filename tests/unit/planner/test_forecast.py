@@ -23,7 +23,7 @@ from harness.planner.forecast import Forecast, forecast, require_states
 from harness.report.run_files import RunFiles, expected_parts
 from harness.topology.env import LaunchEnv
 from harness.training.parts.data import UserData
-from harness.training.prepare.plan import RunInputs, RunPlan, plan_run
+from harness.training.prepare.plan import RunInputs, RunSpec, plan_run
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -37,7 +37,7 @@ OFFLOAD = {
 
 def planned(
     tmp_path: Any, config: dict[str, Any] | None = None, ranks: int = 2, model: Any = "tiny-llama", **more: Any
-) -> RunPlan:
+) -> RunSpec:
     env = LaunchEnv(world_size=ranks, local_world_size=ranks)
     args = TrainingArguments(deepspeed_config=config or STAGES, output_dir=str(tmp_path / "run"), max_steps=1)
     data = [{"input_ids": list(range(32))}] * 16
@@ -45,25 +45,25 @@ def planned(
     return plan_run(inputs, UserData(train_dataset=data))
 
 
-def forecast_of(plan: RunPlan, ranks: int = 2) -> Forecast | None:
-    assert plan.source is not None
-    on = {"length": 32, "device": CPU, "ranks": range(ranks), "adapters": plan.adaptation is not None}
-    return forecast(plan.source, plan.resolved, plan.layout, plan.args, **on)
+def forecast_of(spec: RunSpec, ranks: int = 2) -> Forecast | None:
+    assert spec.source is not None
+    on = {"length": 32, "device": CPU, "ranks": range(ranks), "adapters": spec.adaptation is not None}
+    return forecast(spec.source, spec.resolved, spec.layout, spec.args, **on)
 
 
-def expected(plan: RunPlan, ranks: int = 2) -> Prediction:
-    found = forecast_of(plan, ranks)
+def expected(spec: RunSpec, ranks: int = 2) -> Prediction:
+    found = forecast_of(spec, ranks)
     assert found is not None
     return found.prediction
 
 
 def test_each_stage_has_its_states_in_float32(tmp_path: Any) -> None:
-    plan = planned(tmp_path)
-    assert plan.source is not None
-    found = expected(plan)
+    spec = planned(tmp_path)
+    assert spec.source is not None
+    found = expected(spec)
     with torch.device("meta"):
         elements = sum(
-            parameter.numel() for parameter in AutoModelForCausalLM.from_config(plan.source.config).parameters()
+            parameter.numel() for parameter in AutoModelForCausalLM.from_config(spec.source.config).parameters()
         )
     # the parameters, their gradients and AdamW's two states
     assert sum(stage.states for stage in found.stages) == 16 * elements
@@ -78,24 +78,24 @@ def test_each_stage_has_its_states_in_float32(tmp_path: Any) -> None:
 def test_what_the_ranks_of_a_host_hold_together_must_fit(
     config: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = planned(tmp_path, config)
-    found = expected(plan)
-    stages = [plan.layout.coordinate(rank).stage for rank in range(2)]
+    spec = planned(tmp_path, config)
+    found = expected(spec)
+    stages = [spec.layout.coordinate(rank).stage for rank in range(2)]
     held = sum((found.stages * 2)[rank].states + (found.stages * 2)[rank].host for rank in range(2))
     monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: held + 1)
-    require_states(found, plan.resolved, stages, CPU)
+    require_states(found, spec.resolved, stages, CPU)
     monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: held - 1)
     with pytest.raises(UserError, match=r"states of the 2 ranks of this host need .* --skip_memory_check"):
-        require_states(found, plan.resolved, stages, CPU)
+        require_states(found, spec.resolved, stages, CPU)
 
 
 def test_a_device_must_hold_the_states_of_its_rank(tmp_path: Any) -> None:
-    plan = planned(tmp_path)
-    found, device = expected(plan), torch.device("cuda")
+    spec = planned(tmp_path)
+    found, device = expected(spec), torch.device("cuda")
     most = max(stage.states for stage in found.stages)
-    require_states(replace(found, limit_bytes=most + 1), plan.resolved, [0, 1], device)
+    require_states(replace(found, limit_bytes=most + 1), spec.resolved, [0, 1], device)
     with pytest.raises(UserError, match="optimizer states of a rank need"):
-        require_states(replace(found, limit_bytes=most - 1), plan.resolved, [0, 1], device)
+        require_states(replace(found, limit_bytes=most - 1), spec.resolved, [0, 1], device)
 
 
 @pytest.mark.parametrize("boundaries", [[0, 3, 6], [0, 5, 6], [0, 2, 9]])
@@ -135,17 +135,17 @@ def test_a_model_is_counted_by_itself_and_not_by_what_its_config_may_mean(
     family: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIG_MAPPING[family](**SIZES, **UNUSUAL[family])
-    plan = planned(tmp_path, {"train_micro_batch_size_per_gpu": 1}, ranks=1, model=config)
-    assert plan.source is not None
-    found, elements = expected(plan, 1), sum(p.numel() for p in plan.source.skeleton().parameters())
+    spec = planned(tmp_path, {"train_micro_batch_size_per_gpu": 1}, ranks=1, model=config)
+    assert spec.source is not None
+    found, elements = expected(spec, 1), sum(p.numel() for p in spec.source.skeleton().parameters())
     assert sum(stage.states for stage in found.stages) == 16 * elements
     monkeypatch.setattr(forecasts, "host_limit_bytes", lambda: 16 * elements + 1)
-    assert require_states(found, plan.resolved, [0], CPU) is None
+    assert require_states(found, spec.resolved, [0], CPU) is None
 
 
 def test_a_guess_warns_where_what_is_certain_refuses(tmp_path: Any) -> None:
-    plan = planned(tmp_path)
-    found, device = expected(plan), torch.device("cuda")
+    spec = planned(tmp_path)
+    found, device = expected(spec), torch.device("cuda")
     shape = replace(found.workload.shape, guessed=True)
     guess = replace(found, workload=replace(found.workload, shape=shape), limit_bytes=1.0)
-    assert "may need more memory than there is" in str(require_states(guess, plan.resolved, [0, 1], device))
+    assert "may need more memory than there is" in str(require_states(guess, spec.resolved, [0, 1], device))

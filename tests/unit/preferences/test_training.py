@@ -56,7 +56,7 @@ def trainer_of(kind: str, output_dir: Path, *, micro: int = 2, zero: int = 0, mo
 def steps_of(trainer: Trainer) -> list[dict[str, float]]:
     trainer.train()
     trainer.close()
-    text = (trainer.run.output_dir / "metrics.jsonl").read_text()
+    text = (trainer.run.spec.output_dir / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 

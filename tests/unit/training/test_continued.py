@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def test_an_evaluation_that_a_signal_left_out_is_made_up_for(within: bool, make:
     whole = make(name="whole", **kept)
     finish(whole)
     stopped = make(Kill(), **kept)
-    stopped.run.data = replace(stopped.run.data, evaluation=Points(POINTS))
+    stopped.run.set_evaluation(Points(POINTS), is_new=False)
     with pytest.raises(SystemExit):
         stopped.train()
     stopped.close()

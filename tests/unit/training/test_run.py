@@ -48,9 +48,9 @@ def test_a_run_leaves_the_groups_that_were_there_and_no_lock(make: Callable[...,
     before = open_groups()
     trainer = make()
     assert open_groups() > before and trainer.run.foreign_groups == before
-    assert trainer.run.output_dir in HELD
+    assert trainer.run.spec.output_dir in HELD
     trainer.close()
-    assert open_groups() == before and trainer.run.output_dir not in HELD
+    assert open_groups() == before and trainer.run.spec.output_dir not in HELD
 
 
 def test_the_rules_run_once_in_a_whole_run(make: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_to_let_go_of_a_run_again_leaves_the_next_one_alone(make: Callable[..., 
     second = make("second")
     release(first.run)
     second.train()
-    assert second.state.global_step == 1 and second.run.output_dir in HELD
+    assert second.state.global_step == 1 and second.run.spec.output_dir in HELD
     second.close()
 
 

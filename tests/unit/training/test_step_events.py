@@ -15,7 +15,7 @@ from harness import Trainer, TrainerCallback, TrainingArguments, UserError
 from harness.training.engine.losses import targets
 from harness.training.engine.outputs import KeptOutputs
 from harness.training.evaluate import computed_metrics
-from harness.training.prepare.run import NOTHING_DUE, StepEvents
+from harness.training.prepare.run import NOTHING_DUE, Run, StepEvents
 
 POINTS = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(20)]
 
@@ -33,12 +33,17 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
     made.close()
 
 
+def run_with(trainer: Trainer, args: TrainingArguments, **changes: Any) -> Run:
+    spec = replace(trainer.run.spec, inputs=replace(trainer.run.spec.inputs, args=args), **changes)
+    return replace(trainer.run, spec=spec)
+
+
 def events_after(trainer: Trainer, step: int, **changes: Any) -> StepEvents:
     """What the arguments ask for after this step of 8 samples, 20 of which are an epoch."""
     args = arguments(**{"logging_steps": 3, "save_steps": 4, "eval_steps": 5, **changes})
-    run, epoch_ends = replace(trainer.run, args=args), 8 * step // 20 > 8 * (step - 1) // 20
+    run, epoch_ends = run_with(trainer, args), 8 * step // 20 > 8 * (step - 1) // 20
     found = run.events_after(step, epoch_ends=epoch_ends)
-    if not epoch_ends and 1 < step < min(run.next_event(step - 1), run.max_steps):  # then the Trainer does not ask
+    if not epoch_ends and 1 < step < min(run.next_event(step - 1), run.spec.max_steps):  # then the Trainer does not ask
         assert found == NOTHING_DUE
     return found
 
@@ -74,7 +79,7 @@ def test_the_arguments_say_after_which_steps(
 def test_an_epoch_ends_in_the_step_that_uses_its_last_sample(trainer: Trainer) -> None:
     both, end = ("on_epoch_end", "on_epoch_begin"), ("on_epoch_end",)
     assert [events_after(trainer, step).epoch_events for step in (2, 3, 5, 8)] == [(), both, both, both]
-    last = replace(trainer.run, args=arguments(), max_steps=5)
+    last = run_with(trainer, arguments(), max_steps=5)
     assert last.events_after(5, epoch_ends=True).epoch_events == end
 
 
