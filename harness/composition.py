@@ -46,6 +46,7 @@ def _with_extras(parts: Parts) -> Parts:
     from harness.extras.compression import of_run as compression
     from harness.extras.host_memory import HostMemory
     from harness.extras.lora import adapted
+    from harness.extras.merging.whole_model import whole_model
     from harness.extras.monitors import Monitors
     from harness.extras.pushing import pushing
     from harness.extras.rebalancing.rebalancer import Rebalancer
@@ -57,6 +58,7 @@ def _with_extras(parts: Parts) -> Parts:
         host_memory=HostMemory.open,
         monitors=Monitors,
         pushing=pushing,
+        whole_model=whole_model,
         rebalancer=Rebalancer,
     )
 

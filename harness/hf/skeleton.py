@@ -247,7 +247,10 @@ def text_decoder(config: PretrainedConfig) -> PretrainedConfig:
             f"model type {config.model_type!r} has several parts, but transformers has no causal decoder for its text "
             f"part ({text.model_type}) alone, so it cannot be trained here"
         )
-    warn(f"only the text decoder ({text.model_type}) of this {config.model_type} model is trained and saved")
+    warn(
+        f"only the text decoder ({text.model_type}) of this {config.model_type} model is trained; the rest of it stays "
+        "as it is"
+    )
     text = copy.deepcopy(text)
     if (tied := getattr(config, "tie_word_embeddings", None)) is not None:  # some configs leave it to their parts
         text.tie_word_embeddings = tied

@@ -37,7 +37,7 @@ PARTS = (
     "harness.verify",
     "harness.report",
 )
-MOST_LINES = 35_460
+MOST_LINES = 35_500
 
 
 def module_name(path: Path) -> str:

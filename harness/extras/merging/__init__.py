@@ -1,1 +1,1 @@
-"""Merge adapters into their base model, a layer and a file at a time: `ds-harness checkpoint merge`."""
+"""Put what was trained back into a model's own files: adapters (`ds-harness checkpoint merge`), or a text decoder."""

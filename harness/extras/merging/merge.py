@@ -143,17 +143,17 @@ def _write(source: ModelSource, base: Path, adapters: Sequence[Path], folder: Pa
         skeleton.resize_token_embeddings(rows, mean_resizing=False)
     merged = MergedModel(skeleton, adapters, checkpoint.tensors)
     files = _planned(stored, checkpoint, merged)
-    entries = {name: _write_file(folder / name, tensors) for name, tensors in files.items()}
+    entries = {name: write_file(folder / name, tensors) for name, tensors in files.items()}
     changed = rows is not None or bool(merged.untied)
-    _copy(folder, (path for path in base.iterdir() if path.suffix in BESIDE_WEIGHTS and path.name != INDEX))
+    copy_files(folder, (path for path in base.iterdir() if path.suffix in BESIDE_WEIGHTS and path.name != INDEX))
     if (base / INDEX).is_file() and not changed:
-        _copy(folder, [base / INDEX])
+        copy_files(folder, [base / INDEX])
     elif list(files) != [SINGLE]:
         _write_json(folder / INDEX, index_content(entries))
     if changed:
         _change_config(folder / "config.json", rows, untied=bool(merged.untied))
     if rows is not None or not has_tokenizer(folder):
-        _copy(folder, (path for path in adapters[-1].iterdir() if path.name.startswith(TOKENIZER)))
+        copy_files(folder, (path for path in adapters[-1].iterdir() if path.name.startswith(TOKENIZER)))
     hide_secrets(folder)
 
 
@@ -192,7 +192,7 @@ def _of_merged(lazy: LazyTensor, merged: MergedModel) -> LazyTensor:
     return lazy.with_leaves(merged.parameter)
 
 
-def _write_file(path: Path, tensors: Mapping[str, LazyTensor]) -> list[Entry]:
+def write_file(path: Path, tensors: Mapping[str, LazyTensor]) -> list[Entry]:
     """Write one safetensors file, a tensor at a time; return what it contains."""
     entries = [
         Entry(name=name, shape=tuple(lazy.shape), dtype=stored_dtype(lazy), trained=True)
@@ -209,7 +209,8 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor]) -> list[Entry]:
     return entries
 
 
-def _copy(folder: Path, files: Iterable[Path]) -> None:
+def copy_files(folder: Path, files: Iterable[Path]) -> None:
+    """Copy those of `files` that belong to a model, not to a run, into a folder."""
     for path in files:
         if path.is_file() and path.name not in NOT_OF_A_MODEL:
             shutil.copyfile(path, folder / path.name)

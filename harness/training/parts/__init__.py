@@ -91,6 +91,16 @@ class PushingCallback(TrainerCallback):
         """Copy a model that was exported to `directory`, and wait for it. All ranks call it; errors are warnings."""
 
 
+class WholeModelFiles(Protocol):
+    """The files of a vision-language model whose text decoder is trained."""
+
+    def write(self, text: Path, directory: Path) -> None:
+        """Write the whole model to `directory`, with the text decoder that was exported to `text`; one rank calls it.
+
+        Raises UserError or OSError if a file cannot be written.
+        """
+
+
 VerifySharding: TypeAlias = Callable[[CausalModel, EngineContext, Console], None]
 """Compares the sharded model with the whole one, as `--verify_plan` asks. UserError on all ranks if they differ."""
 
@@ -145,6 +155,7 @@ class Parts:
         forecast: predicts memory and speed, which the run reports before it builds the model.
         profiling: makes the callback that profiles that many steps (`--profile N`).
         pushing: makes the callback of `--push_checkpoints_to`, and reads the checkpoint to resume back if it is lost.
+        whole_model: finds the vision-language model that a text decoder comes from, to export it whole.
         certificate: finds the certificate that `run.json` gets.
         data: makes samples of text and conversations.
         watch: ends a run of which a rank fails, hangs or is stopped.
@@ -161,6 +172,7 @@ class Parts:
     forecast: PredictRun | None = None
     profiling: Callable[[int], TrainerCallback] | None = None
     pushing: Callable[[TrainingArguments, LaunchEnv, Console], PushingCallback] | None = None
+    whole_model: Callable[[ModelSource], WholeModelFiles | None] = lambda _: None
     certificate: FindCertificate | None = None
     data: DataPart | None = None
     watch: Watch = field(default_factory=Watch)

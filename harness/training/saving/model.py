@@ -6,6 +6,7 @@ or given in memory, is written beside them, so that peft and `from_pretrained` f
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from harness.training.parts.data import AnyTokenizer
 from harness.training.prepare.run import Run
 
 BASE = "base_model"
+TEXT = "unfinished-text"  # the text decoder of a larger model, until that is written
 
 
 def write_configs(run: Run, folder: Path) -> None:
@@ -80,10 +82,17 @@ def write_model(run: Run, directory: Path) -> None:
 
 def _write_model(run: Run, directory: Path) -> None:
     all_save(partial(directory.mkdir, parents=True, exist_ok=True))
-    if run.spec.adaptation is None:
+    causal = run.trainable.causal
+    whole = None if causal is None or run.spec.adaptation is not None else run.spec.parts.whole_model(causal.source)
+    if whole is not None:
+        text = directory / TEXT
+        all_save(partial(text.mkdir, exist_ok=True))
+        _write_weights(run, text)
+        _on_first_rank(run, lambda: whole.write(text, directory))
+        _on_first_rank(run, partial(shutil.rmtree, text, ignore_errors=True))
+    elif run.spec.adaptation is None:
         _write_weights(run, directory)
     else:
-        causal = run.trainable.causal
         assert causal is not None  # only HuggingFace models have adapters
         base = causal.source.weights
         if not isinstance(base, Path):
