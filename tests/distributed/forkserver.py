@@ -19,11 +19,12 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from harness.installed import is_installed
+
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
     "torch.distributed",
     "transformers.models.llama.modeling_llama",
-    "harness.parity.preload",
     "datasets",  # its cache is where the environment of the server has it, as that of the hub
     "harness.composition",
     "tests.distributed.training",
@@ -96,7 +97,8 @@ def serve(launch: Callable[[str, Path], int]) -> None:
     """Fork a launcher for each line of the input; answer with its process id, then with its exit code."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
-    for module in PRELOADED:
+    parity = ["harness.parity.preload"] if is_installed("harness.parity") else []
+    for module in (*parity, *PRELOADED):
         importlib.import_module(module)
     gc.freeze()  # else each collection of garbage looks through all that is imported, for half a second
     for line in sys.stdin:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.unit.test_core import PARTS, ROOT
+from tests.core import ROOT, copy_core
 
 pytestmark = pytest.mark.ranks
-STAY = {"harness.command_line", "harness.composition", "harness.installed"}  # the last two find what is there
 
-# An editable install finds modules of the checkout that the copy lacks.
-ONLY_THE_COPY = """
-import sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
-"""
 TRAIN = """
 import json, sys
 from harness import Trainer, TrainingArguments
@@ -42,11 +35,7 @@ print("LOSSES", json.dumps(losses))
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package, but without its parts."""
     folder = tmp_path_factory.mktemp("core")
-    for name in ("harness", "models", "ds_configs"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for part in set(PARTS) - STAY:
-        shutil.rmtree(folder.joinpath(*part.split(".")))
-    (folder / "sitecustomize.py").write_text(ONLY_THE_COPY)
+    copy_core(folder)
     return folder
 
 

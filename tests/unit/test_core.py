@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -16,67 +15,21 @@ import harness
 from harness import TrainingArguments, UserError
 from harness.batches.collate import AnyDataset
 from harness.training.trainer import Trainer
+from tests.core import AROUND, CORE, PARTS, closure, files_of_tests, lies_in, modules
 
-ROOT = Path(__file__).resolve().parents[2]
-CORE = "harness.training.trainer"
-PARTS = (
-    "harness.checking",
-    "harness.cluster",
-    "harness.command_line",
-    "harness.compat",
-    "harness.composition",
-    "harness.data",
-    "harness.dry_run",
-    "harness.extras",
-    "harness.parity",
-    "harness.huggingface",
-    "harness.installed",
-    "harness.planner",
-    "harness.preferences",
-    "harness.resilience.watch",
-    "harness.verify",
-    "harness.report",
-)
 MOST_LINES = 35_500
-
-
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {module_name(path): path for path in (ROOT / "harness").rglob("*.py")}
-
-
-def imported(name: str) -> set[str]:
-    """The modules that a module imports, in functions and for types too, and the packages that they lie in."""
-    path = MODULES[name]
-    package = (name if path.name == "__init__.py" else name.rpartition(".")[0]).split(".")
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    folders = {module[:end] for module in found for end, letter in enumerate(module) if letter == "."}
-    return (found | folders) & MODULES.keys()
-
-
-def closure(name: str) -> set[str]:
-    found: set[str] = set()
-    waiting = {name}
-    while waiting:
-        found |= waiting
-        waiting = {target for module in waiting for target in imported(module)} - found
-    return found
+LEAST_TESTS = 95  # files that run where the parts are deleted: scripts/test_core
 
 
 def test_the_core_imports_no_part_and_grows_no_more() -> None:
     core = closure(CORE)
-    assert [name for name in sorted(core) if f"{name}.".startswith(tuple(f"{part}." for part in PARTS))] == []
-    lines = sum(len(MODULES[name].read_text(encoding="utf-8").splitlines()) for name in core)
+    assert [name for name in sorted(core) if lies_in(name, (*PARTS, *AROUND))] == []
+    lines = sum(len(modules()[name].read_text(encoding="utf-8").splitlines()) for name in core)
     assert MOST_LINES - 300 < lines <= MOST_LINES, "lower MOST_LINES when the core has become smaller"
+
+
+def test_most_files_of_tests_need_no_part() -> None:
+    assert len(files_of_tests("tests.unit")) >= LEAST_TESTS
 
 
 @pytest.mark.parametrize(

@@ -413,6 +413,8 @@ def test_every_preset_is_found_by_its_name_and_passes_check(path):
     assert [str(finding) for finding in check(load(path.stem))] == []
 
 
-@pytest.mark.parametrize("script", ["scripts/demo", "scripts/test", "scripts/check", "scripts/install", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["scripts/demo", "scripts/test", "scripts/test_core", "scripts/check", "scripts/install", ".ci/run"]
+)
 def test_a_command_can_be_run(script):
     assert os.access(ROOT / script, os.X_OK)

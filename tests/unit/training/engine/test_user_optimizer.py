@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from harness import Trainer, TrainingArguments, UserError
 from harness.hf.locate import model_directory
+from harness.installed import is_installed
 from harness.training.engine.update_scope import Scope
 from harness.training.engine.user_optimizer import UserOptimizer, remade, user_optimizer
 from tests.distributed.training import rows
@@ -178,7 +179,10 @@ def trainer_of(folder: Path, config: dict[str, Any], **options: Any) -> Trainer:
     [
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, {}, "optimizers and the section optimizer of the Deep"),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, {}, "optimizers and the section scheduler of the Deep"),
-        ({}, {"peft_config": LoraConfig(r=2)}, "optimizers and peft_config exclude each other.*get_peft_model"),
+        pytest.param(
+            *({}, {"peft_config": LoraConfig(r=2)}, "optimizers and peft_config exclude each other.*get_peft_model"),
+            marks=pytest.mark.skipif(not is_installed("harness.extras"), reason="adapters are an extra"),
+        ),
         ({}, {"model": "tiny-llama"}, "optimizers needs the model in memory that the optimizer was made for"),
         ({}, {"model": [LayerSpec(nn.Linear, 2, 2), nn.Linear(2, 2)], "loss_fn": max}, "a LayerSpec has none yet"),
         ({"zero_optimization": {"stage": 1}}, {"kind": optim.Adafactor}, "Adafactor updates a weight by the other wei"),
