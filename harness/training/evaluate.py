@@ -139,7 +139,7 @@ def tokens_of_new(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
     if run.spec.parts.data is None:
         return require_samples_of(data, name, source)
     return run.spec.parts.data.later_dataset(
-        data, name, run.spec.data.tokenizer, source, run.spec.args, run.spec.env, run.console
+        data, name, run.spec.data.tokenizer, source, run.spec.args, run.spec.inputs.env, run.console
     )
 
 

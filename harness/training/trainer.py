@@ -248,7 +248,7 @@ class Trainer:
             rebalancer = needed(self.parts.rebalancer, "--rebalance_steps", "harness.extras")(run)
         is_ours = getattr(self.training_step, "__func__", None) is Trainer.training_step
         step = self._training_step if is_ours else self.training_step  # another one may look at weights after it
-        deferred = signals.at_the_end_of_a_step(run.console.say, run.spec.env.parent)
+        deferred = signals.at_the_end_of_a_step(run.console.say, run.spec.inputs.env.parent)
         with deferred as self._signals, Recorder(run) as recorder, self.checkpoints:
             guard = partial(self.rollback.guarding, recorder, self._settle)  # rolls back a non-finite step
             guarded = guard if run.spec.args.nonfinite == "rollback" else nullcontext

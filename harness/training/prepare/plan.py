@@ -139,11 +139,6 @@ class RunSpec:
         return self.inputs.console
 
     @property
-    def env(self) -> LaunchEnv:
-        """The launch that this process belongs to."""
-        return self.inputs.env
-
-    @property
     def parts(self) -> Parts:
         """What the run can do besides the core."""
         return self.inputs.parts
@@ -192,11 +187,12 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     chosen = _user_optimizer(inputs, source, adaptation, resolved)
     if chosen is not None:
         chosen.require_whole(resolved, layout)
+    base_seed = args.seed if source is not None and source.weights is None else None
     spec = RunSpec(
         inputs=inputs,
         source=source,
         adaptation=adaptation,
-        adapter_fingerprint="" if adaptation is None else adaptation.fingerprint(_base_seed(source, args)),
+        adapter_fingerprint="" if adaptation is None else adaptation.fingerprint(base_seed),
         data=data,
         data_digest="" if data.train is None else data_digest(data.train),
         config=config,
@@ -255,10 +251,6 @@ def _require_objective(inputs: RunInputs, objective: Objective, source: ModelSou
         f"{name} has no effect with {objective.name}, a loss of its own: remove it" for name in given if given[name]
     ]
     refuse_all([*problems, *objective.obstacles(inputs.args)])
-
-
-def _base_seed(source: ModelSource | None, args: TrainingArguments) -> int | None:
-    return args.seed if source and source.weights is None else None
 
 
 def _user_optimizer(
@@ -407,7 +399,7 @@ def intact_checkpoint(spec: RunSpec, args: TrainingArguments) -> Path | None:
         UserError: on all ranks: without `auto`, the checkpoint is damaged.
     """
     auto, output_dir, console = args.resume_from_checkpoint == "auto", spec.output_dir, spec.console
-    is_first = spec.env.rank == 0
+    is_first = spec.inputs.env.rank == 0
     incomplete = all_or_none(lambda: damaged(output_dir, spec.checkpoint) if auto and is_first else [])
     chosen, changed = training_state.first_unchanged(spec.checkpoint, output_dir, auto=auto)
     if chosen is not None and chosen != spec.checkpoint:

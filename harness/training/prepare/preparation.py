@@ -184,7 +184,7 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, torch.device, frozenset[dist.
         The run with the checkpoint that all resume, the groups and the device of this rank, and the process groups that
         were open before the run.
     """
-    args, console, env = spec.args, spec.console, spec.env
+    args, console, env = spec.args, spec.console, spec.inputs.env
     for note in spec.parts.argument_notes(args.without_effect):
         console.say(note)
     THIS_RANK.doing = "waiting for the other ranks"
@@ -394,7 +394,7 @@ def _report_given(spec: RunSpec, trainable: TrainableModel) -> None:
 
 def _base_checksums(spec: RunSpec) -> dict[str, str]:
     """Return the checksums of the adapters' base model, on rank 0, which writes them; {} elsewhere."""
-    if spec.source is None or spec.adaptation is None or spec.env.rank > 0:
+    if spec.source is None or spec.adaptation is None or spec.inputs.env.rank > 0:
         return {}
     return spec.adaptation.base_checksums(spec.source)
 
@@ -406,7 +406,7 @@ def _warn_of_full_disk(run: Run, states: Sequence[str]) -> None:
     needed = (stored + kept) * torch.float32.itemsize
     with suppress(OSError):
         disk = shutil.disk_usage(run.spec.output_dir)
-        if run.spec.env.rank == 0 and disk.total and needed > disk.free:  # ramfs and others report a size of 0
+        if run.spec.inputs.env.rank == 0 and disk.total and needed > disk.free:  # ramfs and others report a size of 0
             run.console.warn(f"a checkpoint takes about {needed:,} bytes, {room(run.spec.output_dir)}: saves will fail")
 
 

@@ -123,8 +123,8 @@ class Run:
         samples = 0 if self.spec.data.train is None else dataset_length(self.spec.data.train)
         return TrainerState(
             max_steps=self.spec.max_steps,
-            is_world_process_zero=self.spec.env.rank == 0,
-            is_local_process_zero=self.spec.env.local_rank == 0,
+            is_world_process_zero=self.spec.inputs.env.rank == 0,
+            is_local_process_zero=self.spec.inputs.env.local_rank == 0,
             num_train_epochs=-(-self.spec.max_steps * self.spec.resolved.train_batch // samples) if samples else 0,
             logging_steps=interval(self.spec.args.logging_steps, self.spec.max_steps),
             eval_steps=interval(self.spec.args.eval_steps or self.spec.args.logging_steps, self.spec.max_steps),
