@@ -161,3 +161,23 @@ def test_a_loss_of_ones_own_or_a_collator_does_not_go_with_preferences(tmp_path:
         with pytest.raises(UserError, match="has no effect with --preference dpo"):
             objective = Preferences(PreferenceArguments(preference="dpo"))
             Trainer("tiny-llama", arguments, PAIRS, processing_class=ByteTokenizer(), objective=objective, **given)
+
+
+def test_of_a_chat_the_answers_of_the_completion_alone_are_compared() -> None:
+    tokenizer = ByteTokenizer().as_transformers()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    row = {
+        "chosen": [*asked, {"role": "assistant", "content": "good"}],
+        "rejected": [*asked, {"role": "assistant", "content": "bad"}],
+    }
+    of = PreferenceArguments(preference="dpo")
+    samples = tokenised(
+        items_of([row], "rows", of), tokenizer, of, block_size=128, micro_batch=1, vocabulary=320, how=Preparation()
+    )
+    before = "<user>a<end><assistant>b<end><user>c<end><assistant>"
+    assert text(samples[0], 0) == (before, "good<end>")
+    assert text(samples[0], 1) == (before, "bad<end>")
