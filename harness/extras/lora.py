@@ -32,7 +32,7 @@ from harness.config.values.secrets import hide_secrets
 from harness.console import warn
 from harness.errors import UserError
 from harness.extras.lora_cut import cut_with_adapters, lifted
-from harness.hf.adapters import NAME, plain_name
+from harness.hf.adapters import NAME, PREFIX, plain_name, saved_name
 from harness.hf.layers.call import CANNOT_RUN
 from harness.hf.layers.wrappers import Wrapper, is_wrapper, without_adapters
 from harness.hf.skeleton import ModelSource, forget_broken_ties, require_plain, skeleton_of
@@ -329,6 +329,11 @@ def inject(model: PreTrainedModel, adaptation: Adaptation, *, keep_ties: bool) -
     _train_whole(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(adaptation.trained.get(name, parameter.requires_grad))
+    if lost := _lost_when_loaded(model, config):
+        warn(
+            f"peft cannot load adapters of {lost} of a {model.config.model_type} model again, because it changes their "
+            "names when it reads them: leave them out of the target modules (--lora_target_modules)"
+        )
     for name, other in sorted(tied - _tied(model)) if keep_ties else ():
         raise UserError(
             f"modules_to_save would untie {name} from {other}: set "
@@ -353,6 +358,16 @@ def _tied(model: PreTrainedModel) -> set[tuple[str, str]]:
     parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     ties = model.all_tied_weights_keys
     return {(name, other) for name, other in ties.items() if parameters.get(name) is parameters.get(other)}
+
+
+def _lost_when_loaded(model: PreTrainedModel, config: LoraConfig) -> str:
+    """Return a layer whose adapters peft would read under another name than that they are saved under; "" if none."""
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+
+    saved = {saved_name(name): each for name, each in model.named_parameters() if is_adapter(name)}
+    read = convert_peft_adapter_state_dict_for_transformers(model, config, dict(saved), NAME)
+    lost = (name for name, each in saved.items() if read.get(name) is not each)
+    return next((name.removeprefix(PREFIX).partition(".lora_")[0] for name in lost), "")
 
 
 def _require_found(model: PreTrainedModel, config: LoraConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -303,3 +304,13 @@ def test_the_fingerprint_tells_configs_apart_and_nothing_else() -> None:
     assert one == of(r=4, target_modules=["a", "b"], inference_mode=True)
     assert one != of(r=8, target_modules=["a", "b"])
     assert one != of(r=4, target_modules=["a", "b"], lora_alpha=1)
+
+
+def test_adapters_that_peft_would_read_under_other_names_are_told_before_training() -> None:
+    with pytest.warns(
+        UserWarning, match=r"peft cannot load adapters of model\.layers\.1\.mlp\.shared_experts\.\w+ of a laguna"
+    ):
+        fresh("laguna", ALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        fresh("laguna", {"r": 2, "target_modules": ["q_proj", "v_proj"]})
