@@ -156,6 +156,7 @@ HF_ONLY = {
     "router_aux_loss_coef": 0.1,
     "sample_prompts": "prompts.txt",
     "sample_tokens": 8,
+    "sdpa_backend": "math",
     "skip_memory_check": True,
     "use_liger_kernel": True,
     "verify_plan": "on",
