@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_core import ROOT
+from tests.core import ROOT
 
 pytestmark = pytest.mark.ranks
 
