@@ -33,6 +33,7 @@ from harness.dry_run.step_timeline import predicted_step
 from harness.dry_run.tape import Tape
 from harness.dry_run.timeline import TimelineSpan
 from harness.dry_run.world import fake_tensors, fake_world
+from harness.extras.compression import of_run as compression
 from harness.hf.adapters import Adapters
 from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.skeleton import ModelSource
@@ -145,6 +146,7 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
             groups=groups,
             device=device,
             max_steps=plan.max_steps,
+            compression=compression,
         )
         trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation, plan_tokens=context_plan)
         if plan.resolved.compile_backend is not None:

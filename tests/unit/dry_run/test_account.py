@@ -13,6 +13,7 @@ import torch
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
+from harness.cli import main
 from harness.command_line import parse
 from harness.dry_run import operations as parts
 from harness.dry_run.account import HOST, Account, account
@@ -136,3 +137,12 @@ def test_the_script_prints_what_programs_rely_on(tmp_path: Path) -> None:
     assert found["milliseconds"] == pytest.approx(sum(part["milliseconds"] for part in found["parts"].values()))
     assert found["kernels"] == sum(part["kernels"] for part in found["parts"].values())
     assert list(found["parts"]) == [*parts.PARTS, HOST]
+
+
+def test_compressed_gradients_go_to_the_rank_that_sums_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_compression": {"bits": 8}, **zero(1)}))
+    words = ["dry-run", "--rank", "0", "--world_size", "2", "--json", "--device", "cpu", "--deepspeed_config"]
+    assert main([*words, str(config), "--model_name_or_path", "tiny-llama", "--max_steps", "2"]) == 0
+    sent = {(each["group"], each["operation"]) for each in json.loads(capfd.readouterr().out)["messages"]}
+    assert ("data", "all_to_all") in sent and ("data", "reduce_scatter") not in sent
