@@ -68,10 +68,10 @@ def _load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
         UserError: loading fails, or a checkpoint contains weights that are not in its manifest.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
     from transformers.utils import logging
 
-    from harness.hf.skeleton import make_loadable
+    from harness.hf.skeleton import is_composite, make_loadable
 
     directory = Path(name) if (Path(name) / ADAPTERS).is_file() else model_directory(name, "MODEL_DIR")
     require_listed_weights(directory)
@@ -81,7 +81,10 @@ def _load(name: str) -> tuple[PreTrainedTokenizerBase, Any]:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             make_loadable(folder)
-            model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            has_config = (folder / "config.json").is_file()  # unlike adapters
+            is_whole = has_config and is_composite(AutoConfig.from_pretrained(folder, local_files_only=True))
+            auto = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+            model = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # a broken file raises whatever the code that meets it raises
             reason = (str(error).strip().splitlines() or [""])[0].replace(str(folder), str(directory))
             kind = "" if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: "

@@ -19,6 +19,8 @@ from transformers import (
 )
 
 from harness import Trainer, TrainingArguments
+from harness.cli import main
+from harness.data.tokenizer import ByteTokenizer
 from harness.extras.merging.merge import merge
 
 SIZES: dict[str, Any] = dict(
@@ -153,3 +155,10 @@ def test_adapters_of_the_text_decoder_are_merged_into_the_whole_model(tmp_path: 
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert sorted(changed) == [f"language_model.model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
     assert (tmp_path / "out/config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+def test_a_whole_model_continues_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = saved(tmp_path / "base", "llava", torch.float32)  # of which transformers has no causal class
+    ByteTokenizer().save_pretrained(base)
+    assert main(["generate", str(base), "--prompt", "ab", "--max_new_tokens", "2"]) == 0
+    assert capsys.readouterr().out.startswith("ab")
