@@ -263,7 +263,7 @@ def test_a_checkpoint_says_where_the_run_stands(make: Make) -> None:
     assert (progress.step, progress.consumed_samples, progress.seed) == (1, 4, 42)
     assert (progress.zero_stage, progress.precision, progress.layout) == (0, "fp32", "pp1 x dp1 x tp1")
     assert progress.model == "3 layers (Linear, Tanh) and 17 parameters" and progress.model_config == {}
-    assert progress.optimizer == "AdamW" and progress.data == ours.run.data_digest
+    assert progress.optimizer == "AdamW" and progress.data == ours.run.spec.data_digest
     assert progress.stream == stream_position(ours.run, 4) == {}
     assert progress.skipped_samples is not ours.state.skipped_samples  # the state goes on
 
