@@ -55,11 +55,11 @@ def require_startable(words: Sequence[str], world_size: int, *, elsewhere: str |
         raise UserError(f"{words[0]}: no such file")
     if not is_ours:
         return
-    script, args, lora = parse(KINDS, words[1:], prog="", description="", epilog="")
+    script, args, lora, preference = parse(KINDS, words[1:], prog="", description="", epilog="")
 
     is_model_here = Path(script.model_name_or_path).exists() or "/" not in script.model_name_or_path
     if elsewhere is None and is_model_here:  # a model of the hub would be downloaded
-        check_inputs(script, args, LaunchEnv(world_size=world_size), lora)
+        check_inputs(script, args, LaunchEnv(world_size=world_size), lora, preference)
     elif not _is_in(args.deepspeed_config, elsewhere):
         model = str(model_directory(script.model)) if is_model_here else None
         read_run_config(args, world_size=world_size, model=model)
