@@ -14,7 +14,7 @@ from published_shapes import Unusable, first_of, number, shape_of
 from harness.planner.hardware import Hardware, Link, load_hardware
 from harness.planner.search import Task, candidates
 from harness.planner.shape import DecoderShape
-from harness.planner.workload import HABITS, Offload, Schedule, Strategy, Workload
+from harness.planner.workload import HABITS, Offload, Strategy, Workload
 
 DEVICES = {
     "A100-40GB": "a100-40gb",
@@ -208,7 +208,7 @@ def strategy_of(row: dict[str, str], like: str) -> Strategy:
     said = next((stage for stage in (3, 2, 1) if f"ZeRO-{stage}" in row["zero_or_distopt"]), 1)
     fixed = habits.zero_stage_of_pipeline if pp > 1 else habits.zero_stage
     zero = said if fixed is None else fixed
-    schedules: dict[str, Schedule] = {"ZB-1p": "zero-bubble", "ZB-V": "zero-bubble-v"}
+    schedules = {"ZB-1p": "zero-bubble", "ZB-V": "zero-bubble-v"}
     parts = number(row, "vpp")
     if system.endswith("1F1B-I"):  # parts of one layer, as the published memory says; two layers less at the ends
         parts = (number(row, "layers") + 2) // pp

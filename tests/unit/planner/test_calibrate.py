@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.cli import main
-from harness.parallel import speed
+from harness.extras import speed
 from harness.planner import calibrate
 from harness.planner.calibrate import device
 from harness.planner.hardware import GIB, load_hardware
