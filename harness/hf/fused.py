@@ -61,7 +61,7 @@ def fuse(layer: nn.Module, device: torch.device) -> None:
         elif reads_globals(forward, [ROTATION]):
             if (rotate := _fused_rotation(forward, has_kernels)) is not None:
                 module.forward = MethodType(with_globals(forward, {ROTATION: rotate}), module)
-        elif has_kernels and (gated := _gated(forward, tuple(_activations(module)))) is not None:
+        elif has_kernels and (gated := _rewritten(forward, GATE, tuple(_activations(module)))) is not None:
             module.forward = MethodType(gated, module)
 
 
@@ -257,9 +257,10 @@ def _gate(activation: str, plain: nn.Module, gates: Tensor, ups: Tensor) -> Tens
 def _turn(half: Callable[[Tensor], Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x * cos + half(x) * sin, by one kernel where it fits."""
     fits = type(x) is Tensor and x.dtype == cos.dtype == sin.dtype and x.dim() == 4 and x.shape[-1] % 2 == 0
-    sizes = (cos.shape, sin.shape, cos.stride(-1), sin.stride(-1), x.stride(-1))
-    fits = fits and any(sizes == (size, size, 1, 1, 1) for size in ((1, 1, *x.shape[2:]), (len(x), 1, *x.shape[2:])))
-    if not fits or cos.requires_grad or sin.requires_grad:
+    of_heads = [(batch, 1, *x.shape[2:]) for batch in (1, len(x))]  # angles of all samples, or of each
+    fits = fits and cos.shape == sin.shape and tuple(cos.shape) in of_heads
+    dense = fits and x.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
+    if not dense or cos.requires_grad or sin.requires_grad:
         return x * cos + half(x) * sin
     (turned,) = _Rotated.apply(cos.squeeze(1), sin.squeeze(1), x)  # type: ignore[no-untyped-call]
     return turned  # type: ignore[no-any-return]
@@ -311,11 +312,6 @@ class _WithGates(ast.NodeTransformer):
             case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[_], keywords=[]):
                 return self.activations.get(name)
         return None
-
-
-def _gated(forward: object, activations: tuple[tuple[str, str], ...]) -> FunctionType | None:
-    """Return a forward with its gated activations fused; None if it has none, or is not a plain function."""
-    return _rewritten(forward, GATE, activations) if activations else None
 
 
 @cache

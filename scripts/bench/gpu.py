@@ -16,7 +16,7 @@ an issue. Started again with the same file, it goes on with the parts that are m
 Each part runs in a process of its own; what fails is noted with its error, and the rest goes on. MFU counts the
 operations of the model (no recomputation) against the datasheet's dense bf16 rate, and against the rate of a large
 matrix product that is measured first; of causal attention it counts the half that is needed, `mfu_whole_attention` all
-of it, as nanoGPT and torchtitan do. --small tries all of it on any machine, in a minute.
+of it, as nanoGPT and torchtitan do. --small tries all of it on any machine, in a few minutes.
 """
 
 from __future__ import annotations

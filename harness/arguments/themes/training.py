@@ -139,7 +139,7 @@ class ModelArguments(Flags):
     sdpa_backend: str = flag(
         "auto",
         "kernel that sdpa attention tries first on a GPU: cudnn, flash, fa3 or fa4 (with their packages), efficient or "
-        "math; auto: cudnn on Hopper and Blackwell, where it takes half the time of flash, else torch's order",
+        "math; auto: cudnn on Hopper and later (on Hopper it takes half the time of flash), else torch's order",
         choices=SDPA_BACKENDS,
         hf_only=True,
     )

@@ -79,14 +79,14 @@ def _power_of_two(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def rotate(heads_of: Sequence[Tensor], cos: Tensor, sin: Tensor, *, backward: bool = False) -> tuple[Tensor, ...]:
+def rotate(tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, *, backward: bool = False) -> tuple[Tensor, ...]:
     """Return queries and keys, or one of the two, rotated by angles [batch or 1, tokens, n].
 
     Each is [batch, heads, tokens, n]. Dimension i is rotated with dimension i + n / 2. `backward`: by the opposite
     angles, as gradients are.
     """
-    q, k = heads_of[0], heads_of[-1]
-    outputs = tuple(map(torch.empty_like, heads_of))
+    q, k = tensors[0], tensors[-1]
+    outputs = tuple(map(torch.empty_like, tensors))
     batch, heads, tokens, width = q.shape
     columns = _power_of_two(width // 2)
     one = len(cos) == 1
@@ -107,7 +107,7 @@ def rotate(heads_of: Sequence[Tensor], cos: Tensor, sin: Tensor, *, backward: bo
         0 if one else sin.stride(0),
         sin.stride(1),
         heads,
-        k.shape[1] if len(heads_of) > 1 else 0,
+        k.shape[1] if len(tensors) > 1 else 0,
         width // 2,
         backward=backward,
         columns=columns,

@@ -20,7 +20,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from harness.errors import UserError
 
 CUDNN_SINCE = 9
-"""Major compute capability (Hopper) from which cuDNN's attention is the fastest of torch's kernels, as measured."""
+"""Major compute capability from which cuDNN's attention is tried first: Hopper, the only one that was measured."""
 FEW_SHAPES = 16
 """Shapes of inputs up to which its plans are worth their time."""
 INSTALLED_FLASH = {"fa3": "flash_attn_interface", "fa4": "flash_attn"}
@@ -90,13 +90,15 @@ class AttentionKernels:
     def __init__(self, first: str, device: torch.device) -> None:
         self._shapes = set[object]()
         self._is_auto = first == "auto"
-        if self._is_auto:
-            first = "cudnn" if torch.version.hip is None else ""
-        is_slow = self._is_auto and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < CUDNN_SINCE
-        if first in INSTALLED_FLASH:
-            activate_flash_attention_impl(first.upper())
+        if device.type != "cuda":
+            first = ""  # torch's order
+        elif self._is_auto:
+            is_fast = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= CUDNN_SINCE
+            first = "cudnn" if is_fast else ""
+        elif first in INSTALLED_FLASH:
+            activate_flash_attention_impl(first.upper())  # in place of torch's own, for the whole process
             first = "flash"
-        self._first = "" if is_slow or device.type != "cuda" else first
+        self._first = first
 
     @contextmanager
     def ordered(self, shapes: Iterable[object]) -> Iterator[None]:
