@@ -28,8 +28,7 @@ AS_TORCH = {"enable_fp_fusion": False}
 
 
 @cache
-@torch.inference_mode(mode=False)
-@torch.enable_grad()  # of torch's operations, also if a backward pass or an evaluation asks first
+@torch.inference_mode(mode=False)  # which also records gradients, if an evaluation or a backward pass asks first
 def usable(device: torch.device) -> bool:
     """Return whether the kernels run on `device`, which the first call tries: they must give torch's results there."""
     if (device.type != "cuda" and not _interpreted()) or find_spec("triton") is None:
