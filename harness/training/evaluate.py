@@ -38,22 +38,22 @@ from harness.training.prepare.run import Run
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
-CHUNK = 16  # micro-batches that are read, then evaluated; signals are checked between two chunks
+CHUNK = 16  # micro-batches read and evaluated at a time; signals are checked between chunks
 
 
 def batch_size(run: Run) -> int:
     """Return the number of samples in an evaluation's micro-batch.
 
-    A router loss depends on which samples share a micro-batch, so the default must not depend on the layout.
+    A router loss depends on which samples share a micro-batch, so its default must not depend on the layout.
     """
     usual = ROUTER_BATCH if isinstance(run.trainable.loss, RouterLoss) else run.spec.resolved.micro_batch
     return run.spec.args.per_device_eval_batch_size or usual
 
 
 def evaluation_data(run: Run, given: AnyDataset | Mapping[str, AnyDataset] | None = None) -> EvaluationData:
-    """Return the data to evaluate: what is `given`, or the run's own; all ranks call it.
+    """Return the data to evaluate: `given`, or the run's own; all ranks call it.
 
-    Data that the run did not begin with, given here or set as `trainer.eval_dataset`, is tokenised and checked first.
+    New data, given here or set as `trainer.eval_dataset`, is tokenised and checked first.
 
     Raises:
         UserError: new data cannot be used, or differs between ranks.
@@ -78,7 +78,7 @@ def _check(run: Run, data: EvaluationData) -> None:
 
 
 def evaluation_metrics(run: Run, dataset: AnyDataset, prefix: str = "eval") -> JsonObject:
-    """Return eval_loss, perplexity, eval_samples, eval_seconds and the user's own metrics; all ranks call it.
+    """Return eval_loss, perplexity, eval_samples, eval_seconds and the user's metrics; all ranks call it.
 
     Args:
         dataset: a data set of `evaluation_data`.
@@ -107,9 +107,9 @@ def predict(run: Run, dataset: AnyDataset, prefix: str) -> PredictionOutput:
 def computed_metrics(
     compute: Callable[[EvalPrediction], Mapping[str, object]], predictions: Outputs, labels: Labels, prefix: str
 ) -> JsonObject:
-    """Compute the user's metrics on rank 0 and return them on all ranks, with the prefix before their names.
+    """Compute the user's metrics on rank 0 and return them on all ranks, with prefixed names.
 
-    All ranks call it. An exception on rank 0 is raised there, and a UserError on the others.
+    All ranks call it. An exception on rank 0 is raised there; the others raise UserError.
     """
     from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
@@ -124,7 +124,7 @@ def computed_metrics(
                 named = {str(name): value for name, value in denumpify_detensorize(dict(found)).items()}
                 start = f"{prefix}_"
                 sent = [{name if name.startswith(start) else start + name: value for name, value in named.items()}]
-    finally:  # also after an exception: the others are waiting
+    finally:  # even after an exception, as the other ranks wait in this broadcast
         dist.broadcast_object_list(sent, src=0, group=host_group())
     if sent[0] is None:
         raise UserError("compute_metrics failed on rank 0")
@@ -132,7 +132,7 @@ def computed_metrics(
 
 
 def tokens_of_new(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
-    """Check and tokenise a data set that the run did not begin with. UserError if it cannot be used."""
+    """Check and tokenise a new data set. Raises UserError if it cannot be used."""
     source = run.spec.source if run.spec.inputs.makes_samples else None
     require_dataset(name, dataset)
     data = read_all(as_dataset(dataset), name)
@@ -164,11 +164,12 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
         **found,
         f"{prefix}_samples": count,
         f"{prefix}_seconds": seconds,
-        f"{prefix}_runtime": seconds,  # HuggingFace's names of the same
+        f"{prefix}_runtime": seconds,  # HuggingFace's name for it
         f"{prefix}_samples_per_second": count / seconds,
         f"{prefix}_steps_per_second": evaluation_steps(count, micro_batch, run.context.groups.layout.dp_size) / seconds,
     }
-    return value_of_first(metrics)  # sums of other groups may differ in the last bit, which decides what is best
+    # Sums over different groups may differ in the last bit, and ranks must agree on which evaluation is the best.
+    return value_of_first(metrics)
 
 
 def _losses(
@@ -176,7 +177,7 @@ def _losses(
 ) -> tuple[EvaluationTotals, dict[str, float]]:
     """Return the sums over all samples, and the mean loss of each source if there are several."""
     engine, collator = run.engine, run.data_check.collator
-    # Evaluating source by source would change the micro-batches, and so a router loss, and the order of the outputs.
+    # Evaluating source by source would change the micro-batches, hence a router loss, and the order of the outputs.
     together = engine.has_router_loss or kept is not None
     parts = dataset.by_source() if isinstance(dataset, SeveralSources) and not together else {}
     if not parts:
@@ -200,7 +201,7 @@ def mean_loss(
         kept: collects the outputs in the order of the samples.
 
     Raises:
-        signals.Interrupted: on all ranks: a signal on any of them asks for the end of training.
+        signals.Interrupted: on all ranks, if a signal asks any of them to end training.
         UserError: the data set is empty.
     """
     return _mean(engine, _totals(engine, dataset, micro_batch, collator, kept))
@@ -209,7 +210,6 @@ def mean_loss(
 def _totals(
     engine: Engine, dataset: MapDataset, micro_batch: int, collator: Collator, kept: KeptOutputs | None
 ) -> EvaluationTotals:
-    """Return the sums over all samples."""
     n = dataset_length(dataset)
     if not n:
         raise UserError("the data set to evaluate is empty: give at least one sample")
@@ -227,9 +227,10 @@ def _totals(
 def _sums(
     engine: Engine, dataset: MapDataset, rows: range, micro_batch: int, collator: Collator, kept: KeptOutputs | None
 ) -> EvaluationTotals:
-    """Return the sums over these samples."""
+    """Return the sums over the samples `rows`."""
     place, size = engine.groups.coordinate.reader, engine.groups.layout.readers
     steps = evaluation_steps(len(rows), micro_batch, size)
+    # Stages exchange the shape of activations once per call of the engine, so its micro-batches must be padded alike.
     alike = 0 if engine.has_router_loss else CHUNK if engine.groups.layout.pp_size > 1 else 1
     batches = evaluation_batches(dataset, micro_batch, place, size, rows=rows, alike=alike, data_collator=collator)
     totals = EvaluationTotals()

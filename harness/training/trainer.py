@@ -90,34 +90,34 @@ class Trainer:
     Args:
         model: a preset's name or a HuggingFace directory, a config, a model in memory; or a list of layers
             (modules, LayerSpecs, functions) with `loss_fn`.
-        args: the arguments; `args.deepspeed_config` is the DeepSpeed JSON.
+        args: the run's arguments; `args.deepspeed_config` is the DeepSpeed JSON.
         train_dataset, eval_dataset: map-style or an IterableDataset; items are dicts with input_ids (and labels), or
-            with text or messages to tokenise, or pairs (inputs, labels). For several eval_datasets, a dict by name.
-        loss_fn: `loss_fn(outputs, labels)`, the mean over the samples it gets; required for a list of layers. For a
-            HuggingFace model it gets the logits, and replaces the cross entropy (see `LogitsLoss`).
-        compute_loss_func: the same for a HuggingFace model, with HuggingFace's signature.
+            with text or messages to tokenise, or pairs (inputs, labels). Pass several eval_datasets as a dict by name.
+        loss_fn: `loss_fn(outputs, labels)` returns the mean over its samples; required for a list of layers. For a
+            HuggingFace model it receives the logits and replaces the cross entropy (see `LogitsLoss`).
+        compute_loss_func: a loss with the signature of HuggingFace's argument, for a HuggingFace model.
         processing_class: the tokenizer, saved beside the model; by default the one in the model's directory.
         data_collator: makes a micro-batch from a list of items.
         callbacks: instances or classes of TrainerCallback, called on every rank.
         compute_metrics: returns metrics for an EvalPrediction, the logits and labels of all samples; called on rank 0.
-        preprocess_logits_for_metrics: maps logits and labels of a micro-batch to the values that are kept.
+        preprocess_logits_for_metrics: maps logits and labels of a micro-batch to the values to keep.
         console: where to print; by default standard output on rank 0.
         peft_config: peft's LoraConfig, to train adapters instead of the model's weights.
-        optimizers: an optimizer, made for the parameters of a model in memory, and its scheduler; None for the run's
-            own schedule. The run makes an optimizer of the same class with the same groups for its parameters.
+        optimizers: (optimizer, scheduler) over the parameters of a model in memory; a scheduler of None selects the
+            arguments' schedule. The run builds an optimizer of the same class and groups over its own parameters.
         objective: what to train on instead of the next token, such as preferences (`harness.Preferences`).
-        config: the checked DeepSpeed JSON, if the program has read it already (`read_run_config`).
+        config: the checked DeepSpeed JSON, if the program has already read it (`read_run_config`).
         flags: flags of the program besides `args`, for `run.json`.
 
     Attributes:
         run: the run's config, layout, groups, model and engine.
-        control: as in HuggingFace, passed to callbacks.
+        control: HuggingFace's TrainerControl, passed to callbacks.
 
     Raises:
-        UserError: anything that the user can correct, before the model is built if possible.
+        UserError: the user can correct the problem; raised before the model is built if possible.
     """
 
-    parts: ClassVar[Parts] = Parts()  # none: `harness.Trainer` has all that are installed
+    parts: ClassVar[Parts] = Parts()  # empty: `harness.Trainer` has every installed part
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Trainer:
         objective: Objective | None = None,
         config: RunConfig | None = None,
         flags: Mapping[str, object] | None = None,
-        **others: None,  # HuggingFace's with its defaults; refused with the reason otherwise
+        **others: None,  # HuggingFace's other arguments; refused with the reason
     ) -> None:
         establish()
         self._require_known(others)
@@ -193,6 +193,7 @@ class Trainer:
             self.nonfinite = NonFinite(args.nonfinite, run.console)
             overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
             self.checkpoints = Checkpoints(run, self.nonfinite, partial(self._call, "on_save"), overridden)
+            # Rollback shares its list of skipped samples with the stream, so it comes before resuming fills that list.
             self.rollback = Rollback(run)
             begin_or_resume(run)
             self.checkpoints.resumed(run.spec.checkpoint)
@@ -203,7 +204,6 @@ class Trainer:
         return push(inputs.args, inputs.env, inputs.console)
 
     def _require_known(self, others: Mapping[str, object]) -> None:
-        """Raise UserError for keyword arguments that the constructor does not take."""
         refuse_all([f"Trainer takes no {name}: leave it out" for name in others])
 
     def close(self) -> None:
@@ -282,7 +282,7 @@ class Trainer:
         return TrainOutput(state.global_step, loss, metrics)
 
     def _goes_on(self, stop: int) -> bool:
-        """Whether another step follows; `stop` is the signal that ends the run, 0 without one."""
+        """Whether another step follows; `stop` is the signal that ends the run, or 0."""
         state = self.run.state
         return not (stop or self.control.should_training_stop) and state.global_step < state.max_steps
 
@@ -303,27 +303,29 @@ class Trainer:
         return record
 
     def _training_step(self) -> StepRecord:
-        """Train on the next global batch; the next step may still have to send the new weights (`Engine.settle`).
+        """Train on the next global batch. Its new weights may still be in flight afterwards (`Engine.settle`).
 
-        The stream yields the micro-batches of this rank's data-parallel coordinate; `Engine.train_step` runs forward,
-        backward and update; a non-finite step is handled before it is counted.
+        The stream yields the micro-batches of this data-parallel rank; `Engine.train_step` runs forward, backward and
+        update; a non-finite step is handled before it is counted.
         """
         run = self.run
         state, stream = run.state, run.stream
         assert stream is not None
         records.THIS_RANK.step = state.global_step + 1
         if self._is_recorded:
+            # A rank that is killed in the step cannot report it afterwards.
             records.record_step()
         self._call("on_step_begin")
         start_time = time.perf_counter()
         learning_rate = run.engine.learning_rate  # read before the update, which advances the schedule
-        # Only the first stage needs inputs and only the last needs labels: stages between get an empty list.
+        # Only the first stage needs inputs and only the last needs labels: the stages between get an empty list.
         micro_batches = stream.next_step(read=run.engine.reads_data)
         outcome = run.engine.train_step(
             micro_batches, state.consumed_samples, stream.length, stream.sources, settles=False
         )
-        seconds = time.perf_counter() - start_time  # to the end of the gradient norm: the update is queued
+        seconds = time.perf_counter() - start_time  # until the gradient norm is known; the update may still be queued
         if not (isfinite(outcome.loss) and outcome.finite_gradient):
+            # Before the step is counted: `stop` and `rollback` raise, and then it must not have happened.
             self.nonfinite.judge(state.global_step + 1, outcome, run.engine)
         state.global_step += 1
         if outcome.loss == 0.0:
@@ -338,8 +340,9 @@ class Trainer:
             max(HIGHEST.device, peak_bytes(run.context.device)) if on_device else 0,
             max(HIGHEST.host, peak_resident_bytes()),
         ]
-        device_bytes, host_bytes = self._largest(peaks)  # of the rank that needs most
-        if self._weights_are_read:  # by a callback, of perhaps one rank alone, which could not bring them here
+        device_bytes, host_bytes = self._largest(peaks)  # the peak of the rank that needs most
+        # A callback may read weights on one rank only. Settling is collective, so all ranks settle here.
+        if self._weights_are_read:
             run.engine.settle()
         sources = run.engine.sources
         return StepRecord(
@@ -360,18 +363,20 @@ class Trainer:
         )
 
     def _after_step(self, record: StepRecord, recorder: Recorder) -> int:
-        """Run callbacks, log, evaluation and checkpoint that are due after a step.
+        """Run the callbacks, logging, evaluation and checkpoint that are due after a step.
 
         Returns:
-            The number of the signal that ends the run; 0 if none does.
+            The number of the signal that ends the run, or 0.
         """
         control, run = self.control, self.run
         stream = run.stream
         assert stream is not None
         if self.checkpoints.pending is not None:
+            # All ranks wait together for the disk, so that a killed run with short steps repeats few of them.
             self.checkpoints.wait_a_moment()
         due, last_step = NOTHING_DUE, run.state.max_steps
         epoch_ends = stream.consumed // stream.n > stream.before // stream.n
+        # A callback may change the intervals, so the next event holds only while they stay the same.
         asked = ASKED(run.spec.inputs.args)
         if epoch_ends or record.step >= min(self._next_event, last_step) or asked != self._asked:
             due = run.events_after(record.step, epoch_ends=epoch_ends, max_steps=last_step)
@@ -385,7 +390,7 @@ class Trainer:
         stop = self._agree_on_control()
         if control.should_log and not due.log:
             self._call("on_log", logs=recorder.log(record))
-            stop = self._agree_on_control()
+            stop = self._agree_on_control()  # `on_log` may have changed `control` on some ranks
         control.should_log = False
         if stop or due.evaluate or due.save or control.should_evaluate or control.should_save:
             return self._evaluate_and_save(recorder, stop, evaluate=due.evaluate, save=due.save)
@@ -393,16 +398,16 @@ class Trainer:
         return stop
 
     def _evaluate_and_save(self, recorder: Recorder, stop: int = 0, *, evaluate: bool, save: bool = False) -> int:
-        """Evaluate and save if that is due, or asked for; the argument and the result are signals that end the run."""
+        """Evaluate and save if due or requested; the argument and the result are signals that end the run."""
         control = self.control
         # Evaluate before saving: a best evaluation asks for a checkpoint of this step.
         self.run.evaluation_due = evaluate or control.should_evaluate
         if self.run.evaluation_due and not stop:
             control.should_evaluate = False
             with self.checkpoints.saving_before_an_error():
-                # By rank 0's metrics: a script's own score may differ between ranks; they would load different models.
+                # Rank 0's metrics decide: a user's score may differ between ranks, which would load different models.
                 metrics = value_of_first(recorder.evaluation(self.evaluate))
-            self.run.evaluation_due = metrics is None  # a signal came: the resumed run evaluates
+            self.run.evaluation_due = metrics is None  # interrupted by a signal: the resumed run evaluates
             note_evaluation(self.args, self.state, control, metrics)
             stop = self._agree_on_control()
         if stop or control.should_save or save:
@@ -413,21 +418,22 @@ class Trainer:
         return stop
 
     def _settle(self) -> None:
-        """Complete a save that is being written, before the run goes back to it; all ranks call it."""
-        self._next_event = 0
+        """Complete the pending save before the run rolls back to it; all ranks call it."""
+        self._next_event = 0  # the run goes back to an earlier step
         self.checkpoints.finish()
         self._agree_on_control()
 
     def _agree_on_control(self) -> int:
-        """Set `control` on all ranks to the requests of any rank's callbacks: a rank that acts alone would hang.
+        """Set `control` on all ranks to the union of all ranks' requests: a rank that acts alone would hang.
 
-        All ranks call it, after callbacks and before they read `control`. If all are ready, a pending checkpoint
-        advances to its next phase.
+        All ranks call it after callbacks, before they read `control`. A pending checkpoint advances to its next phase
+        if all ranks are ready.
 
         Returns:
-            The number of the signal that ends the run; 0 if none does.
+            The number of the signal that ends the run, or 0.
         """
         control, checkpoints = self.control, self.checkpoints
+        # A maximum over ranks is an "or" of the switches, and of signals picks the one of highest precedence.
         received = 0 if self._signals is None else self._signals.first
         own = [
             checkpoints.pending is None or not checkpoints.is_ready,
@@ -449,7 +455,7 @@ class Trainer:
         return stop and signals.of_precedence(stop)
 
     def _end_training(self, stop: int, metrics: Mapping[str, object]) -> None:
-        """Complete saves, load the best model, call on_train_end; raise Stopped if a signal, `stop`, ended the run."""
+        """Complete saves, load the best model, call on_train_end. Raises Stopped if signal `stop` ended the run."""
         self.run.engine.settle()
         self.checkpoints.finish()
         self.nonfinite.summary(self.state.global_step)
@@ -470,17 +476,17 @@ class Trainer:
     ) -> JsonObject:
         """Evaluate each sample once, log and return the metrics; all ranks call it.
 
-        They are eval_loss, perplexity, eval_samples, the speed, and the results of `compute_metrics`.
+        The metrics are eval_loss, perplexity, eval_samples, the speed, and the results of `compute_metrics`.
 
         Args:
-            eval_dataset: instead of the Trainer's: a data set, several by name (the metrics then begin with
-                eval_NAME), or the name of one of the Trainer's.
+            eval_dataset: replaces the Trainer's: a data set, a dict of them (metrics then begin with eval_NAME), or the
+                name of one of the Trainer's data sets.
             ignore_keys: has no effect, as only the logits of a model's outputs are read.
             metric_key_prefix: replaces `eval` in the names.
 
         Raises:
-            signals.Interrupted: on all ranks: a signal asks for the end of training.
-            UserError: there is no data, or it cannot be used.
+            signals.Interrupted: on all ranks, if a signal asks any of them to end training.
+            UserError: no data is given, or it cannot be used.
         """
         data = evaluation_data(self.run, None if isinstance(eval_dataset, str) else eval_dataset)
         if isinstance(eval_dataset, str):
@@ -525,7 +531,7 @@ class Trainer:
     def _call(self, moment: str, state: TrainerState | None = None, **kwargs: Unpack[MomentValues]) -> None:
         """Call the method `moment` of every callback that has one of its own, in order.
 
-        `state` replaces the run's state for an event that is reported late, as the end of a background save.
+        `state` replaces the run's state for an event that is reported late, such as the end of a background save.
         """
         for callback in tuple(self.callbacks):  # a copy, as a callback may remove itself
             method = getattr(callback, moment)
@@ -539,30 +545,29 @@ class Trainer:
                     method(self.run.spec.inputs.args, state or self.run.state, self.control, **given, **kwargs)
 
     def add_callback(self, callback: AnyCallback) -> None:
-        """Append a callback. UserError if it is none."""
+        """Add a callback. Raises UserError if it is not a TrainerCallback."""
         self.callbacks.append(own_early_stopping(instance(callback)))
 
     def pop_callback(self, callback: AnyCallback) -> TrainerCallback | None:
-        """Remove and return a callback, or the first one of a class; None if there is none."""
+        """Remove and return a callback, or the first one of a class. Returns None if no callback matches."""
         return take_out(self.callbacks, callback)
 
     remove_callback = pop_callback
 
     @property
     def compute_metrics(self) -> Callable[[EvalPrediction], Mapping[str, object]] | None:
-        """The user's function for metrics."""
         return self.run.spec.inputs.compute_metrics
 
     @inside("saving")
     def save_checkpoint(self) -> Path:
-        """Write `output_dir/checkpoint-STEP` and wait for it; all ranks call it. Raises NotSaved, a UserError."""
+        """Write `output_dir/checkpoint-STEP` and wait for it; all ranks call it. Raises NotSaved (a UserError)."""
         return self.checkpoints.save()
 
     @inside("exporting")
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Write the model as a HuggingFace directory (adapters as peft's, a list of layers as safetensors).
 
-        All ranks call it. Raises UserError if it cannot be written, or weights are not finite.
+        All ranks call it. Raises UserError if it cannot be written, or if weights are not finite.
         """
         directory = Path(output_dir or self.args.output_dir)
         if output_dir is None:
@@ -578,13 +583,12 @@ class Trainer:
     def trained_model(self) -> PreTrainedModel | None:
         """Return the whole model on the CPU of rank 0, None elsewhere; all ranks call it.
 
-        A model that was given in memory is filled and returned. Raises UserError for adapters and a list of layers.
+        A model that was given in memory is filled and returned. Raises UserError for adapters or a list of layers.
         """
         return gather_model(self.run)
 
     @property
     def args(self) -> TrainingArguments:
-        """The arguments."""
         return self.run.spec.args
 
     @property
@@ -594,7 +598,7 @@ class Trainer:
 
     @property
     def stream(self) -> BatchStream | None:
-        """The training samples of this rank; None without training data."""
+        """This rank's training samples; None without training data."""
         return self.run.stream
 
     @property
@@ -604,8 +608,7 @@ class Trainer:
 
     @property
     def eval_dataset(self) -> EvaluationData:
-        """The evaluation data as tokens: one data set, several by name, or None. The next evaluation
-        checks what is set."""
+        """The evaluation data as tokens: one data set, a dict by name, or None; a new value is checked when used."""
         return self.run.spec.data.evaluation
 
     @eval_dataset.setter
@@ -614,7 +617,6 @@ class Trainer:
 
     @property
     def processing_class(self) -> AnyTokenizer | None:
-        """The tokenizer."""
         return self.run.spec.data.tokenizer
 
     @property
@@ -627,17 +629,16 @@ class Trainer:
 
     @property
     def data_collator(self) -> Collator:
-        """The function that makes a micro-batch from samples."""
         return self.run.spec.inputs.data_collator
 
     @property
     def engine(self) -> Engine:
-        """The present engine; it is replaced when layers move between stages."""
+        """The current engine; rebalancing the stages replaces it."""
         return self.run.engine
 
 
 def _collator(given: Collator | None, objective: Objective | None) -> Collator:
-    """Return the collator of a run. UserError for one of the user's where the objective has its own."""
+    """Return the run's collator. Raises UserError if the user gives one and the objective has its own."""
     if objective is None:
         return given or collate
     if given is not None:

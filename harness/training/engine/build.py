@@ -70,10 +70,10 @@ def build_engine(
 
     Args:
         layers: all layers of the model, not built yet.
-        boundaries: index of the first layer of each stage or model chunk, then the number of layers.
+        boundaries: index of the first layer of each stage or model chunk, followed by the number of layers.
 
     Raises:
-        UserError: the config cannot work with these layers.
+        UserError: the config does not work with these layers.
     """
     config = deepspeed_config(context)
     if traits.local_states and context.groups.tp_group is not None:
@@ -101,10 +101,11 @@ def _initialize(
     grid: PipelineParallelGrid | None,
     names: Mapping[str, str],
 ) -> tuple[DeepSpeedEngine, Compression | None]:
-    """Return DeepSpeed's engine around the layers, with the run's optimizer and learning-rate schedule, and the
-    compressed reduction of its gradients, if there is one.
+    """Build DeepSpeed's engine with the run's optimizer and learning-rate schedule.
 
-    `names` are those of `first_names`: a tied weight must be in the same parameter group on every stage.
+    Also returns the compressed reduction of its gradients; None without compression.
+
+    `names` come from `first_names`: a tied weight must be in the same parameter group on every stage.
     """
     groups, resolved = context.groups, context.resolved
     mark_experts(over_data(module))  # before the parameter groups, which keep marked parameters apart
@@ -135,9 +136,9 @@ def _initialize(
 def _optimization(
     context: EngineContext, config: JsonObject, module: nn.Module, names: Mapping[str, str]
 ) -> tuple[list[ParameterGroup], Optimizer | None, Callable[[Optimizer], object] | None]:
-    """Return the parameter groups, their optimizer, and what makes its schedule.
+    """Return the parameter groups, their optimizer, and a function that makes its schedule.
 
-    The last two are None where DeepSpeed itself makes what `config` names.
+    The last two are None if DeepSpeed itself makes the ones that `config` names.
     """
     user, args, resolved = context.user_optimizer, context.args, context.resolved
     if user is None:
@@ -146,6 +147,7 @@ def _optimization(
     else:
         groups = user.groups(module, names)
     if has_flat_sums(resolved) and context.groups.dp_group is not None:
+        # A group is reduced as a whole, so smaller groups let the reduction begin during the backward pass.
         elements = sum(parameter.numel() for group in groups for parameter in group["params"])
         asked = resolved.config.get("zero_optimization", {}).get("reduce_bucket_size")
         groups = in_buckets(groups, bucket_size(asked, elements))
@@ -158,7 +160,7 @@ def _optimization(
 def _staged(
     context: EngineContext, module: StagedModule, compression: Compression | None
 ) -> Callable[..., DeepSpeedEngine]:
-    """Return what builds the engine of this rank's stage from the arguments of DeepSpeed's."""
+    """Return a function that builds the engine of this rank's stage from the arguments of DeepSpeed's engine."""
     resolved, parameters = context.resolved, list(module.parameters())
     defer_sums(parameters)  # partial gradients are summed once a step, not in each backward pass
     parts = UpdateParts(
@@ -187,14 +189,14 @@ def _prepare(engine: DeepSpeedEngine, module: nn.Module, context: EngineContext,
     if isinstance(module, LayerSequence):
         announce_layers(module.calls)
         if context.resolved.zero_stage == 3 and traits.draws:
-            # ZeRO-3's hooks replace a layer's inputs by views, which autograd does not let dropout change in place
+            # ZeRO-3's hooks replace a layer's inputs by views, which autograd forbids dropout to change in place.
             copy_hooked_inputs(module)
 
 
 def announce_layers(calls: Sequence[LayerCall]) -> None:
     """Report the start of each layer's forward and backward as progress.
 
-    For engines without pipeline instructions (ZeRO-2, ZeRO-3), which report nothing else within a step.
+    ZeRO-2 and ZeRO-3 engines have no pipeline instructions to report within a step.
     """
     for index, call in enumerate(calls):
         if isinstance(call, nn.Module):
@@ -215,7 +217,7 @@ def _backward(doing: str, _layer: nn.Module, _inputs: object, output: object) ->
 
 
 def over_data(module: nn.Module) -> list[nn.Parameter]:
-    """Return the experts' parameters of this rank that differ between data-parallel ranks."""
+    """Return this rank's expert parameters that differ between data-parallel ranks."""
     return [p for p in module.parameters() if (shard := shard_of(p)) is not None and shard.over_data]
 
 
@@ -227,7 +229,7 @@ def _build_module(
     keys: DrawKeys | None,
     example: Value | None,
 ) -> tuple[nn.Module, PipelineParallelGrid | None]:
-    """Build this rank's layers; without a pipeline also the grid that gives DeepSpeed its process groups."""
+    """Build this rank's layers and, without a pipeline, the grid that gives DeepSpeed its process groups."""
     interval, seed, layout = context.resolved.activation_checkpoint_interval, context.args.seed, context.groups.layout
     if context.is_pipeline:
         staged = StagedModule(
@@ -256,7 +258,7 @@ def _compile(module: nn.Module, context: EngineContext) -> None:
 
 
 def compiled_parts(module: nn.Module) -> list[nn.Module]:
-    """Return what the engine's module has torch.compile compile: the decoder layers, or the parts of them."""
+    """Return the submodules for torch.compile: the decoder layers, or parts of them."""
     layers: Sequence[object] = module.calls if isinstance(module, LayerSequence) else []
     if isinstance(module, StagedModule):
         layers = [call for _, call in module.indexed_layers()]
@@ -264,7 +266,7 @@ def compiled_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def draw_keys(context: EngineContext) -> DrawKeys:
-    """Return the keys of random draws (dropout) for the micro-batches of this rank."""
+    """Return the RNG keys of dropout for this rank's micro-batches."""
     groups = context.groups
     return DrawKeys(
         seed=context.args.seed,
@@ -279,7 +281,7 @@ def draw_keys(context: EngineContext) -> DrawKeys:
 def _without_partitioned_activations(config: JsonObject) -> JsonObject:
     """Switch off DeepSpeed's options that assume equal activations on all tensor-parallel ranks.
 
-    Raises UserError if the config asks for partition_activations. DeepSpeed partitions what stages send by default.
+    By default DeepSpeed partitions the tensors that stages exchange. Raises UserError for partition_activations.
     """
     if config.get("activation_checkpointing", {}).get("partition_activations", False):
         raise UserError(
@@ -291,7 +293,7 @@ def _without_partitioned_activations(config: JsonObject) -> JsonObject:
 
 
 def _configure_checkpointing(context: EngineContext) -> None:
-    """Pass the section `activation_checkpointing` to DeepSpeed; activations are partitioned over tensor ranks only."""
+    """Pass the section `activation_checkpointing` to DeepSpeed; only tensor-parallel ranks partition activations."""
     section = context.resolved.config.get("activation_checkpointing", {})
     groups = context.groups
     partitioned = section.get("partition_activations", False) and groups.tp_group is not None
@@ -307,23 +309,22 @@ def _configure_checkpointing(context: EngineContext) -> None:
 
 
 def mark_leaves(module: nn.Module, names: Iterable[str]) -> None:
-    """Make ZeRO-3 treat each named module as a leaf: it gathers and frees all parameters inside together."""
     for name in names:
         set_z3_leaf_module(module.get_submodule(name), True)
 
 
 def deepspeed_config(context: EngineContext) -> JsonObject:
-    """Return the resolved config in the form that is passed to DeepSpeed."""
-    config = without_idle(Secrets(frozenset()).without(context.resolved.config))  # DeepSpeed prints all of its config
+    """Return the resolved config as DeepSpeed receives it."""
+    config = without_idle(Secrets(frozenset()).without(context.resolved.config))  # DeepSpeed prints its whole config
     if not config.get("steps_per_print"):  # the harness prints metrics; only DeepSpeed's timers need this print
         every = interval(context.args.logging_steps, context.max_steps)
         config["steps_per_print"] = every if config.get("wall_clock_breakdown") else 2**31
-        if not config.get("wall_clock_breakdown"):  # this timer synchronises with the device, and nobody reads it
+        if not config.get("wall_clock_breakdown"):  # this unused timer synchronises with the device
             config.setdefault("timers", {"throughput": {"enabled": False}})
     if context.device.type == "cpu" and context.resolved.zero_stage == 3:
         # Contiguous gradients avoid fragmentation of GPU memory; on a CPU they only cost a copy.
         config["zero_optimization"] = {**config["zero_optimization"], "contiguous_gradients": False}
-    if context.resolved.cp_size > 1:  # DeepSpeed requires batch = micro-batch x accumulation x all its data ranks
+    if context.resolved.cp_size > 1:  # DeepSpeed counts context ranks as data ranks
         config["train_batch_size"] *= context.resolved.cp_size
     # Under ZeRO, DeepSpeed refuses the harness's own optimizers as untested. DS805 checks the user's optimizer.
     config["zero_allow_untested_optimizer"] = True
@@ -343,18 +344,18 @@ def deepspeed_config(context: EngineContext) -> JsonObject:
 
 
 def zero3_partition(context: EngineContext) -> Zero3Partition | None:
-    """Return the part of every parameter that this rank keeps under ZeRO-3 without hpZ; None otherwise."""
+    """Return this rank's partition of every parameter under ZeRO-3 without hpZ; None otherwise."""
     if context.resolved.zero_stage < 3 or secondary_size(context) > 1:
         return None
     return Zero3Partition(index=context.groups.coordinate.dp_rank, count=context.groups.layout.dp_size)
 
 
 def layer_finisher(context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
-    """Return the function to call on each layer that has its weights: under ZeRO-3 it partitions these.
+    """Return a function to call on each layer once its weights are loaded: under ZeRO-3 it partitions them.
 
     Args:
-        part: the part of each parameter that this rank keeps and has already loaded; None: whole parameters are
-            broadcast from the first rank of the data group.
+        part: this rank's partition of each parameter, already loaded; with None, whole parameters are broadcast from
+            the first rank of the data group.
     """
     if context.resolved.zero_stage < 3:
         return lambda _: None
@@ -385,19 +386,20 @@ def layer_finisher(context: EngineContext, part: Zero3Partition | None) -> Calla
 
 
 def secondary_size(context: EngineContext) -> int:
-    """Return the number of data-parallel ranks that share a secondary copy of the parameters (hpZ); 1 without one."""
+    """Return the number of data-parallel ranks that share a secondary copy of the parameters; 1 without hpZ."""
     size = context.resolved.config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     return min(int(size), context.groups.layout.dp_size)
 
 
 def open_secondary_group(context: EngineContext) -> dist.ProcessGroup | None:
-    """Create and return this rank's group for the secondary copy (hpZ), None without one; all ranks call it.
+    """Create and return this rank's group for the secondary copy; None without hpZ. All ranks call it.
 
-    Its ranks are consecutive in a data-parallel group. DeepSpeed's own groups have consecutive global ranks, which hold
-    different parameters with stages or tensor parallelism.
+    Its ranks are consecutive in a data-parallel group. DeepSpeed would take consecutive global ranks, which hold
+    different parameters under pipeline or tensor parallelism.
     """
     size, mine = secondary_size(context), None
     if size > 1:
+        # torch requires every rank to create every group, in the same order.
         for replicas in context.groups.layout.groups("data"):
             for start in range(0, len(replicas), size):
                 ranks = list(replicas[start : start + size])

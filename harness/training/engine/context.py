@@ -25,13 +25,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class GradientCompression(Protocol):
-    """Sends gradients between data-parallel ranks in a few bits."""
+    """Reduces gradients between data-parallel ranks in a few bits per element."""
 
     def settled(self, resolved: Resolved, groups: Groups, device: torch.device, console: Console) -> Resolved:
-        """Return the config with the number of bits, measured if "auto", and report it; all ranks call it."""
+        """Return the config with the number of bits (measured if "auto") and report it; all ranks call it."""
 
     def reduction(self, module: StagedModule, groups: Groups, bits: int, device: torch.device) -> Compression | None:
-        """Return what averages the gradients of a stage in `bits` bits; None for a single data rank."""
+        """Return the reduction that averages a stage's gradients in `bits` bits; None for a single data rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class EngineContext:
     """The inputs for building an engine: the run's arguments and config, this rank's groups and device.
 
     Attributes:
-        compression: of gradients between data-parallel ranks, if the config asks for it.
-        user_optimizer: what was given as `optimizers`; None for the optimizer of the JSON or the arguments.
+        compression: reduces gradients between data-parallel ranks if the config asks for it.
+        user_optimizer: the Trainer's `optimizers`; None for the optimizer of the JSON or the arguments.
     """
 
     args: TrainingArguments
@@ -53,7 +53,6 @@ class EngineContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
         return DTYPES[self.resolved.precision]
 
     @property
@@ -64,11 +63,11 @@ class EngineContext:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTraits:
-    """The traits of layers that an engine depends on.
+    """Properties of the layers that an engine depends on.
 
     Attributes:
         local_states: whether layers pass on tensors that differ between tensor-parallel ranks.
-        draws: whether layers may draw random numbers in training (dropout).
+        draws: whether layers may use dropout or other random numbers in training.
         example: inputs of a micro-batch for a user's own layers; None without training data.
         tiles: computes the loss in tiles inside the last layer; None if the last layer returns logits.
     """
@@ -80,7 +79,7 @@ class LayerTraits:
 
 
 def has_flat_sums(resolved: Resolved) -> bool:
-    """Return whether a run sums gradients in flat tensors, one a parameter group."""
+    """Return whether a run accumulates gradients in flat tensors, one for each parameter group."""
     config = resolved.config
     return sums_flat(
         resolved.precision,
@@ -91,17 +90,17 @@ def has_flat_sums(resolved: Resolved) -> bool:
 
 
 def can_keep_fp32(resolved: Resolved) -> bool:
-    """Return whether a bf16 run can keep the parameters in float32 that the model lists."""
+    """Return whether a bf16 run can keep in float32 the parameters that the model lists."""
     return resolved.precision == "bf16" and keeps_wanted(resolved) and obstacle(resolved) is None
 
 
 def keeps_wanted(resolved: Resolved) -> bool:
-    """Return whether the model may keep parameters in float32; an empty `keep_in_fp32_modules` forbids it."""
+    """Return whether the config lets the model keep parameters in float32; an empty list forbids it."""
     return bool(resolved.config.get("data_types", {}).get("keep_in_fp32_modules", "auto") != [])
 
 
 def obstacle(resolved: Resolved) -> str | None:
-    """Return the setting that makes DeepSpeed require one dtype for all parameters; None if there is none."""
+    """Return the setting that makes DeepSpeed require one dtype for all parameters, or None."""
     zero = resolved.config.get("zero_optimization", {})
     if resolved.config.get("data_types", {}).get("grad_accum_dtype") != "fp32":
         return "gradients that are accumulated in bf16"
@@ -114,5 +113,5 @@ def obstacle(resolved: Resolved) -> str | None:
 
 
 def is_offloaded(zero: Mapping[str, Mapping[str, object] | None], section: str) -> bool:
-    """Return whether a section of `zero_optimization`, such as `offload_param`, moves anything off the device."""
+    """Return whether a section of `zero_optimization`, such as `offload_param`, offloads anything."""
     return (zero.get(section) or {}).get("device", "none") != "none"

@@ -95,9 +95,9 @@ class Evidence:
     """Which values of a step were finite on one rank.
 
     Attributes:
-        loss: whether its losses were finite.
-        outputs: whether the activations that its stage sent on were finite.
-        gradients: whether the gradients that it received for these activations were finite.
+        loss: whether the rank's losses were finite.
+        outputs: whether the activations that its stage sent were finite.
+        gradients: whether the gradients that its stage received for these activations were finite.
     """
 
     rank: int
@@ -108,20 +108,20 @@ class Evidence:
 
 
 class Engine(ABC):
-    """A DeepSpeed engine with the loss and the groups that it runs with.
+    """A DeepSpeed engine with its loss and process groups.
 
     Attributes:
         deepspeed: DeepSpeed's engine itself.
-        context: arguments, config, groups and device of the run; its seed is that of draws outside of the layers, as
-            in a user's loss.
+        context: arguments, config, groups and device of the run; its seed also seeds random numbers drawn outside the
+            layers, for example in a user's loss.
         groups, device, dtype: the process groups and the device of this rank, and the dtype of its parameters. Batches
             are copied to the device, and floating-point inputs cast to the dtype.
         reads_labels: whether this rank needs labels: only the last stage does.
         reads_data: whether this rank needs inputs or labels: only the first and the last stage do.
-        sources: collects the losses by data source; None if they are not reported by source.
+        sources: collects losses by data source; None if they are not reported by source.
         schedule: sets the learning rate for any step.
-        compared: whether the ranks' data has been compared, which the first step does.
-        keys: keys of random draws in the layers; None if they draw none.
+        compared: whether the first step has compared the ranks' data.
+        keys: RNG keys for dropout in the layers; None if the layers have no dropout.
         compression: the compressed reduction of gradients; None if DeepSpeed reduces them.
     """
 
@@ -151,7 +151,7 @@ class Engine(ABC):
 
     @property
     def has_router_loss(self) -> bool:
-        """Whether the loss has a router loss, which counts padding too."""
+        """Whether the loss includes a router loss, which depends on padding."""
         return isinstance(self.loss.loss, RouterLoss)
 
     @property
@@ -161,7 +161,7 @@ class Engine(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the next step will use."""
+        """The learning rate of the next step."""
         scheduler = self.deepspeed.lr_scheduler
         if isinstance(scheduler, UserSchedule):  # this rank may hold nothing of the user's first group
             return scheduler.get_last_lr()[0]
@@ -181,14 +181,13 @@ class Engine(ABC):
         Args:
             micro_batches: (inputs, labels) of this data-parallel rank, each [micro-batch, sequence] for a decoder;
                 empty on ranks that read no data.
-            consumed_samples: samples that all ranks consumed in the steps before.
-            length: tokens that all samples of the step are padded to; None if it never changes.
+            consumed_samples: number of samples that all ranks together consumed in earlier steps.
+            length: number of tokens to which all samples of the step are padded; None if it never changes.
             sources: source of each sample [micro-batches][samples]; empty if losses are not reported by source.
-            settles: whether this returns with the new weights on every rank; otherwise the next step or `settle` sends
-                them and waits for them.
+            settles: whether to wait until every rank has the new weights; otherwise the next step or `settle` waits.
 
         Raises:
-            UserError: on all ranks: in the first step, ranks that must read the same data do not.
+            UserError: on all ranks, in the first step, if ranks that must read the same data do not.
         """
         begin_step()
         self.loss.reset()
@@ -206,8 +205,8 @@ class Engine(ABC):
             whole.append(EvaluationBatch(inputs=inputs, labels=labels, rows=len(first_tensor(labels))))
         batches = self.weigh(whole, self.count(whole), sources=sources)
 
-        # 2. Forward, backward, gradient reduction, clipping, update. Random draws are a function of the step alone, so
-        #    a checkpoint needs no generator state.
+        # 2. Forward, backward, gradient reduction, clipping, update. The seed depends on the step and the data rank
+        #    alone, so a checkpoint needs no RNG state, and ranks that share samples draw the same numbers.
         seed = seed_of(self.context.args.seed, consumed_samples, self.groups.coordinate.reader)
         with own_generators(seed, self.device), self._attending(whole, length):
             loss, parts = self._forward_backward_update(batches, length)
@@ -237,30 +236,30 @@ class Engine(ABC):
     def _attending(
         self, micro_batches: Sequence[EvaluationBatch], length: int | None = None
     ) -> AbstractContextManager[None]:
-        """Return the context of passes over micro-batches, all padded to `length` if it is given."""
+        """Return the context for passes over these micro-batches, all padded to `length` if it is given."""
         if self._attention is None:
             return nullcontext()
         shapes = [first_tensor(batch.inputs).shape for batch in micro_batches]
         return self._attention.ordered(shapes if length is None else [length])
 
     def _read(self, outcome: Sequence[Tensor | float]) -> list[float]:
-        """Return the norm, the loss and its parts of the step just made, as numbers; waits for the device."""
+        """Return the last step's norm, loss and parts of the loss as numbers. Waits for the device."""
         return numbers(outcome)
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait for the new weights of other ranks, before anything reads weights; all ranks call it."""
+        """Wait for the new weights from other ranks, before anything reads weights; all ranks call it."""
 
     @abstractmethod
     def _forward_backward_update(self, batches: list[Batch], length: int | None) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Run one step; return the loss and its reported parts, each the mean over micro-batches and data ranks.
 
-        `length`: tokens that all samples are padded to; None if it never changes.
+        `length` is the number of tokens to which all samples are padded; None if it never changes.
         """
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled dynamically (fp16): gradients may then overflow sometimes."""
+        """Whether loss scaling is dynamic (fp16), so that gradients may overflow now and then."""
         return scales_loss_dynamically(self.deepspeed.optimizer)
 
     def evidence(self) -> Evidence:
@@ -271,7 +270,7 @@ class Engine(ABC):
         """Evaluate `steps` micro-batches on each data rank; all ranks call it.
 
         Args:
-            micro_batches: those of this data rank; empty on ranks that read no data.
+            micro_batches: of this data rank; empty on ranks that read no data.
         """
         counted, rows = self.count(micro_batches)
         self.loss.totals = {}
@@ -307,6 +306,7 @@ class Engine(ABC):
             for batch in micro_batches:
                 counted += self.loss.count(batch.labels, batch.rows)
                 rows += batch.rows
+        # float64, because float32 cannot represent every count above 2**24.
         both: Tensor = to_device(torch.tensor([counted, rows], dtype=torch.float64), self.device)
         if self.reads_labels and self.groups.dp_group is not None:
             dist.all_reduce(both, group=self.groups.dp_group)
@@ -326,13 +326,14 @@ class Engine(ABC):
 
         Args:
             totals: the result of `count`, two scalars.
-            by_label: weight the router loss of a micro-batch by its labels, not its samples. So an evaluation does not
+            by_label: weight a micro-batch's router loss by its labels, not its samples, so that an evaluation does not
                 depend on how the data set is cut into parts.
         """
         layout = self.groups.layout
         # The engine divides the sum over micro-batches and data ranks by n; n / total makes it a mean over labels.
         n = len(micro_batches) * layout.dp_size
         counted, rows = totals
+        # Clamped, so that a global batch without labels has the loss 0, not NaN.
         weight = n / counted.clamp(min=1.0)
         per_row = n / rows.clamp(min=1.0)
         weighed = []
@@ -345,7 +346,7 @@ class Engine(ABC):
         return weighed
 
     def release(self) -> None:
-        """Free the engine's memory; its process groups stay. A rank may call it alone."""
+        """Free the engine's memory, but keep its process groups. A rank may call it alone."""
         self.deepspeed.destroy()
         for held in (*self.deepspeed.module.parameters(), self.deepspeed):
             vars(held).clear()  # hooks in C++ refer to the engine: gc cannot see this cycle
@@ -353,28 +354,28 @@ class Engine(ABC):
 
     @abstractmethod
     def _evaluate(self, batches: list[Batch], steps: int) -> Tensor:
-        """Return the mean loss as a step does, but run only forward passes."""
+        """Return the mean loss as a training step does, from forward passes alone."""
 
 
 class PipelineStages(Engine):
-    """Layers in stages (perhaps one), driven by PipelineEngine's schedule."""
+    """Layers in one or more pipeline stages, driven by PipelineEngine's schedule."""
 
     deepspeed: StagedEngine
     _length: int | None = None  # padded length of the last step's samples
     _shape: tuple[int, ...] | None = None
 
     def settle(self) -> None:
-        """Send the new weights if that has not begun, and wait for those of other ranks; all ranks call it."""
+        """Finish the exchange of new weights between ranks, starting it if necessary; all ranks call it."""
         self.deepspeed.await_weights()
 
     def release(self) -> None:
-        """Free the engine's memory; its process groups stay. A rank may call it alone."""
-        with suppress(RuntimeError):  # of a rank that has ended
+        """Free the engine's memory, but keep its process groups. A rank may call it alone."""
+        with suppress(RuntimeError):  # the peer of a transfer may have exited
             self.deepspeed.abandon_weights()
         super().release()
 
     def evidence(self) -> Evidence:
-        """Return which values of the last step were finite on this rank and in its stage. Waits for the device."""
+        """Return which of the last step's values were finite on this rank and its stage. Waits for the device."""
         finite = self.deepspeed.module.finite
         if finite is None:
             return super().evidence()
@@ -395,18 +396,19 @@ class PipelineStages(Engine):
         return loss, self.deepspeed.get_additional_losses() or {}
 
     def _read(self, outcome: Sequence[Tensor | float]) -> list[float]:
-        early = self.deepspeed.outcome  # of what was known before the update, for which nobody waits
+        # The outcome copied to the host before the update was queued: reading it does not wait for the update.
+        early = self.deepspeed.outcome
         return super()._read(outcome) if early is None else early()
 
     def _begin_exchange(self, batches: list[Batch], length: int | None) -> None:
-        """Have the stages exchange the shape of their activations again if the length has changed."""
+        """Make the stages exchange the shape of their activations again if the length has changed."""
         if length != self._length:
             self.deepspeed.reset_activation_shape()
             self._length, self._shape = length, None
         self._require_one_shape(batches)
 
     def _require_one_shape(self, batches: list[Batch]) -> None:
-        """Raise UserError for micro-batches of unequal shapes: stages exchange the shape only once, and would hang."""
+        """Raise UserError for micro-batches of unequal shapes: stages exchange the shape only once and would hang."""
         for inputs, _ in batches:
             shape = tuple(first_tensor(inputs).shape)
             self._shape = self._shape or shape
@@ -426,7 +428,7 @@ class WholeModel(Engine):
     """All layers on every rank, for ZeRO-2 and ZeRO-3."""
 
     def settle(self) -> None:
-        """Return at once: DeepSpeed's update waits for all weights, or each layer gathers its own."""
+        """Do nothing: ZeRO-2's update waits for all weights, and under ZeRO-3 each layer gathers its own."""
 
     @cached_property
     def gathered(self) -> GatheredParameters:
@@ -439,14 +441,14 @@ class WholeModel(Engine):
         total = torch.zeros((), device=self.device)
         parts: dict[str, Tensor] = {}
         for index, (inputs, wanted) in enumerate(batches):
-            # Keep ZeRO-3's gathered parameters for the next micro-batch; the update after the last one changes them.
+            # Keep ZeRO-3's gathered parameters for the next micro-batch, but not past the update, which changes them.
             with self.gathered.staying(index + 1 < len(batches)):
                 outputs, loss = self._passed(inputs, wanted)
                 for name, value in self.loss.reported.items():
                     if value is not None:
                         parts[name] = parts.get(name, 0.0) + value
                 del outputs  # frees the logits before the next ones are computed
-                self.deepspeed.backward(loss)  # its hooks reduce gradients over the data ranks, bucket by bucket
+                self.deepspeed.backward(loss)  # hooks reduce gradients over the data ranks, bucket by bucket
                 beat("optimizer step")
                 self.deepspeed.step()  # DeepSpeed counts micro-batches: only the last call clips and updates
                 total += loss.detach()
@@ -462,7 +464,7 @@ class WholeModel(Engine):
         return self._mean(total / steps)
 
     def _passed(self, inputs: Value, wanted: Targets) -> tuple[Outputs, Tensor]:
-        """Run a forward pass; return outputs and loss of a micro-batch."""
+        """Run the forward pass of a micro-batch; return its outputs and loss."""
         self.loss.expect(wanted)
         outputs = self.deepspeed(inputs)
         self.loss.expect(None)
@@ -476,7 +478,7 @@ class WholeModel(Engine):
 
 
 def end_flops_profile(engine: DeepSpeedEngine) -> None:
-    """Print the flops profiler's report on the step before: PipelineEngine starts the profiler and never ends it.
+    """Print the flops profiler's report on the previous step: PipelineEngine starts the profiler but never ends it.
 
     The report covers the last micro-batch on rank 0's stage.
     """

@@ -1,8 +1,8 @@
-"""Losses that give the same number in every layout.
+"""Losses whose value does not depend on the layout.
 
 A loss here returns, for one micro-batch, the sum over its valid labels (or samples) times a weight. The weight is
 computed before the forward pass from the label count of the global batch. So the engine's mean over micro-batches and
-data-parallel ranks is the mean over all valid labels, in whichever micro-batches these are.
+data-parallel ranks is the mean over all valid labels, however these are spread over micro-batches.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ AUX_LOSS = "aux_loss"
 """The name of the router loss in transformers."""
 
 Targets = tuple[Tensor, ...]
-"""The labels' side of a micro-batch on the last stage, flat as DeepSpeed's pipeline requires: (weight, rows, share,
-sources, *labels).
+"""The labels of a micro-batch with their weights, a flat tuple as DeepSpeed's pipeline requires: (weight, rows, share,
+sources, *labels). Only the last stage has them.
 
 weight: scalar, the weight of each valid label or sample. rows: scalar, the number of samples that count; the others
-only fill up the shape. share: scalar, weights the router loss: the number of samples (in an evaluation: labels)
-relative to an average micro-batch. sources: [batch], the source of each sample; empty if losses are not reported by
+are padding. share: scalar, the weight of the router loss: the number of samples (in an evaluation: labels) relative
+to an average micro-batch. sources: [batch], the source of each sample; empty if losses are not reported by
 source.
 """
 
@@ -49,13 +49,13 @@ Outputs: TypeAlias = Any
 Labels: TypeAlias = Any
 """A tensor or a tuple of tensors, depending on the loss."""
 LossFunction: TypeAlias = Callable[..., Tensor]
-"""A user's own function of outputs and labels."""
+"""A user's function of outputs and labels."""
 
 
 def targets(
     labels: Labels, weight: float | Tensor, rows: int, share: float | Tensor = 1.0, sources: Sequence[int] = ()
 ) -> Targets:
-    """Return Targets from numbers (or scalars on the device) and one or more tensors of labels [batch, ...]."""
+    """Build Targets from numbers (or scalars on the device) and one or more tensors of labels [batch, ...]."""
     weight = torch.as_tensor(weight, dtype=torch.float32)
     share = torch.as_tensor(share, dtype=torch.float32)
     several = (labels,) if isinstance(labels, Tensor) else labels
@@ -85,7 +85,7 @@ class SourceLosses:
     def see(self, losses: Tensor, labels: Tensor, sources: Tensor, tile: int | None = None) -> None:
         """Record `losses` [batch, sequence] of `labels` [batch, sequence]; `sources` [batch] has each row's source.
 
-        `tile` is the first token of a tile of the sequence. A tile that the backward recomputes is recorded once.
+        `tile` is the first token of a tile of the sequence. A tile that the backward pass recomputes counts once.
         """
         found = losses.new_zeros(2, len(self.names))
         if len(sources):
@@ -105,16 +105,16 @@ class SourceLosses:
 
 
 class Loss(ABC):
-    """A loss of one micro-batch, and the number of labels or samples for its mean."""
+    """A loss of one micro-batch, and the number of labels or samples that its mean divides by."""
 
     @property
     def is_cross_entropy(self) -> bool:
-        """Whether the mean is that of tokens' cross entropies, so that its exponential is a perplexity."""
+        """Whether the mean is a cross entropy per token, so that its exponential is the perplexity."""
         return True
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """Names of the other numbers that `parts` returns."""
+        """Names of the numbers that `parts` returns."""
         return ()
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Loss(ABC):
         """Return the number of valid labels, or of samples, in the first `rows` samples."""
 
     def units(self, inputs: Value, /) -> int:
-        """Return the number of tokens in these inputs (samples for a user's own layers), for tokens_per_second."""
+        """Return the number of tokens in these inputs (samples for a user's layers), for tokens_per_second."""
         return first_tensor(inputs).numel()
 
     @abstractmethod
@@ -130,19 +130,19 @@ class Loss(ABC):
         """Return the weighted sum of the losses, a float32 scalar."""
 
     def parts(self, _outputs: Outputs, /) -> dict[str, Tensor]:
-        """Return other numbers to report: float32 scalars, each a mean over the micro-batch."""
+        """Return further numbers to report: float32 scalars, each a mean over the micro-batch."""
         return {}
 
     def metrics(self, _parts: Mapping[str, float], /) -> dict[str, float]:
-        """Return metrics by the names that the user reads, from averages or sums of `parts` over micro-batches."""
+        """Return metrics under the user's names, from averages or sums of `parts` over micro-batches."""
         return {}
 
     def mean(self, total: float, counted: float, _parts: Mapping[str, float], /) -> float:
-        """Return the loss of an evaluation, from sums over it: of the losses, of `count`, and of `parts`."""
+        """Return the loss of an evaluation from its sums of losses, of `count` and of `parts`."""
         return total / counted if counted else float("nan")
 
     def kept(self, outputs: Outputs, _targets: Targets, /) -> Outputs:
-        """Return the outputs of a micro-batch as an evaluation keeps them.
+        """Return the outputs of a micro-batch in the form that an evaluation keeps.
 
         All ranks of the last stage's tensor-parallel and context groups call it.
         """
@@ -162,9 +162,9 @@ class CausalLoss(Loss):
 
     Attributes:
         vocab_size: number of ids in the vocabulary.
-        group: the tensor-parallel group if the logits are this rank's part of the vocabulary, else None.
-        by_source: collects the losses by data source; None if they are not reported by source.
-        context: the ranks that share the sequence; logits are those of this rank's tokens, labels those of all.
+        group: tensor-parallel group if logits are split over the vocabulary, else None.
+        by_source: collects losses by data source; None if they are not reported by source.
+        context: context-parallel ranks; logits cover this rank's tokens, labels the whole sequence.
     """
 
     vocab_size: int
@@ -174,25 +174,23 @@ class CausalLoss(Loss):
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """Names of the sums of losses and numbers of labels by source."""
         return () if self.by_source is None else self.by_source.keys
 
     def count(self, labels: Tensor, rows: int) -> int:
-        """Return the number of valid labels [batch, sequence], without each sample's first, which is not predicted."""
+        """Return the number of valid labels [batch, sequence]; a sample's first label has no prediction."""
         return int((labels[:rows, 1:] != IGNORED).sum())
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Return the weighted sum of the losses of valid labels.
 
-        `outputs` are logits [batch, sequence, vocabulary or this rank's part], or the total of `of_tile` over all
-        tiles (a scalar); labels are [batch, sequence]. Padding rows have only label -100.
+        `outputs` are logits [batch, sequence, vocabulary or vocabulary shard], or the sum of `of_tile` over all tiles
+        (a scalar); labels are [batch, sequence]. Padding rows have only label -100.
         """
         weight, *_ = targets
         total = outputs if outputs.dim() == 0 else self._sum(targets, outputs)
         return total * weight
 
     def parts(self, _outputs: Tensor) -> dict[str, Tensor]:
-        """Return the sums of losses and numbers of labels by source, scalars."""
         return {} if self.by_source is None else self.by_source.reported()
 
     def kept(self, outputs: Tensor, targets: Targets) -> Tensor:
@@ -205,11 +203,10 @@ class CausalLoss(Loss):
         return gather_from_group(outputs, self.group, widths)
 
     def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
-        """Return the summed losses (a scalar) of a tile's valid labels, from logits [batch, tokens, vocabulary]."""
         return self._sum(targets, logits, (start, stop))
 
     def _sum(self, targets: Targets, logits: Tensor, tile: tuple[int, int] | None = None) -> Tensor:
-        """Return the sum of the losses of this rank's tokens, or of a tile of them, from their logits."""
+        """Return the summed loss of this rank's tokens, or of one tile of them."""
         _weight, _rows, _share, sources, labels = targets
         wanted = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)  # shift the labels: slicing logits would copy
         if self.context.size > 1:
@@ -225,14 +222,14 @@ class CausalLoss(Loss):
 
 @dataclass(frozen=True)
 class RouterLoss(Loss):
-    """A loss of the logits plus the router loss (mixture of experts), which the model computes on a whole micro-batch.
+    """A loss of the logits plus the router loss (mixture of experts) of the whole micro-batch.
 
     An optimizer step averages the router loss over its micro-batches, as transformers' Trainer does. An evaluation
     weights each micro-batch by its number of labels.
 
     Attributes:
         causal: the cross entropy, or another loss of the logits.
-        coefficient: the factor of the router loss.
+        coefficient: factor of the router loss.
     """
 
     causal: Loss
@@ -240,16 +237,14 @@ class RouterLoss(Loss):
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """The router loss, and what the causal loss reports."""
+        """The router loss, and the reports of the causal loss."""
         return AUX_LOSS, *self.causal.reports
 
     @property
     def is_cross_entropy(self) -> bool:
-        """Whether the loss of the logits is the cross entropy."""
         return self.causal.is_cross_entropy
 
     def count(self, labels: Labels, rows: int) -> int:
-        """Return the number of valid labels [batch, sequence], as the causal loss counts them."""
         return self.causal.count(labels, rows)
 
     def __call__(self, outputs: tuple[Tensor, Tensor], targets: Targets) -> Tensor:
@@ -262,7 +257,6 @@ class RouterLoss(Loss):
         return self.causal(logits, targets) + self.coefficient * router_loss.float() * share
 
     def of_tile(self, targets: Targets, logits: Tensor, start: int, stop: int) -> Tensor:
-        """Return the causal loss of a tile (a scalar), from logits [batch, tokens, vocabulary], without router loss."""
         return self.causal.of_tile(targets, logits, start, stop)
 
     def parts(self, outputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -271,30 +265,26 @@ class RouterLoss(Loss):
         return {AUX_LOSS: router_loss.detach().float(), **self.causal.parts(logits)}
 
     def metrics(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of the causal loss."""
         return self.causal.metrics(parts)
 
     def mean(self, total: float, counted: float, parts: Mapping[str, float]) -> float:
-        """Return the causal loss of an evaluation; its total has the router loss."""
+        """Return the causal loss of an evaluation, although `total` includes the router loss."""
         return self.causal.mean(total, counted, parts)
 
     def kept(self, outputs: tuple[Outputs, Tensor], targets: Targets) -> Outputs:
-        """Return the causal loss's outputs as it keeps them."""
         return self.causal.kept(outputs[0], targets)
 
 
 @dataclass(frozen=True)
 class MeanLoss(Loss):
-    """A user's own `loss_fn(outputs, labels)`, which returns the mean over the samples it gets."""
+    """A user's `loss_fn(outputs, labels)`, which returns the mean over its samples."""
 
     loss_fn: LossFunction
 
     def count(self, _labels: Labels, rows: int) -> int:
-        """Return the number of samples."""
         return rows
 
     def units(self, inputs: Value) -> int:
-        """Return the number of samples."""
         return first_tensor(inputs).shape[0]
 
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
@@ -311,14 +301,14 @@ class MeanLoss(Loss):
 
 @dataclass(frozen=True)
 class LogitsLoss(Loss):
-    """A user's own loss of a decoder's logits, `loss_fn(logits, labels)`: the mean over the samples it gets.
+    """A user's loss of a decoder's logits, `loss_fn(logits, labels)`: the mean over its samples.
 
-    A function with a parameter `num_items_in_batch` must divide its sum over the valid labels by that number. As with
-    HuggingFace's `compute_loss_func`, that gives the mean over the global batch.
+    A function with a parameter `num_items_in_batch` must divide its sum over the valid labels by that number, as with
+    HuggingFace's `compute_loss_func`, which gives the mean over the global batch.
 
     Attributes:
         loss_fn: called with whole logits [batch, sequence, vocabulary] and labels [batch, sequence], not shifted.
-        context: the ranks that share the sequence. Each gathers all logits, so the loss is divided by their number.
+        context: context-parallel ranks. Each gathers all logits, so the loss is divided by their number.
     """
 
     loss_fn: Callable[..., Tensor]
@@ -326,19 +316,18 @@ class LogitsLoss(Loss):
 
     @cached_property
     def per_label(self) -> bool:
-        """Whether the function takes the number to divide by."""
+        """Whether the function takes `num_items_in_batch`."""
         return "num_items_in_batch" in inspect.signature(self.loss_fn).parameters
 
     def count(self, labels: Tensor, rows: int) -> int:
-        """Return the number of valid labels [batch, sequence], or of samples."""
+        """Return the number of valid labels [batch, sequence] if the function divides by it, else of samples."""
         return int((labels[:rows, 1:] != IGNORED).sum()) if self.per_label else rows
 
     def kept(self, outputs: Tensor, targets: Targets) -> Tensor:
-        """Return the logits [batch, sequence, vocabulary] of all tokens."""
         return self.context.join(outputs, targets[-1].shape[-1])
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
-        """Return the weighted loss of the samples that count, a scalar; `outputs` [batch, own tokens, vocabulary]."""
+        """Return the weighted loss, a scalar; `outputs` are [batch, this rank's tokens, vocabulary]."""
         weight, _rows, _share, _sources, labels = targets
         outputs = self.context.join(outputs, labels.shape[1])
         if not self.per_label:
@@ -353,7 +342,7 @@ def losses_by_source(loss: Loss) -> SourceLosses | None:
 
 
 def reporting_sources(loss: Loss, names: Sequence[str]) -> Loss:
-    """Return a loss that also reports the mean loss of each of several data sources; a user's own loss cannot."""
+    """Return a loss that also reports the mean loss of each of several data sources; a user's loss cannot."""
     causal = loss.causal if isinstance(loss, RouterLoss) else loss
     if not isinstance(causal, CausalLoss) or len(names) < 2:
         return loss
@@ -362,7 +351,7 @@ def reporting_sources(loss: Loss, names: Sequence[str]) -> Loss:
 
 
 def with_objective(loss: Loss, objective: Callable[[CausalLoss], Loss]) -> Loss:
-    """Return the decoder's loss with the cross entropy replaced by another loss of the same logits."""
+    """Replace the cross entropy in a decoder's loss by another loss of the same logits."""
     if isinstance(loss, RouterLoss):
         return replace(loss, causal=with_objective(loss.causal, objective))
     assert isinstance(loss, CausalLoss)  # an objective and a user's own loss exclude each other
@@ -374,7 +363,7 @@ def logits_loss(
 ) -> LogitsLoss | None:
     """Return a user's loss for a HuggingFace model, or the loss with label smoothing; None for the model's own loss.
 
-    Raises UserError if two of them are given.
+    Raises UserError if more than one is given.
     """
     if loss_fn is not None and compute_loss_func is not None:
         raise UserError("loss_fn and compute_loss_func are both given: give only one")
@@ -405,7 +394,7 @@ def _smoothed(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor, smooth
 
 
 def _called(loss_fn: LossFunction, *values: object, **named: object) -> Tensor:
-    """Call the user's loss; return a float32 scalar. UserError unless it is one number in a tensor.
+    """Call the user's loss; return a float32 scalar. Raises UserError unless it returns a tensor of one element.
 
     The activity `loss_fn` tells the watchdog that a slow function is not a hang.
     """
@@ -418,7 +407,7 @@ def _called(loss_fn: LossFunction, *values: object, **named: object) -> Tensor:
 
 
 def first_tensor(value: Value) -> Tensor:
-    """Return the tensor (any shape), or the first one of several: ids of (ids, position ids)."""
+    """Return the tensor, or the first of several: the ids of (ids, position ids)."""
     return value if isinstance(value, Tensor) else value[0]
 
 
@@ -427,16 +416,16 @@ def _head(value: Value, rows: int) -> Value:
 
 
 class GuardedLoss:
-    """A loss that remembers whether it was finite. With `spoils`, a non-finite loss makes all gradients NaN.
+    """A loss that records whether it was finite. With `spoils`, a non-finite loss makes all gradients NaN.
 
-    A NaN loss does not always make the gradient NaN (an infinite loss can have a finite one). NaN gradients make the
-    norm NaN on all ranks, so all of them skip the step without another collective. An error instead would stop one rank
-    while the others wait for it, and the host would have to wait for each loss.
+    A non-finite loss may have a finite gradient. NaN gradients make the norm NaN on all ranks, so that all of them skip
+    the step without another collective. Raising an error would stop one rank while the others wait for it, and make
+    the host wait for each loss.
 
     Attributes:
         observer: if set, called with outputs and targets of each micro-batch.
-        reported: the loss's other scalars for the last micro-batch, by names that are the same on all stages; None for
-            those not seen yet.
+        reported: the loss's other scalars for the last micro-batch, by names that are the same on all stages; None
+            before the first micro-batch.
         tiles: computes the loss inside the last layer, which then returns it instead of logits.
         totals: in an evaluation, the sums of `reported` over the micro-batches so far.
     """
@@ -453,17 +442,16 @@ class GuardedLoss:
         self._finite: Tensor | None = None
 
     def expect(self, targets: Targets | None) -> None:
-        """Give the last layer the targets of a micro-batch before its forward pass, so that it can compute the loss in
-        tiles; call it with None afterwards."""
+        """Pass a micro-batch's targets to the last layer before its forward pass, for a loss in tiles; None resets."""
         if self.tiles is not None:
             if (sources := losses_by_source(self.loss)) is not None and targets is not None:
                 sources.begin()
-            # an observer needs the logits, so do not compute the loss in tiles
+            # An observer needs the logits, which a loss in tiles never holds as a whole.
             is_watched = self.observer is not None
             self.tiles.loss = None if targets is None or is_watched else partial(self.loss.of_tile, targets)
 
     def reset(self) -> None:
-        """Forget the losses of the last step."""
+        """Begin a new step."""
         self._finite = None
 
     @property
@@ -472,7 +460,7 @@ class GuardedLoss:
         return self._finite is None or bool(self._finite)
 
     def __call__(self, outputs: Outputs, targets: Targets) -> Tensor:
-        """Return the loss unchanged, and record on the device whether it is finite."""
+        """Return the loss; record on the device, without a wait, whether it is finite."""
         if self.observer is not None:
             self.observer(outputs, targets)
         value = self.loss(outputs, targets)

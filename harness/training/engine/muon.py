@@ -57,10 +57,11 @@ class OrthogonalMomentum(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update all parameters, with 0 for a missing gradient; return the result of `closure`."""
+        """Update all parameters, taking a missing gradient as zeros; return the result of `closure`."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
+                # Gathering a matrix is collective, so a rank without a gradient takes part with zeros.
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = gradient
                 if group["of_matrices"]:
@@ -70,7 +71,7 @@ class OrthogonalMomentum(Optimizer):
         return loss
 
     def _step_on_matrices(self, parameter: Tensor, gradient: Tensor, group: ParameterGroup) -> None:
-        """Update a tensor that contains matrices, or parts of them."""
+        """Update a tensor that holds matrices or parts of matrices."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -86,7 +87,7 @@ class OrthogonalMomentum(Optimizer):
         parameter.add_(update.view(parameter.shape), alpha=-group["lr"])
 
     def _step_on_others(self, group: ParameterGroup) -> None:
-        """Update all other parameters by torch's own step."""
+        """Update all other parameters with torch's Adam step."""
         parameters = group["params"]
         states = [self._state_of_other(parameter) for parameter in parameters]
         adam(
@@ -132,11 +133,11 @@ def muon(groups: list[ParameterGroup], params: JsonObject, names: Mapping[Tensor
 
     Args:
         params: options of DeepSpeed's Muon.
-        names: parameter of the module -> its name; that of a tied one is its name in the first layer that has it. It
-            decides between Muon and AdamW, also on a stage where a tied embedding is only the head.
+        names: parameter of the module -> its name; for a tied one, its name in the first layer that holds it. The name
+            decides between Muon and AdamW, even on a stage where a tied embedding is only the head.
 
     Raises:
-        UserError: a matrix is distributed over data-parallel ranks so that it cannot be orthogonalised.
+        UserError: a matrix is distributed over data-parallel ranks in a way that cannot be orthogonalised.
     """
     for parameter, name in names.items():
         _require_whole(parameter, name)
@@ -154,8 +155,8 @@ def muon(groups: list[ParameterGroup], params: JsonObject, names: Mapping[Tensor
 def _require_whole(parameter: Tensor, name: str) -> None:
     """Raise UserError if one matrix holds all experts and these are distributed over data-parallel ranks.
 
-    The matrix would have to be orthogonalised as a whole. A batch of matrices, one for each expert, is no problem, as
-    ranks hold whole matrices.
+    The matrix would have to be orthogonalised as a whole. A batch of matrices, one for each expert, is fine, because
+    each rank holds whole matrices.
     """
     shard = shard_of(parameter)
     if parameter.requires_grad and shard is not None and shard.over_data and len(shard.full_shape) == 2:

@@ -32,7 +32,7 @@ from harness.topology.env import inherited
 from harness.training.engine.muon import NO_TIES, ParameterGroup
 
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Names of parameters without weight decay, as in transformers' `Trainer.get_decay_parameter_names`."""
+"""Parameters without weight decay, as in transformers' `Trainer.get_decay_parameter_names`."""
 
 
 def parameter_groups(
@@ -40,10 +40,10 @@ def parameter_groups(
 ) -> list[ParameterGroup]:
     """Return the trainable parameters in groups with and without weight decay, chosen as in HF's Trainer.
 
-    HF decays all parameters except biases and norms, also vectors such as `A_log` and `sinks`.
+    HF decays all parameters except biases and norms, including vectors such as `A_log` and `sinks`.
 
     Args:
-        first_names: name of a tied parameter in `module` -> its name in the first layer that has it. The first name
+        first_names: name of a tied parameter in `module` -> its name in the first layer that holds it. The first name
             decides, so that all stages update their copies of a weight alike.
     """
     in_no_layer_norm = set(get_parameter_names(module, [nn.LayerNorm]))
@@ -80,10 +80,10 @@ def grouped(module: nn.Module, group: Callable[[str], tuple[int, ParameterGroup]
 
 
 def in_buckets(groups: list[ParameterGroup], size: int) -> list[ParameterGroup]:
-    """Cut parameter groups into several of about `size` elements; a larger parameter is a group by itself.
+    """Split parameter groups into groups of about `size` elements; a larger parameter forms its own group.
 
-    What is one group is reduced over the data-parallel ranks at once, so the reduction of some can begin while the
-    gradients of others are computed.
+    Each group is reduced over the data-parallel ranks as a whole, so the reduction of one can overlap with the backward
+    pass of others.
     """
     found: list[ParameterGroup] = []
     for group in groups:
@@ -98,7 +98,7 @@ def in_buckets(groups: list[ParameterGroup], size: int) -> list[ParameterGroup]:
 
 
 def default_optimizer(groups: list[ParameterGroup], args: TrainingArguments) -> Optimizer:
-    """Return torch's fused AdamW: unlike DeepSpeed's, it needs no compilation on any device."""
+    """Return torch's fused AdamW, which, unlike DeepSpeed's, needs no compilation on any device."""
     return torch.optim.AdamW(
         groups,
         lr=args.learning_rate,
@@ -109,7 +109,7 @@ def default_optimizer(groups: list[ParameterGroup], args: TrainingArguments) -> 
 
 
 class LateAdagrad(Optimizer):
-    """torch's Adagrad, but with its state created at the first step, as other optimizers do.
+    """torch's Adagrad with its state created at the first step, as in other optimizers.
 
     torch 2.11 creates it in the constructor, before ZeRO replaces the parameters. DeepSpeed therefore makes a new
     Adagrad without groups, and no schedule changes that one. Without ZeRO, checkpoints would differ from those of later
@@ -122,7 +122,7 @@ class LateAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update the parameters that have a gradient; return the result of `closure`."""
+        """Update the parameters with a gradient; return the result of `closure`."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -150,15 +150,15 @@ def names_of(module: nn.Module, first_names: Mapping[str, str] = NO_TIES) -> dic
 
 
 def adagrad(groups: list[ParameterGroup], options: JsonObject, _names: Mapping[Tensor, str]) -> LateAdagrad:
-    """Return torch's Adagrad, without those options of DeepSpeed's that have no effect in float32."""
+    """Return torch's Adagrad without DeepSpeed's options that have no effect in float32."""
     return LateAdagrad(groups, **{k: v for k, v in options.items() if k not in ("amsgrad", "fp32_optimizer_states")})
 
 
 def makes_torchs_class(config: JsonObject, device: torch.device) -> bool:
     """Return whether torch's fused class replaces DeepSpeed's, which is compiled at its first use.
 
-    DeepSpeed's needs nvcc and ninja; torch's needs nothing. If states are offloaded from a GPU to the host, DeepSpeed's
-    class for the host is used if it can be compiled, as it is several times as fast there.
+    DeepSpeed's needs nvcc and ninja; torch's needs neither. For states offloaded from a GPU to the host, DeepSpeed's
+    CPU class is used if it can be compiled, as it is several times as fast.
     """
     optimizer = _named(config)
     if optimizer is None or optimizer.torch is None:
@@ -169,9 +169,9 @@ def makes_torchs_class(config: JsonObject, device: torch.device) -> bool:
 
 
 def compiled_optimizer(config: JsonObject, device: torch.device) -> str | None:
-    """Return the name of the run's optimizer if DeepSpeed compiles it at its first use; None for others.
+    """Return the name of the run's optimizer if DeepSpeed compiles it at its first use, else None.
 
-    Raises UserError if a program that is needed to compile it is not installed.
+    Raises UserError if a program needed to compile it is not installed.
     """
     optimizer = _named(config)
     if optimizer is None or device.type == "cpu" or makes_torchs_class(config, device):
@@ -211,7 +211,7 @@ def _missing(programs: Sequence[str]) -> list[str]:
 
 
 def torchs_options(params: JsonObject) -> JsonObject:
-    """Convert the options of DeepSpeed's class into those that make DeepSpeed use torch's fused class."""
+    """Convert options for DeepSpeed's class into options with which DeepSpeed uses torch's fused class."""
     left_out = ("bias_correction", "set_grad_none", "torch_adam")
     kept = {key: value for key, value in params.items() if key not in left_out}
     return {"torch_adam": True, **({} if kept.get("foreach") else {"fused": True}), **kept}
@@ -225,7 +225,7 @@ def own_optimizer(
     device: torch.device,
     first_names: Mapping[str, str] = NO_TIES,
 ) -> Optimizer | None:
-    """Return the optimizer to pass to DeepSpeed; None if DeepSpeed itself makes the one that `config` names.
+    """Return the optimizer to pass to DeepSpeed; None if DeepSpeed itself makes the optimizer of `config`.
 
     `groups` are the trainable parameters of `module`, which runs on `device`; `first_names` as in `parameter_groups`.
     """
@@ -242,7 +242,7 @@ def own_optimizer(
 
 
 def made_here(config: JsonObject, device: torch.device) -> bool:
-    """Return whether the harness makes the optimizer that `config` names, and not DeepSpeed.
+    """Return whether the harness, not DeepSpeed, makes the optimizer that `config` names.
 
     For states offloaded from a GPU, DeepSpeed compiles its own class for the host; on a CPU that gains nothing.
     """
@@ -275,7 +275,7 @@ def learning_rate_schedule(args: TrainingArguments, max_steps: int) -> Callable[
 
 
 class SchedulePosition:
-    """Remembers the initial schedule and options of the parameter groups, so that any step can be set directly."""
+    """Keeps the initial schedule and parameter-group options, so that the schedule can jump to any step."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
@@ -287,7 +287,7 @@ class SchedulePosition:
     def go_to(self, steps: int) -> None:
         """Set the schedule to its state after `steps` steps that updated the weights."""
         scheduler = self._engine.lr_scheduler
-        # A resumed run uses its own learning rate, betas and decay, not those of the checkpoint.
+        # A resumed run uses its own learning rate, betas and weight decay, not the checkpoint's.
         for group, built in zip(self._engine.optimizer.param_groups, self._groups, strict=True):
             group.update(copy.deepcopy(built))
         if scheduler is not None:
@@ -302,7 +302,7 @@ def advance_schedule(scheduler: Any, steps: int, train_batch: int) -> None:
         warnings.simplefilter("ignore")  # torch warns of scheduler steps without optimizer steps
         if isinstance(scheduler, LambdaLR):  # a function of the step alone
             scheduler.last_epoch = steps - 1
-            scheduler._step_count = steps  # noqa: SLF001  # otherwise `step` takes this for the first call, and warns
+            scheduler._step_count = steps  # noqa: SLF001  # else `step` warns, as at its first call
             scheduler.step()
         elif hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's schedules, functions of the step too, from 0
             scheduler.step(steps - 1)

@@ -1,7 +1,7 @@
-"""Collect a model's outputs in an evaluation, for metrics, or to continue prompts token by token.
+"""Collect a model's outputs in an evaluation, for metrics or for greedy generation.
 
 DeepSpeed's engines do not return outputs: the last stage turns them into a loss. So the loss's `observer` collects the
-outputs that the loss gets.
+outputs that the loss receives.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from harness.training.engine.engine import Engine
 from harness.training.engine.losses import Labels, Outputs, Targets
 
 Preprocess: TypeAlias = Callable[[Outputs, Labels], Outputs]
-"""HuggingFace's `preprocess_logits_for_metrics`: maps logits and labels to the values that are kept."""
+"""HuggingFace's `preprocess_logits_for_metrics`: maps logits and labels to the values to keep."""
 Array: TypeAlias = npt.NDArray[np.generic]
 Arrays: TypeAlias = Array | tuple[Array, ...]
 """Outputs or labels on the CPU."""
 
 
 class KeptOutputs:
-    """Context that collects an engine's outputs and labels; all ranks use it alike.
+    """A context that collects an engine's outputs and labels; all ranks enter it alike.
 
     Args:
-        preprocess: maps outputs and labels of a micro-batch to the values that are kept instead of the outputs.
-        everywhere: whether all ranks get the outputs, or only rank 0.
+        preprocess: maps outputs and labels of a micro-batch to the values to keep instead of the outputs.
+        everywhere: whether all ranks receive the outputs, or only rank 0.
         labels: whether to collect labels too.
     """
 
@@ -62,7 +62,7 @@ class KeptOutputs:
     @inside("preprocess_logits_for_metrics")
     def _keep(self, outputs: Outputs, targets: Targets) -> None:
         outputs = self._engine.loss.loss.kept(outputs, targets)
-        # All these ranks now have the same logits; the first one keeps a copy.
+        # `kept` has gathered the logits over tensor-parallel and context ranks: one copy is enough.
         if self._engine.groups.coordinate.tp_rank > 0 or self._engine.groups.coordinate.cp_rank > 0:
             return
         _, rows, _, _, *several = targets
@@ -75,13 +75,14 @@ class KeptOutputs:
         self._fresh.append(tree_map(lambda value: _as_array(value, count), (outputs, labels)))
 
     def gather(self) -> None:
-        """Gather the outputs kept since the last call; all ranks call it, after equally many micro-batches each."""
+        """Gather the outputs kept since the last call; all ranks call it, each after as many micro-batches."""
         groups, fresh = self._engine.groups, self._fresh
         self._fresh = []
         if self._everywhere or groups.layout.world_size == 1:
             parts = values_of_all(fresh)
         else:
             parts = [[]] * groups.layout.world_size
+            # To rank 0 alone, as only rank 0 computes metrics: an all-gather would send all logits to every rank.
             dist.gather_object(fresh, parts if groups.rank == 0 else None, dst=0, group=host_group())
         ranks = [
             groups.layout.rank(stage=groups.loss_stage, dp_rank=first, tp_rank=0)
@@ -106,7 +107,7 @@ def _as_array(value: object, rows: int) -> Array:
         kind = type(value).__name__
         raise UserError(f"outputs to be kept hold a {kind}: preprocess_logits_for_metrics must give tensors") from error
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor[:rows]
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()  # numpy has no bfloat16
 
 
 def _join(arrays: tuple[Array, ...]) -> Array:
@@ -126,11 +127,12 @@ def continued(
 ) -> list[list[int]]:
     """Continue each prompt greedily by at most `most` tokens, up to `length` tokens with the prompt.
 
-    A continuation stops before the id `ends`. All ranks call it and get the same result, except that data ranks may
-    round differently. Without a key-value cache, every token costs a forward pass of all prompts.
+    A continuation stops before the id `ends`. All ranks call it and get the same result, up to rounding differences
+    between data ranks. There is no key-value cache: every token costs a forward pass of all prompts.
     """
     rows = [list(prompt) for prompt in prompts]
     done = [False] * len(rows)
+    # Ranks may round differently and finish at different tokens; all must call the same forward passes.
     while any_rank(not all(done)):
         new = _next_tokens(engine, rows, length)
         for index, token in enumerate(new):
@@ -141,7 +143,7 @@ def continued(
 
 
 def _next_tokens(engine: Engine, rows: Sequence[list[int]], length: int) -> list[int]:
-    """Return the most likely token after each row; each row is a micro-batch, padded on the right to `length`."""
+    """Return the most likely next token of each row; each row is a micro-batch, padded on the right to `length`."""
     found: list[torch.Tensor] = []
 
     def note(outputs: Outputs, targets: Targets) -> None:

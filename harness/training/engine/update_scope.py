@@ -1,8 +1,8 @@
-"""Find out on which values an optimizer's update of one weight depends.
+"""Determine on which values an optimizer's update of one weight depends.
 
-ZeRO joins parameters in flat tensors and cuts these, tensor parallelism cuts parameters, and a pipeline stage has some
-of them. So an update must not depend on what another rank has. No list of names can tell: the optimizer makes a few
-steps on small parameters, then on the same values in other pieces, and the results are compared.
+ZeRO flattens parameters and cuts the flat tensor, tensor parallelism cuts parameters, and a pipeline stage has only
+some of them. So an update must not depend on values of another rank. No list of class names can tell: the optimizer
+makes a few steps on small parameters, then on the same values in other pieces, and the results are compared.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch.optim import Optimizer
 from harness.errors import UserError
 
 SHAPES = ((), (1 << 12,), (128, 128), (2, 128, 128), (8, 8, 16, 16))
-"""Shape of the trial parameters by number of dimensions: large enough for optimizers that leave small ones alone."""
+"""Shape of a trial parameter by number of dimensions, large enough for optimizers that skip small parameters."""
 CUTS = (0.3, 0.75)  # where the flat tensor of all trial parameters is cut, as ranks cut it under ZeRO
 STEPS = 3
 TOLERANCE = 1e-5  # of the largest change: another order of float32 operations may differ by rounding
 
 
 class Scope(IntEnum):
-    """The values on which the update of a weight depends, besides those of the weight itself."""
+    """The values on which the update of a weight depends, besides the weight's own."""
 
     ELEMENT = 0
-    """None: each weight is updated by itself, as by most optimizers."""
+    """None: each weight is updated by itself, as in most optimizers."""
     TENSOR = 1
-    """Those of its parameter, as for norms or factors of whole tensors."""
+    """The weights of the same parameter, as for norms or factors of whole tensors."""
     MODEL = 2
-    """Those of all parameters (Prodigy)."""
+    """The weights of all parameters (Prodigy)."""
 
 
 def scope_of(make: Callable[[list[Tensor]], Optimizer], parameters: Sequence[Tensor]) -> Scope:
     """Return the scope of an optimizer's update.
 
     Args:
-        make: makes the optimizer, without state, with one group of these parameters.
-        parameters: those of the group; the trial parameters have as many dimensions.
+        make: makes the optimizer, without state, over one group of parameters.
+        parameters: the group's parameters; the trial parameters have the same numbers of dimensions.
 
     Raises:
         UserError: the optimizer cannot make a step without a closure, changes nothing, or draws random numbers.
@@ -70,7 +70,7 @@ def scope_of(make: Callable[[list[Tensor]], Optimizer], parameters: Sequence[Ten
     def agrees(found: Callable[[], Tensor]) -> bool:
         try:
             return float((found() - _flat(together)).abs().max()) <= limit
-        except Exception:  # of a class that cannot update a vector, say
+        except Exception:  # the user's class may not be able to update a vector
             return False
 
     if agrees(lambda: _in_pieces(make, start, gradients)):
@@ -84,7 +84,7 @@ def scope_of(make: Callable[[list[Tensor]], Optimizer], parameters: Sequence[Ten
 def _after(
     make: Callable[[list[Tensor]], Optimizer], start: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Return the values after steps with these gradients [steps][parameters]."""
+    """Return the values after one step for each row of gradients [steps][parameters]."""
     parameters = [nn.Parameter(value.clone()) for value in start]
     optimizer = make([*parameters])
     for of_step in gradients:
@@ -97,7 +97,7 @@ def _after(
 def _in_pieces(
     make: Callable[[list[Tensor]], Optimizer], start: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> Tensor:
-    """Return the flat values after steps on flat pieces, one piece after the other in one optimizer, as under ZeRO."""
+    """Return the flat values after steps on flat pieces, one piece at a time in one optimizer, as under ZeRO."""
     pieces = [nn.Parameter(piece) for piece in _cut(_flat(start))]
     optimizer = make([*pieces])
     (group,) = optimizer.param_groups

@@ -1,11 +1,11 @@
-"""The optimizer and scheduler that the user made for a model in memory: `Trainer(optimizers=(optimizer, scheduler))`.
+"""The user's optimizer and scheduler for a model in memory: `Trainer(optimizers=(optimizer, scheduler))`.
 
-A run trains parameters of its own: staged, sharded, on another device. It builds an optimizer of the same class with
-the same groups over them. The user's optimizer never makes a step. It only serves the scheduler, which sets the options
-of its groups (learning rate, perhaps momentum); the run's groups copy them after each step.
+A run trains its own parameters: staged, sharded, on another device. It builds an optimizer of the same class with the
+same groups over them. The user's optimizer never makes a step. It only serves the scheduler, which sets the options of
+its groups (learning rate, perhaps momentum); the run's groups copy them after each step.
 
-A checkpoint has no state of the scheduler: a resumed run makes it anew, and takes it to the step that was reached. So
-nothing is unpickled, and a run may be resumed with another schedule, as with the arguments' own.
+Checkpoints hold no scheduler state: a resumed run makes a new scheduler and advances it to its step. So nothing is
+unpickled, and a run may be resumed with another schedule.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ INDEX = "group_of_user"
 
 @dataclass(frozen=True, kw_only=True)
 class UserOptimizer:
-    """An optimizer over a model in memory, by the names of its parameters.
+    """A user's optimizer, described by the names of the model's parameters.
 
     Attributes:
-        optimizer: the user's; its class and the options of its groups are used.
-        scheduler: the user's, of this optimizer; None for the run's own schedule.
+        optimizer: the user's optimizer; the run uses its class and the options of its groups.
+        scheduler: the user's scheduler of this optimizer; None for the arguments' schedule.
         group_of: name of a parameter in the model -> index of its group.
-        options: options of each group as handed in.
-        schedule_state: state of the scheduler as handed in.
+        options: initial options of each group.
+        schedule_state: initial state of the scheduler.
         scope: the values on which the update of a weight depends.
     """
 
@@ -58,18 +58,17 @@ class UserOptimizer:
 
     @property
     def name(self) -> str:
-        """The optimizer's class."""
         return type(self.optimizer).__name__
 
     @property
     def summary(self) -> str:
-        """Optimizer and scheduler in a few words."""
+        """The optimizer and scheduler in words, for messages."""
         scheduler = "" if self.scheduler is None else f" and scheduler {type(self.scheduler).__name__}"
         return f"optimizer {self.name} with {counted(len(self.options), 'parameter group')}{scheduler}"
 
     @property
     def hyperparameters(self) -> JsonObject:
-        """Options of the groups and of the scheduler, as far as JSON has them."""
+        """Options of the groups and of the scheduler that JSON can represent."""
         found: JsonObject = {"groups": [_plain(each) for each in self.options]}
         if self.scheduler is not None:
             found["scheduler"] = {"type": type(self.scheduler).__name__, **_plain(self.schedule_state)}
@@ -77,13 +76,13 @@ class UserOptimizer:
 
     @property
     def description(self) -> str:
-        """Class, options and groups as text, equal on all ranks."""
+        """Class, options and groups as text, which must be equal on all ranks."""
         return json.dumps([self.name, self.hyperparameters, sorted(self.group_of.items())])
 
     def groups(self, module: nn.Module, first_names: Mapping[str, str]) -> list[ParameterGroup]:
         """Return the trained parameters of this rank's `module` in the user's groups.
 
-        `first_names` as in `parameter_groups`: a tied parameter is in the same group on all stages.
+        `first_names` as in `parameter_groups`, so that a tied parameter is in the same group on all stages.
         """
 
         def group(name: str) -> tuple[int, ParameterGroup]:
@@ -93,20 +92,19 @@ class UserOptimizer:
         return grouped(module, group)
 
     def _index(self, name: str) -> int:
-        """Return the index of the group of a parameter, named as in the run: a decoder's with its layer's index."""
+        """Return the group index of a parameter, by its name in the run (a decoder's start with the layer index)."""
         in_model = name.partition(".")[2]
         known = (name, in_model, plain_name(in_model))
         return self.group_of[next(each for each in known if each in self.group_of)]
 
     def made_for(self, groups: list[ParameterGroup]) -> Optimizer:
-        """Return an optimizer of the user's class, without state, over the run's parameters."""
         return remade(self.optimizer, groups)
 
     def schedule(self, own: Callable[[Optimizer], LRScheduler]) -> Callable[[Optimizer], UserSchedule]:
         """Return a function that makes the schedule of the run's optimizer, at its first step.
 
         Args:
-            own: makes the run's own schedule, if the user gave none.
+            own: makes the arguments' schedule, for a user without a scheduler.
         """
 
         def make(optimizer: Optimizer) -> UserSchedule:
@@ -119,7 +117,7 @@ class UserOptimizer:
         return make
 
     def require_whole(self, resolved: Resolved, layout: Layout) -> None:
-        """Raise UserError if the layout divides what an update needs as a whole."""
+        """Raise UserError if the layout divides values that an update needs as a whole."""
         divides = resolved.zero_stage > 0 or resolved.precision != "fp32" or layout.tp_size > 1 or layout.ep_size > 1
         most = Scope.ELEMENT if divides else Scope.TENSOR if layout.pp_size > 1 else Scope.MODEL
         if self.scope > most:
@@ -134,7 +132,7 @@ class UserOptimizer:
 
 
 class UserSchedule:
-    """Steps a scheduler of the user's optimizer, and copies the options of its groups to the run's.
+    """Steps the user's scheduler and copies the options of its groups to the run's optimizer.
 
     It takes the place of a torch scheduler in DeepSpeed's engine.
     """
@@ -146,10 +144,10 @@ class UserSchedule:
         self._copy()
 
     def step(self) -> None:
-        """Advance by one step of the run. UserError for whatever the scheduler raises, as after its last step."""
+        """Advance by one step of the run. Raises UserError for any error of the scheduler, such as one past its end."""
         try:
             self.scheduler.step()
-        except Exception as error:  # it is the user's
+        except Exception as error:  # the user's class may raise anything
             raise UserError(f"optimizers: {type(self.scheduler).__name__}.step(): {error}") from error
         self._copy()
 
@@ -162,7 +160,6 @@ class UserSchedule:
         return {"scheduler": self.scheduler.state_dict(), "groups": options_of(self._of_user)}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restore a state."""
         self.scheduler.load_state_dict(state["scheduler"])
         for group, options in zip(self._of_user.param_groups, state["groups"], strict=True):
             group.update(options)
@@ -175,7 +172,6 @@ class UserSchedule:
 
 
 def options_of(optimizer: Optimizer) -> list[JsonObject]:
-    """Return the options of each group, without its parameters."""
     return [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups]
 
 
@@ -184,7 +180,7 @@ def remade(optimizer: Optimizer, groups: list[ParameterGroup]) -> Optimizer:
     if type(optimizer) is Adagrad:
         return LateAdagrad(groups, **optimizer.defaults)
     made = type(optimizer).__new__(type(optimizer))
-    # The attributes and not the constructor: its arguments are unknown. A scheduler has put a `step` on the instance.
+    # Copy attributes instead of calling the constructor, whose arguments are unknown. `step` is a scheduler's wrapper.
     kept = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
     shared = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     vars(made).update(copy.deepcopy(kept, shared))
@@ -196,14 +192,14 @@ def remade(optimizer: Optimizer, groups: list[ParameterGroup]) -> Optimizer:
 
 
 def user_optimizer(optimizers: object, tensors: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> UserOptimizer:
-    """Check `optimizers=(optimizer, scheduler)`, and find the groups by name.
+    """Check `optimizers=(optimizer, scheduler)` and find each parameter's group by name.
 
     Args:
         tensors: name -> tensor of the model in memory.
-        trained: those that the run trains.
+        trained: the ones that the run trains.
 
     Raises:
-        UserError: they are not fresh, not of this model, or something that a run could not continue.
+        UserError: the optimizer or scheduler has made steps, belongs to another model, or cannot be resumed.
     """
     optimizer, scheduler = _pair(optimizers)
     _require_fresh(optimizer)
@@ -242,7 +238,7 @@ def _pair(optimizers: object) -> tuple[Optimizer, LRScheduler | None]:
 
 
 def _require_fresh(optimizer: Optimizer) -> None:
-    """Raise UserError for an optimizer with state, with hooks, or with options that a run cannot use."""
+    """Raise UserError for an optimizer with state, hooks, or options that a run cannot use."""
     kind, problems = _kind(optimizer), []
     # Adagrad makes its state in the constructor, with 0 steps
     if any(state and state.get("step", 1) for state in optimizer.state.values()):
@@ -263,7 +259,7 @@ def _require_fresh(optimizer: Optimizer) -> None:
 
 
 def _require_schedule(scheduler: LRScheduler, optimizer: Optimizer) -> None:
-    """Raise UserError for a scheduler of another optimizer, one that has made steps, or one that reads a metric."""
+    """Raise UserError for a scheduler of another optimizer, with steps made, or that reads a metric."""
     kind, problems = _kind(scheduler), []
     if getattr(scheduler, "optimizer", None) is not optimizer:
         problems.append(f"{kind} was made for another optimizer: make it for this one")
@@ -276,7 +272,7 @@ def _require_schedule(scheduler: LRScheduler, optimizer: Optimizer) -> None:
 
 
 def _require_model(optimizer: Optimizer, tensors: Mapping[str, Tensor], missing: Mapping[str, Tensor]) -> None:
-    """Raise UserError for parameters of another model, and for trained parameters that no group has."""
+    """Raise UserError for parameters of another model, and for trained parameters in no group."""
     known, problems = {id(tensor) for tensor in tensors.values()}, []
     for index, group in enumerate(optimizer.param_groups):
         strange = [p for p in group["params"] if id(p) not in known and p.requires_grad]
@@ -294,7 +290,7 @@ def _require_model(optimizer: Optimizer, tensors: Mapping[str, Tensor], missing:
 
 
 def _scope(optimizer: Optimizer) -> Scope:
-    """Return the widest scope of the groups; groups of equal options are tried once."""
+    """Return the widest scope of the groups; groups with equal options are tried once."""
     trials: dict[str, tuple[JsonObject, list[Tensor]]] = {}
     for options, group in zip(options_of(optimizer), optimizer.param_groups, strict=True):
         rate = {"lr": 1e-2} if isinstance(options.get("lr"), int | float) else {}  # a warm-up begins at 0
@@ -308,7 +304,6 @@ def _scope(optimizer: Optimizer) -> Scope:
 
 
 def _plain(options: Mapping[str, object]) -> JsonObject:
-    """Return the values that JSON has."""
     return {name: value for name, value in options.items() if _is_json(value)}
 
 

@@ -20,11 +20,11 @@ def note_evaluation(
 ) -> None:
     """Record an evaluation if it is the best of the run so far.
 
-    Then also request a checkpoint with `--save_strategy best` or `--load_best_model_at_end`: regular saves may be at
+    With `--save_strategy best` or `--load_best_model_at_end`, also request a checkpoint: regular saves may fall on
     other steps.
     """
     if metrics is None or (args.metric_for_best_model is None and not has_metric(args, metrics)):
-        return  # several data sets, and no metric that decides is named
+        return  # several data sets, and no metric is named to compare them by
     if improves(args, state, value := metric_of(args, metrics)):
         state.best_metric = value
         state.best_global_step = state.global_step
@@ -48,15 +48,15 @@ def restore_best(
     output_dir: Path,
     problem_with: Callable[[Path], str | None] = damage,
 ) -> str | None:
-    """Restore the best evaluation from a checkpoint, unless another metric decides now.
+    """Restore the best evaluation from a checkpoint, unless the deciding metric has changed.
 
     Args:
         saved: the result of `best_as_saved`.
-        problem_with: returns what is wrong with a checkpoint, the same on all ranks.
+        problem_with: returns the first problem of a checkpoint, the same on all ranks; None if it is intact.
 
     Returns:
-        A warning if `--load_best_model_at_end` could not load that evaluation's checkpoint: the best is then searched
-        anew.
+        A warning if `--load_best_model_at_end` could not load that evaluation's checkpoint: the search for the best
+        then starts again.
     """
     same = saved.get("metric") == args.best_metric_name
     state.best_metric, state.best_global_step = (saved["value"], saved["step"]) if same else (None, 0)
@@ -77,16 +77,16 @@ def restore_best(
 
 
 def note_checkpoint(state: TrainerState, checkpoint: Path, metric: float | None) -> None:
-    """Record a complete checkpoint if it is of a best evaluation; `metric` is that evaluation's value, else None."""
+    """Record a complete checkpoint as the best one; do nothing if `metric`, its best value, is None."""
     if metric is not None:
         state.best_model_checkpoint = str(checkpoint)
         state.best_saved_metric = metric
 
 
 def forget_unsaved(args: TrainingArguments, state: TrainerState) -> None:
-    """Fall back to the best evaluation that has a checkpoint, with `--load_best_model_at_end`.
+    """With `--load_best_model_at_end`, fall back to the best evaluation that has a checkpoint.
 
-    A later evaluation that beats this one is then saved, even if the lost one was better.
+    A later evaluation that beats it is saved, even if the lost one was better.
     """
     if args.load_best_model_at_end:
         held = NAME.fullmatch(Path(state.best_model_checkpoint or "").name)
@@ -95,7 +95,7 @@ def forget_unsaved(args: TrainingArguments, state: TrainerState) -> None:
 
 
 def load_best(run: Run) -> None:
-    """Load the weights of the best evaluation's checkpoint, with `--load_best_model_at_end`; all ranks call it.
+    """With `--load_best_model_at_end`, load the weights of the best evaluation's checkpoint; all ranks call it.
 
     If that checkpoint is missing or damaged, the model keeps its last weights, with a warning.
     """

@@ -37,11 +37,11 @@ PATIENCE_S = 5.0  # how long to wait for other ranks that may never come
 
 
 class Checkpoints:
-    """Saves a run; all ranks call its methods in the same order.
+    """Saves a run's checkpoints; all ranks call its methods in the same order.
 
     Attributes:
-        pending: the checkpoint that is being written; None without one.
-        newest: step of the newest complete checkpoint that this run has saved or resumed; None without one.
+        pending: the checkpoint that is being written, or None.
+        newest: step of the newest complete checkpoint that this run has saved or resumed, or None.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Checkpoints:
         on_save: Callable[..., None],
         overridden: Callable[[], Path] | None = None,
     ) -> None:
-        """Save nothing yet. `overridden` is a Trainer subclass's `save_checkpoint`, which is called instead of ours."""
+        """Save nothing yet. `overridden` is a Trainer subclass's `save_checkpoint`, called instead of ours."""
         self.run = run
         self._nonfinite = nonfinite
         self._on_save = on_save
@@ -59,7 +59,7 @@ class Checkpoints:
         self._writer = Writer()
         self.pending: BackgroundSave | None = None
         self._best: float | None = None  # metric of the step that is being saved, if it is the best so far
-        self._begun = time.monotonic()  # time of the last save's begin
+        self._begun = time.monotonic()  # when the last save began
         self._saved = run.state  # the state when the newest save began
         self._state_of: tuple[int, int] | None = None  # (step, consumed samples) of the newest save
         self._owns_directory = not (run.spec.inputs.may_hold_a_run or run.spec.args.overwrite_output_dir)
@@ -75,13 +75,13 @@ class Checkpoints:
             self.settle()
 
     def resumed(self, checkpoint: Path | None) -> None:
-        """Record that the run has resumed a checkpoint, unless that lies in another output directory."""
+        """Record that the run has resumed a checkpoint, unless it lies in another output directory."""
         if checkpoint is not None and checkpoint.resolve().parent == self.run.spec.output_dir.resolve():
             self.newest = self.run.state.global_step
             self._owns_directory = True
 
     def require_own_directory(self) -> None:
-        """Raise UserError, on all ranks, if `output_dir` holds another run that this one may not overwrite."""
+        """Raise UserError on all ranks if `output_dir` holds another run that this one may not overwrite."""
         if not self._owns_directory:
             overwrites = self.run.spec.args.overwrite_output_dir
             all_or_none(self._set_aside if overwrites else partial(require_unused, self.run.spec.output_dir))
@@ -95,20 +95,21 @@ class Checkpoints:
 
     @property
     def is_ready(self) -> bool:
-        """Whether this rank has finished its phase of a pending checkpoint."""
+        """Whether this rank has finished its phase of the pending checkpoint."""
         return self.pending is not None and not self.pending.is_busy
 
     @property
     def is_due(self) -> bool:
         """Whether a checkpoint is due by rank 0's clock (`--save_seconds`)."""
         seconds = self.run.spec.args.save_seconds if self.run.spec.args.saves else None
+        # Clocks differ between hosts, so rank 0's decides; `_agree_on_control` tells the others.
         if seconds is None or self.pending is not None or not self.run.state.is_world_process_zero:
             return False
         return time.monotonic() - self._begun >= seconds
 
     @inside("saving")
     def begin(self, *, last: bool = False) -> None:
-        """Begin to save the present state, unless its save has begun already; warn if it fails.
+        """Begin to save the current state, unless its save has already begun; warn if it fails.
 
         The `last` save of a run waits until it is complete, so it needs no copy in memory.
         """
@@ -120,10 +121,11 @@ class Checkpoints:
 
     @contextmanager
     def saving_before_an_error(self) -> Iterator[None]:
-        """Save the present state if the block raises an error on all ranks, which is about to end the run."""
+        """Save the current state if the block raises an error on all ranks, which is about to end the run."""
         try:
             yield
         except Exception:
+            # Saving is collective. If the error is on some ranks only, the others never arrive, and nothing is saved.
             barrier = f"save of {self.run.run_id} before an error at step {self.run.state.global_step}"
             if self.run.spec.args.saves and all_arrive(barrier, PATIENCE_S):
                 self.begin(last=True)
@@ -131,13 +133,13 @@ class Checkpoints:
 
     @inside("saving")
     def advance(self) -> bool:
-        """Start the next phase; all ranks call it when all are ready. Return whether a checkpoint is complete now."""
+        """Start the next phase; all ranks call it when all are ready. Returns whether a checkpoint is now complete."""
         return bool(self._attempt(self._advance))
 
     def wait_a_moment(self) -> None:
-        """Wait up to a second for the checkpoint after the step that follows a save; all ranks call it.
+        """Wait up to a second for the checkpoint, in the step after its save; all ranks call it.
 
-        So a killed run with short steps repeats at most the steps between two saves.
+        This way a killed run with short steps repeats at most the steps between two saves.
         """
         until = time.monotonic() + MOMENT_S
         while self.pending is not None and self.pending.step == self.run.state.global_step - 1:
@@ -148,13 +150,13 @@ class Checkpoints:
 
     @inside("saving")
     def finish(self) -> None:
-        """Wait for the pending checkpoint, and for the deletion of older ones; warn if it fails."""
+        """Wait for the pending checkpoint and the deletion of older ones; warn if it fails."""
         while self.pending is not None:
             self.advance()
         self._writer.wait()
 
     def save(self) -> Path:
-        """Save the present state; return when the checkpoint is complete. Raises NotSaved if it fails."""
+        """Save the current state and wait until the checkpoint is complete. Raises NotSaved if it fails."""
         self.finish()
         pending = self._begin(copy=False)
         try:
@@ -198,7 +200,7 @@ class Checkpoints:
         return self.pending
 
     def _advance(self) -> bool:
-        pending, self.pending = self.pending, None  # nothing is pending any more if advance() raises NotSaved
+        pending, self.pending = self.pending, None  # nothing is pending if advance() raises NotSaved
         if pending is None:
             return False
         if not pending.advance():
@@ -220,7 +222,7 @@ class Checkpoints:
             return None
 
     def _lost(self, step: int) -> None:
-        """Record that a step could not be saved: it may be tried again, and is not the best."""
+        """Record that a step could not be saved: it may be tried again, and does not count as the best."""
         self._state_of = None
         if step == self.run.state.best_global_step:
             forget_unsaved(self.run.spec.args, self.run.state)
@@ -229,8 +231,8 @@ class Checkpoints:
 def begin_checkpoint(run: Run, writer: Writer, *, copy: bool) -> BackgroundSave:
     """Begin to write the state of a run to `output_dir/checkpoint-STEP`; all ranks call it.
 
-    With `copy`, a copy in memory is written, so that training may continue. HuggingFace's `from_pretrained` can read
-    the weights, and peft's the adapters. Raises NotSaved if it fails.
+    With `copy`, the checkpoint is written from a copy in memory, so that training may continue. `from_pretrained` of
+    HuggingFace can read its weights, and that of peft its adapters. Raises NotSaved if it fails.
     """
     target = Target(
         output_dir=run.spec.output_dir,
@@ -243,7 +245,7 @@ def begin_checkpoint(run: Run, writer: Writer, *, copy: bool) -> BackgroundSave:
 
 
 def _best(run: Run) -> Path | None:
-    """Return the best evaluation's checkpoint: the one being written, or the last one written."""
+    """Return the path of the best evaluation's checkpoint, which may be the one about to be written."""
     state = run.state
     if state.best_global_step == state.global_step:
         return run.spec.output_dir / finished_name(state.global_step)
@@ -276,6 +278,6 @@ def progress_of(run: Run) -> TrainingProgress:
 
 
 def stream_position(run: Run, consumed: int) -> JsonObject:
-    """Return the position in training data that has its own order, on rank 0, which writes `state.json`."""
+    """Return the position in training data with its own order; {} except on rank 0, which writes `state.json`."""
     data = run.spec.data.train
     return data.position(consumed) if isinstance(data, OwnOrder) and run.context.groups.rank == 0 else {}

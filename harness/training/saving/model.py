@@ -37,7 +37,7 @@ from harness.training.parts.data import AnyTokenizer
 from harness.training.prepare.run import Run
 
 BASE = "base_model"
-TEXT = "unfinished-text"  # the text decoder of a larger model, until that is written
+TEXT = "unfinished-text"  # holds the text decoder until the larger model around it is written
 
 
 def write_configs(run: Run, folder: Path) -> None:
@@ -56,14 +56,14 @@ def write_configs(run: Run, folder: Path) -> None:
 
 
 def save_tokenizer(tokenizer: AnyTokenizer, directory: Path) -> None:
-    """Write the tokenizer's files, so that a full disk leaves the earlier ones whole.
+    """Write the tokenizer's files; a full disk leaves earlier files intact.
 
-    An earlier one's chat template, which would replace its own or none, is renamed.
+    A chat template of an earlier tokenizer is renamed, because it would override this tokenizer's.
     """
     with replaced_files(directory) as folder:
         tokenizer.save_pretrained(folder)
         hide_secrets(folder)
-        if not getattr(tokenizer, "chat_template", None):  # so it has written no such file
+        if not getattr(tokenizer, "chat_template", None):  # it has not overwritten the earlier template
             set_aside(directory / "chat_template.jinja")
 
 
@@ -107,7 +107,7 @@ def _write_model(run: Run, directory: Path) -> None:
 
 
 def _write_weights(run: Run, directory: Path) -> None:
-    """Write the model without its adapters."""
+    """Write the model's weights without adapters, and its config."""
     causal, name = run.trainable.causal, run.trainable.saved_name
     form = causal.form if causal else None
     export_weights(run.module, run.context.groups, directory, rename=lambda key: plain_name(name(key)), form=form)
@@ -117,13 +117,13 @@ def _write_weights(run: Run, directory: Path) -> None:
 
 
 def _on_first_rank(run: Run, write: Callable[[], object]) -> None:
-    """Call `write` on rank 0; all ranks call this, and raise NotSaved if it fails."""
+    """Call `write` on rank 0; all ranks call this, and all raise NotSaved if it fails."""
     all_save(lambda: write() if run.context.groups.rank == 0 else None)
 
 
 @torch.no_grad()
 def gather_model(run: Run) -> PreTrainedModel | None:
-    """Return the whole model on the CPU of rank 0, None on others; all ranks call it (`Trainer.trained_model`).
+    """Gather the whole model on the CPU of rank 0; return None on other ranks. All ranks call it.
 
     Raises UserError for a list of layers, and for a model with adapters.
     """
@@ -147,7 +147,7 @@ def gather_model(run: Run) -> PreTrainedModel | None:
 
 
 def _target(causal: CausalModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model to fill with the weights: the user's own, or a new one from the config."""
+    """Return the model to fill with weights: the user's, or a new one from the config."""
     source = causal.source
     if source.model is not None:
         return source.model
@@ -160,7 +160,7 @@ def _target(causal: CausalModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _whole_tensors(module: nn.Module, groups: Groups) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a stage's tensors, whole on its first rank; all ranks of the stage iterate together."""
+    """Yield (name, tensor) of a stage, gathered on its first rank; all ranks of the stage iterate together."""
     for name, tensor in saved_tensors(module, each_name=True):
         with gather_zero3([tensor]):
             yield name, gather_tp(tensor, groups)
@@ -169,7 +169,7 @@ def _whole_tensors(module: nn.Module, groups: Groups) -> Iterator[tuple[str, Ten
 def _to_first_rank(
     tensors: Iterator[tuple[str, Tensor]], leader: int, groups: Groups, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Send the tensors of rank `leader` to rank 0, one at a time; they are yielded on rank 0 only.
+    """Send the tensors of rank `leader` to rank 0 one at a time; only rank 0 yields them.
 
     All ranks of the stage must iterate, as gathering their tensors is collective.
     """

@@ -1,6 +1,6 @@
-"""Act on a non-finite loss, gradient or weight: `--nonfinite stop`, `skip`, `warn` or `rollback`.
+"""React to a non-finite loss, gradient or weight: `--nonfinite stop`, `skip`, `warn` or `rollback`.
 
-Steps that fp16's dynamic loss scaling skips while the loss is finite are normal, and always allowed.
+A step that fp16's dynamic loss scaling skips while the loss is finite is normal and always allowed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from harness.wording import counted
 
 
 class NonFiniteStep(UserError):
-    """A step or the weights after it are not finite, so the run must roll back (`--nonfinite rollback`)."""
+    """A step or its new weights are not finite, and the run must roll back (`--nonfinite rollback`)."""
 
 
 class NonFinite:
-    """Applies the policy to non-finite steps; all ranks come to the same decision.
+    """Applies the policy to non-finite steps; all ranks reach the same decision.
 
     Attributes:
         skipped: number of steps that changed no weight because they were not finite.
@@ -37,7 +37,7 @@ class NonFinite:
         self.skipped = 0
 
     def judge(self, step: int, outcome: StepOutcome, engine: Engine) -> None:
-        """Check the outcome of a step; all ranks call it. UserError with `stop`, NonFiniteStep with `rollback`."""
+        """Check a step's outcome; all ranks call it. Raises UserError with `stop`, NonFiniteStep with `rollback`."""
         lost = not isfinite(outcome.loss)
         overflow = not outcome.finite_gradient and not engine.scales_loss
         if not lost and not overflow:
@@ -56,19 +56,18 @@ class NonFinite:
         self.console.warn(f"{text}: {'the weights were updated' if outcome.applied else 'the step is skipped'}")
 
     def summary(self, steps: int) -> None:
-        """Report at the end how many of the run's steps were skipped."""
+        """Report how many of the run's steps were skipped."""
         if self.skipped:
             self.console.warn(f"skipped {self.skipped} of {counted(steps, 'step')}: loss or gradient was not finite")
 
     def judge_evaluation(self, loss: float) -> None:
-        """Report an evaluation whose loss is not finite."""
         if not isfinite(loss):
             self.console.warn(f"the evaluation loss is {loss}")
 
     def judge_weights(self, engine: Engine, target: str) -> None:
         """Check the weights before they are written to `target`; all ranks call it.
 
-        Non-finite weights are not written, as that might delete an older good checkpoint.
+        Non-finite weights are not written, as a new checkpoint may cause an older good one to be deleted.
 
         Raises:
             UserError: with `stop`.
@@ -89,18 +88,18 @@ class NonFinite:
 
 
 def _not_finite(parameters: Mapping[str, Tensor]) -> str | None:
-    """Return the name of a parameter with a non-finite value on this rank (under ZeRO-3, in its part); None if none."""
+    """Return the name of a parameter with a non-finite value on this rank (under ZeRO-3, in its partition), or None."""
     held = {name: held_values(parameter) for name, parameter in parameters.items()}
     held = {name: values for name, values in held.items() if not values.is_meta and values.device.type != "meta"}
-    # First check the sums, with one wait for the device: this takes a tenth of the time of isfinite(). A sum of finite
-    # values can overflow, so check suspects exactly.
+    # First check the sums, with one wait for the device, in a tenth of the time of isfinite(). A sum of finite values
+    # can overflow, so check suspects exactly.
     sums = numbers([values.sum() for values in held.values()])
     suspects = (values for values, total in zip(held.items(), sums, strict=True) if not isfinite(total))
     return next((name for name, values in suspects if not values.isfinite().all()), None)
 
 
 def origin(seen: Sequence[Evidence], *, loss: bool) -> str:
-    """Return in words the stage where values first became non-finite, and its ranks.
+    """Name the stage where values first became non-finite, and its ranks.
 
     For a loss: the first stage that sent non-finite activations, or the last stage if none did. For a gradient: the
     lowest stage that received finite gradients, as backward passes go from the last stage to the first.

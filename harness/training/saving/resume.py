@@ -43,18 +43,19 @@ from harness.wording import counted
 
 
 def load(run: Run, checkpoint: Path) -> TrainingProgress:
-    """Set engine, schedule, counters and the stream of samples to a checkpoint's state; all ranks call it."""
+    """Restore engine, schedule, counters and the stream of samples from a checkpoint; all ranks call it."""
     state, stream = run.state, run.stream
     progress = run.engine_state.load(checkpoint)
     listed = all_or_none(lambda: read_manifest(checkpoint).files)
     if not load_residue(run.engine.compression, checkpoint, str(run.spec.layout), listed):
         run.console.say(f"gradient compression: {checkpoint} has no residue of this layout: starting without")
+    # A skipped step does not advance the learning-rate schedule.
     run.engine.schedule.go_to(progress.step - progress.skipped_steps)
     state.global_step = progress.step
     state.consumed_samples = progress.consumed_samples
     run.evaluation_due = progress.evaluation_due
-    of_first_rank = lambda path: value_of_first(damage(path))  # noqa: E731  folders may look different from each host
-    is_own = checkpoint.resolve().parent == run.spec.output_dir.resolve()  # whatever the spelling of its path
+    of_first_rank = lambda path: value_of_first(damage(path))  # noqa: E731  hosts may see different files
+    is_own = checkpoint.resolve().parent == run.spec.output_dir.resolve()  # resolved, as a path has several spellings
     folder = run.spec.output_dir if is_own else checkpoint.absolute().parent
     if lost := restore_best(run.spec.args, state, progress.best, folder, of_first_rank):
         run.console.warn(lost)
@@ -67,7 +68,7 @@ def load(run: Run, checkpoint: Path) -> TrainingProgress:
 
 
 def begin_or_resume(run: Run) -> None:
-    """Resume the run's checkpoint; without one, check that all ranks hold the same model. All ranks call it."""
+    """Resume the run's checkpoint, or check that all ranks hold the same new model. All ranks call it."""
     if run.spec.checkpoint is not None:
         resume(run, run.spec.checkpoint)
     else:
@@ -75,9 +76,9 @@ def begin_or_resume(run: Run) -> None:
 
 
 def resume_named(run: Run, name: str | Path | bool) -> None:
-    """Resume the checkpoint of this path, or for True the newest whole one; all ranks call it.
+    """Resume the checkpoint at a path, or for True the newest complete one; all ranks call it.
 
-    Sets the run's checkpoint and id. Raises UserError, on all ranks, if there is none, or if it does not fit the run.
+    Sets the run's checkpoint and id. Raises UserError on all ranks if no checkpoint is found, or it does not fit.
     """
     args = copy.copy(run.spec.args)
     args.resume_from_checkpoint = "auto" if name is True or name == "auto" else str(Path(str(name)).absolute())
@@ -97,7 +98,7 @@ def resume_named(run: Run, name: str | Path | bool) -> None:
     if spec.data.train is not None:
         samples, progress = dataset_length(spec.data.train), read_progress(checkpoint)
         _, steps, _ = resolve_for(spec.source, spec.args, spec.config, samples, progress)
-        if steps != spec.max_steps:  # the schedule of the learning rate is made for them already
+        if steps != spec.max_steps:  # the learning-rate schedule is already built for max_steps
             raise UserError(
                 f"train(resume_from_checkpoint={name!r}): {checkpoint} was saved with another global batch, so "
                 f"--num_train_epochs takes {steps} steps: give resume_from_checkpoint to TrainingArguments instead"
@@ -109,11 +110,11 @@ def resume_named(run: Run, name: str | Path | bool) -> None:
 def resume(run: Run, checkpoint: Path) -> None:
     """Resume a checkpoint; all ranks call it.
 
-    Settings that differ from those of the run that saved are reported, one line each.
+    Reports each setting that differs from the saved run's, one line each.
     """
     console = run.console
     progress = load(run, checkpoint)
-    run.state.skipped_samples += progress.skipped_samples
+    run.state.skipped_samples += progress.skipped_samples  # in place: the stream holds the same list
     console.say(f"resumed from {checkpoint} at step {progress.step}")
     here = f"{run.spec.layout}, ZeRO-{run.spec.resolved.zero_stage}, {run.spec.resolved.precision}"
     there = f"{progress.layout}, ZeRO-{progress.zero_stage}, {progress.precision}"
@@ -148,7 +149,7 @@ SECTIONS = ("optimizer", "scheduler", "fp16", "gradient_clipping", "train_batch_
 def hyperparameters(
     args: TrainingArguments, resolved: Resolved, max_steps: int, user_optimizer: UserOptimizer | None = None
 ) -> JsonObject:
-    """Return the settings that affect the remaining steps, under their names in flags or JSON."""
+    """Return the settings that affect the remaining steps, under their names as flags or in the JSON."""
     config, values = resolved.config, JsonObject()
     if user_optimizer is None:
         values |= {} if "optimizer" in config else {name: getattr(args, name) for name in OF_ADAMW}
@@ -162,7 +163,7 @@ def hyperparameters(
     for section in SECTIONS:
         if section in config:
             values.update({NAMES.get(name, name): value for name, value in _flat(section, config[section])})
-    values.pop("optimizer.type", None)  # another one is refused
+    values.pop("optimizer.type", None)  # another optimizer is refused, not reported
     return values
 
 
@@ -178,7 +179,7 @@ def changes(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]
 
 
 def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield (path, value) for each single value in a section."""
+    """Yield (dotted path, value) for each leaf of a section."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flat(f"{name}.{key}", inner)
@@ -190,11 +191,11 @@ def _flat(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 AT_MOST = 3
-"""The run stops after this many rollbacks in a row without a step of progress."""
+"""The run stops after this many consecutive rollbacks without progress."""
 
 
 class Rollback:
-    """Rolls a run back to its newest checkpoint after a non-finite step, and leaves out that step's samples."""
+    """Rolls a run back to its newest checkpoint after a non-finite step, and skips that step's samples."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -204,15 +205,15 @@ class Rollback:
             run.stream.skipped = run.state.skipped_samples
 
     def begin(self, save: Callable[[], object]) -> None:
-        """Save the initial state if there is no checkpoint yet, with `--nonfinite rollback`; all ranks call it."""
+        """With `--nonfinite rollback`, save the initial state if no checkpoint exists; all ranks call it."""
         if self.run.spec.args.nonfinite == "rollback" and self._newest() is None:
             save()
 
     @contextmanager
     def guarding(self, recorder: Recorder, settle: Callable[[], None]) -> Iterator[None]:
-        """Roll back if the block raises NonFiniteStep; all ranks raise it together.
+        """Roll back if the block raises NonFiniteStep, which all ranks raise together.
 
-        `settle` completes a save that is being written.
+        `settle` completes a pending save.
         """
         try:
             yield
@@ -230,6 +231,7 @@ class Rollback:
         first, stop = stream.consumed - stream.global_batch, stream.consumed
         self._in_a_row += 1
         self._failed_at = max(self._failed_at, state.global_step + 1)
+        # The same samples again: skipping them has not helped.
         if self._in_a_row > AT_MOST or [first, stop] in state.skipped_samples:
             raise UserError(
                 f"{reason}: training stops after {self._in_a_row - 1} rollbacks that did not help; "
@@ -245,7 +247,7 @@ class Rollback:
         )
 
     def _checkpoint(self, reason: str) -> Path:
-        """Return the newest checkpoint with unchanged files; all ranks call it. UserError if there is none."""
+        """Return the newest checkpoint with unchanged files; all ranks call it. Raises UserError without one."""
         newest = self._newest() or self.run.spec.checkpoint
         found, changed = training_state.first_unchanged(newest, self.run.spec.output_dir, auto=True)
         for line in changed:
