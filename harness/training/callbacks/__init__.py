@@ -1,6 +1,6 @@
 """Callbacks with the interface of HuggingFace's TrainerCallback.
 
-Callbacks are called on every rank. A request through `TrainerControl` on any rank is carried out by all ranks.
+Callbacks run on every rank. A request through `TrainerControl` on any rank is carried out by all ranks.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class StepRecord:
     """One optimizer step, as `metrics.jsonl` holds it.
 
     Attributes:
-        loss: mean over the valid labels of the global batch, including the router loss if there is one.
-        aux_loss: the router loss before its coefficient, mean over the micro-batches; None without a router loss.
-        source_losses: if the data has several sources, the mean loss over the valid labels of each in this step, by
-            name; without the router loss.
+        loss: mean over the valid labels of the global batch, including any router loss.
+        aux_loss: mean router loss over the micro-batches, before its coefficient; None without a router loss.
+        source_losses: mean loss over the valid labels of each data source in this step, by name, without the router
+            loss; empty for a single source.
         metrics: other numbers of the loss, by name, such as the rewards of preferences.
-        grad_norm: global norm before clipping; None if it is not finite.
-        learning_rate: the rate used by this step.
-        tokens_per_second: of all ranks together (samples a second for a model without tokens).
+        grad_norm: global gradient norm before clipping; None if it is not finite.
+        learning_rate: the learning rate of this step.
+        tokens_per_second: of all ranks together (samples per second for a model without tokens).
         consumed_samples: samples that the run has consumed, this step included.
         epoch: consumed samples as passes through the data.
-        device_memory_gib, host_memory_gib: peak so far on the rank that needs most; None without a device.
-        skipped: whether the step left all weights unchanged, as its loss or gradient was not finite.
+        device_memory_gib, host_memory_gib: peak memory so far on the rank that needs most; None without a device.
+        skipped: whether the step left all weights unchanged because its loss or gradient was not finite.
     """
 
     step: int
@@ -85,12 +85,12 @@ class TrainerState:
 
     Attributes:
         best_metric, best_global_step: metric and step of the best evaluation so far.
-        best_model_checkpoint, best_saved_metric: the last complete checkpoint of a best evaluation, and its metric.
+        best_model_checkpoint, best_saved_metric: the latest complete checkpoint of a best evaluation, and its metric.
         num_train_epochs: passes through the data, including a partial last one; 0 without data or for a stream.
         train_batch_size: samples in a micro-batch.
-        consumed_samples: samples that all ranks together have used or left out.
-        skipped_samples: ranges [first, stop) of the sample order that rollbacks have left out.
-        is_hyper_param_search, trial_name, trial_params: there is no search here; HuggingFace's callbacks read them.
+        consumed_samples: samples that all ranks together have used or skipped.
+        skipped_samples: ranges [first, stop) of the sample order that rollbacks have skipped.
+        is_hyper_param_search, trial_name, trial_params: constants, because HuggingFace's callbacks read them.
     """
 
     global_step: int = 0
@@ -118,7 +118,7 @@ class TrainerState:
     if not TYPE_CHECKING:  # a type checker knows the fields
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError; for a field of HuggingFace's state the message says what to read instead."""
+            """Raise AttributeError; for a field of HuggingFace's state, say what to read instead."""
             if name in NOT_IN_STATE:
                 raise AttributeError(f"state.{name} is a field of HuggingFace's TrainerState: {NOT_IN_STATE[name]}")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -130,7 +130,7 @@ class TrainerState:
 
 @dataclass
 class TrainerControl:
-    """The requests of callbacks. All but `should_training_stop` are reset once they are carried out."""
+    """Requests of callbacks. All but `should_training_stop` are reset when carried out."""
 
     should_training_stop: bool = False
     should_save: bool = False
@@ -169,8 +169,8 @@ class TrainerCallback:
     `record`, `logs`, `metrics` or `checkpoint` in the methods whose docstrings name them.
 
     Attributes:
-        reads_weights: whether its methods may look at the model's weights. Set it to False in a class that does not:
-            between steps nothing waits then for new weights on their way from other ranks.
+        reads_weights: whether the callback's methods may read the model's weights. Set it to False in a class that does
+            not, so that no step waits for new weights in flight from other ranks.
     """
 
     reads_weights = True
@@ -183,17 +183,17 @@ class TrainerCallback:
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """After the Trainer was made."""
+        """After the Trainer is constructed."""
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Before the first step of a pass through the data; a step may span the end of a pass."""
+        """Before the first step of an epoch; a step may span the end of an epoch."""
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """After the step that used the last sample of a pass through the data."""
+        """After the step that used the last sample of an epoch."""
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -233,12 +233,12 @@ class TrainerCallback:
 
 
 AnyCallback: TypeAlias = TrainerCallback | type[TrainerCallback]
-"""A callback, or the class of one."""
+"""A callback or its class."""
 MOMENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
 def instance(callback: AnyCallback) -> TrainerCallback:
-    """Return the callback, or an instance of its class. UserError unless it has all methods of a TrainerCallback."""
+    """Return the callback, or an instance of its class. Raises UserError if a TrainerCallback method is missing."""
     made = callback() if isinstance(callback, type) else callback
     if missing := [name for name in MOMENTS if not callable(getattr(made, name, None))]:
         raise UserError(f"callback {made!r} has no {missing[0]}: derive its class from harness.TrainerCallback")
@@ -247,14 +247,14 @@ def instance(callback: AnyCallback) -> TrainerCallback:
 
 
 def instances(callbacks: Sequence[AnyCallback]) -> list[TrainerCallback]:
-    """Return the callbacks of a list of instances and classes. UserError for anything else."""
+    """Return the callbacks of a list of instances and classes. Raises UserError for anything else."""
     if not isinstance(callbacks, Sequence):
         raise UserError("callbacks is not a list: give [callback]")
     return [instance(callback) for callback in callbacks]
 
 
 def take_out(callbacks: list[TrainerCallback], wanted: AnyCallback) -> TrainerCallback | None:
-    """Remove a callback, or the first of a class, from the list and return it; None if it is not there."""
+    """Remove a callback, or the first of a class, from the list. Returns it, or None if it is missing."""
     for index, callback in enumerate(callbacks):
         if callback is wanted or (isinstance(wanted, type) and type(callback) is wanted):
             return callbacks.pop(index)
@@ -268,7 +268,7 @@ GIVEN: Mapping[str, Callable[[Trainer], object]] = {
     "optimizer": lambda trainer: trainer.engine.deepspeed.optimizer,
     "lr_scheduler": lambda trainer: trainer.engine.deepspeed.lr_scheduler,
 }
-"""Keyword argument of every callback -> how to get it from the Trainer."""
+"""Keyword argument of every callback -> its value, given the Trainer."""
 
 NOT_GIVEN = {
     "tokenizer": "name it processing_class",
@@ -287,14 +287,14 @@ NOT_CALLED = {
 
 
 def is_default(function: Callable[..., object]) -> bool:
-    """Return whether this is a method of TrainerCallback itself, ours or HuggingFace's, which does nothing."""
+    """Return whether this is a method of TrainerCallback itself (ours or HuggingFace's), which does nothing."""
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
     return name.startswith((f"{__name__}.TrainerCallback.", "transformers.trainer_callback.TrainerCallback."))
 
 
 @cache
 def reads_between_steps(kind: type) -> bool:
-    """Return whether callbacks of this class may look at the model's weights before the next step begins."""
+    """Return whether callbacks of this class may read the model's weights between two steps."""
     moments = ("on_step_begin", "on_step_end", "on_log", "on_save", "on_epoch_begin", "on_epoch_end")
     acts = any(hasattr(kind, moment) and not is_default(getattr(kind, moment)) for moment in moments)
     return acts and bool(getattr(kind, "reads_weights", True))
@@ -308,7 +308,7 @@ def keywords(function: Callable[..., object], trainer: Trainer) -> dict[str, obj
 
 
 def require_called(callback: object, moments: Collection[str]) -> None:
-    """Raise UserError if a user's callback has a method that is never called, or a keyword that is never passed."""
+    """Raise UserError if a callback has a method that is never called, or takes a keyword that is never passed."""
     for name in (*NOT_CALLED, *moments):
         method = getattr(callback, name, None)
         if method is None or getattr(method, "__module__", "").startswith("transformers."):

@@ -1,6 +1,6 @@
-"""Stop training when the evaluations no longer improve, and say which of two evaluations is the better one.
+"""Early stopping, and the comparison of two evaluations.
 
-It needs neither torch nor DeepSpeed, so a script can import `EarlyStoppingCallback` at once.
+Imports neither torch nor DeepSpeed, so that a script can import `EarlyStoppingCallback` quickly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from harness.wording import counted
 
 
 class EarlyStoppingCallback(TrainerCallback):
-    """Stops training after `early_stopping_patience` evaluations in a row without an improvement.
+    """Stops training after `early_stopping_patience` consecutive evaluations without improvement.
 
     An evaluation improves if it beats the best so far by more than `early_stopping_threshold`.
     """
@@ -32,9 +32,9 @@ class EarlyStoppingCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Unpack[MomentValues],
     ) -> None:
-        """Train no further if the run that is resumed has stopped early.
+        """Stop at once if the resumed run had stopped early.
 
-        Raises UserError for several evaluation data sets if `metric_for_best_model` names no metric of one.
+        Raises UserError if there are several evaluation data sets and `metric_for_best_model` names no metric of one.
         """
         run = kwargs["trainer"].run
         require_metric_of_one(args, run.spec.data.evaluation)
@@ -48,7 +48,7 @@ class EarlyStoppingCallback(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Count evaluations without improvement, and request the end of training after `patience` of them."""
+        """Count evaluations without improvement; request the end of training after `patience` of them."""
         if not has_metric(args, kwargs["metrics"]):
             return  # an evaluation of another data set
         if improves(args, state, metric_of(args, kwargs["metrics"]), self.threshold):
@@ -62,7 +62,7 @@ class EarlyStoppingCallback(TrainerCallback):
 def own_early_stopping(callback: TrainerCallback) -> TrainerCallback:
     """Replace transformers' EarlyStoppingCallback by ours; return any other callback unchanged.
 
-    The one in transformers minimises every metric unless `greater_is_better` is given, and loses its count at a resume.
+    The one in transformers minimises every metric unless `greater_is_better` is given, and a resume resets its count.
     """
     kind = type(callback)
     if (kind.__module__, kind.__name__) != ("transformers.trainer_callback", "EarlyStoppingCallback"):
@@ -72,12 +72,12 @@ def own_early_stopping(callback: TrainerCallback) -> TrainerCallback:
 
 
 def has_metric(args: TrainingArguments, metrics: Mapping[str, object]) -> bool:
-    """Return whether an evaluation has the metric that decides which model is the best."""
+    """Return whether an evaluation has the metric that decides the best model."""
     return not metrics.keys().isdisjoint((f"eval_{args.best_metric_name}", args.best_metric_name))
 
 
 def metric_of(args: TrainingArguments, metrics: Mapping[str, object]) -> float:
-    """Return the metric that decides which model is the best. UserError if the evaluation has no such number."""
+    """Return the metric that decides the best model. Raises UserError if the evaluation has no such number."""
     name = args.best_metric_name
     found = metrics.get(f"eval_{name}", metrics.get(name))
     if not isinstance(found, int | float):
@@ -88,7 +88,7 @@ def metric_of(args: TrainingArguments, metrics: Mapping[str, object]) -> float:
 
 
 def improves(args: TrainingArguments, state: TrainerState, value: float, threshold: float = 0.0) -> bool:
-    """Return whether a value is better than the best so far by more than `threshold`."""
+    """Return whether a value beats the best so far by more than `threshold`."""
     if not isfinite(value) or state.best_metric is None:
         return isfinite(value)
     gain = value - state.best_metric
@@ -96,7 +96,7 @@ def improves(args: TrainingArguments, state: TrainerState, value: float, thresho
 
 
 def require_metric_of_one(args: TrainingArguments, evaluation: object) -> None:
-    """Raise UserError if several data sets are evaluated and `metric_for_best_model` does not name one's metric."""
+    """Raise UserError for several data sets if `metric_for_best_model` does not name the metric of one."""
     if isinstance(evaluation, Mapping) and args.metric_for_best_model is None:
         name = next(iter(evaluation))
         raise UserError(

@@ -1,4 +1,4 @@
-"""Show the progress of a run: a bar on a terminal, otherwise a line now and then."""
+"""Show the progress of a run: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProgressCallback(TrainerCallback):
 
     def __init__(self, console: Console, unit: str = "tokens") -> None:
         self.console = console
-        self.unit = unit  # tokens or samples a second
+        self.unit = unit  # tokens or samples
         self.bar: tqdm[NoReturn] | None = None
         self._last_line = 0.0
         self._last_step = time.monotonic()
@@ -55,7 +55,7 @@ class ProgressCallback(TrainerCallback):
         now = time.monotonic()
         self._seconds = smoothed(self._seconds, now - self._last_step)
         self._last_step = now
-        # a line at the first and the last step, and every few steps or seconds
+        # Print the first and the last step, and every few steps or seconds in between.
         if self._every is None:
             is_due = now - self._last_line > SECONDS_BETWEEN_LINES
         else:
@@ -64,7 +64,7 @@ class ProgressCallback(TrainerCallback):
             return
         left = f"{clock((state.max_steps - record.step) * self._seconds)} left"
         if self.bar is not None:
-            # time left first: a narrow terminal cuts off the rest
+            # The time left comes first, because a narrow terminal cuts off the end.
             self.bar.set_postfix_str(", ".join([left, *_figures(record, self.unit)]), refresh=False)
             self.bar.update()
         else:
@@ -103,18 +103,16 @@ class ProgressCallback(TrainerCallback):
 
 
 def smoothed(before: float | None, seconds: float) -> float:
-    """Return the exponential moving average of the seconds of steps."""
     return seconds if before is None else (1 - NEWEST) * before + NEWEST * seconds
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _of_sources(losses: Mapping[str, float]) -> str:
-    """Return the losses of up to 4 sources in brackets; "" for more, which would hide the other numbers."""
+    """Format the losses of up to 4 sources; "" for more, which would crowd out the other numbers."""
     shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
     return f" ({shown})" if 0 < len(losses) <= _MOST_SOURCES else ""
 

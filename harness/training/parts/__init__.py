@@ -1,7 +1,7 @@
-"""What a run can do without: parts that lie around the core and that the core never imports.
+"""Optional parts around the core, which the core never imports.
 
-Each field of `Parts` is one extension point. `harness/composition.py` fills in the parts that are installed; a run that
-asks for one that is absent is refused, and any other run trains without it.
+Each field of `Parts` is one extension point. `harness/composition.py` fills in the installed parts. A run that asks
+for an absent part is refused; any other run trains without it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ Part = TypeVar("Part")
 
 
 class FindCertificate(Protocol):
-    """Finds the certificate of `ds-harness verify` for a config, a model and versions of libraries; None without one.
+    """Finds the `ds-harness verify` certificate for a config, a model and library versions; None without one.
 
-    `config` is the DeepSpeed JSON as it is written; `model` the entries of the model's config that change what it
-    computes.
+    `config` is the DeepSpeed JSON as written; `model` has the model-config entries that change the computation.
     """
 
     def __call__(
@@ -63,10 +62,10 @@ class RunPrediction(Protocol):
 
 
 class PredictRun(Protocol):
-    """Predicts memory and speed of a run on samples of `length` tokens; None if that is not possible.
+    """Predicts memory and speed of a run on samples of `length` tokens; None if that is impossible.
 
-    `ranks` are those of this host; `adapters`: whether adapters are trained instead of the model; `sequences`: those of
-    a sample.
+    `ranks` are this host's ranks, `adapters` says whether adapters are trained instead of the model, and `sequences` is
+    the number of sequences per sample.
     """
 
     def __call__(
@@ -85,10 +84,10 @@ class PredictRun(Protocol):
 
 
 class PushingCallback(TrainerCallback):
-    """Copies finished checkpoints to a second place, and the exported model."""
+    """Copies complete checkpoints and the exported model to a second place."""
 
     def copy_model(self, directory: Path) -> None:
-        """Copy a model that was exported to `directory`, and wait for it. All ranks call it; errors are warnings."""
+        """Copy the model exported to `directory` and wait. All ranks call it; errors become warnings."""
 
 
 class WholeModelFiles(Protocol):
@@ -102,22 +101,22 @@ class WholeModelFiles(Protocol):
 
 
 VerifySharding: TypeAlias = Callable[[CausalModel, EngineContext, Console], None]
-"""Compares the sharded model with the whole one, as `--verify_plan` asks. UserError on all ranks if they differ."""
+"""Compares the sharded model with the whole one (`--verify_plan`). Raises UserError on all ranks if they differ."""
 
 RequirePackable: TypeAlias = Callable[[PretrainedConfig, int, torch.device, torch.dtype], None]
 """Raises UserError if the model of a config does not keep the documents of packed rows apart.
 
-Arguments: the config, the rows of a micro-batch, the run's device and number format.
+Arguments: the config, the number of rows in a micro-batch, the run's device and dtype.
 """
 
 PlanTokens: TypeAlias = Callable[[PretrainedConfig], ContextPlan]
-"""Finds out which modules of the model of a config can compute a part of the tokens."""
+"""Determines which modules of a config's model can compute a subset of the tokens."""
 
 
 class FindAdapters(Protocol):
-    """Finds the source of a model (None for a list of layers), and the adapters to train instead of its own weights.
+    """Finds the source of a model (None for a list of layers) and the adapters to train.
 
-    They are those of a model in memory, or new ones by peft's config. Raises UserError if they cannot be trained.
+    Adapters come from a model in memory or from peft's config. Raises UserError if they cannot be trained.
     """
 
     def __call__(self, model: object, peft_config: LoraConfig | None) -> tuple[ModelSource | None, Adapters | None]: ...
@@ -140,32 +139,32 @@ class RunMonitors(Protocol):
 
 
 class RebalancesStages(Protocol):
-    """Measures the pipeline stages of a run, and moves layers between them; all ranks call it."""
+    """Measures a run's pipeline stages and moves layers between them; all ranks call it."""
 
     def after_step(self, record: StepRecord) -> bool:
-        """Return whether layers have moved after a step: the run then has another engine."""
+        """Return whether layers have moved after a step, in which case the run has a new engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of a run. None: the part is absent.
+    """The parts of a run; None for an absent part.
 
     Attributes:
-        check_config: refuses a wrong config with all findings; without it such a run fails where DeepSpeed does.
-        forecast: predicts memory and speed, which the run reports before it builds the model.
-        profiling: makes the callback that profiles that many steps (`--profile N`).
-        pushing: makes the callback of `--push_checkpoints_to`, and reads the checkpoint to resume back if it is lost.
-        whole_model: finds the vision-language model that a text decoder comes from, to export it whole.
-        certificate: finds the certificate that `run.json` gets.
-        data: makes samples of text and conversations.
-        watch: ends a run of which a rank fails, hangs or is stopped.
-        verify_sharding, require_packable, plan_tokens: try the model on a tiny copy, each for one purpose.
-        adapters: finds the adapters that are trained instead of a model's own weights.
-        host_memory: opens memory through which CPU ranks of one host sum and gather.
-        compression: sends gradients between data-parallel ranks in 8 or 4 bits.
-        rebalancer: called with the run; makes what balances its stages (`--rebalance_steps`).
-        monitors: called with their sections of the DeepSpeed JSON, the run's id and the first step; opens them.
-        argument_notes: says which arguments of HuggingFace's change nothing, although they ask for more.
+        check_config: refuses a wrong config with all findings; without it, such a run fails inside DeepSpeed.
+        forecast: predicts memory and speed, reported before the model is built.
+        profiling: makes the callback that profiles N steps (`--profile N`).
+        pushing: makes the callback of `--push_checkpoints_to`, which also restores a lost checkpoint to resume.
+        whole_model: finds the vision-language model of a text decoder, to export it whole.
+        certificate: finds the certificate for `run.json`.
+        data: makes samples from text and conversations.
+        watch: ends a run if a rank fails, hangs or is stopped.
+        verify_sharding, require_packable, plan_tokens: each tries one property of the model on a tiny copy.
+        adapters: finds the adapters to train instead of the model's weights.
+        host_memory: opens shared memory for the collectives of CPU ranks on one host.
+        compression: reduces gradients between data-parallel ranks in 8 or 4 bits.
+        rebalancer: makes the object that rebalances a run's stages (`--rebalance_steps`).
+        monitors: opens monitors, given their sections of the DeepSpeed JSON, the run's id and the first step.
+        argument_notes: returns notes on HuggingFace arguments that have no effect.
     """
 
     check_config: ConfigCheck | None = None
@@ -188,7 +187,7 @@ class Parts:
 
 
 def needed(part: Part | None, flag: str, folder: str) -> Part:
-    """Return the part that a flag needs. UserError if `folder`, which holds it, is not installed."""
+    """Return the part that a flag needs. Raises UserError if its folder is not installed."""
     if part is None:
         raise UserError(f"{flag} needs {folder}, which is not installed: start without {flag}")
     return part

@@ -1,6 +1,6 @@
-"""What the core asks of the part that makes samples from text and conversations, and what a run does without it.
+"""The interface of the part that makes samples from text and conversations, and the core's behaviour without it.
 
-The core takes samples: data sets, map-style or iterable, of dicts with input_ids or of pairs (inputs, labels).
+The core trains on samples: map-style or iterable data sets of dicts with input_ids, or of pairs (inputs, labels).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from harness.topology.env import LaunchEnv
 
 
 class AnyTokenizer(Protocol):
-    """A tokenizer, which the core only saves beside its model."""
+    """A tokenizer, which the core only saves beside the model."""
 
     def __len__(self) -> int:
-        """Return the number of its ids."""
+        """Return the number of token ids."""
 
     def save_pretrained(self, directory: Path, /) -> object:
-        """Write its files."""
+        """Write the tokenizer's files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserData:
-    """The data sets given to the Trainer, and their tokenizer."""
+    """The Trainer's data sets and their tokenizer."""
 
     train_dataset: AnyDataset | None = None
     eval_dataset: AnyDataset | Mapping[str, AnyDataset] | None = None
@@ -47,7 +47,7 @@ class UserData:
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """Data sets of samples, and their tokenizer."""
+    """Data sets of samples and their tokenizer."""
 
     train: MapDataset | None
     evaluation: EvaluationData
@@ -59,12 +59,12 @@ class SamplePrompts:
     """Prompts that the model continues at each evaluation.
 
     Attributes:
-        texts: the prompts as they are reported.
+        texts: the prompts for reports.
         ids: the token ids of each prompt.
         most: largest number of tokens of a continuation.
-        length: tokens of the longest prompt with its continuation.
-        end: the id that ends a continuation, if there is one.
-        decode: returns the text of ids.
+        length: number of tokens of the longest prompt with its continuation.
+        end: the id that ends a continuation, or None.
+        decode: converts ids to text.
     """
 
     texts: list[str]
@@ -76,10 +76,10 @@ class SamplePrompts:
 
 
 class DataPart(Protocol):
-    """Makes samples of what the user gives to the Trainer. `source` is None if samples stay as they are given."""
+    """Makes samples from the Trainer's data sets; with a `source` of None, rows stay unchanged."""
 
     def own_tokenizer(self, model: object) -> AnyTokenizer | None:
-        """Return the tokenizer in a model's directory; None if there is none, or `model` is not a name."""
+        """Return the tokenizer in a model's directory; None without one, or if `model` is not a name."""
 
     def user_datasets(
         self,
@@ -90,7 +90,7 @@ class DataPart(Protocol):
         env: LaunchEnv,
         console: Console,
     ) -> Datasets:
-        """Return the data sets as samples; all ranks call it. UserError if they cannot be used."""
+        """Return the data sets as samples; all ranks call it. Raises UserError if they cannot be used."""
 
     def later_dataset(
         self,
@@ -102,34 +102,34 @@ class DataPart(Protocol):
         env: LaunchEnv,
         console: Console,
     ) -> MapDataset:
-        """Return a data set that is given to `evaluate` or `predict` as samples; all ranks call it."""
+        """Return a data set for `evaluate` or `predict` as samples; all ranks call it."""
 
     def stop_at_answers(self, source: ModelSource, data: Datasets, console: Console) -> ModelSource:
-        """Return the model with a generation config that stops where answers end, if conversations are trained on."""
+        """For training on conversations, return the model with a generation config that stops where answers end."""
 
     def sample_lines(self, data: Datasets) -> Iterator[str]:
-        """Yield a line for the user that shows a training sample, with the tokens in the loss marked."""
+        """Yield lines for the user that show a training sample with the tokens in the loss marked."""
 
     def sample_prompts(
         self, args: TrainingArguments, data: Datasets, source: ModelSource, vocabulary: int
     ) -> SamplePrompts:
-        """Return the prompts of `--sample_prompts` for a model with `vocabulary` ids. UserError if unusable."""
+        """Return the prompts of `--sample_prompts` for a model with `vocabulary` ids. Raises UserError if unusable."""
 
     def data_files(self, flags: Mapping[str, object]) -> JsonObject:
-        """Return for `run.json` the files that the script's flags name."""
+        """Return the data files that the script's flags name, for `run.json`."""
 
     def composition(self, data: AnyDataset | None) -> JsonObject:
-        """Return for `run.json` the sources of a data set, their tokens and lengths; {} if it was given as samples."""
+        """Return a data set's sources, tokens and lengths for `run.json`; {} if it was given as samples."""
 
 
 FOLDER = "harness.data"
-"""The part."""
+"""The folder of the data part."""
 
 
 def given_samples(given: UserData, args: TrainingArguments, source: ModelSource | None, console: Console) -> Datasets:
-    """Return data sets that hold samples already: all that a run takes without the part.
+    """Return data sets that already hold samples, the only ones that a run takes without the data part.
 
-    Raises UserError for text and conversations, and for arguments that a stream cannot follow.
+    Raises UserError for text and conversations, and for arguments that do not apply to a stream.
     """
     train = as_dataset(given.train_dataset)
     if is_iterable(train):
@@ -153,7 +153,7 @@ def given_samples(given: UserData, args: TrainingArguments, source: ModelSource 
 
 
 def require_samples_of(data: MapDataset, name: str, source: ModelSource | None) -> MapDataset:
-    """Return a data set if a decoder, `source`, can take its rows as samples; otherwise raise UserError."""
+    """Return the data set. Raises UserError if the decoder `source` cannot take its rows as samples."""
     if source is not None and len(data):
         _require_sample(data[0], name, source)
     return data

@@ -1,4 +1,4 @@
-"""What the core asks of an objective: what a run is trained on instead of the next token, such as preferences.
+"""The interface of a training objective that replaces next-token prediction, such as preferences.
 
 An objective makes the samples and micro-batches, and a loss of the logits. A sample may hold several sequences: a
 micro-batch of B samples then has ids [B x sequences, tokens], while its labels begin with a tensor [B, ...], so that
@@ -23,28 +23,28 @@ from harness.training.parts.data import DataPart, Datasets
 
 
 class Objective(Protocol):
-    """What a run is trained on."""
+    """A training objective."""
 
     @property
     def name(self) -> str:
-        """The objective as messages name it, such as `--preference dpo`."""
+        """The objective's name in messages, such as `--preference dpo`."""
 
     @property
     def sequences(self) -> int:
-        """The number of sequences of a sample."""
+        """The number of sequences per sample."""
 
     @property
     def data(self) -> DataPart:
-        """What makes its samples; it replaces the run's own part."""
+        """The data part that makes the objective's samples; it replaces the run's."""
 
     def obstacles(self, args: TrainingArguments) -> list[str]:
-        """Return what is wrong with the arguments of a run with this objective, one line each."""
+        """Return the problems of a run's arguments with this objective, one line each."""
 
     def collate(self, samples: Sequence[object]) -> MicroBatch:
-        """Return the micro-batch of these samples."""
+        """Collate samples into a micro-batch."""
 
     def loss(self, causal: CausalLoss, data_group: dist.ProcessGroup | None) -> Loss:
-        """Return the loss; `causal` is the cross entropy of the same logits, `data_group` the stage's data ranks."""
+        """Return the loss; `causal` is the cross entropy of the same logits, `data_group` the data-parallel group."""
 
     def before_training(
         self,
@@ -55,7 +55,7 @@ class Objective(Protocol):
         adapters: Adapters | None,
         console: Console,
     ) -> Datasets:
-        """Return the data as it is trained on; all ranks call it with the initial weights, before any is loaded.
+        """Return the data to train on; all ranks call it with the initial weights, before a checkpoint is loaded.
 
-        `collator` is that of the run, which checks what `collate` returns.
+        `collator` is the run's, which checks the result of `collate`.
         """

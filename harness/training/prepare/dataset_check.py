@@ -34,7 +34,7 @@ MOST_TRIED = 4  # micro-batches whose shapes are compared before the run
 ENOUGH, SHARE = 4, 0.75
 """Labels count as shifted if at least ENOUGH of them, and at least this SHARE, equal the next token.
 
-Fewer may be equal by chance. Not all are: the last label before padding is often an end token that the inputs lack.
+Fewer may match by chance. Not all match: the last label before padding is often an end token that the inputs lack.
 """
 
 
@@ -44,7 +44,7 @@ class DatasetCheck:
 
     Attributes:
         source: the decoder; None for a list of layers, which may take any samples.
-        own_loss: whether the loss is the user's, which gets the labels unchanged.
+        own_loss: whether the loss is the user's, which receives the labels unchanged.
         require_packable: refuses a model that does not keep packed documents apart; None without that part.
     """
 
@@ -55,12 +55,12 @@ class DatasetCheck:
     require_packable: RequirePackable | None = None
 
     def first_batch(self, dataset: MapDataset | None, size: int) -> MicroBatch | None:
-        """Return a micro-batch of the first samples, None without any; all ranks call it.
+        """Return a micro-batch of the first samples; None without samples. All ranks call it.
 
         Raises:
             UserError: a sample cannot be collated, has fewer tokens than context ranks, or is longer than the model's
-                positions; samples are packed and the model cannot keep documents apart; labels are shifted already; or
-                samples differ in length, and pipeline stages cannot.
+                positions; samples are packed and the model cannot keep documents apart; labels are already shifted; or
+                samples differ in length under pipeline parallelism, which needs equal lengths.
         """
         if dataset is None or not dataset_length(dataset):
             return None
@@ -85,7 +85,7 @@ class DatasetCheck:
 
     @property
     def _reads_rows(self) -> bool:
-        """Whether samples reach the model as they are: a collator of the user's may pad them."""
+        """Whether samples reach the model unpadded; a user's collator may pad them."""
         collator = self.collator.collator if isinstance(self.collator, TokenCollator) else self.collator
         return collator is collate
 
@@ -110,7 +110,7 @@ def meaning_of(batch: MicroBatch) -> str:
 
 
 def sample_length(batch: MicroBatch | None) -> int:
-    """Return the tokens of a sample in this micro-batch of a decoder; the default without data."""
+    """Return the number of tokens per sample in a decoder's micro-batch; the default block size without data."""
     if batch is None:
         return BLOCK_SIZE
     return Tokens.of(batch[0]).ids.shape[1]
@@ -119,7 +119,7 @@ def sample_length(batch: MicroBatch | None) -> int:
 def require_one_shape(dataset: MapDataset, collator: Collator, size: int) -> None:
     """Raise UserError if the first micro-batches of `size` samples differ in shape.
 
-    A collator of the user's may pad each to its own longest sample, and a data set may not tell its lengths.
+    A user's collator may pad each micro-batch to its own longest sample, and a data set need not know its lengths.
     """
     count = min(MOST_TRIED, dataset_length(dataset) // size)
     tried = [range(start * size, (start + 1) * size) for start in range(count)]

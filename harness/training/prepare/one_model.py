@@ -1,8 +1,8 @@
-"""Make sure that all ranks train parts of one model.
+"""Make sure that all ranks train parts of the same model.
 
-Each process makes its own model in memory, or layers that are modules, perhaps from different random numbers. So rank
-0's weights are sent to all. Before the first step, weights that must be equal on several ranks are compared by
-checksums, whatever their origin.
+Each process creates its own model or modules in memory, perhaps from different random numbers, so rank 0's weights are
+sent to all ranks. Before the first step, weights that must be equal on several ranks are compared by checksum,
+wherever they come from.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from harness.topology.groups import Groups
 
 
 def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adapters | None) -> dict[str, Tensor]:
-    """Return name -> tensor (any shape) of a model or layers that the user made in this process.
+    """Return name -> tensor of a model or layers that the user created in this process.
 
-    {} for a model that the ranks read from files or initialise from the seed.
+    Empty for a model that the ranks read from files or initialise from the seed.
     """
     if source is not None:
         if not isinstance(source.weights, Mapping):
@@ -46,9 +46,9 @@ def tensors_in_memory(model: Any, source: ModelSource | None, adaptation: Adapte
 
 
 def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, console: Console) -> None:
-    """Overwrite `tensors` (any shapes) with rank 0's values if ranks differ; all ranks call it.
+    """Overwrite `tensors` with rank 0's values if ranks differ; all ranks call it.
 
-    Raises UserError, on all ranks, if names, shapes or dtypes differ.
+    Raises UserError on all ranks if names, shapes or dtypes differ.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1 or not any_rank(bool(tensors)):
@@ -69,17 +69,17 @@ def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, consol
 
 
 def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> None:
-    """Raise UserError, on all ranks, if weights differ that must be equal at the start; all ranks call it.
+    """Raise UserError on all ranks if weights that must start equal differ; all ranks call it.
 
-    Weights that must be equal: unsharded ones on tensor-parallel ranks; all on data-parallel ranks, except under ZeRO-3
-    and for distributed experts; tied ones on the stages that hold them.
+    Unsharded weights must be equal on tensor-parallel ranks; all weights on data-parallel ranks, except under ZeRO-3
+    and for distributed experts; tied weights on all stages that hold them.
     """
     if groups.layout.world_size == 1:
         return
     own = _comparable(module, zero_stage)
     digests = {kind: {name: _digest(sums) for name, sums in found.items()} for kind, found in own.items()}
     whole = {kind: {"": _digest(sorted(named.items()))} if named else {} for kind, named in digests.items()}
-    # One digest for all tensors of an axis is enough. Compare tied weights one by one, as stages hold different ones.
+    # One digest of all tensors is enough for an axis, but stages hold different tied weights: compare these by name.
     rows = values_of_all({**whole, "pipeline": digests["pipeline"]})
     for axis in ("tensor", "data", "pipeline"):
         for ranks in groups.layout.groups(axis):
@@ -88,7 +88,7 @@ def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> Non
 
 
 def _differing(named: Sequence[Mapping[str, str]]) -> tuple[int, str] | None:
-    """Return (index, tensor name) of the first rank whose digest differs from an earlier rank's; None if all agree."""
+    """Return (index, tensor name) of the first rank whose digest differs from an earlier rank's, or None."""
     first: dict[str, str] = {}
     for index, digests in enumerate(named):
         for name, digest in digests.items():
@@ -98,7 +98,7 @@ def _differing(named: Sequence[Mapping[str, str]]) -> tuple[int, str] | None:
 
 
 def _refuse(own: dict[str, str], ranks: Sequence[int]) -> None:
-    """Raise UserError with the name of the tensor; every rank calls it with the same `ranks`."""
+    """Raise UserError naming the tensor; every rank calls it with the same `ranks`."""
     named = values_of_all(own)
     differing = _differing([named[rank] for rank in ranks])
     if differing is None:
@@ -128,7 +128,7 @@ def _comparable(module: nn.Module, zero_stage: int) -> dict[str, dict[str, objec
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
-    """Yield (name, (this rank's values, whether all tensor-parallel ranks hold them)) of parameters and buffers."""
+    """Yield (name, (this rank's values, whether they are replicated over tensor-parallel ranks)) of all tensors."""
     persistent = module.state_dict(keep_vars=True)
     buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in persistent]
     for name, tensor in [*module.named_parameters(), *buffers]:
@@ -137,7 +137,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of the bytes of a tensor (any shape)."""
+    """Return the CRC-32 of a tensor's bytes."""
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 

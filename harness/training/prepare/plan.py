@@ -1,6 +1,6 @@
 """Plan a run on this rank alone: model, data, config, layout, the checkpoint to resume.
 
-The ranks do not meet here, with one exception: text has to be tokenised, which one rank of each host does for all.
+There are no collectives here, with one exception: one rank of each host tokenises text for the others.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """The Trainer's arguments under the Trainer's names, without its data, and the launch that this process belongs to.
+    """The Trainer's arguments except its data, and the launch environment of this process.
 
     Attributes:
-        parts: what the run can do besides the core.
-        objective: what is trained on instead of the next token; None for the next token, or a user's own loss.
-        flags: flags of the script, besides `args`.
+        parts: the installed parts around the core.
+        objective: replaces next-token training; None for the cross entropy or a user's loss.
+        flags: flags of the script besides `args`.
     """
 
     model: Model
@@ -92,27 +92,27 @@ class RunInputs:
 
     @property
     def makes_samples(self) -> bool:
-        """Whether rows are turned into samples; a collator of the user's gets them unchanged."""
+        """Whether rows are turned into samples; a user's collator receives them unchanged."""
         return self.data_collator is collate or self.objective is not None
 
     @property
     def may_hold_a_run(self) -> bool:
-        """Whether `output_dir` may hold a run for now: `train(resume_from_checkpoint=...)` may continue it later."""
+        """Whether `output_dir` may already hold a run, which `train(resume_from_checkpoint=...)` may continue later."""
         return self.args.resume_from_checkpoint is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What is to be run: first as planned on this rank alone, then as all ranks have agreed.
+    """The specification of a run: first as planned on this rank, then as agreed by all ranks.
 
     Attributes:
         source: the decoder's config and weights; None for a list of layers.
-        adapter_fingerprint: of the adapters, "" without any.
-        data: the tokenised data sets, and their tokenizer.
-        data_digest: of the training data, "" without any.
+        adapter_fingerprint: identifies the adapters; "" without adapters.
+        data: the tokenised data sets and their tokenizer.
+        data_digest: hash of the training data; "" without training data.
         config: the DeepSpeed JSON, read and checked once.
         checkpoint: the checkpoint to resume; None for a run that begins at step 0.
-        user_optimizer: the optimizer and scheduler of `optimizers`; None without.
+        user_optimizer: the Trainer's `optimizers`; None without.
     """
 
     inputs: RunInputs
@@ -130,35 +130,31 @@ class RunSpec:
 
     @property
     def args(self) -> TrainingArguments:
-        """The run's arguments."""
         return self.inputs.args
 
     @property
     def console(self) -> Console:
-        """Where the run prints."""
         return self.inputs.console
 
     @property
     def parts(self) -> Parts:
-        """What the run can do besides the core."""
         return self.inputs.parts
 
     @property
     def output_dir(self) -> Path:
-        """The folder that the run writes to."""
         return Path(self.args.output_dir)
 
     @property
     def optimizer_name(self) -> str:
-        """The name of the run's optimizer, as checkpoints have it."""
+        """The optimizer's name as stored in checkpoints."""
         return optimizer_name(self.resolved) if self.user_optimizer is None else self.user_optimizer.name
 
 
 def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None) -> RunSpec:
-    """Resolve model, data, config and layout without building anything. UserError if they do not fit together.
+    """Resolve model, data, config and layout without building anything. Raises UserError if they conflict.
 
     Args:
-        config: the checked config, if the program has read it already with `args` and has checked it for the device.
+        config: the checked config, if the program has already read it with `args` and checked it for the device.
     """
     args, env = inputs.args, inputs.env
     _require_types(inputs, given)
@@ -174,7 +170,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     if config is None:
         config = read_run_config(args, world_size=env.world_size, check=inputs.parts.check_config, model=model)
         require_supported(config.resolved)
-    # The watchdog starts when the ranks have met, which may take hours. Until then at least detect stopped processes.
+    # The watchdog starts when the ranks have met, and tokenising may take hours: until then detect stopped processes.
     with inputs.parts.watch.for_stopped_ranks(args.hang_seconds, inputs.console):
         data = _samples(inputs, given, config, source if inputs.makes_samples else None)
     samples = None if data.train is None else dataset_length(data.train)
@@ -208,7 +204,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
 
 
 def _require_parts(inputs: RunInputs, resolved: Resolved) -> None:
-    """Raise UserError if a part that the run will need is not installed."""
+    """Raise UserError if a part that the run needs is not installed."""
     args, parts = inputs.args, inputs.parts
     if resolved.gradient_bits != 0:
         needed(parts.compression, "gradient_compression", "harness.extras")
@@ -219,7 +215,7 @@ def _require_parts(inputs: RunInputs, resolved: Resolved) -> None:
 
 
 def _samples(inputs: RunInputs, given: UserData, config: RunConfig, source: ModelSource | None) -> Datasets:
-    """Return the data sets as samples; `source` is None if they stay as they are given."""
+    """Return the data sets as samples; with a `source` of None, rows stay unchanged."""
     args, part = inputs.args, inputs.parts.data
     if part is not None:
         return part.user_datasets(given, args, config, source, inputs.env, inputs.console)
@@ -230,7 +226,7 @@ def _samples(inputs: RunInputs, given: UserData, config: RunConfig, source: Mode
 
 
 def _source(inputs: RunInputs) -> tuple[ModelSource | None, Adapters | None]:
-    """Return the source of a decoder (None for a list of layers) and its adapters."""
+    """Return the source of a decoder (None for a list of layers) and its adapters, if any."""
     find = inputs.parts.adapters
     if find is None:
         if inputs.peft_config is not None or getattr(inputs.model, "peft_config", None):
@@ -240,7 +236,7 @@ def _source(inputs: RunInputs) -> tuple[ModelSource | None, Adapters | None]:
 
 
 def _require_objective(inputs: RunInputs, objective: Objective, source: ModelSource | None) -> None:
-    """Raise UserError for arguments that have no effect beside an objective."""
+    """Raise UserError for arguments that have no effect with an objective."""
     if source is None:
         raise UserError(f"{objective.name} needs a HuggingFace model, not a list of layers")
     given = {
@@ -256,7 +252,7 @@ def _require_objective(inputs: RunInputs, objective: Objective, source: ModelSou
 def _user_optimizer(
     inputs: RunInputs, source: ModelSource | None, adaptation: Adapters | None, resolved: Resolved
 ) -> UserOptimizer | None:
-    """Return what was given as `optimizers`, None without. UserError if this run cannot train with it."""
+    """Return the Trainer's `optimizers`, or None. Raises UserError if this run cannot train with them."""
     if inputs.optimizers in (None, (None, None)):
         return None
     if inputs.peft_config is not None:
@@ -288,9 +284,9 @@ def _user_optimizer(
 
 
 def checkpoint_to_resume(spec: RunSpec) -> Path | None:
-    """Return the checkpoint that `--resume_from_checkpoint` asks for, None for a run that begins at step 0.
+    """Return the checkpoint that `--resume_from_checkpoint` names; None for a run that begins at step 0.
 
-    For `auto` only rank 0 calls it, after the ranks have met, and sends the others its result or error.
+    For `auto`, only rank 0 calls it, after the ranks have met, and sends its result or error to the others.
 
     Raises UserError for a checkpoint that this run cannot continue.
     """
@@ -303,12 +299,12 @@ def checkpoint_to_resume(spec: RunSpec) -> Path | None:
 
 
 def chosen_by_rank_0(find: Callable[[], Path | None]) -> Path | None:
-    """Return the checkpoint that rank 0 finds, once this host sees it whole; all ranks call it.
+    """Return the checkpoint that rank 0 finds, once this host sees all of it; all ranks call it.
 
-    A host may see the newest checkpoint late (NFS): it must not take an older one than the others.
+    A host may see the newest checkpoint late (NFS), and must not take an older one than the others.
 
     Raises:
-        UserError: on all ranks: rank 0 finds none that can be resumed, or a host does not see the one that it finds.
+        UserError: on all ranks, if rank 0 finds no usable checkpoint, or a host does not see the one it finds.
     """
     chosen = value_of_first(all_or_none(lambda: find() if dist.get_rank() == 0 else None))
     if chosen is not None:
@@ -326,7 +322,7 @@ def resolve_for(
     """Return the config resolved for this model and number of samples, the number of steps, and the layout.
 
     Args:
-        progress: of the checkpoint that is resumed.
+        progress: progress of the checkpoint to resume.
     """
     text_config = None if source is None else source.config.get_text_config(decoder=True)
     require_every_layer(0.0 if text_config is None else layer_drop(vars(text_config)))
@@ -338,7 +334,7 @@ def resolve_for(
 
 
 def _require_for_layers(inputs: RunInputs) -> None:
-    """Raise UserError for arguments that have no effect on a list of layers, only on HuggingFace models."""
+    """Raise UserError for arguments that apply only to HuggingFace models."""
     problems = [
         f"--{item.name} needs a HuggingFace model, not a list of layers"
         for item in fields(TrainingArguments)
@@ -350,7 +346,7 @@ def _require_for_layers(inputs: RunInputs) -> None:
 
 
 def _require_config_for_layers(resolved: Resolved) -> None:
-    """Raise UserError for keys of the DeepSpeed JSON that have an effect only on HuggingFace models."""
+    """Raise UserError for keys of the DeepSpeed JSON that apply only to HuggingFace models."""
     acting = {
         "expert_parallel.autoep_size": resolved.ep_size > 1,
         "tensor_parallel.sequence_parallel": resolved.sequence_parallel,
@@ -390,13 +386,13 @@ def _require_evaluation(args: TrainingArguments, given: UserData) -> None:
 
 
 def intact_checkpoint(spec: RunSpec, args: TrainingArguments) -> Path | None:
-    """Verify the checkpoint to resume by its checksums, and return it; all ranks call it.
+    """Verify the checkpoint to resume by its checksums and return it; all ranks call it.
 
-    With `auto`, if it is damaged, return the newest older one that is intact; without any, the run begins at step 0.
-    Both are reported. `args` are the run's arguments, or those that `train(resume_from_checkpoint=...)` has changed.
+    With `auto`, a damaged checkpoint is replaced by the newest intact one; if none is intact, the run begins at step 0.
+    Both cases are reported. `args` are the run's arguments, perhaps changed by `train(resume_from_checkpoint=...)`.
 
     Raises:
-        UserError: on all ranks: without `auto`, the checkpoint is damaged.
+        UserError: on all ranks, if the checkpoint is damaged and `auto` is not set.
     """
     auto, output_dir, console = args.resume_from_checkpoint == "auto", spec.output_dir, spec.console
     is_first = spec.inputs.env.rank == 0
@@ -415,7 +411,7 @@ def intact_checkpoint(spec: RunSpec, args: TrainingArguments) -> Path | None:
 
 
 def _tidied(spec: RunSpec, chosen: Path | None, *, auto: bool) -> list[str]:
-    """Rename the checkpoints that this run will not continue; return the warnings about them and about `chosen`."""
+    """Rename the checkpoints that this run will not continue; return warnings about them and about `chosen`."""
     lines, output_dir = [], spec.output_dir
     trains = spec.data.train is not None  # an evaluation leaves all checkpoints where they are
     if trains and auto:

@@ -1,6 +1,6 @@
-"""Prepare a run for its first step, as `plan.py` has planned it on each rank alone.
+"""Prepare a planned run (`plan.py`) for its first step.
 
-All ranks meet and compare config, code, model and data. Only then the model is built.
+All ranks meet and compare config, code, model and data before the model is built.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ from harness.training.prepare.trainable import (
 
 
 def prepare_run(spec: RunSpec) -> Run:
-    """Prepare everything that training needs; all ranks call it. UserError for anything that the user can correct."""
+    """Prepare everything that training needs; all ranks call it. Raises UserError for what the user can correct."""
     args, console = spec.args, spec.console
     if console.log is None:  # no log file: DeepSpeed would print between the program's own lines
         silence_prints()
@@ -115,7 +115,7 @@ def prepare_run(spec: RunSpec) -> Run:
         console.warn(advice)  # tensor-parallel groups that cross hosts
     take_first_ranks(tensors_in_memory(spec.inputs.model, spec.source, spec.adaptation), device, console)
 
-    # 2. The data, by its first samples.
+    # 2. The first samples of the data are checked.
     data_check = _data_check(spec, context)
     sample = _first_samples(data_check, spec)
     if spec.source is not None and sample is not None and not data_check.own_loss and meaning_of(sample) == OTHERS:
@@ -128,9 +128,9 @@ def prepare_run(spec: RunSpec) -> Run:
     # 3. The model as a list of pipeline layers, not built yet: check that it fits, cut it, and estimate its costs.
     prediction = _predicted(spec, context, sample, list(here.values))
     trainable = _trainable(spec, context, sample)
-    if trainable.causal is not None:  # the vocabulary is known now, so ids are checked against it
+    if trainable.causal is not None:  # the vocabulary is now known: check ids against it
         data_check = _for_vocabulary(data_check, spec, trainable.causal.vocab_size)
-    for line in [] if part is None else part.sample_lines(spec.data):  # so that the user sees a wrong loss mask
+    for line in [] if part is None else part.sample_lines(spec.data):  # lets the user spot a wrong loss mask
         console.say(line)
     base = all_or_none(lambda: _base_checksums(spec))
     if (checkpoint := spec.checkpoint) is not None:
@@ -163,8 +163,8 @@ def prepare_run(spec: RunSpec) -> Run:
         prompts=prompts,
         prediction=prediction,
     )
-    malloc_trim()  # DeepSpeed has copied all parameters into flat tensors, and freed the originals
-    if spec.resolved.zero_stage != 2:  # with ZeRO-2's buckets, that would take up to 1.5 times the memory
+    malloc_trim()  # DeepSpeed has copied all parameters into flat tensors and freed the originals
+    if spec.resolved.zero_stage != 2:  # ZeRO-2's buckets would make this take up to 1.5 times the memory
         keep_freed_memory(device)
     if args.saves:
         _warn_of_full_disk(run, run.engine_state.require_savable())
@@ -181,7 +181,7 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, torch.device, frozenset[dist.
     """Meet the other ranks and check that all hold the same config, code, model and data.
 
     Returns:
-        The run with the checkpoint that all resume, the groups and the device of this rank, and the process groups that
+        The spec with the checkpoint that all ranks resume, this rank's groups and device, and the process groups that
         were open before the run.
     """
     args, console, env = spec.args, spec.console, spec.inputs.env
@@ -216,6 +216,7 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, torch.device, frozenset[dist.
         searches = args.resume_from_checkpoint == "auto"
         checkpoint = chosen_by_rank_0(lambda: checkpoint_to_resume(spec) if searches else spec.checkpoint)
         all_or_none(lambda: lock_directory(spec.output_dir) if env.rank == 0 else None)
+        # `release` closes the groups of this run, but not those that were open before it.
         foreign_groups = open_groups()
         groups = build_groups(spec.layout, spec.resolved.chunks.loss_stage)
         THIS_RANK.rank = groups.rank
@@ -237,10 +238,10 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, torch.device, frozenset[dist.
 
 
 def _with_steps_left(spec: RunSpec) -> RunSpec:
-    """Return the run with the number of steps that are left, if it is resumed.
+    """Return the spec with the number of steps of a resumed run.
 
-    With --num_train_epochs it depends on the samples that are left, because the run that saved may have had another
-    global batch.
+    With --num_train_epochs it depends on the remaining samples, because the saved run may have had another global
+    batch.
     """
     if spec.checkpoint is None or spec.data.train is None:
         return spec
@@ -250,7 +251,7 @@ def _with_steps_left(spec: RunSpec) -> RunSpec:
 
 
 def _engine_context(spec: RunSpec, groups: Groups, device: torch.device) -> EngineContext:
-    """Return the inputs for building the engine, with the number of bits of compressed gradients; all ranks call it."""
+    """Return the inputs for building the engine, with gradient compression settled; all ranks call it."""
     resolved, compression = spec.resolved, None
     if resolved.gradient_bits != 0:
         compression = needed(spec.parts.compression, "gradient_compression", "harness.extras")
@@ -267,7 +268,8 @@ def _engine_context(spec: RunSpec, groups: Groups, device: torch.device) -> Engi
 
 
 def _warn_of_locks(spec: RunSpec, here: HostValues[int], rank: int) -> None:
-    """Warn if another host can take the lock that rank 0 holds; all ranks call it."""
+    """Warn if another host could take the lock that rank 0 holds; all ranks call it."""
+    # One rank of each other host tries the lock.
     looks = min(here.values) == rank and here.number > 0
     if here.hosts > 1 and any_rank(looks and is_lent_twice(spec.output_dir)):
         spec.console.warn(
@@ -277,7 +279,7 @@ def _warn_of_locks(spec: RunSpec, here: HostValues[int], rank: int) -> None:
 
 
 def _data_check(spec: RunSpec, context: EngineContext) -> DatasetCheck:
-    """Return the check of the data; the model's vocabulary is not known yet."""
+    """Return the check of the data, not yet with the model's vocabulary."""
     inputs = spec.inputs
     collator = inputs.data_collator
     if spec.source is not None:
@@ -292,7 +294,7 @@ def _data_check(spec: RunSpec, context: EngineContext) -> DatasetCheck:
 
 
 def _for_vocabulary(check: DatasetCheck, spec: RunSpec, size: int) -> DatasetCheck:
-    """Check the first samples again, now that the model's vocabulary is known; return the check to use from now on."""
+    """Check the first samples again with the model's vocabulary; return the check to use from now on."""
     longest = None if check.source is None else position_limit(check.source.config)
     collator = TokenCollator(spec.inputs.data_collator, size, longest, not check.own_loss)
     check = replace(check, collator=collator)
@@ -313,7 +315,7 @@ def _first_samples(check: DatasetCheck, spec: RunSpec) -> MicroBatch | None:
 def _predicted(
     spec: RunSpec, context: EngineContext, sample: MicroBatch | None, ranks: Sequence[int]
 ) -> RunPrediction | None:
-    """Predict memory and speed, and report it. UserError if the run cannot fit. `ranks` are those of this host."""
+    """Predict and report memory and speed; `ranks` are this host's. Raises UserError if the run cannot fit."""
     forecast = spec.parts.forecast
     if forecast is None or spec.source is None or spec.data.train is None:
         return None
@@ -367,7 +369,7 @@ def _trainable(spec: RunSpec, context: EngineContext, sample: MicroBatch | None)
 
 
 def _prompts(spec: RunSpec, trainable: TrainableModel) -> SamplePrompts | None:
-    """Return the prompts of `--sample_prompts`, None without any. UserError if the model cannot take them."""
+    """Return the prompts of `--sample_prompts`, or None. Raises UserError if the model cannot take them."""
     if spec.args.sample_prompts is None:
         return None
     part, causal = spec.parts.data, trainable.causal
@@ -376,7 +378,7 @@ def _prompts(spec: RunSpec, trainable: TrainableModel) -> SamplePrompts | None:
 
 
 def report_origin(console: Console, source: ModelSource, seed: int) -> None:
-    """Tell the user if a model's directory holds no weights, so that it is initialised from the seed."""
+    """Tell the user that a model is initialised from the seed, because its directory holds no weights."""
     if source.weights is None and source.name not in presets() and Path(source.name).is_dir():
         console.say(
             f"no weights found (safetensors or pytorch_model.bin) in {source.name}: initialising from seed {seed}"
@@ -384,7 +386,7 @@ def report_origin(console: Console, source: ModelSource, seed: int) -> None:
 
 
 def _report_given(spec: RunSpec, trainable: TrainableModel) -> None:
-    """Report the optimizer that the user gave, and how many parameters are trained by adapters."""
+    """Report the user's optimizer, and how many parameters the adapters train."""
     if spec.user_optimizer is not None:
         spec.console.say(f"  {spec.user_optimizer.summary}, as given: the arguments' own have no effect")
     if spec.adaptation is not None:
@@ -393,14 +395,14 @@ def _report_given(spec: RunSpec, trainable: TrainableModel) -> None:
 
 
 def _base_checksums(spec: RunSpec) -> dict[str, str]:
-    """Return the checksums of the adapters' base model, on rank 0, which writes them; {} elsewhere."""
+    """Return the checksums of the adapters' base model; {} except on rank 0, which saves them."""
     if spec.source is None or spec.adaptation is None or spec.inputs.env.rank > 0:
         return {}
     return spec.adaptation.base_checksums(spec.source)
 
 
 def _warn_of_full_disk(run: Run, states: Sequence[str]) -> None:
-    """Warn if a checkpoint does not fit on the disk. `states` are the optimizer's tensors for each trained weight."""
+    """Warn if a checkpoint does not fit on the disk. `states` names the optimizer's states of each weight."""
     stored = run.trainable.size(trained=run.spec.adaptation is not None)
     kept = 0 if run.spec.args.save_only_model else len(states) * run.trainable.size(trained=True)
     needed = (stored + kept) * torch.float32.itemsize
@@ -411,7 +413,7 @@ def _warn_of_full_disk(run: Run, states: Sequence[str]) -> None:
 
 
 def training_stream(run: Run) -> BatchStream | None:
-    """Return the stream of this rank's training samples, from the first one on; None without training data."""
+    """Return the stream of this rank's training samples, at its start; None without training data."""
     if run.spec.data.train is None:
         return None
     stream = BatchStream(
@@ -436,8 +438,8 @@ def report_padding(console: Console, share: float, *, packed: bool) -> None:
 
 
 def release(run: Run) -> None:
-    """Free the engine's memory, and close the run's process groups. A second call does nothing."""
-    if not vars(run.engine.deepspeed):  # already released: groups that are open now belong to another run
+    """Free the engine's memory and close the run's process groups. A second call does nothing."""
+    if not vars(run.engine.deepspeed):  # already released: open groups may belong to another run
         return
     ACTIVITY.stop_watching()
     run.engine.release()
@@ -450,7 +452,7 @@ PATIENCE_S = 3.0  # network file systems may show a new file with a delay
 
 
 def require_shared(output_dir: Path, rank: int, world_size: int) -> None:
-    """Raise UserError, on all ranks, if one cannot see a file that rank 0 writes to `output_dir`; all ranks call it."""
+    """Raise UserError on all ranks if one cannot see a file that rank 0 writes to `output_dir`; all ranks call it."""
     if world_size == 1:
         return
 

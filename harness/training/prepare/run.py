@@ -1,7 +1,7 @@
 """The state of one run on this rank.
 
-`RunInputs` holds the Trainer's arguments, `RunSpec` what they mean: model, data, config and layout. Both are frozen.
-`Run` is the live run of a spec, with an engine. The type of a function's argument shows which of them it needs.
+`RunInputs` holds the Trainer's arguments, `RunSpec` the model, data, config and layout resolved from them. Both are
+frozen. `Run` is the live run of a spec, with an engine. A function takes the narrowest of the three that it needs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness.training.prepare.trainable import TrainableModel
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvents:
-    """The events that the arguments ask for after a step, which may span the end of an epoch."""
+    """The events that the arguments request after a step."""
 
     epoch_events: tuple[str, ...]
     log: bool
@@ -45,25 +45,25 @@ NOTHING_DUE = StepEvents(epoch_events=(), log=False, evaluate=False, save=False)
 class Run:
     """A run that is ready for its first step, or for loading its checkpoint.
 
-    Rebalancing (`--rebalance_steps`), a resume and new evaluation data replace fields: do not keep copies of these.
+    Rebalancing (`--rebalance_steps`), a resume and new evaluation data replace fields: do not keep references to them.
 
     Attributes:
-        spec: what is run, as all ranks have agreed.
-        context: this rank's groups and device, and from what its engine is built.
+        spec: the specification that all ranks have agreed on.
+        context: this rank's groups and device, and the other inputs for building its engine.
         data_check: checks the first samples of a data set.
         trainable: the model as pipeline layers, with its loss.
-        base_checksums: of the adapters' base model by name, on rank 0; empty elsewhere and without adapters.
-        boundaries: index of the first pipeline layer of each stage, then the number of layers.
-        stage_lines: one line a stage, as reported to the user.
+        base_checksums: checksums of the adapters' base model by name; empty except on rank 0 and without adapters.
+        boundaries: index of the first pipeline layer of each stage, followed by the number of layers.
+        stage_lines: one line for each stage, as reported to the user.
         foreign_groups: process groups that were open before the run.
         one_host: whether all ranks are on one host.
-        prompts: texts that the model continues at each evaluation; None without any.
-        prediction: of memory and speed; None without the planner, or if it cannot read the model.
+        prompts: texts that the model continues at each evaluation, or None.
+        prediction: predicted memory and speed; None without the planner, or if it cannot read the model.
         run_id: identifies the run; a resumed run keeps the id of its checkpoint.
-        state: counters, best evaluation and log history, as callbacks get it.
-        stream: the training samples of this rank; None without training data.
-        evaluation_is_new: whether the evaluation data were set after the run began, and is not checked yet.
-        evaluation_due: whether the last step must still be evaluated, as a signal or an error came before.
+        state: counters, best evaluation and log history, as passed to callbacks.
+        stream: this rank's training samples; None without training data.
+        evaluation_is_new: whether the evaluation data was set after the run began and is not yet checked.
+        evaluation_due: whether the last step must still be evaluated, because a signal or an error came first.
     """
 
     spec: RunSpec
@@ -89,19 +89,18 @@ class Run:
 
     @property
     def console(self) -> Console:
-        """Where the run prints."""
         return self.spec.console
 
     @property
     def module(self) -> nn.Module:
-        """This rank's layers, as DeepSpeed holds them, with the weights of the last update."""
+        """This rank's layers in DeepSpeed's engine, with the weights of the last update."""
         module: nn.Module = self.engine.deepspeed.module
         self.engine.settle()
         return module
 
     @property
     def engine_state(self) -> EngineState:
-        """The part of the engine that a checkpoint stores, and the names in it."""
+        """The part of the engine that a checkpoint stores."""
         self.engine.settle()
         adapters, name = self.spec.adaptation is not None, self.trainable.stored_name
         return EngineState(
@@ -114,12 +113,11 @@ class Run:
         )
 
     def set_evaluation(self, data: EvaluationData, *, is_new: bool) -> None:
-        """Replace the evaluation data; `is_new`: they are not checked yet."""
+        """Replace the evaluation data; `is_new` marks data that is not yet checked."""
         self.spec = replace(self.spec, data=replace(self.spec.data, evaluation=data))
         self.evaluation_is_new = is_new
 
     def _initial_state(self) -> TrainerState:
-        """Return the state before the first step."""
         samples = 0 if self.spec.data.train is None else dataset_length(self.spec.data.train)
         return TrainerState(
             max_steps=self.spec.max_steps,
@@ -133,9 +131,9 @@ class Run:
         )
 
     def next_event(self, step: int) -> int:
-        """Return the next step after `step` after which something may be due, if no epoch ends and it is not the last.
+        """Return the next step that may have events due, apart from ends of epochs and the last step.
 
-        So most steps need not ask for `events_after`.
+        Most steps can thus skip `events_after`.
         """
         args = self.spec.args
         stated = [
@@ -147,10 +145,10 @@ class Run:
         return min([(step // steps + 1) * steps for steps in every if steps], default=self.spec.max_steps)
 
     def events_after(self, step: int, *, epoch_ends: bool, max_steps: int | None = None) -> StepEvents:
-        """Return the events due after a step. After the last step, everything that is enabled is due.
+        """Return the events due after a step; after the last step, everything enabled is due.
 
         Args:
-            epoch_ends: whether the step has used the last sample of a pass through the data.
+            epoch_ends: whether the step has used the last sample of an epoch.
             max_steps: the number of steps, if a callback has changed it.
         """
         args, last = self.spec.args, step == (max_steps or self.spec.max_steps)

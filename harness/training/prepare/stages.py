@@ -1,4 +1,4 @@
-"""Assign layers to pipeline stages by cost, and report the result."""
+"""Partition the layers into pipeline stages by cost, and report the stages."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class StageLine:
 
     Attributes:
         ranks: global ranks of the stage.
-        first, last: indices of its first and last pipeline layer.
-        chunks: first and last index of each of its model chunks.
+        first, last: indices of the stage's first and last pipeline layer.
+        chunks: first and last layer index of each model chunk.
         kinds: class name -> number of layers.
-        parameters: number of parameters that one rank of the stage holds.
+        parameters: number of parameters on one rank of the stage.
     """
 
     stage: int
@@ -64,16 +64,16 @@ class StageLine:
 
 
 def choose_boundaries(trainable: TrainableModel, context: EngineContext, sample: MicroBatch | None) -> list[int]:
-    """Return the boundaries of the model chunks (of the stages, if each has one) by `pipeline.partition`.
+    """Return the boundaries of the model chunks (one per stage by default) by `pipeline.partition`.
 
-    All ranks call it and get the same result: index of the first layer of each chunk, then the number of layers.
+    All ranks call it and get the same result: index of the first layer of each chunk, followed by the number of layers.
 
     Args:
-        sample: inputs and labels of one micro-batch, for `measured`; None if there is no training data.
+        sample: inputs and labels of one micro-batch, for `measured`; None without training data.
 
     Raises:
-        UserError: there are fewer layers than chunks, or a chunk would have nothing to train, which DeepSpeed's
-            engines cannot run.
+        UserError: there are fewer layers than chunks, or a chunk has no trained parameter, which DeepSpeed's engines
+            do not support.
     """
     chunks = context.resolved.chunks
     if chunks.per_stage > 1 and chunks.count > len(trainable.layers):
@@ -93,7 +93,6 @@ def choose_boundaries(trainable: TrainableModel, context: EngineContext, sample:
 
 
 def stage_costs(layers: Sequence[float], boundaries: Sequence[int], chunks: ModelChunks) -> list[float]:
-    """Return the total cost of the layers of each stage."""
     cost = [sum(layers[start:stop]) for start, stop in pairwise(boundaries)]
     return [sum(cost[chunk] for chunk in chunks.of_stage(stage)) for stage in range(chunks.num_stages)]
 
@@ -136,9 +135,9 @@ def stage_lines(
 
 
 def measured_costs(trainable: TrainableModel, context: EngineContext, inputs: Value, labels: Value) -> list[float]:
-    """Measure the seconds of forward and backward of each layer on one micro-batch; return the mean over all ranks.
+    """Time forward and backward of each layer on one micro-batch; return the mean seconds over all ranks.
 
-    Layers are built one at a time and discarded. Of layers with equal class, size and input shape only the first is
+    Layers are built one at a time and discarded. Among layers of equal class, size and input shape, only the first is
     timed. All ranks time the same layers in the same order, because tensor-parallel layers run collectives.
     """
     known: dict[tuple[object, ...], float] = {}
@@ -148,7 +147,7 @@ def measured_costs(trainable: TrainableModel, context: EngineContext, inputs: Va
         kind = (name, trainable.parameters[index], tuple(leaf.shape for leaf in tree_leaves(value)))
         layer = build_layers(trainable.layers, index, index + 1, context.args.seed).calls[0]
         if isinstance(trainable.layers[index], nn.Module):
-            layer = copy.deepcopy(layer)  # do not change the user's own module
+            layer = copy.deepcopy(layer)  # leave the user's module unchanged
         if isinstance(layer, nn.Module):
             layer = layer.to(context.device, context.dtype)
         loss = trainable.loss if index == len(trainable.layers) - 1 else None
@@ -157,13 +156,14 @@ def measured_costs(trainable: TrainableModel, context: EngineContext, inputs: Va
         seconds.append(known[kind])
         with torch.no_grad():  # the input of the next layer
             value = layer(value)
+    # Ranks must agree on the costs, as each computes the boundaries itself.
     total = torch.tensor(seconds, dtype=torch.float64, device=context.device)
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
 
 
 def _time_layer(layer: LayerCall, value: Value, loss: Loss | None, labels: Value, context: EngineContext) -> float:
-    """Return the seconds of the fastest of some rounds; the first one is a warm-up."""
+    """Return the seconds of the fastest round after a warm-up."""
     times = []
     wanted = tree_map(lambda label: label.to(context.device), labels)
     for _ in range(ROUNDS):
@@ -190,14 +190,14 @@ def _wait(device: torch.device) -> None:
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """Return the number of elements that this rank holds; under ZeRO-3, its part."""
+    """Return the number of elements on this rank; under ZeRO-3, of its partition."""
     return held_tensor(parameter).numel()
 
 
 def batch_warning(
     num_stages: int, micro: int, accumulation: int, schedule: str = DEFAULT, chunks_per_stage: int | None = None
 ) -> str | None:
-    """Return a warning, with a remedy, if the pipeline idles for more than a fifth of a step; else None."""
+    """Return a warning with a remedy if the pipeline bubble exceeds a fifth of a step, else None."""
     order = schedule, chunks_per_stage
     wanted = micro_batches_wanted(num_stages, *order)
     if accumulation >= wanted:
@@ -212,7 +212,7 @@ def batch_warning(
 
 
 def report_stages(console: Console, layout: Layout, resolved: Resolved, steps: int, lines: Sequence[StageLine]) -> None:
-    """Report the layout, the batch, the layers and parameters of each rank, and what weight decay leaves out."""
+    """Report the layout, the batch, each stage's layers and parameters, and the scope of weight decay."""
     named = layout.pp_size > 1 and resolved.schedule != DEFAULT
     schedule = f", {resolved.schedule}" if named else ""
     console.say(

@@ -1,4 +1,4 @@
-"""Turn a HuggingFace decoder, or a user's own list of layers, into the one form that the engine takes."""
+"""Turn a HuggingFace decoder or a user's list of layers into the pipeline layers that the engine takes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ UNSHAPING = frozenset(
         *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
     ]
 )
-"""Values of a config that do not change the computation in training."""
+"""Config entries that do not change the computation in training."""
 
 Model: TypeAlias = str | ModelSource | PretrainedConfig | PreTrainedModel | nn.Sequential | Sequence[Layer]
 
@@ -62,14 +62,14 @@ class TrainableModel:
     """A model as pipeline layers.
 
     Attributes:
-        layers: the layers, not built yet; each stage builds its own.
+        layers: the layers, not yet built; each stage builds its own.
         names: class name of each layer.
         parameters: number of parameters of each layer.
         trained: number of trained parameters of each layer.
-        costs: relative cost of each layer's computation.
+        costs: relative compute cost of each layer.
         loss: the loss of a micro-batch.
         causal: the decoder; None for a list of layers.
-        example: inputs of a micro-batch, for a user's own layers, if there is training data.
+        example: inputs of a micro-batch for a user's layers; None without training data.
     """
 
     layers: Sequence[Layer]
@@ -99,18 +99,17 @@ class TrainableModel:
 
     @property
     def speed_unit(self) -> str:
-        """The unit of speeds: tokens or samples."""
         return "tokens" if self.reads_tokens else "samples"
 
     @property
     def summary(self) -> str:
-        """Kinds and sizes of its layers as text, to recognise a checkpoint of another model."""
+        """Kinds and sizes of the layers as text, to recognise a checkpoint of another model."""
         kinds = ", ".join(dict.fromkeys(self.names))
         return f"{len(self.names)} layers ({kinds}) and {sum(self.parameters):,} parameters"
 
     @property
     def traits(self) -> LayerTraits:
-        """The traits of the layers; a user's own layers are assumed to draw random numbers."""
+        """The layers' traits; a user's layers are assumed to use dropout."""
         if self.causal is None:
             return LayerTraits(example=self.example)
         # If layers pass states, or the sequence is split, each tensor-parallel rank passes on its own part.
@@ -122,12 +121,12 @@ class TrainableModel:
         return first_names(self.layers)
 
     def stored_name(self, name: str) -> str:
-        """Return a parameter's name in a checkpoint, the same in every layout; a tied one has its first name."""
+        """Return a parameter's name in a checkpoint, the same in every layout; a tied one takes its first name."""
         return self.saved_name(self._first_names.get(name, name))
 
     @property
     def shaping_config(self) -> JsonObject:
-        """The values of a decoder's config that change the computation, to recognise another model of equal size."""
+        """Config entries of a decoder that change the computation, to recognise another model of equal size."""
         if self.causal is None:
             return {}
         return shaping(self.causal.source.config)
@@ -138,13 +137,13 @@ class TrainableModel:
 
 
 def shaping(config: PretrainedConfig) -> JsonObject:
-    """Return the values of a config that change the computation in training."""
+    """Return the config entries that change the computation in training."""
     content = without_secret_texts(config.to_dict())  # it is written into checkpoints
     return {name: value for name, value in content.items() if name not in UNSHAPING}
 
 
 def model_source(model: Model) -> ModelSource | None:
-    """Return the config and weights of a decoder; None for a list of layers. UserError for anything else."""
+    """Return a decoder's config and weights; None for a list of layers. Raises UserError for anything else."""
     if isinstance(model, str):
         return read_source(model)
     if isinstance(model, PretrainedConfig):
@@ -173,19 +172,19 @@ def trainable_decoder(
     own_loss: LogitsLoss | None = None,
     plan_tokens: PlanTokens | None = None,
 ) -> TrainableModel:
-    """Prepare the decoder that `source` names. UserError if it cannot be cut for the layout.
+    """Prepare the decoder of `source`. Raises UserError if it cannot be cut for the layout.
 
     Args:
-        sequence_length: tokens of a sample, for the costs of layers.
-        own_loss: a user's loss of the whole logits, instead of the cross entropy.
-        plan_tokens: finds out how a sequence can be split; None without that part.
+        sequence_length: tokens per sample, for the costs of layers.
+        own_loss: a user's loss of the whole logits, replacing the cross entropy.
+        plan_tokens: determines how a sequence can be split; None without that part.
     """
     args = context.args
     config = with_attention(source.config, args.attn_implementation)
     require_available(config, context.device, context.dtype)
     require_sdpa_backend(context.args.sdpa_backend, config, context.device)
     source = replace(source, config=_with_router_loss(config, args))
-    # With `part`, each rank loads only its ZeRO-3 part. For a model in memory rank 0's values are broadcast instead.
+    # With `part`, each rank loads only its ZeRO-3 partition. A model in memory is broadcast from rank 0 instead.
     part = zero3_partition(context) if source.weights is None or isinstance(source.weights, Path) else None
     causal = assemble(
         source,
@@ -224,7 +223,7 @@ def trainable_decoder(
 
 
 def _neighbours(context: EngineContext) -> Neighbours | None:
-    """Return the ranks over which whole experts are distributed; None if experts are cut like other layers."""
+    """Return the ranks over which whole experts are distributed; None if experts are sharded like other layers."""
     if context.resolved.ep_size == 1:
         return None
     return Neighbours(ranks=TensorParallel.of(context.groups.ep_group), pieces=context.resolved.token_pieces)
@@ -233,11 +232,11 @@ def _neighbours(context: EngineContext) -> Neighbours | None:
 def tokens_apart(
     source: ModelSource, context: EngineContext, plan_tokens: PlanTokens | None, *, shared: bool, most: int = 2**62
 ) -> TokensApart:
-    """Return how the run splits the tokens of a sequence, over context ranks and into tiles.
+    """Return how the run splits the tokens of a sequence over context ranks and into tiles.
 
     Args:
         shared: whether context ranks share the tokens.
-        most: upper limit for the tokens of a tile, whatever the config says.
+        most: upper limit for the tokens of a tile, overriding the config.
     """
     resolved, group = context.resolved, context.groups.cp_group if shared else None
     if group is None and not (resolved.loss_tile or resolved.feed_forward_tile or resolved.attention_tile):
@@ -252,7 +251,7 @@ def tokens_apart(
 
 
 def _finisher(source: ModelSource, context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
-    """Return the function to call on each layer that has its weights: it fuses operations and partitions (ZeRO-3)."""
+    """Return a function that fuses operations in a loaded layer and, under ZeRO-3, partitions it."""
     spread = layer_finisher(context, part)
     fused: Callable[[nn.Module], None] = partial(fuse, device=context.device)
     if context.args.use_liger_kernel and source.has_values:
@@ -268,7 +267,7 @@ def _finisher(source: ModelSource, context: EngineContext, part: Zero3Partition 
 
 
 def _require_gradients(causal: CausalModel, context: EngineContext) -> None:
-    """Raise UserError if nothing is trained, or if trained parameters would get no gradient."""
+    """Raise UserError if nothing is trained, or trained parameters would get no gradient."""
     trained = causal.parameter_counts(trained=True)
     if not any(trained):
         raise UserError("nothing to train: every parameter of the model has requires_grad=False")
@@ -280,7 +279,7 @@ def _require_gradients(causal: CausalModel, context: EngineContext) -> None:
 
 
 def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> PretrainedConfig:
-    """Return the config with the arguments' settings of the router loss. UserError for a factor of a disabled loss."""
+    """Apply the arguments' router-loss settings. Raises UserError for a coefficient of a disabled router loss."""
     if args.output_router_logits is not None:
         config = copy.deepcopy(config)
         config.output_router_logits = args.output_router_logits
@@ -293,9 +292,9 @@ def _with_router_loss(config: PretrainedConfig, args: TrainingArguments) -> Pret
 
 
 def _require_kept(names: Set[str], context: EngineContext) -> None:
-    """Raise UserError if a bf16 run cannot keep parameters in float32 that transformers keeps in float32.
+    """Raise UserError if a bf16 run cannot keep the parameters in float32 that transformers keeps so.
 
-    In fp16, or if the config says to keep none, only warn.
+    Only warns in fp16, or if the config says to keep none.
     """
     resolved = context.resolved
     if not names or can_keep_fp32(resolved):
@@ -328,9 +327,9 @@ def _decoder_loss(causal: CausalModel, context: EngineContext, own_loss: LogitsL
 def trainable_layers(
     layers: Sequence[Layer], loss_fn: LossFunction | None, sample: MicroBatch | None
 ) -> TrainableModel:
-    """Prepare a user's own layers: LayerSpecs are built on the meta device to count parameters.
+    """Prepare a user's layers; LayerSpecs are built on the meta device to count parameters.
 
-    Raises UserError without a loss, or for objects that are no layers.
+    Raises UserError without a loss, or for objects that are not layers.
     """
     if loss_fn is None:
         raise UserError("a list of layers needs loss_fn(outputs, labels), the mean loss over the samples it is given")
@@ -354,7 +353,7 @@ def trainable_layers(
 
 
 def require_compilable(trainable: TrainableModel, backend: str, options: JsonObject | None = None) -> None:
-    """Raise UserError for a backend or options that torch.compile does not have, and for models it cannot compile."""
+    """Raise UserError for an unknown backend or options of torch.compile, and for models it cannot compile."""
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise UserError(f"compile.backend: torch has no backend {backend!r}; it has {one_of(known)}")
@@ -376,7 +375,7 @@ def require_compilable(trainable: TrainableModel, backend: str, options: JsonObj
 
 
 def module_name(layer: object) -> str:
-    """Return the name of a layer's class, or of a function."""
+    """Return the name of a layer's class or of a function."""
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 

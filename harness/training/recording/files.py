@@ -36,7 +36,7 @@ PROGRAM = re.compile(rf"(local|worktree)\s+({PROGRAMS})\b")
 
 
 def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
-    """Return the origin of a run for `run.json`: command, date, git state, data, tokenizer. `hosts`: of each rank."""
+    """Return a run's origin for `run.json`: command, date, git state, the host of each rank, data, tokenizer."""
     tokenizer, part = run.spec.data.tokenizer, run.spec.parts.data
     files, composition = (
         ({}, {}) if part is None else (part.data_files(run.spec.inputs.flags), part.composition(run.spec.data.train))
@@ -60,8 +60,8 @@ def origin(run: Run, hosts: Sequence[str]) -> JsonObject:
 def git_state(folder: Path) -> JsonObject | None:
     """Return commit, branch and whether tracked files have changes; None outside a git checkout.
 
-    Nothing that the checkout's own config names is executed, because the folder may come from somebody else. "changed"
-    is None where git would have to.
+    The folder may come from somebody else, so no program named in the checkout's own config is executed. "changed" is
+    None if git would have to run one.
     """
     environment = {**inherited(), "GIT_NO_LAZY_FETCH": "1"}
 
@@ -86,15 +86,15 @@ PACKAGES = ("ds-harness", "deepspeed", "torch", "transformers", "datasets")
 
 
 def write_run(output_dir: Path, content: JsonObject) -> None:
-    """Write `run.json`: `content` without secrets, and package versions. OSError if that fails."""
+    """Write `run.json`: `content` without secrets, and package versions. Raises OSError if that fails."""
     content = {**Secrets.known(content).without(content), "versions": versions()}
     replace_text(output_dir / RUN, json.dumps(content, indent=2, default=str) + "\n")
 
 
 def note_wall_clock(output_dir: Path, first_step: float | None = None) -> None:
-    """Add to `run.json` how this process has spent its time, in seconds; without `first_step` keep its old value."""
+    """Add to `run.json` how this process spent its time, in seconds; without `first_step`, keep the old value."""
     path = output_dir / RUN
-    # A full disk, or a file that somebody has replaced, is not worth an error.
+    # A full disk or a replaced file is not worth an error at the end of a run.
     with suppress(OSError, ValueError, AttributeError, TypeError):
         content = read_json(path)
         first_step = first_step or content.get("wall_clock", {}).get("first_step")
@@ -104,7 +104,6 @@ def note_wall_clock(output_dir: Path, first_step: float | None = None) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the main packages."""
     return {"python": platform.python_version(), **{name: _installed(name) for name in PACKAGES}}
 
 
@@ -117,7 +116,7 @@ def _installed(package: str) -> str:
 
 
 def write_object(path: Path, content: Mapping[str, object]) -> None:
-    """Write an object as JSON, without secrets. UserError if that fails."""
+    """Write an object as JSON without secrets. Raises UserError if that fails."""
     plain: JsonObject = Secrets.known().without(content)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -41,22 +41,22 @@ SHOWN = (
     *("loss", "aux_loss", "grad_norm", "learning_rate", "epoch"),
     *("tokens_per_second", "device_memory_gib", "host_memory_gib"),
 )
-"""Values of a step that are sent to monitors."""
+"""The step values sent to monitors."""
 
 
 class MetricsFile:
-    """Appends JSON objects to a file, one a line. A resumed run first drops the lines after its checkpoint's step."""
+    """Appends JSON objects to a file, one per line. A resumed run first drops the lines after its checkpoint's step."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         self._path = path
-        self._waiting = b""  # lines that could not be written yet
+        self._waiting = b""  # lines not yet written
         self._secrets = Secrets.known()
         self._file = self._cut(first_step)
 
     def write(self, record: StepRecord | JsonObject) -> None:
-        """Append one object, unbuffered, so that it survives a kill. If that fails, warn and try again later."""
+        """Append one object, unbuffered so that it survives a kill. If that fails, warn and retry with the next one."""
         content = record.as_dict() if isinstance(record, StepRecord) else record
-        if content is record or "source_losses" in content:  # the other values of a step are numbers: no secrets
+        if content is record or "source_losses" in content:  # a step's other values are numbers, not secrets
             content = self._secrets.without(content)
         try:
             line = json.dumps(content, default=str, allow_nan=False)
@@ -71,12 +71,12 @@ class MetricsFile:
         self._attempt(lambda: setattr(self, "_file", self._cut(step + 1)))
 
     def close(self) -> None:
-        """Write waiting lines, and close the file."""
+        """Write waiting lines and close the file."""
         self._attempt(self._flush)
         self._file.close()
 
     def _flush(self) -> None:
-        """Write the waiting lines, to a new file if somebody has deleted this one or its folder."""
+        """Write the waiting lines, to a new file if this one or its folder was deleted."""
         is_there = False
         with suppress(FileNotFoundError):
             is_there = not self._file.closed and os.path.samestat(self._path.lstat(), os.fstat(self._file.fileno()))
@@ -86,12 +86,12 @@ class MetricsFile:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def _cut(self, first_step: int) -> FileIO:
-        """Open the file, and drop the lines of `first_step` and later steps, and lines that are no metrics.
+        """Open the file; drop the lines of `first_step` and later steps, and lines that are not metrics.
 
         The file is truncated at the first line to drop, which works even on a full disk. Later lines that must stay are
-        written again with the next write.
+        rewritten with the next write.
         """
-        # opening a pipe would block, and a link may lead to a file of others
+        # Opening a pipe would block, and a link may lead to somebody else's file.
         if self._path.is_symlink() or (self._path.exists() and not self._path.is_file()):
             raise UserError(f"{self._path}: it is not a file: move it elsewhere")
         there = self._path.read_bytes() if self._path.is_file() else b""
@@ -113,7 +113,7 @@ class MetricsFile:
         warn(f"{self._path}: it was deleted; metrics continue in a new file")
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Run an action, and warn if it fails, as on a full disk: training continues, and lines wait in memory."""
+        """Run an action; warn if it fails, for example on a full disk. Training continues, and lines wait in memory."""
         try:
             action()
         except OSError as error:
@@ -121,7 +121,7 @@ class MetricsFile:
 
 
 class Recorder:
-    """Records a run; the training loop runs inside this context. Only rank 0 writes."""
+    """Records a run; the training loop runs in this context. Only rank 0 writes."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -143,7 +143,7 @@ class Recorder:
         return self
 
     def _begin(self, hosts: list[str]) -> None:
-        """Write `run.json` before the first step, and open the files. UserError if that fails."""
+        """Write `run.json` before the first step and open the files. Raises UserError if that fails."""
         run, directory = self.run, self.run.spec.output_dir
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ class Recorder:
             note_wall_clock(self.run.spec.output_dir, self._first_step)
 
     def rewind(self, step: int) -> None:
-        """Drop everything recorded for steps after `step`: they will be repeated."""
+        """Drop everything recorded for steps after `step`, which will be repeated."""
         self.state.log_history[:] = [logs for logs in self.state.log_history if logs["step"] <= step]
         del self._losses[max(0, step - self._begun_at) :]
         self._unlogged = [record for record in self._unlogged if record.step <= step]
@@ -181,7 +181,7 @@ class Recorder:
                 file.rewind(step)
 
     def _open(self, path: Path) -> MetricsFile:
-        """Open a file of metrics to append to; a run from step 1 first renames the file of an earlier run."""
+        """Open a metrics file for appending; a run from step 1 first renames an earlier run's file."""
         first_step = self.state.global_step + 1
         kept = set_aside(path) if first_step == 1 else None
         if kept is not None:
@@ -189,7 +189,7 @@ class Recorder:
         return MetricsFile(path, first_step)
 
     def describe(self) -> None:
-        """Write `run.json` again, after layers have moved; warn if that fails."""
+        """Write `run.json` again after layers have moved; warn if that fails."""
         if self.writes:
             try:
                 write_run(self.run.spec.output_dir, {**self._origin, **describe(self.run)})
@@ -199,7 +199,7 @@ class Recorder:
 
     @inside("logging")
     def step(self, record: StepRecord) -> None:
-        """Write one line to metrics.jsonl, and remember the step for the next log."""
+        """Write one line to metrics.jsonl and keep the step for the next log."""
         if self._metrics is not None:
             self._metrics.write(record)
         self._unlogged.append(record)
@@ -208,7 +208,7 @@ class Recorder:
 
     @property
     def mean_loss(self) -> float:
-        """The mean loss of all steps that were not skipped; 0 if there are none, as in HuggingFace."""
+        """The mean loss of all steps that were not skipped; 0 without any, as in HuggingFace."""
         counted = [loss for loss in self._losses if isfinite(loss)]
         return mean(counted) if counted else 0.0
 
@@ -216,7 +216,7 @@ class Recorder:
     def log(self, record: StepRecord) -> JsonObject:
         """Send a step's values to the monitors, add them to `state.log_history`, and return them.
 
-        As in HuggingFace, losses are the mean since the last log, without skipped steps; other values are the step's.
+        As in HuggingFace, losses are means since the last log, without skipped steps; other values are the step's.
         """
         logs = record.as_dict()
         counted = [each for each in self._unlogged if not each.skipped]
@@ -240,7 +240,7 @@ class Recorder:
 
     @inside("evaluating")
     def evaluation(self, evaluate: Callable[[], JsonObject]) -> JsonObject | None:
-        """Evaluate, write one line to evaluations.jsonl, and return the metrics; None if a signal interrupts it."""
+        """Evaluate, write a line to evaluations.jsonl and return the metrics; None if a signal interrupts it."""
         try:
             metrics = evaluate()
         except signals.Interrupted:
@@ -267,7 +267,7 @@ class Recorder:
 
 
 def _is_before(line: bytes, first_step: int) -> bool:
-    """Return whether this is a complete line of a step before `first_step`."""
+    """Return whether a line is complete and of a step before `first_step`."""
     try:
         return line.endswith(b"\n") and bool(parse_json(line)["step"] < first_step)
     except (ValueError, KeyError, TypeError):
@@ -275,7 +275,7 @@ def _is_before(line: bytes, first_step: int) -> bool:
 
 
 def _finite(content: JsonObject) -> JsonObject:
-    """Replace NaN and infinity by null, as JSON has neither."""
+    """Replace NaN and infinity by null, because JSON has neither."""
     return {key: _or_null(value) for key, value in content.items()}
 
 
@@ -288,7 +288,7 @@ def _or_null(value: object) -> object:
 
 
 def _shown(metrics: Mapping[str, object]) -> dict[str, float]:
-    """Return the numbers of an evaluation by their names in monitors, without perplexity, a function of the loss."""
+    """Return an evaluation's numbers under their monitor names, without perplexity, a function of the loss."""
     left_out = ("eval_samples", "eval_seconds", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     named = {name: value for name, value in metrics.items() if name.startswith("eval_") and name not in left_out}
     return {f"eval/{n.removeprefix('eval_')}": v for n, v in named.items() if isinstance(v, int | float)}
