@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from harness.errors import UserError
-from harness.topology.agreement import spell_ranks, values_of_all
+from harness.topology.agreement import all_gather_object, spell_ranks
 from harness.topology.groups import Groups
 
 
@@ -29,7 +29,7 @@ def require_same_data(micro_batches: Sequence[object], groups: Groups) -> None:
     if dist.get_world_size() == 1:
         return
     own = groups.coordinate.reader, digest(micro_batches) if micro_batches else None
-    found = values_of_all(own)
+    found = all_gather_object(own)
     for reader in range(groups.layout.readers):
         ranks = {rank: read for rank, (place, read) in enumerate(found) if place == reader and read is not None}
         first = min(ranks)

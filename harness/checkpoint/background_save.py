@@ -47,7 +47,7 @@ from harness.checkpoint.tensors.tensor_writer import OpenFiles
 from harness.checkpoint.tensors.whole_tensors import PlannedFiles, plan_tensors
 from harness.checkpoint.training_state import EngineState, describe, write_residue
 from harness.errors import lacks_inodes
-from harness.topology.agreement import value_of_first, values_of_all
+from harness.topology.agreement import all_gather_object, broadcast_object
 
 ALIGNMENT = 64  # bytes, a cache line; a multiple of every dtype's size, so that views of the buffer are valid
 
@@ -218,7 +218,7 @@ class BackgroundSave:
             yield lambda: self._write_values(opened)
             share = yield lambda: self._hash_and_sync(opened)
         # This collective is safe: the generator runs in the main thread, between two phases, on all ranks alike.
-        files = {name: file for part in values_of_all(share) for name, file in part.items()}
+        files = {name: file for part in all_gather_object(share) for name, file in part.items()}
 
         def end() -> list[Path]:
             finish(target.output_dir, progress, files)
@@ -272,7 +272,7 @@ class BackgroundSave:
                     remove([self._folder])
                     if NO_MEMORY not in text:
                         text += f" ({full or f'it needs {needed:,} bytes, {room(self._folder.parent)}'})"
-            raise NotSaved(value_of_first(text)) from error
+            raise NotSaved(broadcast_object(text)) from error
 
     def _needed_bytes(self) -> int:
         """Return the bytes of the planned files, and of the other files as far as they are written."""

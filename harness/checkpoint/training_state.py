@@ -50,7 +50,7 @@ from harness.deepspeed.optimizer_states import (
 from harness.deepspeed.update import Compression
 from harness.errors import UserError
 from harness.parallel.host import numbers
-from harness.topology.agreement import all_or_none, value_of_first, values_of_all
+from harness.topology.agreement import all_gather_object, all_or_none, broadcast_object
 from harness.topology.groups import Groups
 
 
@@ -112,7 +112,7 @@ class EngineState:
             kinds = _kinds(optimizer, kept.values())
             own = [name for name in kinds if _of_state(optimizer, held, kinds[name])]
             # A stage with only frozen layers must still take part in every file, as writing has collectives.
-            of_all = values_of_all((own, counters))
+            of_all = all_gather_object((own, counters))
             names = sorted({name for found, _ in of_all for name in found})
             files = [(self.stem, held), *((name, _of_state(optimizer, held, kinds.get(name))) for name in names)]
             return files, replace(
@@ -187,7 +187,7 @@ def _kinds(optimizer: EngineOptimizer, templates: Iterable[StateTemplate]) -> di
 
 def _require_taken(stored: Iterable[str], kinds: Iterable[str]) -> None:
     """Raise UserError, on all ranks, if no rank's optimizer keeps a stored state, which would silently be lost."""
-    taken = {name for names in values_of_all(list(kinds)) for name in names}
+    taken = {name for names in all_gather_object(list(kinds)) for name in names}
     if lost := sorted(set(stored) - taken):
         kept = " and ".join(sorted(taken)) or "none"
         raise UserError(f"the checkpoint has the optimizer state {lost[0]}, but this optimizer keeps {kept}")
@@ -239,7 +239,7 @@ def load_residue(reduction: Compression | None, checkpoint: Path, layout: str, l
         return _read_residue(path, describe(reduction, layout))
 
     found = all_or_none(read)
-    whole = all(values_of_all(reduction is None or found is not None))
+    whole = all(all_gather_object(reduction is None or found is not None))
     if reduction is not None and whole and found is not None:
         reduction.set_state(found)
     elif reduction is not None:
@@ -269,14 +269,14 @@ def damage_on_any(checkpoint: Path) -> str | None:
 
     All ranks call it. A host that does not see it yet, though rank 0 does, waits for it.
     """
-    if (found := value_of_first(damage(checkpoint))) is not None:
+    if (found := broadcast_object(damage(checkpoint))) is not None:
         return found
     try:
         wait_until_seen(checkpoint, socket.gethostname())
         found = changed_file(checkpoint, dist.get_rank(), dist.get_world_size())
     except UserError as error:
         found = str(error)
-    return next(filter(None, values_of_all(found)), None)
+    return next(filter(None, all_gather_object(found)), None)
 
 
 def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) -> tuple[Path | None, list[str]]:
@@ -299,5 +299,5 @@ def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) ->
         if not auto:
             raise UserError(f"{left_out[0]}: resume from another checkpoint")
         older = newest_whole(output_dir, before=checkpoint) if dist.get_rank() == 0 else None
-        checkpoint = value_of_first(older)
+        checkpoint = broadcast_object(older)
     return checkpoint, left_out

@@ -15,7 +15,7 @@ from harness.atomic import exchange, sync_file, sync_folder
 from harness.checkpoint.directories import partial_name, remove
 from harness.checkpoint.tensors.tensor_writer import Entry, FileRegion, OpenFiles, create, file_regions
 from harness.errors import UserError
-from harness.topology.agreement import all_or_none, spell_ranks, value_of_first
+from harness.topology.agreement import all_or_none, broadcast_object, spell_ranks
 
 VALUES = 1000  # float32 values of each rank: 4,000 bytes, so that neighbours share pages of 4,096
 
@@ -32,7 +32,7 @@ def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
     try:
         all_or_none(lambda: _create(path, header, region) if rank == 0 else None)
         all_or_none(lambda: _write(region, rank, several_hosts=several_hosts))
-        lost = value_of_first(all_or_none(lambda: _lost(region, ranks) if rank == 0 else []))
+        lost = broadcast_object(all_or_none(lambda: _lost(region, ranks) if rank == 0 else []))
         if lost:
             raise UserError(
                 f"what {spell_ranks(lost)} wrote is not in the file: the file system loses what several ranks write to "

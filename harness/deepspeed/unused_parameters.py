@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.deepspeed.flat_tensors import EngineOptimizer, run_of_each
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import all_gather_object
 
 
 class UnusedParameters:
@@ -58,10 +58,10 @@ class UnusedParameters:
         """Agree on the unused parameters; all ranks call it, with two collectives of names only."""
         self._agreed = True
         # Two rounds: first the names that some rank has not used, usually none; then which of them another has used.
-        somewhere = {name for row in values_of_all(sorted(set(self.names.values()) - self.used)) for name in row}
+        somewhere = {name for row in all_gather_object(sorted(set(self.names.values()) - self.used)) for name in row}
         if not somewhere:  # all ranks know the same
             return
-        unused = somewhere - {name for row in values_of_all(sorted(somewhere & self.used)) for name in row}
+        unused = somewhere - {name for row in all_gather_object(sorted(somewhere & self.used)) for name in row}
         for tensor, run in run_of_each(self._optimizer):
             if run.length and self.names.get(id(run.parameter)) in unused:
                 used = torch.zeros((), dtype=torch.bool, device=tensor.device)

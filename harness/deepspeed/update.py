@@ -33,7 +33,7 @@ from harness.deepspeed.overlap import AwaitedWeights, OverlappedMeans
 from harness.deepspeed.schedule import Schedule, ScheduledEngine, StageProgram
 from harness.deepspeed.step_gradients import StepGradients, trained_parameters
 from harness.deepspeed.unused_parameters import UnusedParameters
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import all_gather_object
 from harness.topology.groups import Groups, second_data_groups
 
 
@@ -134,7 +134,7 @@ class StagedEngine(ConstructedEngine, ScheduledEngine):
         self.overlaps = parts.overlaps
         if isinstance(self.optimizer, DividedOptimizer):
             self.optimizer.prepare(skips_nonfinite=parts.skips_nonfinite, compressed=parts.compression is not None)
-            self.optimizer.most_groups = max(values_of_all(len(self.optimizer.param_groups)))
+            self.optimizer.most_groups = max(all_gather_object(len(self.optimizer.param_groups)))
 
     def train_batch(self, data_iter: Iterator[object] | None = None) -> Tensor:
         """Make a step with the micro-batches of an iterator; return the mean loss, a scalar, equal on all ranks."""

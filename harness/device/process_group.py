@@ -24,7 +24,7 @@ from harness.deepspeed.process_wide import (
     take_the_only_device,
 )
 from harness.errors import UserError
-from harness.topology.agreement import host_group, spell_ranks, values_of_all
+from harness.topology.agreement import all_gather_object, host_group, spell_ranks
 from harness.topology.env import LaunchEnv, run_timeout
 from harness.topology.rendezvous import open_store, require_one_kind
 from harness.topology.signed_objects import sign_objects
@@ -126,7 +126,7 @@ def mixed_devices(device: torch.device) -> str | None:
     """Return a warning where ranks have devices of different kinds; all ranks call it."""
     name = None if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
     ranks: dict[str | None, list[int]] = {}
-    for rank, found in enumerate(values_of_all(name)):
+    for rank, found in enumerate(all_gather_object(name)):
         ranks.setdefault(found, []).append(rank)
     if len(ranks) < 2:
         return None

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from harness.config.model.shape import PRESETS
 from harness.extras.host_memory import HostMemory
-from harness.parallel.collectives import leave_memory, share_memory, sum_in_place
+from harness.parallel.collectives import all_reduce_in_place, leave_memory, share_memory
 
 TRIES = 9
 LONG_S = 0.5  # slow work, such as fp16 without hardware support, varies little: fewer tries suffice
@@ -115,7 +115,7 @@ def link(sizes: tuple[int, int] = (2**10, 2**22)) -> tuple[float, float]:
         for _ in range(REPEATS):
             torch.mm(matrix, matrix)
             if reduce:
-                sum_in_place(few, world)
+                all_reduce_in_place(few, world)
 
     # not CPU time: a rank also waits for the others; all tries: each rank has to join in every sum, also a slow one
     seconds = partial(usual_seconds, clock=time.perf_counter, enough_s=inf)
@@ -123,7 +123,7 @@ def link(sizes: tuple[int, int] = (2**10, 2**22)) -> tuple[float, float]:
     dist.barrier()
     alone = seconds(lambda: layers(reduce=False))
     dist.barrier()
-    return max(both - alone, 0.0) / REPEATS, seconds(lambda: sum_in_place(many, world))
+    return max(both - alone, 0.0) / REPEATS, seconds(lambda: all_reduce_in_place(many, world))
 
 
 def rates() -> dict[str, float]:

@@ -66,7 +66,7 @@ def shares_memory(group: dist.ProcessGroup | None) -> bool:
     return group is not None and _ranks(group) in _OPEN
 
 
-def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of `x` (any shape) over the group, in a new tensor."""
     if (memory := _memory(x, group)) is not None:
         return memory.all_reduce(x)
@@ -75,15 +75,15 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def start_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin `summed`; return a function that waits for the sum. Until then `x` (any shape) may not change."""
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin `all_reduce`; return a function that waits for the sum. Until then `x` (any shape) may not change."""
     if (memory := _memory(x, group)) is not None:
         return memory.start_all_reduce(x)
     total = _copy(x)
     return _ended(dist.all_reduce(total, group=group, async_op=True), total)
 
 
-def sum_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
+def all_reduce_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
     """Replace `x` (any shape), which must be contiguous, by its sum over the group."""
     if (memory := _memory(x, group)) is not None:
         memory.all_reduce(x, out=x)
@@ -91,7 +91,7 @@ def sum_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
         dist.all_reduce(x, group=group)
 
 
-def largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce_max(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the elementwise maximum of `x` (any shape) over the group, in a new tensor."""
     if (memory := _memory(x, group)) is not None:
         return memory.all_reduce(x, torch.maximum)
@@ -100,7 +100,7 @@ def largest(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return found
 
 
-def gathered(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
     """Return the tensors `x` [n, ...] of all ranks of the group, which must have the same shape, in rank order."""
     if (memory := _memory(x, group)) is not None:
         return memory.all_gather(x).unbind()
@@ -109,7 +109,7 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
     return whole.view(-1, *x.shape).unbind()
 
 
-def start_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Begin a reduce-scatter of `x` [n, ...]; return a function that waits for this rank's share [n / ranks, ...] of
     the sum. Until then `x` may not change."""
     if (memory := _memory(x, group)) is not None:
@@ -118,7 +118,7 @@ def start_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Ten
     return _ended(scatter_single(total, x, group=group, async_op=True), total, x)
 
 
-def start_exchange(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Callable[[], Tensor]:
+def start_all_to_all(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Begin an all-to-all of rows; return a function that waits for the rows [m, ...] from all ranks, in rank order.
 
     Args:
@@ -134,7 +134,7 @@ def start_exchange(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.Proces
     return _ended(work, arriving, x)
 
 
-def sums_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
+def all_reduce_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
     """Replace `x` (any shape) by its sum over the group, through shared memory only; return False if it cannot.
 
     This and the next three functions are for `carry_collectives`: all ranks of a group decide alike.
@@ -143,19 +143,19 @@ def sums_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
     return memory is not None and memory.all_reduce(x, out=x) is x
 
 
-def gathers_in_memory(whole: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
+def all_gather_in_memory(whole: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
     """Fill `whole`, [ranks, ...] or flat, with the tensors `x` [...] of all ranks.
 
-    Return True or False as `sums_in_memory` does.
+    Return True or False as `all_reduce_in_memory` does.
     """
     memory = None if not whole.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.all_gather(x, out=whole) is whole
 
 
-def scatters_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
+def reduce_scatter_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
     """Fill `share` [n / ranks, ...] with this rank's share of the sum of `x` [n, ...].
 
-    Return True or False as `sums_in_memory` does.
+    Return True or False as `all_reduce_in_memory` does.
     """
     memory = None if not share.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.reduce_scatter(x, out=share) is share

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.parallel.collectives import gathered, largest, summed
+from harness.parallel.collectives import all_gather, all_reduce, all_reduce_max
 from harness.parallel.compiling import Eager
 
 Context: TypeAlias = Any
@@ -114,19 +114,19 @@ def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the sum of `x` [...] over the group, a new tensor of the same shape without a graph: for gradients."""
     if group is None or group_size(group) == 1:
         return x
-    return summed(x, group)
+    return all_reduce(x, group)
 
 
 def max_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the elementwise maximum of `x` [...] over the group, a new tensor of the same shape without a graph."""
     if group is None or group_size(group) == 1:
         return x
-    return largest(x, group)
+    return all_reduce_max(x, group)
 
 
 def _join(x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
     padded = pad(x, (0, max(widths) - x.shape[-1])).contiguous()  # collectives want one size on all ranks
-    shares = zip(gathered(padded, group), widths, strict=True)
+    shares = zip(all_gather(padded, group), widths, strict=True)
     return torch.cat([share[..., :width] for share, width in shares], dim=-1)
 
 

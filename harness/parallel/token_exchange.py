@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.model.shares import Stretch
-from harness.parallel.collectives import gathered, start_exchange
+from harness.parallel.collectives import all_gather, start_all_to_all
 from harness.parallel.comm import ALONE, Context, TensorParallel, apply
 from harness.parallel.compiling import eager
 
@@ -141,7 +141,7 @@ class Route:
             expert = torch.where((pairs >= first) & (pairs < stop), pairs - first, stop - first)
             experts.append(expert)
             counts.append(pairs.new_zeros(stop - first + 1).scatter_add_(0, expert, torch.ones_like(expert))[:-1])
-        of_all = torch.stack(list(gathered(torch.stack(counts), ranks.group)), dim=1)  # [piece, rank, expert]
+        of_all = torch.stack(list(all_gather(torch.stack(counts), ranks.group)), dim=1)  # [piece, rank, expert]
         shares = of_all.split(widths, dim=2)
         all_sizes: list[list[list[int]]] = torch.stack([share.sum(dim=2) for share in shares], dim=2).tolist()
         own = torch.arange(widths[ranks.rank], device=of_all.device).repeat(ranks.size)
@@ -172,7 +172,7 @@ class RowExchange:
     def start(self, rows: Tensor, *, back: bool = False) -> None:
         """Begin to send rows [rows, width]; with `back`, the gradients of arrived rows, to where the rows came from."""
         sizes = [list(sizes) for sizes in zip(*self._sizes, strict=True)] if back else self._sizes
-        self._wait = start_exchange(rows, sizes, self._group)
+        self._wait = start_all_to_all(rows, sizes, self._group)
 
     def wait(self) -> Tensor:
         """Wait for the exchange that was started last, and return the rows that arrive [arrived rows, width]."""

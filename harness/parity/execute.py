@@ -28,7 +28,7 @@ from harness.errors import UserError
 from harness.parity.composition import Composition, Execution
 from harness.parity.launch import LINES
 from harness.parity.subject import Subject, arguments, make_subject
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import all_gather_object
 from harness.training.callbacks import TrainerCallback, TrainerControl, TrainerState
 from harness.training.recording.recorder import SAMPLES
 
@@ -58,7 +58,7 @@ def run_lines(folder: Path, first: int = 0, verify_plan: str = "auto") -> None:
             run_composition(composition, subject, run_folder, verify_plan)
         except Refused as refused:
             refusal = str(refused)
-        said = values_of_all(refusal)
+        said = all_gather_object(refusal)
         if dist.get_rank() == 0:
             replace_text(folder / f"{number}.json", json.dumps(outcome_of(said, run_folder)) + "\n")
 

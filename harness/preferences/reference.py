@@ -29,7 +29,7 @@ from harness.hf.skeleton import ModelSource
 from harness.hf.weights.tensor_files import sampled
 from harness.preferences.samples import PreferenceSamples
 from harness.resilience.process.activity import inside
-from harness.topology.agreement import all_or_none, value_of_first
+from harness.topology.agreement import all_or_none, broadcast_object
 from harness.training.engine.engine import Engine
 from harness.training.engine.outputs import KeptOutputs
 from harness.training.evaluate import mean_loss
@@ -54,7 +54,7 @@ def with_reference(
     The engine must hold the initial weights.
     """
     folder = all_or_none(lambda: _folder(samples, engine, source) if dist.get_rank() == 0 else None)
-    values = value_of_first(None if folder is None or not is_whole(folder) else np.load(folder / _FILE))
+    values = broadcast_object(None if folder is None or not is_whole(folder) else np.load(folder / _FILE))
     number = counted(2 * len(samples), "sequence")
     if values is not None:
         console.say(f"log-probabilities of {number} before training: read from {folder}")
@@ -77,7 +77,7 @@ def _computed(
     with inside("evaluating"), kept, without_adapters(module) if adapters is not None else _unchanged():
         mean_loss(engine, samples, micro_batch, collator, kept)
     values, _ = kept.joined()
-    return value_of_first(np.asarray(values, dtype=np.float32))
+    return broadcast_object(np.asarray(values, dtype=np.float32))
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def _beside(world: dist.ProcessGroup) -> dist.ProcessGroup | None:
     return group
 
 
-def largest(values: Sequence[int]) -> list[int]:
+def all_reduce_max(values: Sequence[int]) -> list[int]:
     """Return the maximum of each value over all ranks; all ranks call it, with equally many values."""
     if dist.get_world_size() == 1:
         return list(values)
@@ -81,7 +81,7 @@ def largest(values: Sequence[int]) -> list[int]:
 
 def any_rank(requested: bool) -> bool:
     """Return whether `requested` is true on any rank; all ranks call it."""
-    return bool(largest([int(requested)])[0])
+    return bool(all_reduce_max([int(requested)])[0])
 
 
 def require_alike(subjects: Mapping[str, object]) -> None:
@@ -93,7 +93,7 @@ def require_alike(subjects: Mapping[str, object]) -> None:
     words = struct.unpack(f">{len(digests) // 4}I", digests)
     # One all-reduce gives maximum and minimum of each word. If they are equal all ranks agree, and a thousand ranks
     # need not gather a thousand digests each.
-    most = largest([*words, *(-word for word in words)])
+    most = all_reduce_max([*words, *(-word for word in words)])
     if most[: len(words)] == [-word for word in most[len(words) :]]:
         return
     mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8)
@@ -107,17 +107,17 @@ def require_alike(subjects: Mapping[str, object]) -> None:
         raise UserError("; ".join(found) + ": give every host the same files and arguments")
 
 
-def values_of_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the value of each rank in rank order; all ranks of the group (by default the world) call it."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group or host_group())
     return values
 
 
-def values_on_first(value: T) -> list[T]:
+def gather_object(value: T) -> list[T]:
     """Return the value of each rank in rank order on rank 0, [] elsewhere; all ranks of the world call it.
 
-    For large values: with `values_of_all` every rank would hold all of them.
+    For large values: with `all_gather_object` every rank would hold all of them.
     """
     is_first = dist.get_rank() == 0
     values = [value] * dist.get_world_size() if is_first else []
@@ -125,7 +125,7 @@ def values_on_first(value: T) -> list[T]:
     return values
 
 
-def value_of_first(value: T) -> T:
+def broadcast_object(value: T) -> T:
     """Return rank 0's value; all ranks of the world call it."""
     values = [value]
     dist.broadcast_object_list(values, src=0, group=host_group())
@@ -147,19 +147,19 @@ class HostValues(Generic[T]):
     hosts: int
 
 
-def values_on_host(host: str, value: T) -> HostValues[T]:
+def all_gather_on_host(host: str, value: T) -> HostValues[T]:
     """Return the values of the ranks with the same `host`; all ranks of the world call it.
 
     Rank 0 gathers and scatters them, so that only rank 0 holds the values of all ranks.
     """
-    parts = dealt_by_host(values_on_first((host, value)))
+    parts = group_by_host(gather_object((host, value)))
     found: list[HostValues[T] | None] = [None]
     dist.scatter_object_list(found, parts or None, src=0, group=host_group())
     assert found[0] is not None
     return found[0]
 
 
-def dealt_by_host(of_all: Sequence[tuple[str, T]]) -> list[HostValues[T]]:
+def group_by_host(of_all: Sequence[tuple[str, T]]) -> list[HostValues[T]]:
     """Return the `HostValues` of each rank, from the (host, value) of each."""
     rows: dict[str, dict[int, T]] = {}
     for rank, (name, each) in enumerate(of_all):
@@ -184,7 +184,7 @@ def all_or_none(action: Callable[[], T]) -> T:
             problem = f"{path}: {reason(error)}" if path else reason(error)
     is_somewhere = any_rank(bool(problem))
     if problem or is_somewhere:
-        raise UserError(next(filter(None, values_of_all(problem)), "another rank has failed"))
+        raise UserError(next(filter(None, all_gather_object(problem)), "another rank has failed"))
     return value
 
 

@@ -28,7 +28,7 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.resilience.process import signals
 from harness.resilience.process.activity import Phase, beat, inside
-from harness.topology.agreement import any_rank, host_group, require_alike, value_of_first
+from harness.topology.agreement import any_rank, broadcast_object, host_group, require_alike
 from harness.training.engine.engine import Engine, EvaluationTotals
 from harness.training.engine.losses import Labels, Outputs, RouterLoss
 from harness.training.engine.outputs import KeptOutputs
@@ -169,7 +169,7 @@ def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | N
         f"{prefix}_steps_per_second": evaluation_steps(count, micro_batch, run.context.groups.layout.dp_size) / seconds,
     }
     # Sums over different groups may differ in the last bit, and ranks must agree on which evaluation is the best.
-    return value_of_first(metrics)
+    return broadcast_object(metrics)
 
 
 def _losses(

@@ -37,7 +37,7 @@ from harness.errors import UserError, refuse_all
 from harness.preconditions import establish
 from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
-from harness.topology.agreement import any_rank, largest, value_of_first
+from harness.topology.agreement import all_reduce_max, any_rank, broadcast_object
 from harness.topology.env import LaunchEnv, records_folder
 from harness.topology.processes import peak_resident_bytes
 from harness.training.callbacks import (
@@ -175,7 +175,7 @@ class Trainer:
             self.run = run = prepare_run(plan_run(inputs, given, config))
             self.control = TrainerControl()
             # Attached once, so that a step calls only what this run uses.
-            self._largest: Callable[[Sequence[int]], list[int]] = largest if run.spec.layout.world_size > 1 else list
+            self._reduce_max: Callable[[Sequence[int]], list[int]] = all_reduce_max if env.world_size > 1 else list
             self._is_recorded = records_folder() is not None
             self._signals: signals.SignalListener | None = None
             self._keywords: dict[object, Mapping[str, object] | None] = {}  # by method; None: does nothing
@@ -340,7 +340,7 @@ class Trainer:
             max(HIGHEST.device, peak_bytes(run.context.device)) if on_device else 0,
             max(HIGHEST.host, peak_resident_bytes()),
         ]
-        device_bytes, host_bytes = self._largest(peaks)  # the peak of the rank that needs most
+        device_bytes, host_bytes = self._reduce_max(peaks)  # the peak of the rank that needs most
         # A callback may read weights on one rank only. Settling is collective, so all ranks settle here.
         if self._weights_are_read:
             run.engine.settle()
@@ -406,7 +406,7 @@ class Trainer:
             control.should_evaluate = False
             with self.checkpoints.saving_before_an_error():
                 # Rank 0's metrics decide: a user's score may differ between ranks, which would load different models.
-                metrics = value_of_first(recorder.evaluation(self.evaluate))
+                metrics = broadcast_object(recorder.evaluation(self.evaluate))
             self.run.evaluation_due = metrics is None  # interrupted by a signal: the resumed run evaluates
             note_evaluation(self.args, self.state, control, metrics)
             stop = self._agree_on_control()
@@ -444,7 +444,7 @@ class Trainer:
             control.should_log,
             any(map(reads_between_steps, map(type, self.callbacks))),
         ]
-        waits, stop, ends, saves, evaluates, logs, reads = self._largest(own)  # one small all-reduce for everything
+        waits, stop, ends, saves, evaluates, logs, reads = self._reduce_max(own)  # one small all-reduce for everything
         self._weights_are_read = bool(reads)
         control.should_training_stop = bool(ends)
         control.should_save = bool(saves)

@@ -20,7 +20,7 @@ from harness.hf.causal import CausalModel, assemble
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import ALONE, TensorParallel
 from harness.parallel.token_exchange import Neighbours
-from harness.topology.agreement import any_rank, values_of_all
+from harness.topology.agreement import all_gather_object, any_rank
 from harness.training.engine.context import EngineContext
 from harness.training.prepare.trainable import tokens_apart
 from harness.verify.comparison import NOT_CAUSAL, Difference, find_difference, looks_ahead, worst_of
@@ -161,6 +161,6 @@ def _told(source: ModelSource, context: EngineContext, difference: Difference, *
 
 def _worst(own: tuple[float, str | None, str | None]) -> tuple[str | None, str | None]:
     """Return, equal on all ranks, the refusal with the largest difference, and why a rank did not test."""
-    all_found = values_of_all(own) if dist.is_initialized() and dist.get_world_size() > 1 else [own]
+    all_found = all_gather_object(own) if dist.is_initialized() and dist.get_world_size() > 1 else [own]
     _, refusal, _ = max(all_found, key=lambda found: (found[1] is not None, found[0]))
     return refusal, next((found[2] for found in all_found if found[2] is not None), None)

@@ -49,7 +49,7 @@ def ways(x: Tensor, group: dist.ProcessGroup) -> dict[str, tuple[Callable[[], Te
 
     def gathered_in_memory() -> Tensor:
         whole = x.new_empty(ranks * len(x))
-        assert collectives.gathers_in_memory(whole, x, group), "the ranks share memory"
+        assert collectives.all_gather_in_memory(whole, x, group), "the ranks share memory"
         return whole
 
     def scattered(flat: Tensor) -> Tensor:
@@ -73,9 +73,9 @@ def ways(x: Tensor, group: dist.ProcessGroup) -> dict[str, tuple[Callable[[], Te
         return torch.cat(found)
 
     return {
-        "sum": (summed, lambda: collectives.summed(x, group)),
+        "sum": (summed, lambda: collectives.all_reduce(x, group)),
         "gather": (gathered, gathered_in_memory),
-        "share of a sum": (lambda: scattered(x), lambda: collectives.start_scattered_sum(x, group)()),
+        "share of a sum": (lambda: scattered(x), lambda: collectives.start_reduce_scatter(x, group)()),
         "means of parts": (means, means_in_memory),
     }
 

@@ -31,7 +31,7 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from harness.parallel import token_exchange  # noqa: E402
-from harness.parallel.collectives import start_exchange  # noqa: E402
+from harness.parallel.collectives import start_all_to_all  # noqa: E402
 from harness.parallel.comm import ALONE, TensorParallel  # noqa: E402
 from harness.parallel.plans import early_modules  # noqa: E402
 from harness.parallel.plans.apply import cut  # noqa: E402
@@ -76,7 +76,7 @@ class Link:
         """Begin an exchange, which takes its time on the link after the one before it."""
         rank = dist.get_rank(group)
         rows = sum(n for other, n in enumerate(sizes[rank]) if other != rank)
-        wait = start_exchange(x, sizes, group)
+        wait = start_all_to_all(x, sizes, group)
         took = 0.0 if self.speed is None else rows * x.shape[1] * x.element_size() / self.speed
         self._free = due = max(self._free, self.now()) + took
 
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "expert_overlap.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    token_exchange.start_exchange = lambda x, sizes, group: OF_RANK.link.start(x, sizes, group)
+    token_exchange.start_all_to_all = lambda x, sizes, group: OF_RANK.link.start(x, sizes, group)
     config = AutoConfig.for_model("deepseek_v3", **SHAPE)
     models = {way: [AutoModelForCausalLM.from_config(config) for _ in range(RANKS)] for way in WAYS}
     rows = run_threads(RANKS, lambda rank: measure(rank, models, args.rounds))[0]

@@ -250,7 +250,7 @@ def simulated(ranks: int) -> dict[str, float]:
     plan_bytes, plan_s, report_bytes, judge_s = starting(agents)
     host = "host-0000.cluster 0b5a3f7e-5c8e-4f0e-9d3b-0c1d2e3f4a5b"
     told = [(f"host-{rank // PER_HOST:04d}.cluster 0b5a3f7e", rank) for rank in range(ranks)]
-    beside = agreement.dealt_by_host(told[:PER_HOST])[0]
+    beside = agreement.group_by_host(told[:PER_HOST])[0]
     plan_files_s, manifest = checkpoint_plan()
     watched = watching_hosts.measure(agents, PER_HOST)
     samples = ranks * 4  # of a global batch
@@ -264,7 +264,7 @@ def simulated(ranks: int) -> dict[str, float]:
         "start: agreement on config, code and data, bytes a rank": said(agree),
         "start: ranks find those of their host, bytes a rank": of_all((host, 0), 1) + of_all(beside, 1),
         "start: ranks find those of their host, bytes of rank 0": of_all((host, 0), ranks) + of_all(beside, ranks),
-        "start: ranks find those of their host, s of rank 0": timed(lambda: agreement.dealt_by_host(told)),
+        "start: ranks find those of their host, s of rank 0": timed(lambda: agreement.group_by_host(told)),
         "start: a yes or no of all ranks, bytes a rank": said(lambda: agreement.all_or_none(lambda: None)),
         "start: plan of a checkpoint's files, s of a rank": plan_files_s,
         "step: a rank finds the samples of the global batch, s": sampling_s,

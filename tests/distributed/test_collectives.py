@@ -51,14 +51,14 @@ def numbers(size: int, dtype: torch.dtype, rank: int) -> Tensor:
 def results(x: Tensor, group: dist.ProcessGroup) -> dict[str, Tensor]:
     ranks = dist.get_world_size(group)
     in_place = x.clone()
-    collectives.sum_in_place(in_place, group)
+    collectives.all_reduce_in_place(in_place, group)
     return {
-        "sum": collectives.summed(x, group),
-        "sum of a transposed tensor": collectives.summed(x.view(1, -1).expand(2, -1).t(), group),
+        "sum": collectives.all_reduce(x, group),
+        "sum of a transposed tensor": collectives.all_reduce(x.view(1, -1).expand(2, -1).t(), group),
         "sum in place": in_place,
-        "largest": collectives.largest(x, group),
-        "joined": torch.cat(collectives.gathered(x, group)),
-        "share of a sum": collectives.start_scattered_sum(x.repeat(2 * ranks).view(2 * ranks, -1), group)(),
+        "largest": collectives.all_reduce_max(x, group),
+        "joined": torch.cat(collectives.all_gather(x, group)),
+        "share of a sum": collectives.start_reduce_scatter(x.repeat(2 * ranks).view(2 * ranks, -1), group)(),
         "sums at once": torch.cat(sums_at_once(x, group)),
         "exchanged": exchanged(x, group),
     }
@@ -70,17 +70,17 @@ def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     sizes = [[(source + 2 * target) % 3 + 1 + len(x) // 7 for target in range(ranks)] for source in range(ranks)]
     sizes[0][-1] = 0
     rows = x.repeat(9)[: sum(sizes[rank])]
-    pairs = collectives.start_exchange(torch.stack([rows, rows + 1], dim=1), sizes, group)()
-    none = collectives.start_exchange(x[:0], [[0] * ranks] * ranks, group)()
+    pairs = collectives.start_all_to_all(torch.stack([rows, rows + 1], dim=1), sizes, group)()
+    none = collectives.start_all_to_all(x[:0], [[0] * ranks] * ranks, group)()
     assert not len(none) and len(pairs) == sum(row[rank] for row in sizes)
     return pairs
 
 
 def sums_at_once(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Results of collectives that begin before others have ended, and are asked for in another order, and twice."""
-    begun = [collectives.start_sum(x * number, group) for number in (1, 2)]
-    begun.append(collectives.start_scattered_sum(x.repeat(dist.get_world_size(group)), group))
-    largest = collectives.largest(x, group)
+    begun = [collectives.start_all_reduce(x * number, group) for number in (1, 2)]
+    begun.append(collectives.start_reduce_scatter(x.repeat(dist.get_world_size(group)), group))
+    largest = collectives.all_reduce_max(x, group)
     return [largest, begun[2](), begun[0](), begun[1](), begun[0]()]
 
 
@@ -88,10 +88,10 @@ def is_kept(group: dist.ProcessGroup) -> bool:
     """Whether a result outlives its last name, until Python's collector finds it."""
     gc.disable()
     try:
-        collectives.summed(torch.ones(4), group)
+        collectives.all_reduce(torch.ones(4), group)
         results = [
-            collectives.start_sum(torch.ones(4), group)(),
-            collectives.start_scattered_sum(torch.ones(12), group)(),
+            collectives.start_all_reduce(torch.ones(4), group)(),
+            collectives.start_reduce_scatter(torch.ones(12), group)(),
         ]
         alive = [weakref.ref(result) for result in results]
         results.clear()
@@ -239,7 +239,7 @@ def with_strangers() -> tuple[list[list[int]], bool, float]:
     return (
         [handed_over(stranger) for stranger in strangers if stranger.fileno() >= 0],
         collectives.shares_memory(group),
-        collectives.summed(torch.ones(1), group).item(),
+        collectives.all_reduce(torch.ones(1), group).item(),
     )
 
 
@@ -266,7 +266,7 @@ def without() -> list[tuple[bool, float]]:
     for other in elsewhere:
         with patch.object(peers, "_MEETING_S", 2.0), other if dist.get_rank() else nullcontext():
             collectives.share_memory([group], HostMemory.open)
-        found.append((collectives.shares_memory(group), collectives.summed(torch.ones(1), group).item()))
+        found.append((collectives.shares_memory(group), collectives.all_reduce(torch.ones(1), group).item()))
     return found
 
 

@@ -217,7 +217,7 @@ def overlapped(group: dist.ProcessGroup) -> Errors:
 @contextmanager
 def recorded(events: list[str], group: dist.ProcessGroup) -> Iterator[None]:
     """Note when a sum over the group begins, and when it is awaited; four ranks share memory, two do not."""
-    begin = shared_input.start_sum
+    begin = shared_input.start_all_reduce
 
     def start(x: Tensor, over: dist.ProcessGroup) -> Callable[[], Tensor]:
         assert over is group
@@ -233,7 +233,7 @@ def recorded(events: list[str], group: dist.ProcessGroup) -> Iterator[None]:
     if group is dist.group.WORLD:
         share_memory([group], HostMemory.open)
     try:
-        with patch.object(shared_input, "start_sum", start):
+        with patch.object(shared_input, "start_all_reduce", start):
             yield
     finally:
         leave_memory()

@@ -17,7 +17,7 @@ from harness.data.inputs import datasets as inputs
 from harness.data.on_disk.cache import once_per_host
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
-from harness.topology.agreement import check_agreement, value_of_first, values_on_host
+from harness.topology.agreement import all_gather_on_host, broadcast_object, check_agreement
 from harness.topology.groups import build_groups
 from harness.topology.layout import AXES, Layout
 from harness.training.prepare.preparation import require_shared
@@ -56,8 +56,8 @@ def tour(folder: Path) -> dict[str, Any]:
         "agreement": agreement_of(groups.rank),
         "same folder": told(lambda: require_shared(folder, groups.rank, WORLD)),
         "another folder": told(lambda: require_shared(unseen, groups.rank, WORLD)),
-        "beside": values_on_host(f"host {groups.rank % 3}", groups.rank * 10),
-        "of the first": value_of_first(f"rank {groups.rank}"),
+        "beside": all_gather_on_host(f"host {groups.rank % 3}", groups.rank * 10),
+        "of the first": broadcast_object(f"rank {groups.rank}"),
         "another world": told(lambda: build_groups(Layout(dp_size=4))),
     }
 

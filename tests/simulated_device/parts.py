@@ -106,13 +106,13 @@ def exchanges() -> dict[str, bool]:
 
     both = [torch.arange(4.0), torch.arange(4.0) + 10]
     found = {
-        "sum": (collectives.summed(own(), group), sum(both)),
-        "begun sum": (collectives.start_sum(own(), group)(), sum(both)),
-        "gathered": (torch.cat(list(collectives.gathered(own(), group))), torch.cat(both)),
-        "largest": (collectives.largest(own(), group), both[1]),
-        "begun share of a sum": (collectives.start_scattered_sum(own(), group)(), sum(both)[2 * rank : 2 * rank + 2]),
+        "sum": (collectives.all_reduce(own(), group), sum(both)),
+        "begun sum": (collectives.start_all_reduce(own(), group)(), sum(both)),
+        "gathered": (torch.cat(list(collectives.all_gather(own(), group))), torch.cat(both)),
+        "largest": (collectives.all_reduce_max(own(), group), both[1]),
+        "begun share of a sum": (collectives.start_reduce_scatter(own(), group)(), sum(both)[2 * rank : 2 * rank + 2]),
         "begun exchange": (
-            collectives.start_exchange(own(), [[1, 3], [3, 1]], group)(),
+            collectives.start_all_to_all(own(), [[1, 3], [3, 1]], group)(),
             torch.cat([both[0][:1], both[1][:3]] if rank == 0 else [both[0][1:], both[1][3:]]),
         ),
     }
@@ -128,7 +128,7 @@ def exchanges() -> dict[str, bool]:
     )
     found["matrix of data ranks"] = (part.whole(own()), torch.stack(both))
     whole = own()
-    collectives.sum_in_place(whole, group)
+    collectives.all_reduce_in_place(whole, group)
     found["sum in place"] = (whole, sum(both))
     right = {name: torch.allclose((a + 0).cpu(), b) for name, (a, b) in found.items()}
     for bits in (8, 4):

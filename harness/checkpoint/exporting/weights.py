@@ -37,7 +37,7 @@ from harness.hf.weights.lazy_tensor import Box, Computed, InMemory, LazyTensor, 
 from harness.parallel.host import brought_to_host
 from harness.parallel.memory import malloc_trim
 from harness.parallel.tensor.shard import Shard, shard_of
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import all_gather_object
 from harness.topology.groups import Groups
 
 MANY = 100_000  # values; with fewer, it is not worth a call to return freed memory to the system
@@ -67,7 +67,7 @@ def gather_tp(local: Tensor, groups: Groups) -> Tensor:
         return local
     ranks = dist.get_process_group_ranks(groups.tp_group)
     first = groups.rank == ranks[0]
-    shards = values_of_all(shard, groups.tp_group)
+    shards = all_gather_object(shard, groups.tp_group)
     sizes = [prod(piece.local_shape) for piece in shards]
     flat = functional.pad(local.flatten(), (0, max(sizes) - local.numel()))  # gather needs equal sizes on all ranks
     parts = [torch.empty_like(flat) for _ in ranks] if first else None

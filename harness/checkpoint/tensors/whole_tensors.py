@@ -36,7 +36,7 @@ from harness.errors import UserError
 from harness.hf.weights.conversion import CheckpointFormat
 from harness.hf.weights.tensor_files import OpenFile, Stored, open_safetensors
 from harness.parallel.host import brought_to_host
-from harness.topology.agreement import all_or_none, host_group, values_of_all, values_on_host
+from harness.topology.agreement import all_gather_object, all_gather_on_host, all_or_none, host_group
 from harness.topology.groups import Groups
 from harness.topology.layout import Axis, Coordinate
 from harness.topology.placement import host_id
@@ -60,7 +60,7 @@ def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> No
     pairs = zip(tensors, counts.tolist(), strict=True)
     wrong = next((pair for pair in pairs if pair[1] != prod(pair[0].full_shape)), None)
     own = wrong and f"{wrong[0].name}: the ranks would save {wrong[1]:,} of its {prod(wrong[0].full_shape):,} values"
-    if found := next(filter(None, values_of_all(own)), None):
+    if found := next(filter(None, all_gather_object(own)), None):
         raise UserError(f"no checkpoint can be saved in this layout: {found}; please report it")
 
 
@@ -253,7 +253,7 @@ def write_tensors(
 
 def several_hosts() -> bool:
     """Return whether ranks run on more than one host; all ranks call it."""
-    return values_on_host(host_id(), None).hosts > 1
+    return all_gather_on_host(host_id(), None).hosts > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +322,7 @@ def read_tensors(stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> No
 def require_stored(folder: Path, stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> None:
     """Raise UserError, on all ranks, for the first tensor that is missing or has another shape. All ranks call it."""
     own = next(filter(None, (_problem(stored, held) for held in tensors)), None)
-    if problem := next(filter(None, values_of_all(own)), None):
+    if problem := next(filter(None, all_gather_object(own)), None):
         raise UserError(f"{folder}: {problem}: resume with the model that was saved")
 
 

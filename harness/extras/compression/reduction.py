@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.parallel.collectives import gather_single, sum_in_place
+from harness.parallel.collectives import all_reduce_in_place, gather_single
 
 BLOCK = 128
 """Number of gradient elements that share a scale."""
@@ -318,7 +318,7 @@ def _seconds(bits: int, group: dist.ProcessGroup | None, device: torch.device) -
     def once() -> Tensor:
         if bits:
             return compressed_mean(values, residue, bits, group)
-        sum_in_place(values, group)
+        all_reduce_in_place(values, group)
         return values
 
     return min(_timed(once) for _ in range(3))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.checkpoint.tensors.local_shard import LocalShard
 from harness.hf.weights.lazy_tensor import Box
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import all_gather_object
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def exchange(have: Sequence[LocalShard], want: Sequence[LocalShard], stage: int,
     """
     own = [(held.name, box) for held in have if held.owned for box, _ in held.pieces()]
     needed = [(held.name, box) for held in want for box, _ in held.pieces()]
-    owned, wanted, stages = zip(*values_of_all((own, needed, stage)), strict=True)
+    owned, wanted, stages = zip(*all_gather_object((own, needed, stage)), strict=True)
     plan = transfers(owned, wanted, stages)
     sources = _by_name(held for held in have if held.owned)
     targets = _by_name(want)

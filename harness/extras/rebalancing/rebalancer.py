@@ -23,7 +23,7 @@ from harness.device.moments import Moment, moment, seconds_between
 from harness.extras.rebalancing.exchange import exchange
 from harness.parallel.pipeline.partition import balanced
 from harness.resilience.process.activity import ACTIVITY, inside
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import all_gather_object
 from harness.training.callbacks import StepRecord
 from harness.training.engine.build import build_engine
 from harness.training.prepare.run import Run
@@ -132,7 +132,7 @@ class Rebalancer:
             for chunk in chunks.of_stage(self.run.context.groups.coordinate.stage)
         }
         # The median, so that one slow step does not move layers. A chunk takes as long as its slowest rank.
-        of_all = values_of_all((computed, median(self._steps)))
+        of_all = all_gather_object((computed, median(self._steps)))
         step_seconds = max(seconds for _, seconds in of_all)
         of_chunks = [max(found[chunk] for found, _ in of_all if chunk in found) for chunk in range(chunks.count)]
         self._computed = []

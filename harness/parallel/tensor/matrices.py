@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from harness.deepspeed.flat_tensors import DividedOneByOne, EngineOptimizer, SteppedOn, runs, stepped_on
 from harness.parallel.tensor.shard import Shard, shard_of
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import all_gather_object
 
 Group = dist.ProcessGroup
 
@@ -127,7 +127,7 @@ def _with_shards(located: list[tuple[Tensor, MatrixPart]], tensor: Group | None)
     if tensor is None:
         return [part for _, part in located]
     mine = [(part.shape, shard_of(parameter)) for parameter, part in located]
-    of_all = values_of_all(mine, tensor)
+    of_all = all_gather_object(mine, tensor)
     unequal = len({tuple(shape for shape, _ in theirs) for theirs in of_all}) > 1
     parts = []
     for index, (_, part) in enumerate(located):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from harness.errors import UserError
-from harness.parallel.collectives import sum_in_place
+from harness.parallel.collectives import all_reduce_in_place
 from harness.parallel.comm import (
     GATHERS_SHARES,
     INTO_SPLIT,
@@ -126,7 +126,7 @@ def sum_once(parameters: Iterable[nn.Parameter], gradient_of: Callable[[nn.Param
             wide = [of.widen(grad) for grad, of in pairs]
             total = torch.cat([grad.reshape(-1) for grad in wide])
             if (group := pairs[0][1].group) is not None:
-                sum_in_place(total, group)
+                all_reduce_in_place(total, group)
             parts = total.split([grad.numel() for grad in wide])
             for (grad, of), part, like in zip(pairs, parts, wide, strict=True):
                 grad.copy_(of.narrow(part.view_as(like)))

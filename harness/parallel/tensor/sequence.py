@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.config.model.shares import stretch
-from harness.parallel.collectives import gathered, start_scattered_sum
+from harness.parallel.collectives import all_gather, start_reduce_scatter
 from harness.parallel.comm import Context, apply, group_rank, group_size
 from harness.parallel.compiling import eager
 from harness.parallel.tensor.shared_input import SharedInput, attach, forget, keep_copy
@@ -135,7 +135,7 @@ def _gather(
 def join_shares(share: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
     """Return the shares [batch, tokens, ...] of all ranks, of `widths` tokens, joined; without an autograd graph."""
     padded = _padded(share, max(widths))
-    shares = [part[:, :width] for part, width in zip(gathered(padded, group), widths, strict=True)]
+    shares = [part[:, :width] for part, width in zip(all_gather(padded, group), widths, strict=True)]
     return torch.cat(shares, dim=1)
 
 
@@ -143,7 +143,7 @@ def start_reduce(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int
     """Begin to sum `partial` [batch, sequence, ...] over the group; return a function that waits for this rank's share
     [batch, tokens, ...] of the sum."""
     parts = torch.cat([_padded(part, max(widths)) for part in partial.split(list(widths), dim=1)])
-    scattered = start_scattered_sum(parts, group)
+    scattered = start_reduce_scatter(parts, group)
 
     def share() -> Tensor:
         total, own = scattered(), widths[group_rank(group)]

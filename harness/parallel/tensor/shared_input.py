@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.parallel.collectives import start_sum
+from harness.parallel.collectives import start_all_reduce
 from harness.parallel.comm import Context, apply, copy_to_group, group_size
 from harness.parallel.compiling import eager
 from harness.parallel.weight_gradients import Product, accumulate
@@ -95,6 +95,6 @@ class _CopyOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         forget(ctx)
-        total = start_sum(grad, ctx.group)
+        total = start_all_reduce(grad, ctx.group)
         accumulate(ctx.products)
         return total(), None, None

@@ -31,7 +31,7 @@ from harness.device.process_group import shared_store
 from harness.parallel.memory import malloc_trim
 from harness.parallel.pipeline.staged_module import LayerSequence
 from harness.report.profile.record import Span
-from harness.topology.agreement import values_on_first, values_on_host
+from harness.topology.agreement import all_gather_on_host, gather_object
 from harness.topology.placement import host_id
 
 # How far each host's clock is ahead of rank 0's. All processes of a host share one clock (CLOCK_MONOTONIC, which
@@ -51,16 +51,16 @@ class Offset:
 def offset_to_first() -> Offset:
     """Return how far this process's clock is ahead of rank 0's; all ranks must call it."""
     rank, found = dist.get_rank(), Offset()
-    here = values_on_host(host_id(), rank)
+    here = all_gather_on_host(host_id(), rank)
     leader = min(here.values)
-    leaders = dict.fromkeys(values_on_first(leader))
+    leaders = dict.fromkeys(gather_object(leader))
     if here.hosts > 1:
         store = dist.PrefixStore("clocks", shared_store())
         if rank == 0:
             answer(store, list(leaders)[1:], time.perf_counter)
         elif rank == leader:
             found = ask(store, rank, time.perf_counter)
-    return values_on_host(host_id(), found).values[leader]
+    return all_gather_on_host(host_id(), found).values[leader]
 
 
 def answer(store: dist.Store, ranks: Sequence[int], now: Callable[[], float]) -> None:

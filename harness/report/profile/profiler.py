@@ -24,7 +24,7 @@ from harness.report.profile.record import FOLDER, RankProfile, StepProfile, writ
 from harness.report.profile.summary import summary
 from harness.report.profile.timeline import trace
 from harness.resilience.process.records import THIS_RANK
-from harness.topology.agreement import values_on_first
+from harness.topology.agreement import gather_object
 from harness.training.callbacks import MomentValues, TrainerCallback, TrainerControl, TrainerState
 from harness.training.prepare.run import Run
 from harness.wording import counted
@@ -89,7 +89,7 @@ class ProfileCallback(TrainerCallback):
         if measured.is_timed:
             run = kwargs["trainer"].run
             own = replace(measured.profile(run, self._offset.seconds), memory_bytes=self._memory)
-            self._keep(run, state.global_step, values_on_first(own))
+            self._keep(run, state.global_step, gather_object(own))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]

@@ -36,7 +36,7 @@ from harness.resilience.watch.ending import announce, append_stacks, main_frame
 from harness.resilience.watch.enqueued import Enqueued, abort_groups, count_transfers, enqueued, flight_record, left_out
 from harness.resilience.watch.hosts import OtherHosts
 from harness.resilience.watch.stragglers import SAMPLES, Stragglers, share_of_work
-from harness.topology.agreement import any_rank, host_group, value_of_first, values_on_host
+from harness.topology.agreement import all_gather_on_host, any_rank, broadcast_object, host_group
 from harness.topology.env import run_timeout
 from harness.topology.groups import Groups
 from harness.topology.placement import host_id
@@ -332,7 +332,7 @@ def watch_run(
         return None
     assert status is not None
     myself = WatchedRank(groups.rank, groups.coordinate.stage, THIS_RANK.host, os.getpid(), status.started)
-    here = values_on_host(_view(), myself)
+    here = all_gather_on_host(_view(), myself)
     board, name = _shared_board(list(here.values), groups.rank)
     others = OtherHosts(shared_store(), here.number, here.hosts, name) if here.hosts > 1 else None
     store = None
@@ -356,7 +356,7 @@ def _view() -> str:
 def _shared_board(ranks: list[int], rank: int) -> tuple[Board, str]:
     """Return the board of this host's ranks, and a name of the run that no other run has."""
     folder = Path(tempfile.mkdtemp(prefix="ds-harness-watch-")) if ranks[0] == rank else None
-    shared, of_run = values_on_host(_view(), folder).values[ranks[0]], value_of_first(folder)
+    shared, of_run = all_gather_on_host(_view(), folder).values[ranks[0]], broadcast_object(folder)
     assert shared is not None and of_run is not None
     board = Board(shared / "board", len(ranks))
     dist.barrier(host_group())

@@ -20,7 +20,7 @@ from harness.batches.collate import IGNORED
 from harness.batches.evaluation import EvaluationBatch
 from harness.errors import UserError
 from harness.resilience.process.activity import inside
-from harness.topology.agreement import any_rank, host_group, values_of_all
+from harness.topology.agreement import all_gather_object, any_rank, host_group
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import Labels, Outputs, Targets
 
@@ -79,7 +79,7 @@ class KeptOutputs:
         groups, fresh = self._engine.groups, self._fresh
         self._fresh = []
         if self._everywhere or groups.layout.world_size == 1:
-            parts = values_of_all(fresh)
+            parts = all_gather_object(fresh)
         else:
             parts = [[]] * groups.layout.world_size
             # To rank 0 alone, as only rank 0 computes metrics: an all-gather would send all logits to every rank.

@@ -23,7 +23,7 @@ from harness.errors import UserError
 from harness.hf.adapters import Adapters
 from harness.hf.skeleton import ModelSource
 from harness.parallel.tensor.shard import shard_of
-from harness.topology.agreement import any_rank, disagreement, values_of_all
+from harness.topology.agreement import all_gather_object, any_rank, disagreement
 from harness.topology.groups import Groups
 
 
@@ -55,7 +55,7 @@ def take_first_ranks(tensors: Mapping[str, Tensor], device: torch.device, consol
         return
     form = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors.items()]
     own = (_digest(form), _digest([(name, checksum(tensor)) for name, tensor in tensors.items()]))
-    rows = values_of_all(own)
+    rows = all_gather_object(own)
     if problem := disagreement("model in memory (names, shapes, what is trained)", [row[0] for row in rows]):
         raise UserError(f"{problem}: make the same model in every process")
     if len({row[1] for row in rows}) == 1:
@@ -80,7 +80,7 @@ def require_one_model(module: nn.Module, groups: Groups, zero_stage: int) -> Non
     digests = {kind: {name: _digest(sums) for name, sums in found.items()} for kind, found in own.items()}
     whole = {kind: {"": _digest(sorted(named.items()))} if named else {} for kind, named in digests.items()}
     # One digest of all tensors is enough for an axis, but stages hold different tied weights: compare these by name.
-    rows = values_of_all({**whole, "pipeline": digests["pipeline"]})
+    rows = all_gather_object({**whole, "pipeline": digests["pipeline"]})
     for axis in ("tensor", "data", "pipeline"):
         for ranks in groups.layout.groups(axis):
             if _differing([rows[rank][axis] for rank in ranks]) is not None:
@@ -99,7 +99,7 @@ def _differing(named: Sequence[Mapping[str, str]]) -> tuple[int, str] | None:
 
 def _refuse(own: dict[str, str], ranks: Sequence[int]) -> None:
     """Raise UserError naming the tensor; every rank calls it with the same `ranks`."""
-    named = values_of_all(own)
+    named = all_gather_object(own)
     differing = _differing([named[rank] for rank in ranks])
     if differing is None:
         raise UserError(f"ranks {ranks} have different tensors of one model: give every host the same files")

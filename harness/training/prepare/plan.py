@@ -47,7 +47,7 @@ from harness.errors import UserError, refuse_all
 from harness.hf.adapters import Adapters
 from harness.hf.skeleton import ModelSource
 from harness.resilience.process.records import THIS_RANK
-from harness.topology.agreement import all_or_none, value_of_first
+from harness.topology.agreement import all_or_none, broadcast_object
 from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.training.callbacks.early_stopping import require_metric_of_one
@@ -306,7 +306,7 @@ def chosen_by_rank_0(find: Callable[[], Path | None]) -> Path | None:
     Raises:
         UserError: on all ranks, if rank 0 finds no usable checkpoint, or a host does not see the one it finds.
     """
-    chosen = value_of_first(all_or_none(lambda: find() if dist.get_rank() == 0 else None))
+    chosen = broadcast_object(all_or_none(lambda: find() if dist.get_rank() == 0 else None))
     if chosen is not None:
         all_or_none(lambda: wait_until_seen(chosen, THIS_RANK.host))
     return chosen

@@ -46,12 +46,12 @@ from harness.hf.locate import presets
 from harness.hf.skeleton import ModelSource, position_limit
 from harness.hf.weights.tensor_files import sampled
 from harness.parallel.collectives import (
-    gathers_in_memory,
+    all_gather_in_memory,
+    all_reduce_in_memory,
     leave_memory,
     means_in_memory,
-    scatters_in_memory,
+    reduce_scatter_in_memory,
     share_memory,
-    sums_in_memory,
 )
 from harness.parallel.compiling import waits_for_compiler
 from harness.parallel.memory import keep_freed_memory, malloc_trim
@@ -59,14 +59,14 @@ from harness.resilience.process.activity import ACTIVITY
 from harness.resilience.process.records import THIS_RANK
 from harness.topology.agreement import (
     HostValues,
+    all_gather_object,
+    all_gather_on_host,
     all_or_none,
     any_rank,
+    broadcast_object,
     check_agreement,
+    gather_object,
     spell_ranks,
-    value_of_first,
-    values_of_all,
-    values_on_first,
-    values_on_host,
 )
 from harness.topology.groups import Groups, build_groups
 from harness.topology.placement import Hosts, advise, host_id, hosts_of_launch
@@ -104,7 +104,7 @@ def prepare_run(spec: RunSpec) -> Run:
 
     # 1. The ranks meet: process groups, one checkpoint to resume, one initial model.
     spec, groups, device, foreign_groups = _meet(spec)
-    here, hosts = values_on_host(host_id(), groups.rank), Hosts(tuple(values_on_first(host_id())))
+    here, hosts = all_gather_on_host(host_id(), groups.rank), Hosts(tuple(gather_object(host_id())))
     if spec.data.train is not None:
         try_saving(spec.output_dir, several_hosts=here.hosts > 1)
         _warn_of_locks(spec, here, groups.rank)
@@ -159,7 +159,7 @@ def prepare_run(spec: RunSpec) -> Run:
         stage_lines=stages,
         foreign_groups=foreign_groups,
         one_host=here.hosts == 1,
-        run_id=value_of_first(run_id(spec.checkpoint)),
+        run_id=broadcast_object(run_id(spec.checkpoint)),
         prompts=prompts,
         prediction=prediction,
     )
@@ -225,7 +225,7 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, torch.device, frozenset[dist.
     if device.type == "cpu":
         if spec.parts.host_memory is not None:  # several times as fast as gloo
             share_memory([groups.tp_group, groups.dp_group, groups.cp_group, groups.ep_group], spec.parts.host_memory)
-        carry_collectives(sums_in_memory, gathers_in_memory, scatters_in_memory, means_in_memory)
+        carry_collectives(all_reduce_in_memory, all_gather_in_memory, reduce_scatter_in_memory, means_in_memory)
     if spec.parts.check_config is not None and (warning := spec.parts.check_config.version_warning()):
         console.warn(warning)
     if args.tf32:
@@ -463,14 +463,14 @@ def require_shared(output_dir: Path, rank: int, world_size: int) -> None:
         with tempfile.NamedTemporaryFile(dir=output_dir, prefix="shared-", delete=False) as file:
             return Path(file.name)
 
-    marker = value_of_first(all_or_none(mark))
+    marker = broadcast_object(all_or_none(mark))
     assert marker is not None
     appears = _appears(output_dir / marker.name)
     is_blind = any_rank(not appears)
     if rank == 0:
         marker.unlink()
     if is_blind:
-        seen = values_of_all((THIS_RANK.host, appears))
+        seen = all_gather_object((THIS_RANK.host, appears))
         blind = [number for number, (_, sees) in enumerate(seen) if not sees]
         raise UserError(
             f"--output_dir {output_dir}: {spell_ranks(blind)} (host {seen[blind[0]][0]}) cannot see what rank 0 (host "

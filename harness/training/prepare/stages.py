@@ -26,7 +26,7 @@ from harness.parallel.pipeline.partition import stage_boundaries
 from harness.parallel.pipeline.staged_module import build_layers
 from harness.parallel.values import Value
 from harness.schedules import DEFAULT, ModelChunks
-from harness.topology.agreement import values_of_all
+from harness.topology.agreement import all_gather_object
 from harness.topology.layout import Layout
 from harness.training.engine.context import EngineContext
 from harness.training.engine.losses import Loss, targets
@@ -114,7 +114,7 @@ def stage_lines(
     """Return one line for each stage; all ranks call it."""
     groups, chunks = context.groups, context.resolved.chunks
     held = sum(_size(parameter) for parameter in module.parameters())
-    sizes = values_of_all((groups.coordinate.stage, held))
+    sizes = all_gather_object((groups.coordinate.stage, held))
     largest = {stage: max(size for s, size in sizes if s == stage) for stage, _ in sizes}
     lines = []
     for stage in sorted(largest):

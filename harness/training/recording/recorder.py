@@ -27,7 +27,7 @@ from harness.errors import UserError, reason
 from harness.parallel.collectives import shares_memory
 from harness.resilience.process import signals
 from harness.resilience.process.activity import inside
-from harness.topology.agreement import all_or_none, values_on_first
+from harness.topology.agreement import all_or_none, gather_object
 from harness.topology.layout import AXES
 from harness.training.callbacks import StepRecord
 from harness.training.engine.outputs import continued
@@ -138,7 +138,7 @@ class Recorder:
         self._unlogged: list[StepRecord] = []
 
     def __enter__(self) -> Recorder:
-        hosts = values_on_first(socket.gethostname())
+        hosts = gather_object(socket.gethostname())
         all_or_none(lambda: self._begin(hosts) if self.writes else None)
         return self
 

@@ -15,7 +15,7 @@ from harness.console import Console
 from harness.deepspeed.zero3_parameters import held_values
 from harness.errors import UserError
 from harness.parallel.host import numbers
-from harness.topology.agreement import any_rank, spell_ranks, values_of_all
+from harness.topology.agreement import all_gather_object, any_rank, spell_ranks
 from harness.training.engine.engine import Engine, Evidence, StepOutcome
 from harness.wording import counted
 
@@ -42,7 +42,7 @@ class NonFinite:
         overflow = not outcome.finite_gradient and not engine.scales_loss
         if not lost and not overflow:
             return
-        seen = values_of_all(engine.evidence())
+        seen = all_gather_object(engine.evidence())
         what = f"the loss is {outcome.loss}" if lost else "the gradient is not finite, although the loss is"
         text = f"step {step}: {what} ({origin(seen, loss=lost)})"
         if self.policy == "stop":
@@ -78,7 +78,7 @@ class NonFinite:
         bad = _not_finite({n: p for n, p in engine.deepspeed.module.named_parameters() if p.requires_grad})
         if not any_rank(bad is not None):
             return
-        rank, name = next((rank, name) for rank, name in enumerate(values_of_all(bad)) if name is not None)
+        rank, name = next((rank, name) for rank, name in enumerate(all_gather_object(bad)) if name is not None)
         text = f"{name} is not finite (rank {rank})"
         if self.policy == "stop":
             raise UserError(f"{text}: {target} is not written; resume from an older checkpoint")

@@ -31,7 +31,7 @@ from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.resilience.process.activity import inside
-from harness.topology.agreement import all_or_none, value_of_first
+from harness.topology.agreement import all_or_none, broadcast_object
 from harness.training.engine.user_optimizer import UserOptimizer
 from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint, resolve_for
@@ -54,7 +54,7 @@ def load(run: Run, checkpoint: Path) -> TrainingProgress:
     state.global_step = progress.step
     state.consumed_samples = progress.consumed_samples
     run.evaluation_due = progress.evaluation_due
-    of_first_rank = lambda path: value_of_first(damage(path))  # noqa: E731  hosts may see different files
+    of_first_rank = lambda path: broadcast_object(damage(path))  # noqa: E731  hosts may see different files
     is_own = checkpoint.resolve().parent == run.spec.output_dir.resolve()  # resolved, as a path has several spellings
     folder = run.spec.output_dir if is_own else checkpoint.absolute().parent
     if lost := restore_best(run.spec.args, state, progress.best, folder, of_first_rank):
@@ -104,7 +104,7 @@ def resume_named(run: Run, name: str | Path | bool) -> None:
                 f"--num_train_epochs takes {steps} steps: give resume_from_checkpoint to TrainingArguments instead"
             )
     resume(run, checkpoint)
-    run.run_id = value_of_first(run_id(checkpoint))
+    run.run_id = broadcast_object(run_id(checkpoint))
 
 
 def resume(run: Run, checkpoint: Path) -> None:

@@ -48,7 +48,7 @@ def test_between_two_events_a_step_is_a_straight_path(tmp_path: Path) -> None:
     assert 20 < len(loop) <= 40 and len({file for file, _ in loop}) <= 8
     names = {name for _, name in loop}
     assert {"Trainer._after_step", "BatchStream.next_step", "Recorder.step", "MetricsFile.write"} <= names
-    events = {"Run.events_after", "Run.next_event", "keywords", "largest", "record_step", "Secrets.without"}
+    events = {"Run.events_after", "Run.next_event", "keywords", "all_reduce_max", "record_step", "Secrets.without"}
     assert not names & (events | {"sample_order", "padding_of"})  # not needed here, or computed once for many steps
     assert not {name for name in names if name.startswith(("Checkpoints.", "Rollback.", "TrainerCallback."))}
     model = {(file, name) for file, name in walk.called if file.startswith(MODEL)}
