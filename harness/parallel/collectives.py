@@ -1,4 +1,4 @@
-"""Collectives over a process group: by torch.distributed, or for CPU tensors through memory that its ranks share."""
+"""Collectives over a process group: torch.distributed, or shared memory for CPU tensors on one host."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from harness.topology.env import run_timeout
 
-# torch 2.13 has renamed these two and warns about the old names; torch 2.11 has only the old ones
+# torch 2.13 renamed these two and warns about the old names; torch 2.11 has only the old ones.
 _HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
 gather_single = dist.all_gather_single if _HAS_NEW_NAMES else dist.all_gather_into_tensor
 scatter_single = dist.reduce_scatter_single if _HAS_NEW_NAMES else dist.reduce_scatter_tensor
 
 
 class SharedMemory(Protocol):
-    """The memory that the ranks of a group share, and its collectives; see the functions of this module.
+    """Shared memory of a group's ranks, with collectives like the functions of this module.
 
-    With `out`, a method fills and returns that tensor; `start_...` begin, and return a function that completes.
+    With `out`, a method fills and returns that tensor; `start_...` methods begin and return a function that waits.
     """
 
     def all_reduce(
@@ -37,14 +37,14 @@ class SharedMemory(Protocol):
 
 
 OpenMemory: TypeAlias = Callable[[dist.ProcessGroup, timedelta], SharedMemory | None]
-"""Opens the memory of a group, all of whose ranks call it within the time; None on all of them if they share none."""
+"""Opens a group's shared memory; None on all ranks if there is none. All ranks call it within the timeout."""
 
 _OPEN: dict[tuple[int, ...], SharedMemory] = {}
-"""Shared memory by the ranks that share it, not by group: DeepSpeed makes groups of its own of the same ranks."""
+"""Shared memory by ranks rather than by group, because DeepSpeed creates its own groups of the same ranks."""
 
 
 def share_memory(groups: Iterable[dist.ProcessGroup | None], open_memory: OpenMemory) -> None:
-    """Open shared memory for each of these groups whose ranks are on one host.
+    """Open shared memory for each group whose ranks are on one host.
 
     All ranks of a group must call it, with their groups in the same order.
     """
@@ -56,18 +56,16 @@ def share_memory(groups: Iterable[dist.ProcessGroup | None], open_memory: OpenMe
 
 
 def leave_memory() -> None:
-    """Close all shared memory."""
     while _OPEN:
         _OPEN.popitem()[1].close()
 
 
 def shares_memory(group: dist.ProcessGroup | None) -> bool:
-    """Return whether the ranks of `group` share memory."""
     return group is not None and _ranks(group) in _OPEN
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of `x` (any shape) over the group, in a new tensor."""
+    """All-reduce `x` into a new tensor."""
     if (memory := _memory(x, group)) is not None:
         return memory.all_reduce(x)
     total = _copy(x)
@@ -84,7 +82,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor
 
 
 def all_reduce_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace `x` (any shape), which must be contiguous, by its sum over the group."""
+    """All-reduce a contiguous `x` in place."""
     if (memory := _memory(x, group)) is not None:
         memory.all_reduce(x, out=x)
     else:
@@ -92,7 +90,7 @@ def all_reduce_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def all_reduce_max(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the elementwise maximum of `x` (any shape) over the group, in a new tensor."""
+    """All-reduce `x` by the elementwise maximum into a new tensor."""
     if (memory := _memory(x, group)) is not None:
         return memory.all_reduce(x, torch.maximum)
     found = _copy(x)
@@ -101,7 +99,7 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
-    """Return the tensors `x` [n, ...] of all ranks of the group, which must have the same shape, in rank order."""
+    """All-gather `x` [n, ...], of the same shape on all ranks; return one tensor per rank, in rank order."""
     if (memory := _memory(x, group)) is not None:
         return memory.all_gather(x).unbind()
     whole = x.new_empty((dist.get_world_size(group) * x.shape[0], *x.shape[1:]))
@@ -110,8 +108,10 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Sequence[Tensor]:
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin a reduce-scatter of `x` [n, ...]; return a function that waits for this rank's share [n / ranks, ...] of
-    the sum. Until then `x` may not change."""
+    """Begin a reduce-scatter of `x` [n, ...]; return a function that waits for this rank's shard [n / ranks, ...].
+
+    Until then `x` must not change.
+    """
     if (memory := _memory(x, group)) is not None:
         return memory.start_reduce_scatter(x)
     total, x = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:])), x.contiguous()
@@ -122,7 +122,7 @@ def start_all_to_all(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.Proc
     """Begin an all-to-all of rows; return a function that waits for the rows [m, ...] from all ranks, in rank order.
 
     Args:
-        x: rows [n, ...] for all ranks, sorted by rank; it may not change until that function has returned.
+        x: rows [n, ...] for all ranks, sorted by rank; it must not change until that function has returned.
         sizes: rank i sends `sizes[i][j]` rows to rank j.
     """
     if (memory := _memory(x, group)) is not None:
@@ -135,9 +135,9 @@ def start_all_to_all(x: Tensor, sizes: Sequence[Sequence[int]], group: dist.Proc
 
 
 def all_reduce_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Replace `x` (any shape) by its sum over the group, through shared memory only; return False if it cannot.
+    """All-reduce `x` in place through shared memory; return False, on all ranks alike, if that is impossible.
 
-    This and the next three functions are for `carry_collectives`: all ranks of a group decide alike.
+    This and the next three functions are arguments of `carry_collectives`.
     """
     memory = None if not x.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.all_reduce(x, out=x) is x
@@ -162,9 +162,9 @@ def reduce_scatter_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup 
 
 
 def means_in_memory(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor] | None:
-    """Return this rank's part of the mean of each tensor over the group, through shared memory only; None if it cannot.
+    """Reduce-scatter each tensor to its mean through shared memory; None if that is impossible.
 
-    The tensors (any shape) must be contiguous and of one dtype. A part is flat, [elements / ranks, rounded up].
+    The tensors must be contiguous and of one dtype. A shard is flat, [elements / ranks, rounded up].
     """
     memory = _memory(tensors[0], group or dist.group.WORLD)
     return None if memory is None else memory.mean_of_parts(tensors)
@@ -179,7 +179,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _ended(work: dist.Work | None, total: Tensor, *_sent: Tensor) -> Callable[[], Tensor]:
-    """Return a function that waits for `work` and returns `total`; it keeps the tensors being sent alive until then."""
+    """Return a function that waits for `work` and returns `total`; it keeps the sent tensors alive until then."""
 
     def wait() -> Tensor:
         if work is not None:

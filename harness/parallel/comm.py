@@ -1,10 +1,10 @@
 """The communication of tensor parallelism, as differentiable functions of a tensor and a process group.
 
 Each has a forward and a backward (f and g in Shoeybi et al. 2019, arXiv 1909.08053, figure 3). A tensor is *whole* if
-every rank of the group holds the same values, *split* if each rank holds its share of the last dimension in rank order,
-and *partial* if the ranks' tensors still have to be summed. Nothing is changed in place. Shares need not be equal:
-`widths` has the sizes of all ranks' shares. Without a group, or with a group of one rank, every function returns its
-input: no copy, no node in the graph. All ranks of the group must call the functions in the same order.
+every rank of the group holds the same values, *split* if each rank holds a shard of the last dimension in rank order,
+and *partial* if the ranks' tensors still have to be summed. Nothing is changed in place. Shards need not be equal:
+`widths` holds their sizes in rank order. Without a group, or in a group of one rank, every function returns its input:
+no copy, no graph node. All ranks of the group must call the functions in the same order.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from harness.parallel.collectives import all_gather, all_reduce, all_reduce_max
 from harness.parallel.compiling import Eager
 
 Context: TypeAlias = Any
-"""The context that torch hands from a forward to its backward: an object that takes any attribute."""
+"""The context that torch passes from forward to backward: an object that takes any attribute."""
 
-# Names of the autograd nodes at which a walk from the output to the inputs enters split values, and leaves them.
+# Names of the autograd nodes at which a walk from the output to the inputs enters and leaves split values.
 INTO_SPLIT = frozenset({"_ReduceFromGroupBackward", "_GatherFromGroupBackward", "_ScatterSequenceBackward"})
 OUT_OF_SPLIT = frozenset(
     {"_CopyToGroupBackward", "_CopyOnceBackward", "_CopyTailToGroupBackward", "_SplitToGroupBackward"}
 )
-# Likewise for values of all tokens and of a share of them: see `harness.parallel.tensor.sequence`.
+# The same for values of all tokens and of a shard of the sequence: see `harness.parallel.tensor.sequence`.
 GATHERS_SHARES, SPLITS_SEQUENCE = "_GatherSequenceBackward", "_SplitSequenceBackward"
 
 
@@ -37,8 +37,8 @@ GATHERS_SHARES, SPLITS_SEQUENCE = "_GatherSequenceBackward", "_SplitSequenceBack
 class TensorParallel:
     """One rank's place in its tensor-parallel group.
 
-    `group` may be None for modules that are only built on the meta device, for their sizes and shards. They do not
-    communicate, so they must not be run if `size` is above 1.
+    `group` may be None for modules that are only built on the meta device, for their sizes and shards. Such modules
+    must not run if `size` is above 1, because they cannot communicate.
     """
 
     group: dist.ProcessGroup | None = None
@@ -47,12 +47,12 @@ class TensorParallel:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> TensorParallel:
-        """Return the calling rank's place in `group`; no group is a group of one."""
+        """Return the calling rank's place in `group`; None is a group of one rank."""
         return cls(group=group, rank=group_rank(group), size=group_size(group))
 
 
 ALONE = TensorParallel()
-"""The place of a rank in a group of its own."""
+"""The only rank of a group."""
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
@@ -66,30 +66,31 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 
 apply: Eager[..., Tensor] = Eager(vars(torch.autograd.Function)["apply"].__func__)
-"""Call an autograd function: `apply(function, *inputs)` returns its output (any shape), and is never compiled. It is
-torch's own `apply`, with the types that torch lacks."""
+"""Call an autograd function: `apply(function, *inputs)` returns its output and is never compiled.
+
+torch's own `apply`, with the types that torch lacks.
+"""
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the whole `x` [...] itself. Backward: sum the partial gradients over the group (f)."""
+    """Return the whole `x` [...]. Backward: all-reduce the partial gradient (f)."""
     return x if group_size(group) == 1 else apply(_CopyToGroup, x, group)
 
 
 def copy_tail_to_group(x: Tensor, tail: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Act as `copy_to_group` on the last `tail` entries of `x` [..., n]; pass the others on with their own gradient."""
+    """Act as `copy_to_group` on the last `tail` entries of `x` [..., n], and as the identity on the others."""
     return x if group_size(group) == 1 else apply(_CopyTailToGroup, x, tail, group)
 
 
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum the partial `x` [...] over the group. Backward: return the whole gradient itself (g)."""
+    """All-reduce the partial `x` [...]. Backward: the identity (g)."""
     return x if group_size(group) == 1 else apply(_ReduceFromGroup, x, group)
 
 
 def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
-    """Join the shares `x` [..., n] of the ranks into [..., sum of n]; without `widths` all n are equal.
+    """All-gather the shards `x` [..., n] into [..., sum of n]; without `widths` all n are equal.
 
-    Backward: keep this rank's share of the gradient, which must be whole: what follows is computed alike on every
-    rank.
+    Backward: keep this rank's shard of the gradient, which must be whole, as every rank computes the same from there.
     """
     if group_size(group) == 1:
         return x
@@ -97,9 +98,9 @@ def gather_from_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequen
 
 
 def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[int] = ()) -> Tensor:
-    """Keep this rank's share of the whole `x` [..., n], n / size without `widths`.
+    """Keep this rank's shard of the whole `x` [..., n], n / size without `widths`.
 
-    Backward: join the gradients of the shares into the whole. Raises ValueError if the shares do not add up to n.
+    Backward: all-gather the gradient. Raises ValueError if the widths do not add up to n.
     """
     size = group_size(group)
     if size == 1:
@@ -111,21 +112,21 @@ def split_to_group(x: Tensor, group: dist.ProcessGroup | None, widths: Sequence[
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the sum of `x` [...] over the group, a new tensor of the same shape without a graph: for gradients."""
+    """All-reduce `x` [...] into a new tensor without a graph, for gradients."""
     if group is None or group_size(group) == 1:
         return x
     return all_reduce(x, group)
 
 
 def max_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the elementwise maximum of `x` [...] over the group, a new tensor of the same shape without a graph."""
+    """All-reduce `x` [...] by the elementwise maximum into a new tensor without a graph."""
     if group is None or group_size(group) == 1:
         return x
     return all_reduce_max(x, group)
 
 
 def _join(x: Tensor, group: dist.ProcessGroup, widths: tuple[int, ...]) -> Tensor:
-    padded = pad(x, (0, max(widths) - x.shape[-1])).contiguous()  # collectives want one size on all ranks
+    padded = pad(x, (0, max(widths) - x.shape[-1])).contiguous()  # collectives need one size on all ranks
     shares = zip(all_gather(padded, group), widths, strict=True)
     return torch.cat([share[..., :width] for share, width in shares], dim=-1)
 

@@ -1,7 +1,7 @@
-"""Compile a model's layers with torch.compile, and keep chosen functions out of it.
+"""Compile a model's layers with torch.compile, except for chosen functions.
 
-Each layer is compiled on its own, so the schedule is not compiled. Functions that communicate, or that keep state
-between calls, are not compiled; the compiler breaks its graph there.
+Each layer is compiled by itself, so the schedule is not compiled. Functions that communicate or keep state between
+calls are not compiled: the graph breaks there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _EAGER: list[Eager[..., object]] = []
 class Eager(Generic[P, R]):
     """A function that is never compiled.
 
-    `torch.compiler.disable` as a decorator would import the compiler, about a second, in every run. So it is applied
-    only once a layer is compiled.
+    `torch.compiler.disable` as a decorator would import the compiler in every run, which takes about a second. So it is
+    applied only when a layer is compiled.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -36,7 +36,7 @@ class Eager(Generic[P, R]):
         return self.run(*args, **kwargs)
 
     def keep_out(self) -> None:
-        """Exclude the function from compilation; this imports the compiler."""
+        """Exclude the function from compilation, which imports the compiler."""
         self.run = torch.compiler.disable(self._function)
 
 
@@ -46,9 +46,9 @@ def eager(function: Callable[P, R]) -> Eager[P, R]:
 
 
 def compile_modules(modules: Iterable[nn.Module], **options: object) -> None:
-    """Have each module compiled when it is first called in training, and again when first called in evaluation.
+    """Compile each module at its first call in training, and again at its first call in evaluation.
 
-    `options` are those of torch.compile.
+    `options` are passed to torch.compile.
     """
     for function in _EAGER:
         function.keep_out()
@@ -57,7 +57,7 @@ def compile_modules(modules: Iterable[nn.Module], **options: object) -> None:
 
 
 def waits_for_compiler(backend: str) -> str:
-    """Return a line that says which steps compile, and where the code is kept for later runs."""
+    """Return a message that says which steps compile, and where the code is cached for later runs."""
     kept = ""
     if backend == INDUCTOR:
         from torch._inductor.runtime.cache_dir_utils import cache_dir

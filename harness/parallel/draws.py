@@ -1,13 +1,13 @@
-"""Dropout and other random numbers that are the same in every layout.
+"""Dropout and other random numbers that do not depend on the layout.
 
-While a pipeline layer runs in training, each draw has a seed of its own. The seed depends on the run's seed, the
-sample, the layer, and the number of draws that the layer has made before. So the numbers depend neither on the rank and
-the micro-batch that a sample is in, nor on whether the layer runs again to recompute activations. A tensor-parallel
-rank that holds a part of a tensor (some heads, some columns) draws for the whole tensor and takes its part.
+While a pipeline layer runs in training, each random draw has its own seed, a function of the run's seed, the sample,
+the layer, and the number of earlier draws in the layer. So the numbers depend neither on the rank and micro-batch of a
+sample, nor on whether activation checkpointing runs the layer again. A tensor-parallel rank with a shard of a tensor
+(some heads, some columns) draws for the whole tensor and takes its shard.
 
-A torch function mode catches calls that draw. Dropout, attention with dropout, `rand_like`, `randn_like` and methods
-that fill a tensor are drawn sample by sample. Any other call draws from the global generator of torch, numpy or Python,
-which is seeded for the micro-batch and the layer.
+A torch function mode intercepts calls that draw. Dropout, attention with dropout, `rand_like`, `randn_like` and methods
+that fill a tensor are drawn sample by sample. Any other call uses the global generator of torch, numpy or Python, which
+is seeded for the micro-batch and the layer.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from harness.parallel.comm import TensorParallel
 from harness.parallel.generators import default_generator, own_generators, seed_of
 
 Share: TypeAlias = tuple[int, tuple[int, ...]]
-"""A rank's index among the ranks that share a dimension, and the number of entries (or a proportion) of each."""
+"""A rank's index among the ranks that share a dimension, and each rank's number (or proportion) of entries."""
 _active: ContextVar[DrawCatcher | None] = ContextVar("active draws", default=None)
 
 
 class DrawCatcher(TorchFunctionMode, ABC):
-    """Catches calls that draw random numbers; if several are nested, only the innermost acts."""
+    """Intercepts calls that draw random numbers; of nested ones, only the innermost acts."""
 
     def __enter__(self) -> Self:
         self._outer = _active.set(self)
@@ -60,33 +60,32 @@ class DrawCatcher(TorchFunctionMode, ABC):
 
     @abstractmethod
     def fill(self, out: Tensor, method: str, /, *args: object, **options: object) -> Tensor:
-        """Fill `out` (any shape) with random numbers by one of its methods, and return it."""
+        """Fill `out` with random numbers by one of its methods, and return it."""
 
     @abstractmethod
     def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
-        """Seed the generator of `device` for a kernel that draws a dropout mask of `shape` by itself."""
+        """Seed the generator of `device` for a kernel that draws its own dropout mask of `shape`."""
 
 
 class DrawnShapes(DrawCatcher):
-    """Records the shape of each draw, and draws nothing: for a layer on the meta device."""
+    """Records the shape of each draw without drawing, for a layer on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[torch.Size] = []
 
     def fill(self, out: Tensor, _method: str, /, *_args: object, **_options: object) -> Tensor:
-        """Record the shape of `out` (any shape), and return it as it is."""
+        """Record the shape of `out` and return it unfilled."""
         self.shapes.append(out.shape)
         return out
 
     def seed_kernel(self, shape: torch.Size, _device: torch.device) -> None:
-        """Record the shape of a dropout mask."""
         self.shapes.append(shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawKey:
-    """Everything that the random numbers of one micro-batch depend on.
+    """The inputs that determine the random numbers of one micro-batch.
 
     Attributes:
         seed: the run's seed.
@@ -104,13 +103,13 @@ class DrawKey:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
-        """Key all draws while pipeline layer `index` runs."""
+        """Key all draws of pipeline layer `index` in this context."""
         with own_generators(seed_of(self.seed, self.first_sample, index), self.device), KeyedDraws(self, index):
             yield
 
 
 class DrawKeys:
-    """The keys of the micro-batches that this rank trains on, in the order of their forward passes.
+    """The keys of this rank's micro-batches, in the order of their forward passes.
 
     The k-th micro-batch of a global batch belongs to data reader k % readers (see `BatchStream`).
     """
@@ -134,13 +133,13 @@ class DrawKeys:
         self.begin_step(0)
 
     def begin_step(self, consumed_samples: int) -> None:
-        """Begin a step; `consumed_samples` is the number of samples that all ranks have consumed in earlier steps."""
+        """Begin a step; `consumed_samples` counts the samples of all ranks in earlier steps."""
         self._first = consumed_samples + self.reader * self.micro_batch
         self._passed: Counter[int] = Counter()
 
     def next(self, chunk: int = 0) -> DrawKey:
-        """Return the key of this rank's next micro-batch of the step in a model chunk."""
-        # the readers take the micro-batches of a step in turn, so this rank's next one begins `readers` further on
+        """Return the key of this rank's next micro-batch of the step for a model chunk."""
+        # Readers take micro-batches in turn, so this rank's next one is `readers` micro-batches further on.
         first = self._first + self._passed[chunk] * self.readers * self.micro_batch
         self._passed[chunk] += 1
         return DrawKey(
@@ -152,8 +151,8 @@ class KeyedDraws(DrawCatcher):
     """Draws each random number from the key of a micro-batch and the index of a layer.
 
     Attributes:
-        whole: the shapes of the uncut layer's draws, in order, if tensor-parallel ranks hold parts of them.
-        shares: ways in which the tensor-parallel ranks share widths of the layer: entries of each rank, in rank order.
+        whole: the shapes of the uncut layer's draws, in order, if tensor-parallel ranks hold shards of them.
+        shares: ways in which tensor-parallel ranks split widths of the layer: entries of each rank, in rank order.
         tokens, heads: how context ranks share the sequence and the attention heads; None if they do not.
     """
 
@@ -168,11 +167,11 @@ class KeyedDraws(DrawCatcher):
         self._count = 0
 
     def fill(self, out: Tensor, method: str, /, *args: object, **options: object) -> Tensor:
-        """Fill `out` (any shape) with this rank's part of the numbers that the uncut layer would draw."""
+        """Fill `out` with this rank's shard of the numbers that the uncut layer would draw."""
         whole, starts, number, share = self._next_shape(out.shape)
         if not out.numel():
             return out
-        # a first dimension of samples x tokens counts as per sample too: rows of one sample are consecutive
+        # A first dimension of samples x tokens also counts as per sample: the rows of a sample are consecutive.
         per_sample = out.dim() > 0 and out.shape[0] % self.key.samples == 0 == whole[0] % self.key.samples
         samples = self.key.samples if per_sample else 1
         parts = out.unflatten(0, (samples, -1)).unbind() if per_sample else [out]
@@ -191,23 +190,23 @@ class KeyedDraws(DrawCatcher):
         return out
 
     def seed_kernel(self, shape: torch.Size, device: torch.device) -> None:
-        """Seed the generator of `device` by the micro-batch, the layer and the number of the draw."""
+        """Seed the generator of `device` for the micro-batch, the layer and the number of the draw."""
         whole, _, number, share = self._next_shape(shape)
-        if whole != shape:  # the kernel cannot draw for the whole tensor: ranks at least draw different masks
+        if whole != shape:  # the kernel cannot draw the whole mask: at least each rank draws a different one
             share = self.key.tensor.rank + self.key.tensor.size * (self.heads[0] if self.heads is not None else 0)
         default_generator(device).manual_seed(self._seed(number, 0, share))
 
     def _next_shape(self, own: torch.Size) -> tuple[torch.Size, dict[int, int], int, int]:
-        """Find the uncut tensor to which the next draw belongs, and this rank's part of it.
+        """Find the uncut tensor to which the next draw belongs, and this rank's shard of it.
 
-        Return the shape of the whole tensor, the start of this rank's share in it along each shared dimension, the
-        number of the draw, and a number that goes into the seed: 0, or different on each rank if its share is unknown.
+        Returns the shape of the whole tensor, the start of this rank's shard along each split dimension, the number of
+        the draw, and a number that enters the seed: 0, or different on each rank if its shard is unknown.
         """
         number, self._count = self._count, self._count + 1
         whole = self.whole[number] if number < len(self.whole) else own
         differing = [dim for dim, (a, b) in enumerate(zip(whole, own, strict=False)) if a != b]
         several = len(differing) > 1 and self.tokens is None
-        if len(whole) != len(own) or not differing or several:  # not known to be cut: all ranks draw the same numbers
+        if len(whole) != len(own) or not differing or several:  # not known to be split: all ranks draw the same numbers
             return own, {}, number, 0
         starts, samples = {}, self.key.samples
         for dim in differing:
@@ -219,10 +218,10 @@ class KeyedDraws(DrawCatcher):
         return whole, starts, number, 0
 
     def _start(self, whole: int, own: int) -> int | None:
-        """Return where this rank's `own` of `whole` entries start; None if no known way of sharing gives `own` entries.
+        """Return the start of this rank's `own` of `whole` entries; None if no known split gives `own` entries.
 
-        A dimension may be shared twice: tokens by context ranks, then each stretch by tensor-parallel ranks; or heads
-        by tensor-parallel ranks, then those of a rank by context ranks.
+        A dimension may be split twice: tokens over context ranks, then over tensor-parallel ranks; or heads over
+        tensor-parallel ranks, then over context ranks.
         """
         tensor: list[Share] = [(self.key.tensor.rank, widths) for widths in self.shares]
         tensor.append((self.key.tensor.rank, (1,) * self.key.tensor.size))
@@ -246,12 +245,12 @@ class KeyedDraws(DrawCatcher):
 def expect_shapes(
     shapes: Callable[[], Sequence[torch.Size]], shares: Sequence[tuple[int, ...]] = (), tokens: Share | None = None
 ) -> None:
-    """Tell the layer that runs now which shapes it would draw if it were not cut.
+    """Tell the running layer which shapes its uncut form would draw.
 
     Args:
-        shapes: returns those shapes, in order; called only if ranks hold parts of the layer.
-        shares: how tensor-parallel ranks share its widths, if not equally.
-        tokens: how context ranks share the sequence, if they do.
+        shapes: returns those shapes, in order; called only if the layer is split over ranks.
+        shares: how tensor-parallel ranks split its widths, if not equally.
+        tokens: how context ranks split the sequence; None if they do not.
     """
     active = _active.get()
     if isinstance(active, KeyedDraws) and (active.key.tensor.size > 1 or tokens is not None):
@@ -262,7 +261,7 @@ def expect_shapes(
 
 @contextmanager
 def expect_heads(rank: int, widths: tuple[int, ...]) -> Iterator[None]:
-    """Tell the layer that runs now how context ranks share the heads for which it draws in this context."""
+    """Tell the running layer how context ranks split the heads for which it draws in this context."""
     active = _active.get()
     if isinstance(active, KeyedDraws):
         active.heads = rank, widths
@@ -274,7 +273,7 @@ def expect_heads(rank: int, widths: tuple[int, ...]) -> Iterator[None]:
 
 
 def _part(share: Share, whole: int) -> tuple[int, int] | None:
-    """Return start and size of a rank's part of `whole` entries; None if the ranks' proportions do not divide them."""
+    """Return start and size of a rank's share of `whole` entries; None if the proportions do not divide them."""
     rank, widths = share
     total = sum(widths)
     if any(width * whole % total for width in widths):
@@ -284,7 +283,7 @@ def _part(share: Share, whole: int) -> tuple[int, int] | None:
 
 @contextmanager
 def draws_of_layer(index: int) -> Iterator[None]:
-    """Draw as pipeline layer `index` does, from its first draw on: for a computation that several layers repeat."""
+    """Draw as pipeline layer `index` from its first draw on, for a computation that several layers repeat."""
     active = _active.get()
     if isinstance(active, KeyedDraws):
         with active.key.layer(index):
@@ -295,7 +294,7 @@ def draws_of_layer(index: int) -> Iterator[None]:
 
 @contextmanager
 def draws_apart(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Enter `own_generators` for a computation that does not belong to the layer that runs now, if one does."""
+    """Enter `own_generators` for a computation that does not belong to the running layer."""
     outer = _active.set(None)
     try:
         with own_generators(seed, device):
@@ -331,10 +330,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute attention as torch's `scaled_dot_product_attention` documents it, with keyed dropout.
+    """Compute attention as torch documents `scaled_dot_product_attention`, with keyed dropout.
 
-    On a GPU, torch's kernels draw the dropout mask by themselves from the generator's seed, so seeding is all that can
-    be done. On the CPU there is no such kernel, and dropout draws sample by sample.
+    On a GPU, torch's kernels draw the dropout mask themselves from the generator's seed, so it can only be seeded. On
+    the CPU there is no such kernel, and dropout is drawn sample by sample.
     """
     if query.device.type != "cpu":
         if dropout_p:
@@ -362,7 +361,7 @@ def _attention(
 def _fill(catcher: DrawCatcher, tensor: Tensor, *args: object, method: str, **options: object) -> Tensor:
     if any(isinstance(value, Tensor) for value in (*args, *options.values())) or options.get("generator") is not None:
         filled: Tensor = getattr(tensor, method)(*args, **options)
-        return filled  # drawn by the caller's own generator, or with parameters for each entry
+        return filled  # drawn by the caller's generator, or with a parameter for each entry
     options.pop("generator", None)
     return catcher.fill(tensor, method, *args, **options)
 

@@ -1,4 +1,4 @@
-"""Make seeds from keys, and draw random numbers without changing the state of the run's generators."""
+"""Derive seeds from keys, and draw random numbers without changing the state of the run's generators."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 import torch
 
 ON_HOST = ("cpu", "meta")
-"""Types of devices that draw from the generator of the CPU."""
+"""Device types that use the CPU's generator."""
 
 
 def seed_of(*key: object) -> int:
-    """Return a seed from 0 to 2**63 - 1 that depends on all parts of `key`, the same in every process.
+    """Return a seed in [0, 2**63) that depends on all parts of `key`, the same in every process.
 
-    Parts must print alike everywhere: numbers and text. Python's `hash` would differ between processes.
+    Parts must print alike everywhere, like numbers and text. Python's `hash` would differ between processes.
     """
     digest = hashlib.blake2b("\0".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # 63 bits, so that it is positive as a signed integer
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that torch draws from on `device`."""
+    """Return torch's default generator of `device`."""
     if device.type in ON_HOST:
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -52,10 +52,10 @@ def own_torch_generators(seed: int, device: torch.device | None = None) -> Itera
 
 @contextmanager
 def own_generators(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Draw random numbers from `seed` in this context; afterwards all generators are in their earlier state.
+    """Draw random numbers from `seed` in this context; restore all generators afterwards.
 
-    It covers the global generators of torch (on the CPU and on `device`), numpy and Python. Other devices are left
-    alone: `torch.manual_seed` would reset their generators in the middle of a run. It does not wait for the device.
+    Covers the global generators of torch (on the CPU and on `device`), numpy and Python. Other devices are untouched:
+    `torch.manual_seed` would reset their generators in the middle of a run. Does not wait for the device.
     """
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
@@ -68,7 +68,7 @@ def own_generators(seed: int, device: torch.device | None = None) -> Iterator[No
 
 
 def reseed(seed: int) -> None:
-    """Draw from another seed within `own_generators`, on the CPU: keeping the earlier states takes ten times longer."""
+    """Switch to another seed within `own_generators`, on the CPU; saving states again would take ten times longer."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)  # numpy takes 32 bits
     random.seed(seed)

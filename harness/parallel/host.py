@@ -1,7 +1,7 @@
 """Copy between the host and an accelerator with as few synchronisations as possible.
 
-To read a value, the host waits for all work queued on the accelerator, and queues nothing meanwhile. Reading many
-values at once costs one such wait. Copies from pinned memory to the device need none.
+To read a value, the host waits for all work queued on the accelerator and queues nothing meanwhile. Reading many values
+at once costs one such wait. Copies from pinned memory to the device need none.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Key = TypeVar("Key")
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Return a tensor, or a tuple of tensors, on the device; floating ones in `dtype`, if it is given.
+    """Move a tensor or a tuple of tensors to the device, floating-point tensors also to `dtype` if given.
 
-    The copy is made from pinned memory, so the host does not wait and the accelerator computes meanwhile.
+    The copy comes from pinned memory, so the host does not wait and the accelerator computes meanwhile.
     """
     if not isinstance(value, Tensor):
         return tuple(map(partial(to_device, device=device, dtype=dtype), value))
@@ -32,19 +32,19 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
 
 
 def numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Return scalars as numbers; those on an accelerator are read in one copy, with one wait."""
+    """Return scalars as numbers, reading all that are on an accelerator in one copy with one wait."""
     return reading(values)()
 
 
 def reading(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
-    """Queue a copy of scalars to the host; return a function that waits for it and returns them as numbers.
+    """Queue a copy of scalars to the host; return a function that waits for it and returns numbers.
 
-    It does not wait for what is queued on the accelerator after this call, which computes on meanwhile.
+    The wait does not include work queued on the accelerator after this call.
     """
     far: dict[int, Tensor] = {}
     for index, value in enumerate(values):
         if isinstance(value, Tensor) and value.device.type != "cpu":
-            # as float64, in which counts of up to 2**53 stay exact, so that all fit into one tensor
+            # All scalars share one float64 tensor, in which counts up to 2**53 stay exact.
             far[index] = value.detach().double().reshape(())
     if not far:
         return partial(list, list(map(float, values)))
@@ -64,16 +64,16 @@ def reading(values: Sequence[Tensor | float]) -> Callable[[], list[float]]:
 
 
 def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised host tensor [*shape], pinned if the device is an accelerator: copies need no wait."""
+    """Return an uninitialised host tensor, pinned for an accelerator so that copies need no wait."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 @torch.no_grad()
 def brought_to_host(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[tuple[Key, Tensor]]:
-    """Yield each tensor's key and its copy (any shape) on the host, in order; the host waits once per `BATCH_BYTES`.
+    """Yield each key with a host copy of its tensor, in order; the host waits once per `BATCH_BYTES`.
 
-    A tensor that is on the host already, or is larger than `BATCH_BYTES`, is yielded itself. No more than `BATCH_BYTES`
-    wait to be yielded, and one tensor, so `tensors` may make each when it is asked for.
+    A tensor that is already on the host, or larger than `BATCH_BYTES`, is yielded uncopied. At most `BATCH_BYTES` plus
+    one tensor are held back, so `tensors` may produce each tensor on demand.
     """
     batch: list[tuple[Key, Tensor]] = []
     size, waiting = 0, None

@@ -1,9 +1,9 @@
-"""Compute parts of a model for one *tile* of the tokens at a time, so that their activations take less memory.
+"""Compute parts of a model for one *tile* of the tokens at a time, to save activation memory.
 
-This is exact for parts that work on each token alone: the output layer with the loss, feed-forward blocks, norms. Only
-the input and the output of a tile are kept. The backward recomputes the tile (Bekman et al. 2025, Arctic Long Sequence
-Training, arXiv 2506.13996, section 3.1). So logits, or the activations inside a feed-forward block, never exist for
-more than one tile.
+This is exact for parts that compute each token alone: the output layer with the loss, feed-forward blocks, norms. Only
+the input and the output of a tile are kept, and the backward recomputes the tile (Bekman et al. 2025, Arctic Long
+Sequence Training, arXiv 2506.13996, section 3.1). So logits, or the activations inside a feed-forward block, never
+exist for more than one tile.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ from torch.utils.checkpoint import checkpoint
 from harness.parallel.values import Argument
 
 OfTile = Callable[[Tensor, int, int], Tensor]
-"""Called with the logits of tokens `start` to `stop` - 1, [batch, tokens, vocabulary], and with start and stop; returns
-the sum of their losses, a scalar."""
+"""Maps the logits [batch, tokens, vocabulary] of tokens `start` to `stop` - 1, start and stop to their summed loss."""
 
 
 def tiles(length: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of each tile of at most `size` of `length` tokens; yield one empty tile for no tokens."""
+    """Yield start and stop of each tile of at most `size` tokens; for a length of 0, one empty tile."""
     yield from ((start, min(start + size, length)) for start in range(0, max(length, 1), size))
 
 
 @dataclass
 class LossTiles:
-    """Says whether the model's last layer computes the loss, tile by tile, or returns logits.
+    """Makes the model's last layer compute the loss tile by tile instead of returning logits.
 
     Attributes:
         tokens: number of tokens in a tile.
-        loss: computes the loss of a tile of the current micro-batch; None: the layer returns logits.
+        loss: computes the loss of a tile of the current micro-batch; if None, the layer returns logits.
     """
 
     tokens: int
     loss: OfTile | None = None
 
     def sum(self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the sum of the losses of all tokens, a scalar.
+        """Return the summed loss of all tokens, a scalar.
 
         Args:
             hidden: [batch, tokens, width].
@@ -51,8 +50,8 @@ class LossTiles:
         loss = self.loss
         assert loss is not None
         total = torch.zeros((), device=hidden.device)
-        # The backward of one split joins the gradients of all tiles. That of a slice would make a gradient of the
-        # length of `hidden` for every tile.
+        # The backward of one `split` joins the gradients of all tiles. A slice per tile would allocate a gradient of
+        # the length of `hidden` for each.
         for (start, stop), tile in zip(tiles(hidden.shape[1], self.tokens), hidden.split(self.tokens, 1), strict=True):
             total = total + computed_again(partial(_loss_of, loss, logits_of, start, stop), tile)
         return total
@@ -63,10 +62,10 @@ def _loss_of(loss: OfTile, logits_of: Callable[[Tensor], Tensor], start: int, st
 
 
 def tile_block(block: nn.Module, tokens: int) -> None:
-    """Let a module that works on each token alone compute `tokens` tokens at a time.
+    """Make a module that computes each token alone process `tokens` tokens at a time.
 
-    Arguments [batch, sequence, ...] are cut; any other argument is given to every tile as it is. Outputs [batch, tile,
-    ...] or [batch * tile, size] are joined; for any other output, the first tile's is returned.
+    Arguments [batch, sequence, ...] are cut; any other argument is passed unchanged to every tile. Outputs [batch,
+    tile, ...] or [batch * tile, size] are concatenated; for any other output, the first tile's is returned.
     """
     whole = block.forward
 
@@ -79,7 +78,7 @@ def tile_block(block: nn.Module, tokens: int) -> None:
         cut = [isinstance(x, Tensor) and x.dim() > 2 and tuple(x.shape[:2]) == (batch, length) for x in given]
         count = -(-length // tokens)
         columns = (x.split(tokens, 1) if rows else [x] * count for x, rows in zip(given, cut, strict=True))
-        # Tensors are handed on as arguments. Those that a closure holds would stay in memory until the backward.
+        # Pass tensors as arguments: tensors in a closure would stay in memory until the backward.
         of_tile = partial(_of_tile, whole, spec, cut)
         return _joined([computed_again(of_tile, *tile) for tile in zip(*columns, strict=True)], batch)
 
@@ -96,7 +95,7 @@ def _of_tile(whole: Callable[..., Argument], spec: TreeSpec, cut: list[bool], *g
 def computed_again(run: Callable[..., Argument], *given: Argument) -> Argument:
     """Return `run(*given)`; keep only `given` for the backward, which recomputes the rest.
 
-    `early_stop` is off: torch would end the recomputation by an exception, whose frames hold tensors.
+    `early_stop` is off, because torch would end the recomputation with an exception, whose frames hold tensors.
     """
     if not torch.is_grad_enabled():
         return run(*given)

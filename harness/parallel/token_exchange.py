@@ -1,17 +1,17 @@
-"""Send tokens to the ranks of their experts, and the outputs back.
+"""Send tokens to the ranks of their experts, and the outputs back (expert parallelism over data ranks).
 
-The ranks of a group hold different tokens and different experts. A token that is routed to k experts makes k pairs of a
-token and an expert. For each layer a rank
+The ranks of a group hold different tokens and different experts. A token routed to k experts makes k (token, expert)
+pairs. For each layer a rank
 
-1. sorts its pairs by expert, and tells the other ranks how many it sends for each (one wait for the device);
+1. sorts its pairs by expert, and exchanges the number of pairs per expert (one wait for the device);
 2. sends the tokens of its pairs;
 3. runs its own experts on the tokens that arrive, and sends the outputs back;
-4. returns for each of its tokens the weighted sum of its k outputs.
+4. returns the weighted sum of the k outputs of each token.
 
-No pair is dropped, and none is padded. The backward pass sends gradients along the same routes in reverse.
+No pair is dropped or padded. The backward pass sends gradients along the same routes in reverse.
 
-A rank waits for tokens only where it needs them. Meanwhile it runs the modules of its block that need no routed tokens
-(`plans/early_modules.py`), and, if tokens travel in several pieces, its experts on another piece. Autograd runs a graph
+A rank waits for tokens only when it needs them. Meanwhile it runs the modules of its block that need no routed tokens
+(`plans/early_modules.py`) and, if tokens travel in several pieces, its experts on another piece. Autograd runs a graph
 from its end, so gradients travel during the backward of the same computations.
 """
 
@@ -31,15 +31,15 @@ from harness.parallel.comm import ALONE, Context, TensorParallel, apply
 from harness.parallel.compiling import eager
 
 RunExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Runs experts: hidden states [tokens, width], indices and weights of experts [tokens, k] -> [tokens, width]."""
+"""Maps hidden states [tokens, width], expert indices and weights [tokens, k] to outputs [tokens, width]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbours:
-    """The ranks on the data axis over which a rank's experts are distributed.
+    """The data-parallel ranks over which experts are distributed.
 
     Attributes:
-        ranks: these ranks, and this rank among them.
+        ranks: these ranks, and this rank's place among them.
         pieces: number of pieces in which the tokens of a layer travel, one after the other.
     """
 
@@ -61,20 +61,21 @@ def run_at_owners(
     neighbours: Neighbours,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Return the weighted sums of the experts' outputs for this rank's tokens, in the shape of `hidden`.
+    """Return the weighted sum of the experts' outputs for each of this rank's tokens, in the shape of `hidden`.
 
     All ranks of the group call it.
 
     Args:
         experts: runs this rank's experts, which it counts from 0.
         hidden: [tokens, width], or [batch, sequence, width].
-        index: the experts of each token, [tokens, k]; pairs with an expert outside of `stretches` add nothing.
+        index: the experts of each token, [tokens, k]; pairs with an expert outside `stretches` add nothing.
         weights: the weights of these pairs in the sum, [tokens, k].
         stretches: (first, stop) of the experts of each rank of the group, in rank order and without gaps.
         meanwhile: called while the first tokens travel.
     """
     pieces, group = neighbours.pieces, neighbours.ranks.group
     assert group is not None
+    # One exchange of counts for all pieces, as each makes the host wait for the device.
     routes = Route.of(index.tensor_split(pieces), stretches, neighbours.ranks)
     on_their_way = []
     for rows, route in zip(hidden.reshape(-1, hidden.shape[-1]).tensor_split(pieces), routes, strict=True):
@@ -98,18 +99,18 @@ def _outputs(experts: RunExperts, arriving: Tensor, index: Tensor) -> Tensor:
     """
     if len(arriving):
         outputs = experts(arriving, index.unsqueeze(1), torch.ones_like(arriving[:, :1]))
-    else:  # a row of zeros keeps the experts and the exchange in the graph: other ranks' backward waits for this one's
+    else:  # a row of zeros keeps experts and exchange in the graph, since other ranks' backward waits for this one's
         one = arriving.sum(dim=0, keepdim=True)
         outputs = experts(one, index.new_zeros((1, 1)), torch.ones_like(one[:, :1]))[:0]
     return outputs.reshape(-1, outputs.shape[-1])
 
 
 def _weighed(outputs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Return the sums [tokens, width] of the pairs' outputs by `weights` [tokens, k].
+    """Return the weighted sums [tokens, width] of the pairs' outputs; `weights` are [tokens, k].
 
     Args:
         outputs: [pairs, width], in the order in which the pairs were sent.
-        order: number of each of these among all tokens x k pairs, [pairs].
+        order: index of each of these among all tokens x k pairs, [pairs].
     """
     of_pairs = outputs.new_zeros((weights.numel(), outputs.shape[1])).index_copy(0, order, outputs)
     return (of_pairs.view(*weights.shape, outputs.shape[1]) * weights.unsqueeze(-1)).sum(dim=1)
@@ -117,12 +118,12 @@ def _weighed(outputs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Which pairs of a token and an expert go where.
+    """Destinations of (token, expert) pairs.
 
     Attributes:
-        order: numbers of this rank's pairs in the order in which they are sent, sorted by expert, [pairs sent].
+        order: indices of this rank's pairs in sending order, sorted by expert, [pairs sent].
         sizes: `sizes[i][j]` pairs go from rank i to rank j.
-        experts: the expert of each pair that arrives, counted from this rank's first, [pairs that arrive].
+        experts: the expert of each arriving pair, counted from this rank's first, [pairs arriving].
     """
 
     order: Tensor
@@ -131,7 +132,7 @@ class Route:
 
     @classmethod
     def of(cls, pieces: Sequence[Tensor], stretches: Sequence[Stretch], ranks: TensorParallel) -> list[Route]:
-        """Return the route of each piece, given the experts [tokens, k] of its tokens; all ranks call it."""
+        """Return the route of each piece from the experts [tokens, k] of its tokens; all ranks call it."""
         assert ranks.group is not None
         first, stop = stretches[0][0], stretches[-1][1]
         widths = [end - start for start, end in stretches]
@@ -156,33 +157,33 @@ class Route:
 
 
 class RowExchange:
-    """An exchange of rows [rows, width] among all ranks, and in the backward of their gradients in reverse."""
+    """An all-to-all of rows [rows, width]; the backward sends the gradients in reverse."""
 
     def __init__(self, rows: Tensor, sizes: list[list[int]], group: dist.ProcessGroup) -> None:
-        """Begin to send `rows`, which lie in the order of the ranks that get them: `sizes[i][j]` go from i to j."""
+        """Begin to send `rows`, sorted by receiving rank: `sizes[i][j]` go from i to j."""
         self._sizes = sizes
         self._group = group
         self._wait: Callable[[], Tensor] | None = None
         self._begun = apply(_Send, rows, self)
 
     def end(self) -> Tensor:
-        """Wait for the rows from all ranks, and return them [arrived rows, width] in rank order."""
+        """Wait for the rows from all ranks; return them [arrived rows, width] in rank order."""
         return apply(_Arrive, self._begun, self)
 
     def start(self, rows: Tensor, *, back: bool = False) -> None:
-        """Begin to send rows [rows, width]; with `back`, the gradients of arrived rows, to where the rows came from."""
+        """Begin to send rows [rows, width], or with `back`, the gradients of arrived rows to their senders."""
         sizes = [list(sizes) for sizes in zip(*self._sizes, strict=True)] if back else self._sizes
         self._wait = start_all_to_all(rows, sizes, self._group)
 
     def wait(self) -> Tensor:
-        """Wait for the exchange that was started last, and return the rows that arrive [arrived rows, width]."""
+        """Wait for the last started exchange; return the arrived rows [arrived rows, width]."""
         assert self._wait is not None
         arrived, self._wait = self._wait(), None
         return arrived
 
 
 class _Send(torch.autograd.Function):
-    """Forward: begin to send; the output stands for it in the graph. Backward: wait for the gradients."""
+    """Forward: begin to send; the output is a token for it in the graph. Backward: wait for the gradients."""
 
     @staticmethod
     def forward(ctx: Context, rows: Tensor, exchange: RowExchange) -> Tensor:
@@ -210,10 +211,10 @@ class _Arrive(torch.autograd.Function):
 
 
 class _RowsOfPairs(torch.autograd.Function):
-    """Forward: returns the token of each pair, [pairs, width].
+    """Forward: return the token of each pair, [pairs, width].
 
-    Backward: sums the gradients of a token's pairs in a fixed order. The backward of `index_select` adds them in any
-    order on a GPU, so its bits differ from run to run.
+    Backward: sum the gradients of a token's pairs in a fixed order. On a GPU, the backward of `index_select` adds them
+    in any order, so its bits differ from run to run.
     """
 
     @staticmethod

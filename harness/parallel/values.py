@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 Value: TypeAlias = Tensor | tuple[Tensor, ...]
-"""The input of a pipeline layer, and its output, which is the input of the next layer."""
+"""The input or output of a pipeline layer; a layer's output is the next layer's input."""
 Argument: TypeAlias = Any
 """An argument of a module of a HuggingFace model: a tensor, a flag, a cache, a mapping of these."""
 Positional: TypeAlias = tuple[Argument, ...]

@@ -1,14 +1,14 @@
 """Compute weight gradients of linear layers later than the gradients of their inputs.
 
-The backward pass of y = x A^T + b computes two products: the gradient of x, which the previous layers need, and that of
-A, which only the update needs. While a `DeferredGradients` defers, a linear layer's backward pass computes only the
-first one, and keeps x and the gradient of y for the second. Biases, norms, embeddings and other layers get their
-gradients at once, and so do weights that are computed from parameters.
+The backward pass of y = x A^T + b computes two products: the gradient of x, which earlier layers need, and the gradient
+of A, which only the update needs. While a `DeferredGradients` defers, a linear layer's backward computes only the
+first, and keeps x and the gradient of y for the second. Biases, norms, embeddings and other layers get their gradients
+at once, and so do weights that are computed from parameters.
 
-`accumulate` computes the deferred ones, at the end of a pipeline stage's step or while something else goes on:
-column-parallel layers compute theirs while the gradient of their input is summed over the tensor-parallel group.
+`accumulate` computes the deferred products at the end of a pipeline stage's step, or to overlap with communication:
+column-parallel layers compute theirs during the all-reduce of their input's gradient.
 
-A deferred gradient goes through the parameter's hooks as any other, so that it is summed over tensor-parallel ranks and
+A deferred gradient passes through the parameter's hooks like any other, so it is summed over tensor-parallel ranks and
 accumulated as if it had come at once. Until then autograd calls these hooks with None.
 """
 
@@ -34,7 +34,7 @@ Product = tuple[Tensor, Tensor, Tensor]
 
 
 class DeferredGradients:
-    """The deferred weight gradients of one stage, by micro-batch, the oldest first."""
+    """The deferred weight gradients of one stage, by micro-batch, oldest first."""
 
     def __init__(self) -> None:
         self._kept: deque[list[Product]] = deque()
@@ -52,11 +52,11 @@ class DeferredGradients:
 
     @property
     def keeping(self) -> list[Product] | None:
-        """The list that takes operands of weight gradients now; None while none is deferred."""
+        """The list that collects operands of weight gradients; None while nothing is deferred."""
         return self._kept[-1] if self._defers else None
 
     def compute(self) -> None:
-        """Compute and accumulate the deferred weight gradients of the oldest micro-batch."""
+        """Compute and accumulate the weight gradients of the oldest micro-batch."""
         accumulate(self._kept.popleft())
 
     def clear(self) -> None:
@@ -65,17 +65,17 @@ class DeferredGradients:
 
 
 def accumulate(products: list[Product]) -> None:
-    """Compute the weight gradients of `products`, accumulate them in their parameters, and empty the list."""
+    """Compute the weight gradients of `products` and accumulate them in their parameters; empty the list."""
     with torch.enable_grad():
-        # Newest first: autograd runs the node that was created last first, so gradients are accumulated oldest first,
-        # in the order of an ordinary backward. Another order would round differently.
+        # Newest first: autograd runs the most recent node first, so gradients are accumulated oldest first, in the
+        # order of an ordinary backward. Another order would round differently.
         roots = [apply(_Later, *products.pop()) for _ in range(len(products))]
     if roots:
         torch.autograd.backward(roots)
 
 
 def attach(module: nn.Module, gradients: DeferredGradients) -> None:
-    """Have the linear layers in `module` defer their weight gradients whenever `gradients` defers."""
+    """Make the linear layers in `module` defer their weight gradients whenever `gradients` defers."""
     layer: Any
     for layer in module.modules():
         replacement = FORWARDS.get(type(layer).forward)
@@ -93,7 +93,7 @@ def linear(
     Args:
         x: [..., in].
         weight: [out, in], a parameter of the layer or a view of one.
-        products: list for the operands of the weight gradient, if no schedule defers it.
+        products: collects the operands of the weight gradient, if no schedule defers it.
 
     Returns:
         [..., out].
@@ -114,9 +114,9 @@ def _linear(
 
 
 def _can_wait(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a weight's gradient can be deferred: only that of a parameter or of a view of one.
+    """Return whether a weight's gradient can be deferred: the weight must be a parameter or a view of one.
 
-    A weight that is computed from parameters has a graph of its own, and autograd frees that after one backward.
+    A weight computed from parameters has its own graph, which autograd frees after one backward.
     """
     base = weight._base if weight._is_view() else weight  # noqa: SLF001  # no public names
     trained = torch.is_grad_enabled() and weight.requires_grad and base is not None and base.is_leaf
@@ -135,7 +135,7 @@ FORWARDS: Mapping[object, Callable[..., Tensor]] = {
     nn.Linear.forward: _forward,
     Conv1D.forward: _forward_transposed,
 }
-"""Forward of a layer that is not the harness's own -> its replacement, which can defer."""
+"""Forward of a foreign layer -> its replacement, which can defer."""
 
 
 class _Linear(torch.autograd.Function):
@@ -149,7 +149,7 @@ class _Linear(torch.autograd.Function):
         products: list[Product] | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # not by save_for_backward: activation checkpointing would return a copy that is detached from the parameter
+        # Not by save_for_backward: activation checkpointing would return a copy detached from the parameter.
         ctx.weight = weight
         ctx.gradients = gradients
         ctx.products = products
@@ -172,7 +172,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Later(torch.autograd.Function):
-    """Returns a scalar whose gradient with respect to a weight is the deferred one."""
+    """Return a scalar whose gradient with respect to a weight is the deferred gradient."""
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
@@ -189,9 +189,9 @@ class _Later(torch.autograd.Function):
 
 
 def _weight_gradient(x: Tensor, grad: Tensor, *, transposed: bool) -> Tensor:
-    """Return the weight gradient by the product that autograd uses for this memory layout of the weight.
+    """Return the weight gradient from the product that autograd uses for this memory layout of the weight.
 
-    The two products are equal in exact arithmetic, but round differently.
+    The two products are equal in exact arithmetic but round differently.
     """
     x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     return (x.t() @ grad).t() if transposed else grad.t() @ x

@@ -1,9 +1,9 @@
-"""Help ZeRO-3 in two places: find a rank's part of each tensor, and copy inputs for modules that change them.
+"""Two helpers for ZeRO-3: a rank's partition of each tensor, and copies of inputs that modules change in place.
 
 ZeRO-3 gives each data-parallel rank an equal number of consecutive elements of a tensor.
 
-ZeRO-3 also registers a backward hook on every module, which turns the module's inputs into views. torch refuses to
-change such a view in place, but router jitter does that to the router's input. So modules get copies.
+ZeRO-3 also registers a backward hook on every module, which turns the module's inputs into views. torch forbids
+changing such a view in place, as router jitter does with the router's input. So modules receive copies.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_map
 
 R = TypeVar("R")
 HOOKED = "BackwardHookFunctionBackward"
-"""The name of the graph node that a backward hook inserts before a module."""
+"""The graph node that a backward hook inserts before a module."""
 
 
 def copy_hooked_inputs(model: nn.Module) -> None:
-    """Have every module inside `model` run on copies of those inputs that a backward hook has turned into views.
+    """Make every module inside `model` run on copies of the inputs that a backward hook has turned into views.
 
-    torch's own modules, which are most of a model, are left out: they do not change their inputs.
+    torch's own modules, most of a model, are left out: they do not change their inputs.
     """
     for module in model.modules():
         if module is not model and not type(module).__module__.startswith("torch.nn."):
@@ -54,7 +54,7 @@ class Zero3Partition:
     count: int
 
     def boxes(self, shape: Sequence[int]) -> Iterator[Index]:
-        """Return indices of boxes that together make up this part of a tensor of `shape`."""
+        """Yield indices of boxes that together make up this partition of a tensor of `shape`."""
         total = prod(shape)
         size = -(-total // self.count)
         return boxes_of_run(shape, min(self.index * size, total), min((self.index + 1) * size, total))
@@ -63,7 +63,7 @@ class Zero3Partition:
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Index]:
     """Yield indices of boxes that together make up the flattened elements `start` to `stop` - 1.
 
-    These are the end of a row, whole rows, and the beginning of a row, and likewise within each of these rows.
+    These are the end of a row, whole rows, and the start of a row, and recursively the same within a partial row.
     """
     if start >= stop:
         return

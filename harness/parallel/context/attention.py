@@ -1,13 +1,13 @@
-"""Attention over sequences whose tokens are spread over context ranks (Ulysses: Jacobs et al. 2023, arXiv 2309.14509).
+"""Context-parallel attention by exchanging heads for tokens (Ulysses: Jacobs et al. 2023, arXiv 2309.14509).
 
-Each rank has queries, keys and values of its own tokens, for all heads. An all-to-all exchanges them for those of all
-tokens, for some heads. The model's own attention function runs on these, with the mask that the model has made for the
-whole sequence, and a second all-to-all brings its output back.
+Each rank has the queries, keys and values of its own tokens for all heads. An all-to-all exchanges them for all tokens
+of some heads. The model's own attention function runs on these, with the model's mask for the whole sequence, and a
+second all-to-all brings its output back.
 
-Models of transformers ask `AttentionInterface.get_interface` for their attention function. That is replaced when heads
-are first exchanged, so no family is named. Tensors with an entry for each head (sinks, slopes, biases) are cut to the
-heads of the rank. If the heads cannot be distributed over the ranks, because they are too few, say, every rank computes
-all heads.
+transformers models look up their attention function with `AttentionInterface.get_interface`, which is wrapped when
+heads are first exchanged. So no model family is named. Tensors with an entry for each head (sinks, slopes, biases) are
+cut to the rank's heads. If the heads cannot be distributed over the ranks, for example because they are too few, every
+rank computes all heads.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _active: ContextVar[SharedAttention | None] = ContextVar("attention over stretch
 Attend: TypeAlias = Callable[..., Argument]
 """An attention function of transformers.
 
-It takes a module, query, key and value [batch, heads, tokens, size], a mask and more, and returns the attention [batch,
-tokens, heads, size] and its weights."""
+It takes a module, query, key and value [batch, heads, tokens, size], a mask and more, and returns the attention output
+[batch, tokens, heads, size] and weights."""
 
 
 @cache
@@ -59,9 +59,8 @@ class SharedAttention:
     """Exchanges heads around the attention of a layer that works on a stretch of the tokens.
 
     Attributes:
-        length: tokens of the whole sequence.
-        whole: the layer's cut arguments for all tokens, by the `id` of the cut part. Attention sees all tokens, so it
-            gets these.
+        length: number of tokens of the whole sequence.
+        whole: the layer's cut arguments in full length, by the `id` of the cut part, because attention sees all tokens.
     """
 
     context: ContextParallel
@@ -70,7 +69,7 @@ class SharedAttention:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Exchange heads around every attention that is called while this is entered."""
+        """Exchange heads around every attention called in this context."""
         _wrap_interface()
         before = _active.set(self)
         try:
@@ -91,10 +90,10 @@ class SharedAttention:
     ) -> tuple[Tensor, None]:
         """Call `function` with the tokens of all ranks; query, key and value are [batch, heads, own tokens, size].
 
-        Return the attention of this rank's tokens, [batch, own tokens, heads, size], and no weights.
+        Returns the attention output of this rank's tokens, [batch, own tokens, heads, size], and no weights.
 
         Raises:
-            RuntimeError: the queries or keys are not those of this rank's tokens, as in cross-attention.
+            RuntimeError: the queries or keys do not belong to this rank's tokens, as in cross-attention.
         """
         start, stop = self.context.stretch(self.length)
         if any(x.shape[2] != stop - start for x in (query, key, value)):
@@ -140,7 +139,7 @@ def _attention(
 ) -> Tensor:
     """Return attention [batch, tokens, heads, size]; `projected`: query, key and value [batch, heads, tokens, size].
 
-    With a mask that is made by rows, attention is computed for some queries at a time, and once more in the backward.
+    With a mask made by rows, attention is computed for some queries at a time, and again in the backward.
     """
     if not isinstance(mask, MaskRows):
         whole: Tensor = function(module, *projected, mask, *args, **kwargs)[0]
@@ -158,7 +157,7 @@ def _attention(
 def _of_queries(
     function: Attend, module: object, mask: MaskRows, names: tuple[str, ...], start: int, keys: slice, *given: Argument
 ) -> Argument:
-    """Return the attention of a tile of queries, which begins at number `start`, over the keys that it sees."""
+    """Return the attention of a tile of queries, starting at query `start`, over the keys that it sees."""
     query, key, value, *rest = given
     rows = mask.rows(start, start + query.shape[2], keys)
     count = len(rest) - len(names)
@@ -169,8 +168,8 @@ def _of_queries(
 class _Seen(torch.autograd.Function):
     """Forward: return x [batch, heads, keys, size] for the next tile, and the keys of x that this tile of queries sees.
 
-    Backward: the last tile comes first. Each tile adds its gradient, in place, to the gradient of x from the tile after
-    it. A plain slice would allocate a gradient of the length of x for every tile.
+    Backward: the last tile comes first. Each tile adds its gradient in place to the gradient of x from the next tile. A
+    plain slice would allocate a gradient of the length of x for every tile.
     """
 
     @staticmethod
@@ -189,7 +188,7 @@ class _Seen(torch.autograd.Function):
 
 
 class HeadsOf:
-    """An attention module as its attention function sees it: with this rank's heads only.
+    """An attention module reduced to this rank's heads, for its attention function.
 
     Attention functions read some values, such as sinks, from the module and not from their arguments.
     """
@@ -205,7 +204,7 @@ class HeadsOf:
 
 
 def _own_heads(given: Argument, *, heads: int, own: Stretch) -> Argument:
-    """Return this rank's part of a tensor with an entry for each head; return anything else unchanged.
+    """Return this rank's heads of a tensor with an entry for each head; return anything else unchanged.
 
     Such tensors are [heads], [heads, queries, keys] or [batch, heads, queries, keys].
     """
@@ -219,7 +218,7 @@ def _own_heads(given: Argument, *, heads: int, own: Stretch) -> Argument:
 
 @contextmanager
 def whole_attention() -> Iterator[None]:
-    """Turn the exchange off while this is entered: for a block that is given all tokens."""
+    """Disable the exchange in this context, for a block that receives all tokens."""
     before = _active.set(None)
     try:
         yield

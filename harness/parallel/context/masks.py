@@ -1,10 +1,10 @@
-"""Attention masks as transformers makes them for a model, with two changes: by rows, and with documents apart.
+"""Change transformers' attention masks in two ways: made by rows, and with packed documents kept apart.
 
-A mask of all pairs takes the square of the length: 16 GiB at 131,072 tokens. Inside `masks_by_rows` a model gets a
-`MaskRows` instead. Attention asks it for the rows of some queries when it computes these, and again in the backward.
+The memory of a full mask grows with the square of the length: 16 GiB at 131,072 tokens. Inside `masks_by_rows` a model
+receives a `MaskRows` instead. Attention asks it for the rows of some queries at a time, and again in the backward.
 
-Inside `documents_apart` a mask lets no token see another document of its packed row. transformers does that only in
-models that give their position ids to the function that makes the mask; gpt_oss, afmoe and others do not.
+Inside `documents_apart` a mask lets no token see another document of its packed row. transformers does so only in
+models that pass their position ids to the mask function; gpt_oss, afmoe and others do not.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _documents: ContextVar[Tensor | None] = ContextVar("positions in the documents t
 
 @dataclass(frozen=True, eq=False)
 class MaskRows:
-    """A mask that makes the rows of some queries when they are asked for.
+    """A mask that makes the rows of some queries on demand.
 
     Attributes:
-        make: transformers' function that makes a mask.
+        make: transformers' mask function.
         given: the arguments with which the model called it.
-        queries: how many attention computes at a time.
+        queries: number of queries for which attention is computed at a time.
     """
 
     make: Callable[..., Tensor]
@@ -54,14 +54,13 @@ class MaskRows:
         return self.make(**{**self.given, **part, "allow_is_causal_skip": False})
 
     def whole(self) -> Tensor:
-        """Return the mask of all queries, [batch, 1, queries, keys]."""
         return self.rows(0, self.given["q_length"])
 
     @cached_property
     def keys(self) -> Sequence[slice]:
         """For each tile of queries, the range from the first to the last key that any of them sees.
 
-        Slow, as the host waits for the device; computed once for all layers that share the mask.
+        The host waits for the device here, so this is computed once for all layers that share the mask.
         """
         ends = []
         for start, stop in tiles(self.given["q_length"], self.queries):
@@ -73,10 +72,10 @@ class MaskRows:
 
 @contextmanager
 def documents_apart(positions: Tensor | None) -> Iterator[None]:
-    """Make masks in which no token sees another document of its packed row, while the context lasts.
+    """In this context, make masks in which no token sees another document of its packed row.
 
-    `positions`: [batch, tokens], from 0 in each document; None: rows are not packed. transformers would read that from
-    the values of the position ids, and the host would wait for the device in every forward.
+    `positions` are [batch, tokens], from 0 in each document; None if rows are not packed. transformers would read that
+    from the values of the position ids, and the host would wait for the device in every forward.
     """
     if positions is not None:
         _wrap_interface()
@@ -91,7 +90,7 @@ def documents_apart(positions: Tensor | None) -> Iterator[None]:
 
 
 def _apart(function: Callable[..., Argument], positions: Tensor, **given: Argument) -> Argument:
-    """Call transformers' function that makes a mask, for a mask that keeps documents apart."""
+    """Call transformers' mask function for a mask that keeps documents apart."""
     steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
     numbers = (steps != 1).cumsum(-1)  # the number of each token's document in its row
     apart = packed_sequence_compatibility_function(given["mask_function"], positions, numbers)
@@ -100,7 +99,7 @@ def _apart(function: Callable[..., Argument], positions: Tensor, **given: Argume
 
 @cache
 def _wrap_interface() -> None:
-    """Have models get transformers' functions that make masks wrapped, as the contexts that are entered ask for."""
+    """Wrap the mask functions that models look up, so that they follow the active contexts."""
     plain = AttentionMaskInterface.__getitem__
 
     def get(self: AttentionMaskInterface, key: str) -> Callable[..., Argument]:
@@ -116,7 +115,7 @@ def _wrap_interface() -> None:
 
 
 def _later(function: Callable[..., Argument], can_skip: bool, queries: int, **given: Argument) -> Argument:
-    """Return a `MaskRows`; None where transformers makes no mask, because plain causal attention needs none."""
+    """Return a `MaskRows`, or None as transformers does for plain causal attention, which needs no mask."""
     window, length = given.get("local_size"), given["kv_length"]
     plain = given.get("attention_mask") is None and given["q_length"] == length and (window is None or length < window)
     if can_skip and given.get("allow_is_causal_skip", True) and plain:
@@ -126,7 +125,7 @@ def _later(function: Callable[..., Argument], can_skip: bool, queries: int, **gi
 
 @contextmanager
 def masks_by_rows(queries: int) -> Iterator[None]:
-    """Give models masks made for `queries` queries at a time, while the context lasts; 0: whole masks."""
+    """In this context, give models masks made for `queries` queries at a time; 0 for whole masks."""
     if queries:
         _wrap_interface()
     before = _queries.set(queries)

@@ -3,8 +3,8 @@
 The tokens that a rank keeps are its *stretch*. If the number of ranks does not divide the length of the sequence, the
 first ranks keep one token more.
 
-Context ranks are data-parallel ranks: each one's loss counts its own stretch, and DeepSpeed sums the gradients of all
-ranks. So a gradient here is that of one rank's loss. A tensor made from the tokens of all ranks has such a partial
+Context ranks are data-parallel ranks: each rank's loss counts its own tokens, and DeepSpeed sums the gradients of all
+ranks. So a gradient here belongs to one rank's loss. A tensor made from the tokens of all ranks has such a partial
 gradient on every rank, and the backward of `join` and `exchange_heads` sums them.
 """
 
@@ -24,7 +24,7 @@ from harness.parallel.tensor.sequence import join_shares, start_reduce
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """One rank's place among the ranks that share a sequence."""
+    """One rank's place in its context-parallel group."""
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
@@ -32,7 +32,7 @@ class ContextParallel:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> ContextParallel:
-        """Return the calling rank's place in `group`; no group is a group of one."""
+        """Return the calling rank's place in `group`; None is a group of one rank."""
         return cls(group=group, rank=group_rank(group), size=group_size(group))
 
     def stretch(self, length: int) -> Stretch:
@@ -51,7 +51,7 @@ class ContextParallel:
     def join(self, share: Tensor, length: int, dim: int = 1) -> Tensor:
         """Join the ranks' stretches along `dim`: for 1, [batch, own tokens, ...] into [batch, length, ...].
 
-        Backward: the gradients of all ranks are summed, and each rank keeps those of its own tokens.
+        Backward: reduce-scatter the gradient, so that each rank keeps the sum for its own tokens.
         """
         if self.group is None:
             return share
@@ -60,12 +60,12 @@ class ContextParallel:
 
 
 ALONE = ContextParallel()
-"""A rank that shares no sequence."""
+"""The only rank of a context-parallel group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """Recognises by its shape a tensor with a row for each token, and cuts or joins it.
+    """Cuts or joins tensors with a row for each token, recognised by their shape.
 
     Such tensors are [batch, tokens, ...], or flat, [batch * tokens, size].
 
@@ -85,7 +85,7 @@ class TokenRows:
         return stop - start
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of a tensor that has a row for each token of all ranks; any other tensor itself."""
+        """Return this rank's rows of a tensor with a row for each token of all ranks; return others unchanged."""
         if _has_rows(whole, self.batch, self.length):
             return self.context.own(whole)
         if _is_flat(whole, self.batch, self.length):
@@ -93,9 +93,9 @@ class TokenRows:
         return whole
 
     def join(self, share: Tensor) -> Tensor:
-        """Return the rows of all ranks for a floating tensor that has a row for each token of this rank.
+        """Return the rows of all ranks for a floating-point tensor with a row for each token of this rank.
 
-        Any other tensor is returned itself.
+        Any other tensor is returned unchanged.
         """
         if not share.is_floating_point():
             return share
@@ -130,8 +130,8 @@ def exchange_heads(x: Tensor, heads: list[Stretch], context: ContextParallel, le
     """Exchange all heads of this rank's tokens, x [batch, heads, own tokens, size], for this rank's heads of all
     `length` tokens, [batch, own heads, length, size].
 
-    `heads` has start and stop for each rank; several may get the same heads. Backward: the gradients are exchanged
-    back, and summed over the ranks that have got the same head.
+    `heads` has start and stop for each rank; several ranks may receive the same heads. Backward: gradients are
+    exchanged back, and summed over the ranks that received the same head.
     """
     return apply(_Exchange, x, _HeadsAndTokens(heads, context, context.widths(length), x.shape[1]), True)
 
@@ -191,7 +191,7 @@ class _Exchange(torch.autograd.Function):
 def _all_to_all(
     parts: Iterator[Tensor], shapes: Sequence[tuple[int, ...]], context: ContextParallel
 ) -> Iterator[Tensor]:
-    """Send one of `parts` to each rank; yield what each rank has sent, in these `shapes`."""
+    """Send one of `parts` to each rank; yield the parts received from each rank, in these `shapes`."""
     sent = [part.reshape(-1) for part in parts]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.cat(sent)

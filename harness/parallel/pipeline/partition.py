@@ -1,15 +1,15 @@
-"""Choose where a pipeline is cut into stages, from what its layers cost.
+"""Partition layers into pipeline stages by their costs.
 
 A partition of n layers into p stages is its list of boundaries: p + 1 rising indices from 0 to n, stage i holding the
 layers boundaries[i] to boundaries[i + 1] - 1. Every stage holds at least one layer. A pipeline advances at the pace of
 its slowest stage, so `balanced` minimises the cost of the most expensive one: the linear partition problem (Skiena, The
 Algorithm Design Manual, section on partitioning without rearrangement), solved exactly here.
 
-Costs are FLOPs per token, forward and backward together. They only have to be right in proportion. Sources: Kaplan et
+Costs are FLOPs per token, forward and backward together. Only their proportions matter. Sources: Kaplan et
 al. 2020, Scaling Laws for Neural Language Models (section 2.1: 2 FLOPs a parameter and token forward, twice that
 backward); Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM
 (appendix: attention, logit layer, recomputation). Operations that move memory and hardly compute (look-ups, norms,
-softmax over the vocabulary) are counted by the elements that they move. Costs per step instead of per token (the
+softmax over the vocabulary) are counted by the elements they move. Costs per step instead of per token (the
 optimizer, the dense gradient of an embedding table) are left out.
 """
 
@@ -42,13 +42,13 @@ class LayerCost:
     """The work for one token in a pipeline layer, before any tensor-parallel cut.
 
     Attributes:
-        matmul_parameters: weights that each token is multiplied with, including a tied head's; of a mixture of experts
-            only those of the experts that a token is sent to.
+        matmul_parameters: weights that each token is multiplied with, including a tied head's; in a mixture of experts,
+            only the weights of a token's experts.
         lookup_width: elements fetched from embedding tables: the sum of the tables' widths.
         vector_parameters: elements of norms, biases and the like.
         attention_width: attention heads x head size; 0 in a layer without attention.
-        sequence_length: tokens that one token attends to.
-        logits: size of the vocabulary in the layer that computes the loss, 0 in the others.
+        sequence_length: number of tokens that one token attends to.
+        logits: size of the vocabulary in the layer that computes the loss; 0 in other layers.
         checkpointed: whether the layer's forward runs again before its backward.
     """
 
@@ -85,7 +85,7 @@ def stage_boundaries(
     parameters: Sequence[int],
     names: Sequence[str],
 ) -> list[int]:
-    """Return the boundaries that `pipeline.partition` asks for, one entry of each sequence per pipeline layer.
+    """Return the boundaries for `pipeline.partition`; each sequence has one entry per pipeline layer.
 
     `num_chunks` is the number of stages, or of all model chunks if a stage has several.
 
@@ -108,7 +108,7 @@ def stage_boundaries(
 
 
 def uniform(n_layers: int, num_chunks: int) -> list[int]:
-    """Return boundaries of stages with equal numbers of layers, or one more on the first stages."""
+    """Return boundaries of stages with equal numbers of layers, give or take one more on the first stages."""
     _require_enough_layers(n_layers, num_chunks)
     size, longer = divmod(n_layers, num_chunks)
     return [stage * size + min(stage, longer) for stage in range(num_chunks + 1)]
@@ -117,9 +117,9 @@ def uniform(n_layers: int, num_chunks: int) -> list[int]:
 def balanced(costs: Sequence[float], num_chunks: int) -> list[int]:
     """Return the boundaries that minimise the cost of the most expensive stage.
 
-    Among the partitions that reach the minimum, it is the one with the least sum of squares, so that the other stages
-    are even too. Among those it is the one whose earlier stages are lighter, because they hold the activations of more
-    micro-batches. The result is exact: costs are compared as integers. Raises ValueError for a cost that is negative or
+    Of the partitions that reach the minimum, it takes the one with the least sum of squares, so that the other stages
+    are even too; of those, the one with lighter earlier stages, which hold the activations of more micro-batches. The
+    result is exact: costs are compared as integers. Raises ValueError for a cost that is negative or
     not finite.
     """
     _require_enough_layers(len(costs), num_chunks)
@@ -144,7 +144,7 @@ def by_type(names: Sequence[str], regex: str, num_chunks: int) -> list[int]:
 
 
 def narrowest(weights: Sequence[int], num_chunks: int) -> list[int]:
-    """Return boundaries that keep the heaviest and the lightest stage close, as DeepSpeed's `partition_balanced`.
+    """Return boundaries that keep the heaviest and the lightest stage close, like DeepSpeed's `partition_balanced`.
 
     Each prefix keeps only its own best cut, so the result is good, but not always the optimum, which `balanced` finds.
     """
@@ -227,7 +227,7 @@ def _evenest(ends: Sequence[int], num_chunks: int, highest: int) -> list[int]:
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
-    """Return the costs times one common factor that makes all of them whole numbers, so that sums do not round.
+    """Scale all costs by one common factor to whole numbers, so that sums do not round.
 
     The denominators of floats are powers of two, so the largest is a multiple of all.
     """

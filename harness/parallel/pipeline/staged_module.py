@@ -1,7 +1,7 @@
 """Run a list of layers with DeepSpeed: cut into pipeline stages, or whole on every rank for ZeRO-2 and ZeRO-3.
 
-Both forms build only the layers of their own stage, name a parameter `<index of its layer>.<name in the layer>` and tie
-weights alike, so that each can read checkpoints of the other. A layer is anything that DeepSpeed's PipelineModule
+Both forms name a parameter `<index of its layer>.<name in the layer>` and tie weights alike, so that each can read
+checkpoints of the other. A stage builds only its own layers. A layer is anything that DeepSpeed's PipelineModule
 takes: LayerSpec, TiedLayerSpec, a module or a function. Its output, a tensor or a tuple of tensors, is the input of the
 next layer. Every floating tensor of a tuple gets its gradient, from the same stage or from the next.
 
@@ -39,7 +39,7 @@ PackedShapes = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def pack_payload(value: Value) -> Value:
-    """Return a layer's output in the form in which it is sent; see the module's docstring."""
+    """Return a layer's output in the form that is sent between stages; see the module's docstring."""
     if isinstance(value, Tensor) or _travels_as_it_is(value):
         return value
     floats = [tensor for tensor in value if tensor.is_floating_point()]
@@ -56,8 +56,10 @@ def pack_payload(value: Value) -> Value:
 
 
 class Unpacker:
-    """Undoes `pack_payload`. It reads the list of shapes once for each combination of shapes that arrives, because
-    reading it waits for the device."""
+    """Undoes `pack_payload`.
+
+    Reading the list of shapes waits for the device, so it is read once for each combination of arriving shapes.
+    """
 
     def __init__(self) -> None:
         self._layouts: dict[tuple[tuple[int, ...], ...], PackedShapes] = {}
@@ -99,7 +101,7 @@ class FiniteWatch:
         self.reset()
 
     def reset(self) -> None:
-        """Start again, as at the beginning of a step."""
+        """Begin a new step."""
         self._outputs: Tensor | None = None
         self._gradients: Tensor | None = None
 
@@ -135,7 +137,7 @@ def _all_finite(known: Tensor | None, tensor: Tensor) -> Tensor:
 def is_recomputed(layers: Sequence[LayerCall]) -> bool:
     """Return whether activation checkpointing applies to a run of layers.
 
-    It does if any of them has `recompute = True`, or parameters and no such attribute.
+    It applies if any layer has `recompute = True`, or has parameters and no such attribute.
     """
     modules = [layer for layer in layers if isinstance(layer, nn.Module)]
     return any(getattr(module, "recompute", any(True for _ in module.parameters())) for module in modules)
@@ -149,7 +151,6 @@ def recomputed_blocks(module: nn.Module) -> int:
 
 
 def shared_parameters(layers: Iterable[LayerCall]) -> set[nn.Parameter]:
-    """Return the parameters that several layers hold."""
     counts = Counter(parameter for layer in layers for parameter in _parameters(layer))
     return {parameter for parameter, count in counts.items() if count > 1}
 
@@ -161,7 +162,7 @@ def split_into_blocks(
 
     A run is up to `interval` consecutive layers that may be recomputed, or one layer that may not.
 
-    Layers that share parameters may not: each recomputed block has a nested backward of its own, and ZeRO-2 and ZeRO-3
+    Layers that share parameters may not: each recomputed block has its own nested backward, and ZeRO-2 and ZeRO-3
     accept a parameter's gradient only once per backward.
     """
     block: list[tuple[int, LayerCall]] = []
@@ -185,10 +186,7 @@ def _parameters(layer: LayerCall) -> Iterable[nn.Parameter]:
 
 
 def run_block(block: Sequence[tuple[int, LayerCall]], key: DrawKey | None, *given: Tensor) -> Value:
-    """Return the output of a run of layers for the tensors `given` (any shapes).
-
-    Random numbers depend on `key` and the layers' indices alone.
-    """
+    """Run consecutive layers on the tensors `given`; random numbers depend on `key` and the layers' indices alone."""
     inputs: Value = given if len(given) > 1 else given[0]
     for index, layer in block:
         with nullcontext() if key is None else key.layer(index):
@@ -197,21 +195,20 @@ def run_block(block: Sequence[tuple[int, LayerCall]], key: DrawKey | None, *give
 
 
 def deepspeed_topology(layout: Layout) -> PipeModelDataParallelTopology:
-    """Return the layout as DeepSpeed's topology, which numbers ranks in the same way."""
+    """Return the layout as DeepSpeed's topology, which numbers ranks alike."""
     return PipeModelDataParallelTopology(num_pp=layout.pp_size, num_mp=layout.tp_size, num_dp=layout.dp_size)
 
 
 class SharedLayerSpec(TiedLayerSpec):
-    """A tied layer that is always a module of its own, and shares only the parameters in `tied_weight_attr`."""
+    """A tied layer that is always a separate module and shares only the parameters in `tied_weight_attr`."""
 
 
 def build_layers(layers: Sequence[Layer], start: int, stop: int, seed: int) -> BuiltLayers:
-    """Build layers `start` to `stop` - 1."""
     return build_chosen(layers, range(start, stop), seed)
 
 
 def build_chosen(layers: Sequence[Layer], indices: Sequence[int], seed: int) -> BuiltLayers:
-    """Build the layers with these rising indices; the initial weights of each depend on `seed` and its index alone.
+    """Build the layers at these rising indices; a layer's initial weights depend on `seed` and its index alone.
 
     Two TiedLayerSpecs of one key and one type become one module, called twice. Two of different types, or two
     SharedLayerSpecs, become two modules that share the parameters named by `tied_weight_attr` of each spec.
@@ -221,7 +218,7 @@ def build_chosen(layers: Sequence[Layer], indices: Sequence[int], seed: int) -> 
     calls: dict[int, LayerCall] = {}
     for index in _build_order(layers, indices):
         layer = layers[index]
-        torch.manual_seed(seed + index)  # so weights do not depend on which layers this stage builds, or in which order
+        torch.manual_seed(seed + index)  # weights must not depend on which layers this stage builds, or in which order
         if isinstance(layer, TiedLayerSpec):
             module = _build_tied(layer, index, owners, built)
             calls[index] = partial(layer.forward_fn, module) if layer.forward_fn else module
@@ -235,11 +232,11 @@ def build_chosen(layers: Sequence[Layer], indices: Sequence[int], seed: int) -> 
 
 
 def _build_order(layers: Sequence[Layer], indices: Sequence[int]) -> list[int]:
-    """Return the order in which layers are built: the first and the last one, then the others.
+    """Return the order in which layers are built: the first and the last layer, then the others.
 
-    Those two hold the vocabulary, so they are the largest. Under ZeRO-3 a layer is whole until it is partitioned; the
-    peak of memory is lowest if the largest are built while little else exists. A last layer that is tied to one in the
-    middle is built in its turn, because the first layer of a key gives the tied parameter its name.
+    Those two hold the vocabulary, so they are the largest. Under ZeRO-3 a layer is whole until it is partitioned, so
+    peak memory is lowest if the largest are built while little else exists. A last layer tied to one in the middle is
+    built in order, because the first layer of a key names the tied parameter.
     """
     first, last = indices[0], layers[indices[-1]]
     inner = [layers[index] for index in indices[1:-1]]
@@ -265,7 +262,7 @@ def _build_tied(spec: TiedLayerSpec, index: int, owners: dict[str, nn.Module], b
 
 
 def first_names(layers: Sequence[Layer]) -> dict[str, str]:
-    """Return name of a tied parameter in a later layer -> its name in the first layer that has it."""
+    """Return name of a tied parameter in a later layer -> its name in the first layer that holds it."""
     owners: dict[str, tuple[int, list[str]]] = {}
     found: dict[str, str] = {}
     for index, layer in enumerate(layers):
@@ -288,10 +285,10 @@ class StagedModule(GivenStages):
         loss_fn: loss of one micro-batch, `loss_fn(outputs, labels)`.
         checkpoint_interval: layers between stored activations; 0 stores all.
         seed: seed of the layers' initial weights.
-        keys: keys of random numbers in the layers; None if they draw none.
+        keys: RNG keys of dropout in the layers; None without dropout.
 
     Attributes:
-        finite: watches the outputs that this stage sends, of which the last one has none; None for a single chunk.
+        finite: watches the outputs that this stage sends (none on the last stage); None for a single chunk.
     """
 
     def __init__(
@@ -321,10 +318,10 @@ class StagedModule(GivenStages):
         self._unpack: defaultdict[int, Unpacker] = defaultdict(Unpacker)
 
     def forward(self, forward_input: Value) -> Value:
-        """Return the output of the last layer of `chunk`, in the form in which it is sent to the next chunk.
+        """Run `chunk`; return its output in the form that is sent to the next chunk.
 
-        Layers run as in DeepSpeed's forward, but with keyed draws. A recomputed function contains the key, so that a
-        layer draws the same numbers when it is recomputed.
+        Layers run as in DeepSpeed's forward, but with keyed dropout. A recomputed function contains the key, so that
+        recomputation draws the same numbers.
         """
         chunk = self.chunk
         if chunk not in self._blocks:
@@ -345,9 +342,9 @@ class StagedModule(GivenStages):
         return pack_payload(value)
 
     def get_additional_losses(self) -> dict[str, Tensor | None] | None:
-        """Return the scalars that the loss reports for the last micro-batch besides itself (`loss_fn.reported`).
+        """Return the further scalars that the loss reports for the last micro-batch (`loss_fn.reported`).
 
-        DeepSpeed asks all stages, and sends the means to every stage.
+        DeepSpeed calls this on all stages, and sends the means to every stage.
         """
         return getattr(self.loss_fn, "reported", None) or None
 
@@ -359,11 +356,11 @@ class LayerSequence(nn.Module):
         layers: the whole model's layers.
         checkpoint_interval: layers between stored activations; 0 stores all.
         seed: seed of the layers' initial weights.
-        keys: keys of random numbers in the layers; None if they draw none.
+        keys: RNG keys of dropout in the layers; None without dropout.
 
     Attributes:
         calls: the modules and functions that the forward calls, in order.
-        blocks: runs of them, each call with its index, and whether the run is recomputed.
+        blocks: runs of calls, each with its index, and whether the run is recomputed.
     """
 
     def __init__(
@@ -387,8 +384,8 @@ class LayerSequence(nn.Module):
                 # If no input requires a gradient (a frozen embedding), a reentrant checkpoint gives parameters none.
                 if not any(tensor.requires_grad for tensor in tensors):
                     tensors = tuple(each.detach().requires_grad_() if _is_floating(each) else each for each in tensors)
-                # Reentrant: the nested backward lets ZeRO-3 gather a block's parameters once more. Without it they
-                # are gone when their gradients arrive (seen with DeepSpeed 0.19.8).
+                # Reentrant: in the nested backward ZeRO-3 gathers a block's parameters again. Without it they are
+                # gone when their gradients arrive (seen with DeepSpeed 0.19.8).
                 inputs = checkpointing.checkpoint(run, *tensors)
             else:
                 inputs = run(*tensors)

@@ -1,9 +1,9 @@
-"""Cut a module for one tensor-parallel rank by a plan.
+"""Shard a module for one tensor-parallel rank by a plan.
 
-`cut` walks one pipeline layer, or a whole model, and replaces every module and parameter that the plan names by this
-rank's part of it. Names are those of the whole model. It works on the meta device, before any weight exists, and on
-modules with weights. A parameter that several modules share (tied embeddings) stays shared. Every cut parameter carries
-its `Shard`.
+`cut` walks one pipeline layer or a whole model, and replaces every module and parameter that the plan names by this
+rank's shard. Names are relative to the whole model. It works on the meta device, before any weight exists, and on
+modules with weights. A parameter shared by several modules (tied embeddings) stays shared. Every sharded parameter
+carries its `Shard`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def cut(
     local_logits: bool = False,
     neighbours: Neighbours = NO_NEIGHBOURS,
 ) -> None:
-    """Cut `module` in place by `plan`; a tensor-parallel group of one rank changes nothing.
+    """Shard `module` in place by `plan`; with one tensor-parallel rank, nothing changes.
 
     Args:
         prefix: the name of `module` in the model, "" for the model itself.
         config: the model's config, for its heads and sizes.
-        local_logits: let the head return only this rank's part of the vocabulary, if the plan splits the head
+        local_logits: let the head return only this rank's shard of the vocabulary, if the plan splits the head
             (`plan.splits_head`).
         neighbours: the data-parallel ranks over which whole experts are distributed.
 
@@ -56,7 +56,7 @@ def cut(
     """
     if tensor.size == 1 and neighbours.ranks.size == 1:
         return
-    modules = list(module.named_modules())  # kept, so that no new parameter takes an old one's id
+    modules = list(module.named_modules())  # keeps the old modules alive, so that no new parameter reuses an id
     attentions = attentions_in([(_join(prefix, name), child) for name, child in modules], config)
     cut_context = _CutContext(
         module=module,
@@ -80,7 +80,7 @@ def cut(
 
 @dataclass(frozen=True, kw_only=True)
 class _CutContext:
-    """The arguments of `cut`, and the model's attention modules by name."""
+    """The arguments of `cut` with the model's attention modules by name."""
 
     module: nn.Module
     prefix: str
@@ -91,11 +91,11 @@ class _CutContext:
     neighbours: Neighbours
 
     def attention_at(self, name: str) -> Attention | None:
-        """Return the attention that the module or parameter `name` belongs to."""
+        """Return the attention of the module or parameter `name`."""
         return attention_at(name, self.attentions, self.tensor.size)
 
     def target(self, name: str, module: nn.Module, rule: PlanRule, *, local_output: bool = False) -> PlanTarget:
-        """Return the target for a style function: the module or parameter `name`, to which `rule` applies."""
+        """Return the argument of a style function for the module or parameter `name`, to which `rule` applies."""
         return PlanTarget(
             name=_join(self.prefix, name),
             module=module,
@@ -112,7 +112,7 @@ class _CutContext:
 def _replace_modules(
     cut_context: _CutContext, modules: Iterable[tuple[str, nn.Module]], *, local_head: bool
 ) -> dict[int, nn.Parameter]:
-    """Replace every module that a rule names by this rank's part; return id of a whole parameter -> its part."""
+    """Replace every module that a rule names by this rank's shard; return id of a whole parameter -> its shard."""
     shared: dict[int, nn.Parameter] = {}
     for name, child in modules:
         full_name = _join(cut_context.prefix, name)
@@ -130,7 +130,7 @@ def _replace_modules(
 
 
 def _adapt_modules(cut_context: _CutContext, *, local_logits: bool) -> None:
-    """Adapt the modules around the cut ones: the sizes that they read, their inputs, and sums of partial gradients."""
+    """Adapt the modules around sharded ones: the sizes they read, their inputs, and sums of partial gradients."""
     plan, tensor = cut_context.plan, cut_context.tensor
     for name, child in cut_context.module.named_modules():
         full_name = _join(cut_context.prefix, name)
@@ -149,9 +149,9 @@ def _adapt_modules(cut_context: _CutContext, *, local_logits: bool) -> None:
 def _repeat_borrowed_keys_less(attention: nn.Module, heads: Heads, tensor: TensorParallel) -> None:
     """Set `num_key_value_groups` of an attention that uses an earlier layer's keys to this rank's query heads per key.
 
-    If ranks share a key/value head, cutting the key projection sets it (`_repeat_less`), but a layer that borrows keys
-    has no such projection. A layer that gathers its projections (for a norm over all heads) computes with all heads on
-    every rank, and keeps its number.
+    If ranks share a key/value head, sharding the key projection sets it (`_repeat_less`), but a layer that borrows keys
+    has no such projection. A layer that gathers its projections (for a norm over all heads) computes all heads on every
+    rank and keeps its number.
     """
     if heads.key_value >= tensor.size or not isinstance(getattr(attention, "num_key_value_groups", None), int):
         return
@@ -173,7 +173,7 @@ def _holds(module: nn.Module, prefix: str, wanted: str | None) -> bool:
 
 
 def _keep_shared(old: nn.Module, new: nn.Module, shared: dict[int, nn.Parameter]) -> None:
-    """Let `new` share the cut parameter if `old` shared the whole one with a module that was cut before."""
+    """Make `new` share its shard if `old` shared the whole parameter with an earlier module."""
     for name, param in old.named_parameters(recurse=False):
         local = getattr(new, name)
         first = shared.setdefault(id(param), local)
@@ -183,7 +183,7 @@ def _keep_shared(old: nn.Module, new: nn.Module, shared: dict[int, nn.Parameter]
 
 
 def _rejoin(module: nn.Module, shared: dict[int, nn.Parameter]) -> None:
-    """Put cut parameters also into modules that no rule names but that shared the whole parameter (a head's bias)."""
+    """Put shards also into modules that no rule names but that shared the whole parameter (a head's bias)."""
     for name, param in list(module.named_parameters(remove_duplicate=False)):
         if id(param) in shared:
             owner, _, own_name = name.rpartition(".")
@@ -191,7 +191,7 @@ def _rejoin(module: nn.Module, shared: dict[int, nn.Parameter]) -> None:
 
 
 def _cut_bare_parameters(cut_context: _CutContext) -> None:
-    """Cut every parameter that a rule names itself, unless it was cut with its module."""
+    """Shard every parameter that a rule names directly, unless it was sharded with its module."""
     for name, param in list(cut_context.module.named_parameters()):
         full_name = _join(cut_context.prefix, name)
         rule = cut_context.plan.rule_of(full_name)
@@ -206,13 +206,13 @@ def _cut_bare_parameters(cut_context: _CutContext) -> None:
 
 
 def _splits_own_outputs(module: nn.Module, name: str, plan: Plan) -> bool:
-    """Return whether the plan cuts a parameter of `module` itself by outputs, so that its input is whole."""
+    """Return whether the plan splits a parameter of `module` itself over outputs, so that its input is whole."""
     rules = (plan.rule_of(f"{name}.{own}") for own, _ in module.named_parameters(recurse=False))
     return any(rule is not None and rule.style.endswith("colwise") for rule in rules)
 
 
 def _require_a_cut(module: nn.Module, name: str, plan: Plan) -> None:
-    """Raise UserError if the plan sums the output of `module` over ranks although nothing in it is cut."""
+    """Raise UserError if the plan all-reduces the output of `module` although nothing in it is sharded."""
     rule = plan.rule_of(name)
     if rule is None or rule.style not in ("all_reduce", "moe_tp_experts"):
         return
@@ -226,13 +226,13 @@ def _divide_attributes(
     module: nn.Module, name: str, plan: Plan, tensor: TensorParallel, attention: Attention | None
 ) -> None:
     words = plan.attributes.get(wildcard(name), {})
-    # sums last, as their terms are attributes that must have been divided before
+    # Sums come last: their terms are attributes that must already be divided.
     for attribute, word in sorted(words.items(), key=lambda pair: pair[1] not in WORDS):
         *path, own = attribute.split(".")
         if not hasattr(module, path[0] if path else own):  # layers of one name may be of several kinds
             continue
         owner: Any = module
-        for step in path:  # several modules share a config: this module gets a copy of its own
+        for step in path:  # several modules share a config: give this module a copy
             setattr(owner, step, copy.copy(getattr(owner, step)))
             owner = getattr(owner, step)
         value = getattr(owner, own)
@@ -263,7 +263,7 @@ def _cut_inputs(
     attention: Attention | None,
     config: PretrainedConfig,
 ) -> None:
-    """Have `module` receive only this rank's part of the inputs that `rules` name, given by position or by keyword."""
+    """Make `module` receive only this rank's shard of the inputs that `rules` name, by position or keyword."""
     if not rules:
         return
     positions = {name: place for place, name in enumerate(inspect.signature(module.forward).parameters)}
@@ -289,7 +289,7 @@ def _cut_inputs(
 
 
 def own_part(x: Tensor, rule: InputRule, run: int, stretch: Stretch) -> Tensor:
-    """Return this rank's stretch of every `run` entries of `x` [..., runs * run, ...] along `rule.dim`."""
+    """Return this rank's share of every `run` entries of `x` [..., runs * run, ...] along `rule.dim`."""
     dim, (start, stop) = rule.dim % x.ndim, stretch
     runs: Tensor = x.unflatten(dim, (-1, run))
     return runs.narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)

@@ -1,10 +1,10 @@
 """Run a block's shared expert while tokens travel to its routed experts.
 
-In many families a block calls its shared expert after the routed ones, with the block's own input. To find such
-modules, a copy of the block runs on the meta device. They then run between the sending of the tokens and their arrival.
-When the block calls them later, they return that output. So each module runs once, on the same input as otherwise.
+In many families a block calls its shared expert after the routed experts, with the block's own input. A copy of the
+block on the meta device finds such modules. They then run between sending the tokens and their arrival, and return that
+output when the block calls them later. So each module runs once, on the same input as otherwise.
 
-This does not happen on a CPU, whose cores both compute and move the tokens.
+Not on a CPU, whose cores both compute and move the tokens.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class EarlyModules:
 
 
 def _taking(kind: type[nn.Module], made: dict[nn.Module, Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
-    """Return a forward that pops the precomputed output from `made`; it runs the module if there is none."""
+    """Return a forward that pops the precomputed output from `made`, or else runs the module."""
 
     def forward(self: nn.Module, given: Tensor) -> Tensor:
         found = made.pop(self, None)
@@ -64,10 +64,10 @@ def _taking(kind: type[nn.Module], made: dict[nn.Module, Tensor]) -> Callable[[n
 
 
 def _called_after(block: nn.Module, experts: nn.Module, width: int) -> dict[str, int]:
-    """Return the names of the modules that `block` calls after its experts with nothing but its own input.
+    """Return the names of the modules that `block` calls after its experts with only the block's input.
 
-    The value is the number of dimensions of that input: 3 for [batch, sequence, width], 2 for [tokens, width]. Return
-    no names if the block does not run on the meta device.
+    The value is the number of dimensions of that input: 3 for [batch, sequence, width], 2 for [tokens, width]. Empty if
+    the block does not run on the meta device.
     """
     names = {name for name, child in block.named_children() if child is not experts and _is_plain(child)}
     own = next(name for name, child in block.named_modules() if child is experts)
@@ -97,7 +97,7 @@ def _called_after(block: nn.Module, experts: nn.Module, width: int) -> dict[str,
 
 
 def _is_whole(view: Tensor, given: Tensor) -> bool:
-    """Return whether `view` has all elements of `given`, perhaps with batch and sequence in one dimension.
+    """Return whether `view` has all elements of `given`, perhaps with batch and sequence flattened.
 
     Compares storages, because tensors on the meta device have no addresses.
     """
@@ -106,6 +106,6 @@ def _is_whole(view: Tensor, given: Tensor) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether a module computes the same at any time: it has no dropout, and no hook sees its output."""
+    """Return whether a module computes the same at any time: no dropout, and no hook on its output."""
     draws = any(isinstance(part, _DropoutNd) and part.p > 0 for part in module.modules())
     return not draws and not module._forward_hooks  # noqa: SLF001  # torch has no public way to ask

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank holds some experts whole, instead of all of them or a part of each.
+"""Expert parallelism: each rank holds some experts whole, instead of a shard of every expert.
 
 Experts are distributed first over the ranks of a tensor-parallel group, then among neighbours on the data axis.
 
@@ -44,9 +44,9 @@ _ADVICE = "remove expert_parallel.autoep_size, so that each expert is split"
 def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None, *, tp_size: int = 2) -> Plan:
     """Return the plan of a model whose experts stay whole.
 
-    Its rules for experts are those of the model's own expert-parallel plan, or else of the part `experts` of the
-    family's file in the folder `plans`. Rules for all other layers come from the tensor-parallel plan (`plan_for`). On
-    one tensor-parallel rank, or for a family without a tensor-parallel plan, all other layers stay whole.
+    Rules for experts come from the model's own expert-parallel plan, or else from the part `experts` of the family's
+    file in the folder `plans`. Rules for all other layers come from the tensor-parallel plan (`plan_for`). On one
+    tensor-parallel rank, or for a family without a tensor-parallel plan, all other layers stay whole.
 
     Raises UserError for a family without an expert-parallel plan, for an unknown style in it, and for a model without
     experts.
@@ -83,7 +83,7 @@ def expert_parallel_plan(model: PreTrainedModel, plans: Path | None = None, *, t
 
 
 def _expert_rules(model: PreTrainedModel, plans: Path | None) -> dict[str, PlanRule]:
-    """Return the rules of the model's own expert-parallel plan, else of its plan file; none without either."""
+    """Return the rules of the model's own expert-parallel plan, or else of its plan file."""
     declared: Mapping[str, str] = getattr(model, "ep_plan", None) or {}
     if declared:
         return {name: PlanRule(style=style) for name, style in declared.items()}
@@ -92,7 +92,7 @@ def _expert_rules(model: PreTrainedModel, plans: Path | None) -> dict[str, PlanR
 
 
 def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
-    """Make a layer's experts module run only this rank's experts; `cut_experts` cuts its parameters.
+    """Make a layer's experts module run only this rank's experts; `cut_experts` shards its parameters.
 
     The module is still called with hidden states [tokens, width], and indices and weights of experts [tokens, k], and
     still returns the outputs of this rank's tokens, [tokens, width].
@@ -102,7 +102,7 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
     experts = getattr(module, "num_experts", None)
     stretches = _dealt(experts, target.name, tensor, neighbours.ranks)[tensor.rank]
     module.num_experts = _widest(stretches)
-    # not with tensor-parallel ranks: the sum over their outputs would include those of the early modules
+    # Not with tensor-parallel ranks: the sum over their outputs would include the early modules' outputs.
     is_alone = tensor.size == 1 and neighbours.ranks.size > 1
     early = EarlyModules(target.owner, module, target.config.hidden_size) if is_alone else None
     kind = type(module)
@@ -127,7 +127,7 @@ def ep_dispatch_experts(target: PlanTarget) -> nn.Module:
             output = _linked(run(*given), given, self)
         return reduce_from_group(output, tensor.group)
 
-    # tells transformers' kernels to skip pairs whose index is that of no expert here
+    # Makes transformers' kernels skip pairs whose expert is not on this rank.
     module._is_expert_parallel = neighbours.ranks.size == 1  # noqa: SLF001
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return target.module
@@ -137,8 +137,8 @@ def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
     """Return this rank's part, [own experts x unit, ...], of a parameter [experts x unit, ...]; `unit` is
     `target.unit`.
 
-    All neighbours on the data axis get tensors of one size, because ZeRO fills its buckets alike on all of them. Zeros
-    are appended on a rank with fewer experts than another.
+    All neighbours on the data axis get tensors of one size, because ZeRO fills its buckets alike on all of them. A rank
+    with fewer experts than another is padded with zeros.
     """
     shape, unit, tensor, neighbours = tuple(param.shape), target.unit, target.tensor, target.neighbours.ranks
     dealt = _dealt(shape[0] // unit, target.name, tensor, neighbours)
@@ -155,7 +155,7 @@ def cut_experts(param: nn.Parameter, target: PlanTarget) -> nn.Parameter:
 
 
 def run_where_aligned(module: nn.Module, dtype: torch.dtype) -> None:
-    """Make transformers run the fused experts in `module` one by one if its grouped matrix products would fail.
+    """Make transformers run the fused experts in `module` one by one if grouped matrix products would fail.
 
     Grouped products are the default, and need rows of a multiple of 16 bytes.
     """
@@ -168,7 +168,7 @@ def run_where_aligned(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def run_experts_by(config: PretrainedConfig, implementation: str | None) -> None:
-    """Choose transformers' implementation of fused experts, "grouped_mm" or "eager", for the model with this config."""
+    """Choose transformers' implementation of fused experts for a config: "grouped_mm" or "eager"."""
     config._experts_implementation = implementation  # noqa: SLF001  # transformers has no public setter for a part
 
 
@@ -177,8 +177,8 @@ def _own_routing(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the arguments of this rank's experts, which are counted from 0.
 
-    A pair of a token and another rank's expert gets weight 0 and the index after the last, which is no expert. Where
-    transformers loops over the experts it gets expert 0, because the loop of gpt_oss refuses any other index.
+    A pair with another rank's expert gets weight 0 and the index after the last expert. If transformers loops over the
+    experts, it gets expert 0, because the loop of gpt_oss refuses any other index.
     """
     first, stop = own
     elsewhere = (index < first) | (index >= stop)
@@ -198,7 +198,7 @@ def _linked(output: Tensor, args: tuple[Tensor, ...], experts: nn.Module) -> Ten
 
 
 class _Linked(torch.autograd.Function):
-    """Forward: return the first tensor. Backward: give the other tensors gradients of zeros."""
+    """Forward: return the first tensor. Backward: give the other tensors zero gradients."""
 
     @staticmethod
     def forward(ctx: Context, output: Tensor, *sources: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class _Linked(torch.autograd.Function):
 
 
 def _dealt(experts: int | None, name: str, tensor: TensorParallel, neighbours: TensorParallel) -> list[list[Stretch]]:
-    """Return which experts each rank holds: `[i][j]` is (first, stop) of tensor-parallel rank i, data neighbour j.
+    """Return each rank's experts: `[i][j]` is (first, stop) of tensor-parallel rank i, data neighbour j.
 
     Raises UserError if `experts` is unknown, or less than the number of ranks.
     """

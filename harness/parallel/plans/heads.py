@@ -1,8 +1,8 @@
-"""Decide how tensor-parallel ranks share a layer: by whole attention heads, or by stretches of any other width.
+"""Decide how tensor-parallel ranks split a layer: by whole attention heads, or by ranges of any other width.
 
-An attention module reshapes its projections to [..., heads, head_dim], so a share must be whole heads: see
+An attention module reshapes its projections to [..., heads, head_dim], so a shard must be whole heads: see
 `harness.config.model.shares`. The layers of an attention need not be its children (an output projection may be its
-sibling), so the attention of a layer is looked for around it.
+sibling), so a layer's attention is searched around it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Attention:
     """An attention module and its heads before it is cut.
 
     Attributes:
-        head_dims: the possible widths of a head, by the module's attributes.
+        head_dims: the possible widths of a head, from the module's attributes.
         inside: whether the layer for which it was looked up is inside this module.
     """
 
@@ -36,7 +36,7 @@ class Attention:
 
 
 def heads_of(module: nn.Module, config: PretrainedConfig) -> Heads | None:
-    """Return the heads of an attention module, by its own attributes or else by the config; None for other modules."""
+    """Return the heads of an attention module, from its attributes or else the config; None for other modules."""
     layers, index = getattr(config, "per_layer_config", None), getattr(module, "layer_idx", None)
     if layers is not None and index is not None and 0 <= index < len(layers):  # another encoder may have more layers
         config = layers[index]
@@ -53,7 +53,7 @@ def heads_of(module: nn.Module, config: PretrainedConfig) -> Heads | None:
 
 
 def attentions_in(modules: Sequence[tuple[str, nn.Module]], config: PretrainedConfig) -> dict[str, Attention]:
-    """Return name -> attention for all attention modules among the named modules, which must not be cut yet."""
+    """Return name -> attention for all attention modules among the named modules, which must not be sharded yet."""
     found = {}
     for name, module in modules:
         heads = heads_of(module, config)
@@ -65,7 +65,7 @@ def attentions_in(modules: Sequence[tuple[str, nn.Module]], config: PretrainedCo
 
 
 def attention_at(name: str, attentions: Mapping[str, Attention], size: int) -> Attention | None:
-    """Return the attention of the module `name`: itself, one around it, or a sibling within one block of a layer."""
+    """Return the attention of the module `name`: itself, an enclosing one, or a sibling in the same block."""
     for owner in _owners(name):
         if owner in attentions:
             return attentions[owner]
@@ -86,10 +86,10 @@ def attention_below(name: str, attentions: Mapping[str, Attention]) -> Attention
 def deal(
     width: int, size: int, name: str, *, heads: Heads | None = None, key_values: Collection[int] = (), unit: int = 1
 ) -> list[Stretch]:
-    """Return the stretch of each of `size` ranks in the `width` entries of `name`.
+    """Return the range of each of `size` ranks in the `width` entries of `name`.
 
     Args:
-        heads: stretches are whole heads, if the heads divide the width.
+        heads: ranges are whole heads, if the heads divide the width.
         key_values: widths at which the entries belong to the key/value heads, which several ranks may share.
         unit: otherwise, the number of consecutive entries that must stay together.
 
@@ -134,7 +134,7 @@ def _scaled(stretches: list[Stretch], unit: int) -> list[Stretch]:
 
 
 def _owners(name: str) -> Iterator[str]:
-    """Yield `name` and the names of the modules around it, the innermost first."""
+    """Yield `name` and the names of its enclosing modules, innermost first."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -142,7 +142,7 @@ def _owners(name: str) -> Iterator[str]:
 
 
 def _is_layer(name: str) -> bool:
-    """Return whether `name` is that of a decoder layer, or of a module around the layers."""
+    """Return whether `name` is a decoder layer or a module around the layers."""
     pattern = wildcard(name)
     return "*" not in pattern or (pattern.endswith(".*") and pattern.count("*") == 1)
 

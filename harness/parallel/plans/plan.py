@@ -1,8 +1,8 @@
-"""Tensor-parallel plans: how each module of a model is cut, as data.
+"""Tensor-parallel plans: how each module of a model is sharded, as data.
 
 If the model's family declares a plan (transformers: `base_model_tp_plan` of the config and `_tp_plan` of the classes,
 merged as `model.tp_plan`), that plan is used, and a plan file may extend it; otherwise the plan file is used. A plan
-maps names of modules and parameters to styles: transformers' words, and a few of ours (see `STYLES`). A plan file is
+maps names of modules and parameters to styles: transformers' words and a few of ours (see `STYLES`). A plan file is
 `models/plans/<model_type>.json`:
 
     {"styles":     {"transformer.h.*.attn.c_attn": {"style": "packed_colwise", "parts": 3},
@@ -47,7 +47,7 @@ WORDS = frozenset({"divide", "share"})
 def read_parts(path: Path, config: PretrainedConfig) -> JsonObject:
     """Return the content of a plan file for a model with `config`, with its cases merged.
 
-    Raises ValueError, KeyError or TypeError if the file is no plan, and UserError if it refuses such a model.
+    Raises ValueError, KeyError or TypeError if the file is not a plan, and UserError if it refuses such a model.
     """
     data = json.loads(path.read_text(encoding="utf-8"))
     unknown = set(data) - {*_PARTS, "cases", "note", "extends"}
@@ -117,17 +117,17 @@ ADVICE = "set tensor_parallel.autotp_size to 1"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRule:
-    """How a module or parameter is cut.
+    """How a module or parameter is sharded.
 
     Attributes:
         style: one of `STYLES`.
-        parts: number of equal parts that a packed weight holds side by side, or the owner's attribute with that number.
-        blocks: number of equal blocks that an attention's heads consist of; a rank takes its share of each.
+        parts: number of equal parts side by side in a packed weight, or the owner's attribute with that number.
+        blocks: number of equal blocks of an attention's heads; a rank takes its share of each.
         segments: widths of unequal parts: see `harness.parallel.tensor.shard`.
         unit: name of the owner's attribute with the number of consecutive outputs that must stay together (a head's),
             or of a norm's own attribute with the number of channels that it averages.
         whole: number of units at the end that every rank computes.
-        dim: dimension along which a parameter is cut, if its style does not decide that.
+        dim: dimension along which a parameter is split, if its style does not decide it.
     """
 
     style: str
@@ -141,7 +141,7 @@ class PlanRule:
 
 @dataclass(frozen=True, kw_only=True)
 class InputRule:
-    """The dimension of an input that is cut, and the config's name for the length of its runs (None: one run)."""
+    """The split dimension of an input, and the config's name for the length of its runs (None for one run)."""
 
     dim: int
     run: str | None = None
@@ -152,9 +152,9 @@ class Plan:
     """The rules of one model, by name with `*` for a number.
 
     Attributes:
-        head, embedding: names of the modules that compute the logits and look up the ids, if the model has them.
+        head, embedding: names of the output and input embedding modules, or None.
         extends: whether the rules are merged over the model's own plan.
-        experts: the rules by which whole experts are distributed.
+        experts: the rules that distribute whole experts.
     """
 
     model_type: str
@@ -171,13 +171,13 @@ class Plan:
         return next((self.rules[pattern] for pattern in patterns(name) if pattern in self.rules), None)
 
     def blocks_in(self, name: str) -> int:
-        """Return the number of blocks that the heads of the attention `name` consist of, by the rules of its layers."""
+        """Return the number of blocks of the attention `name`'s heads, by the rules of its layers."""
         inside = f"{wildcard(name)}."
         return max((rule.blocks for own, rule in self.rules.items() if own.startswith(inside)), default=1)
 
     @property
     def splits_head(self) -> bool:
-        """Whether the plan splits the head by vocabulary, so that a rank can keep its part of the logits."""
+        """Whether the plan splits the head by vocabulary, so that a rank can keep its shard of the logits."""
         rule = self.rules.get(self.head or "")
         return rule is not None and rule.style == "colwise_gather_output"
 
@@ -204,8 +204,9 @@ def patterns(name: str) -> list[str]:
 
 
 def plan_for(model: PreTrainedModel, plans: Path | None = None) -> Plan:
-    """Return the plan of a transformers model: its declared one, possibly extended by the plan file of its model type
-    in the folder `plans`, or else that file.
+    """Return a transformers model's plan: its declared plan, perhaps extended by a plan file, or else that file.
+
+    The plan file is the one of the model type in the folder `plans`.
 
     If the input and the output embedding share a parameter, both are split by vocabulary or neither is. Raises NoPlan
     if the family has no plan, and UserError for an unknown style.
@@ -238,7 +239,7 @@ def plan_for(model: PreTrainedModel, plans: Path | None = None) -> Plan:
 def read_plan_file(path: Path, config: PretrainedConfig) -> Plan:
     """Return the plan in a JSON file, which is named after its model type, for a model with `config`.
 
-    Raises UserError if the file is no plan, or refuses such a model.
+    Raises UserError if the file is not a plan, or refuses such a model.
     """
     try:
         parts = read_parts(path, config)

@@ -1,8 +1,8 @@
-"""Have the blocks of a cut layer receive and return shares of the sequence (sequence parallelism).
+"""Sequence parallelism: run the layer between its blocks on a shard of the sequence.
 
 A block is a module of the layer that needs all tokens: its attention, its feed-forward network. So the hidden state is
-gathered before it. Norms, dropout and activations between the blocks compute each token alone, so they compute a share.
-Any other module with parameters of its own counts as a block: it computes all tokens on every rank.
+gathered before it. Norms, dropout and activations between the blocks compute each token alone, so they run on a shard.
+Any other module with parameters of its own counts as a block and computes all tokens on every rank.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _COLUMNS = (ColumnParallelLinear, SharedColumnLinear)
 
 
 def share_sequence(layer: Any, group: dist.ProcessGroup, whole: Collection[nn.Module] = ()) -> SequenceShare:
-    """Have `layer` compute on a share of the sequence; return the record that each forward must enter (`forward_of`).
+    """Make `layer` run on a shard of the sequence; return the record that each forward must enter (`forward_of`).
 
     Args:
-        whole: blocks that are gathered before and split after, as a whole, even if their last layer could scatter.
+        whole: blocks to gather before and split after, even if their last layer could reduce-scatter.
     """
     share = SequenceShare(group)
     layer.works_on_share = True  # see `harness.parallel.tensor.partial_gradients`
@@ -52,23 +52,23 @@ def _blocks(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _last_row(block: nn.Module) -> RowParallelLinear | None:
-    """Return the only layer of `block` that sums over the group; None if there is not exactly one.
+    """Return the row-parallel layer of `block` if it has exactly one, else None.
 
-    Its sum can be scattered, and whatever follows it (a dropout, a residual) then works on a share.
+    Its all-reduce can become a reduce-scatter, so that what follows (a dropout, a residual) runs on a shard.
     """
     rows = [module for module in block.modules() if isinstance(module, RowParallelLinear)]
     return rows[0] if len(rows) == 1 and not _is_cut_otherwise(block) else None
 
 
 def _gives_columns(block: nn.Module) -> bool:
-    """Return whether `block` neither sums over the group nor gathers: it returns some columns of all tokens."""
+    """Return whether `block` neither reduces nor gathers: it returns some columns of all tokens."""
     columns = [module for module in block.modules() if isinstance(module, _COLUMNS)]
     sums = any(isinstance(module, RowParallelLinear) for module in block.modules())
     return bool(columns) and not sums and not any(getattr(module, "gather_output", False) for module in columns)
 
 
 def _is_cut_otherwise(block: nn.Module) -> bool:
-    """Return whether `block` has cut matrices outside of linear layers, as fused experts have."""
+    """Return whether `block` has sharded matrices outside linear layers, like fused experts."""
     linears = [module for module in block.modules() if isinstance(module, (*_COLUMNS, RowParallelLinear))]
     known = {id(param) for linear in linears for param in linear.parameters(recurse=False)}
     cut = (param for param in block.parameters() if _is_matrix(param) and shard_of(param) is not None)
@@ -76,12 +76,12 @@ def _is_cut_otherwise(block: nn.Module) -> bool:
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
-    # a parameter that ZeRO-3 has partitioned is empty and has one dimension
+    # A parameter partitioned by ZeRO-3 is empty and has one dimension.
     return len(unpartitioned_shape(parameter)) > 1
 
 
 def _gather_inputs(block: nn.Module, share: SequenceShare, *, first_alone: bool) -> None:
-    """Gather the hidden states that `block` is given.
+    """Gather the hidden states in the inputs of `block`.
 
     With `first_alone`, gather only the first; the others are residuals, which the block adds to its scattered output.
     """
@@ -97,7 +97,7 @@ def _gather_inputs(block: nn.Module, share: SequenceShare, *, first_alone: bool)
 
 
 def _split_outputs(block: nn.Module, share: SequenceShare) -> None:
-    """Keep this rank's share of the hidden states that `block` returns for all tokens."""
+    """Keep this rank's shard of the hidden states that `block` returns for all tokens."""
 
     def after_forward(_module: nn.Module, _args: object, output: object) -> object:
         return tree_map(lambda value: share.split(value) if share.is_whole(value) else value, output)

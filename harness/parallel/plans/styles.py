@@ -1,11 +1,11 @@
 """The styles of a tensor-parallel plan: one function for each.
 
-The words are transformers' (`transformers.distributed.tensor_parallel`), so that plans that models declare can be used
-unchanged. A function takes the `PlanTarget` and returns the module to put there: a new one, or the same one with hooks.
+The names are transformers' (`transformers.distributed.tensor_parallel`), so declared plans work unchanged. A function
+takes the `PlanTarget` and returns the module to put there: a new one, or the same one with hooks.
 
-Some styles leave a module whole, and cut or join its inputs and outputs with hooks. Parameters that a plan names itself
-(fused experts, attention sinks) are cut in place, without a new layer. So are norms of single heads, which plans do not
-name: a weight [heads, head_dim] is recognised by its shape and cut as the heads are.
+Some styles leave a module whole, and split or join its inputs and outputs with hooks. Parameters that a plan names
+directly (fused experts, attention sinks) are sharded in place, without a new layer. So are per-head norms, which plans
+do not name: a weight [heads, head_dim] is recognised by its shape and split like the heads.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _ALIGNED = 8  # grouped matrix products want rows of whole 16 bytes: 8 entries i
 
 
 def cut_bare_parameter(target: PlanTarget, own_name: str, above: Sequence[nn.Module] = ()) -> None:
-    """Cut the parameter `own_name` of the target's owner, which the plan itself names.
+    """Shard the parameter `own_name` of the target's owner, which the plan names directly.
 
-    `rule.dim` is the dimension to cut; without it, outputs are the last dimension but one (or the only one), and inputs
-    the last. Shares of fused experts are padded with zeros to a width that grouped matrix products accept. Raises
-    UserError for a style that is not for parameters.
+    `rule.dim` is the dimension to split; by default, outputs are the last dimension but one (or the only one), and
+    inputs the last. Shards of fused experts are padded with zeros to a width that grouped matrix products accept.
+    Raises UserError for a style that does not apply to parameters.
 
     Args:
-        above: the modules around the owner, the nearest first.
+        above: the modules around the owner, innermost first.
     """
     owner, rule, name = target.owner, target.rule, target.name
     if rule.style == "divided":
@@ -69,7 +69,7 @@ def cut_bare_parameter(target: PlanTarget, own_name: str, above: Sequence[nn.Mod
         return
     param = getattr(owner, own_name)
     shape, style = tuple(param.shape), rule.style
-    # a bias of a row-parallel product is added once, after the sum, so it stays whole
+    # The bias of a row-parallel product is added once, after the all-reduce, so it stays whole.
     if style == "replicate" or (style in ("rowwise", "packed_rowwise") and len(shape) == 1):
         return
     if style == "segmented_colwise":
@@ -90,10 +90,10 @@ def cut_bare_parameter(target: PlanTarget, own_name: str, above: Sequence[nn.Mod
 
 
 def divide_parameter(owner: nn.Module, name: str, size: int) -> None:
-    """Have the forward of `owner` read its whole parameter `name` divided by `size`.
+    """Make the forward of `owner` read its whole parameter `name` divided by `size`.
 
-    The forward adds the parameter to a partial sum on every rank, so the sum over the ranks contains it once. The
-    parameter itself keeps its name and value: a property of a new class hides it from the forward.
+    The forward adds the parameter to a partial sum on every rank, so that the all-reduce contains it once. The
+    parameter keeps its name and value: a property of a new class hides it from the forward.
     """
     # A property hides the entry in `_parameters`: nn.Module looks there, by __getattr__, only for names that the class
     # lacks. The module gets a class of its own, so that other modules of this kind are not changed.
@@ -103,7 +103,7 @@ def divide_parameter(owner: nn.Module, name: str, size: int) -> None:
 
 
 def _parts(owner: nn.Module, own_name: str, rule: PlanRule) -> tuple[int, int]:
-    """Return how many parts the parameter holds side by side, and how many consecutive entries must stay together.
+    """Return the number of parts side by side in a parameter, and of consecutive entries that must stay together.
 
     Experts declare whether gate and up projection are side by side or alternate (transformers'
     `use_experts_implementation`); the style in the plan does not matter for them.
@@ -121,7 +121,7 @@ def parts_of(rule: PlanRule, owner: nn.Module) -> int:
 
 
 def cut_head_parameters(owner: nn.Module, attention: Attention | None, tensor: TensorParallel) -> None:
-    """Cut every [heads, head_dim] matrix inside `owner` to this rank's heads, if it is an attention that was split.
+    """Split every [heads, head_dim] matrix inside `owner` by heads, if `owner` is a sharded attention.
 
     A vector with one entry per head cannot be told from other vectors by its shape: a plan must name it.
     """
@@ -129,7 +129,7 @@ def cut_head_parameters(owner: nn.Module, attention: Attention | None, tensor: T
     if attention is None or not any(shard_of(p) for child in owner.children() for p in child.parameters(recurse=False)):
         return
     heads = attention.heads
-    # with as many heads as entries in a head, a square matrix could as well be a projection
+    # If head_dim equals the number of heads, a square matrix could also be a projection.
     shapes = {(count, head_dim) for count in (heads.query, heads.key_value) if count != head_dim}
     for name, param in list(owner.named_parameters()):
         module_name, _, own_name = name.rpartition(".")
@@ -143,7 +143,7 @@ def cut_head_parameters(owner: nn.Module, attention: Attention | None, tensor: T
 
 
 def replicated_with_grad_allreduce(target: PlanTarget) -> nn.Module:
-    """Keep a module whole on every rank, and sum its gradients: each rank applies it to its own heads."""
+    """Replicate a module and all-reduce its gradients, because each rank applies it to its own heads."""
     for module in target.module.modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
         if names:
@@ -152,7 +152,7 @@ def replicated_with_grad_allreduce(target: PlanTarget) -> nn.Module:
 
 
 def moe_tp_experts(target: PlanTarget) -> nn.Module:
-    """Have each rank hold a part of every expert: inputs are whole, outputs are summed."""
+    """Shard every expert over the ranks: inputs are whole, outputs are all-reduced."""
     group = target.tensor.group
 
     def before_forward(
@@ -165,7 +165,7 @@ def moe_tp_experts(target: PlanTarget) -> nn.Module:
 
 
 def moe_identity_expert(target: PlanTarget) -> nn.Module:
-    """Divide the output of an expert that returns its input by the number of ranks, because outputs are summed."""
+    """Divide the output of an identity expert by the number of ranks, because outputs are summed."""
     target.module.register_forward_hook(lambda _module, _args, output: output / target.tensor.size)
     return target.module
 
@@ -181,14 +181,14 @@ def gather_input(target: PlanTarget) -> nn.Module:
 
 
 def copy_input(target: PlanTarget) -> nn.Module:
-    """Sum the gradient of the input over ranks, for a module whose split parameters give a part of the output."""
+    """All-reduce the gradient of the input, for a module whose sharded parameters compute a part of the output."""
     group = target.tensor.group
     target.module.register_forward_pre_hook(lambda _module, args: tuple(_copied(x, group) for x in args))
     return target.module
 
 
 def mla_kv_a_proj(target: PlanTarget) -> nn.Module:
-    """Keep a projection whole, and sum the gradients of its last `qk_rope_head_dim` outputs.
+    """Replicate a projection, and all-reduce the gradients of its last `qk_rope_head_dim` outputs.
 
     Those rotary values go to each rank's own heads; the other outputs go to a split layer, which sums their gradients
     itself (DeepSeek-V2, arXiv 2405.04434, section 2.1).
@@ -199,19 +199,19 @@ def mla_kv_a_proj(target: PlanTarget) -> nn.Module:
 
 
 def all_reduce(target: PlanTarget) -> nn.Module:
-    """Sum the output of a module over ranks, because each computes a partial one."""
+    """All-reduce the output of a module, because each rank computes a partial sum."""
     group = target.tensor.group
     target.module.register_forward_hook(lambda _module, _args, output: reduce_from_group(output, group))
     return target.module
 
 
 def local_params(target: PlanTarget) -> nn.Module:
-    """Leave the module unchanged: its parameters are split by rules of their own, and its forward uses the parts."""
+    """Leave the module unchanged: its parameters have their own rules, and its forward uses the shards."""
     return target.module
 
 
 def replicate(target: PlanTarget) -> nn.Module:
-    """Leave the module unchanged: every rank holds it whole and applies it to the same input."""
+    """Leave the module unchanged: every rank applies the whole module to the same input."""
     return target.module
 
 
@@ -220,7 +220,7 @@ def _copied(x: object, group: dist.ProcessGroup | None) -> object:
 
 
 def colwise(target: PlanTarget, parts: int = 1) -> nn.Module:
-    """Split a linear layer over its outputs, which stay on the rank; in attention by whole heads."""
+    """Split a linear layer over its outputs, in attention by whole heads; outputs stay on the rank."""
     transposed, tensor = _is_transposed(target), target.tensor
     shard = target.share(tuple(target.module.get_parameter("weight").shape), int(transposed), parts=parts)
     layer = ColumnParallelLinear.from_linear(target.module, tensor.group, shard=shard, weight_transposed=transposed)
@@ -236,9 +236,9 @@ def packed_colwise(target: PlanTarget) -> nn.Module:
 
 
 def shared_colwise(target: PlanTarget) -> nn.Module:
-    """Have every rank hold a linear layer whole, but compute only its share of the outputs, and the last `whole` units.
+    """Replicate a linear layer, but compute only this rank's share of the outputs and the last `whole` units.
 
-    Those units are the one key and the one value head of multi-query attention. The gradients are summed.
+    Those units are the single key and value head of multi-query attention. Gradients are all-reduced.
     """
     transposed, tensor = _is_transposed(target), target.tensor
     outputs = target.module.get_parameter("weight").shape[int(transposed)]
@@ -273,14 +273,14 @@ def rowwise_split_input(target: PlanTarget) -> nn.Module:
 
 
 def rowwise_to_split(target: PlanTarget) -> nn.Module:
-    """Split as rowwise, for outputs that each rank uses with its own split values: sum their gradients."""
+    """Split as rowwise, and all-reduce the output's gradient, for outputs that each rank uses with split values."""
     layer, group = rowwise(target), target.tensor.group
     layer.register_forward_hook(lambda _module, _args, output: copy_to_group(output, group))
     return layer
 
 
 def rowwise_split_output(target: PlanTarget) -> nn.Module:
-    """Split as rowwise, but keep only this rank's share of the outputs: those of its own heads."""
+    """Split as rowwise, but keep only the outputs of this rank's own heads."""
     widths = target.widths(target.module.get_parameter("weight").shape[1 if _is_transposed(target) else 0])
     layer, group = rowwise(target), target.tensor.group
     layer.register_forward_hook(lambda _module, _args, output: split_to_group(output, group, widths))
@@ -288,7 +288,7 @@ def rowwise_split_output(target: PlanTarget) -> nn.Module:
 
 
 def packed_rowwise(target: PlanTarget) -> nn.Module:
-    """Split as rowwise, for an input of several parts side by side, each of which was split."""
+    """Split as rowwise, for an input of several parts side by side, each of them split."""
     return _row(target, input_is_parallel=True, parts=parts_of(target.rule, target.owner))
 
 
@@ -311,7 +311,7 @@ def embedding_colwise(target: PlanTarget) -> nn.Module:
 def segmented_colwise(target: PlanTarget) -> nn.Module:
     """Split as colwise, but take a share of each of several parts of unequal width (`harness.parallel.tensor.shard`).
 
-    If several ranks use the same unit of a part, they gather it from the ranks that hold it.
+    Ranks that use the same unit of a part gather it from the ranks that hold it.
     """
     transposed, tensor = _is_transposed(target), target.tensor
     shape, dim = tuple(target.module.get_parameter("weight").shape), int(transposed)
@@ -326,9 +326,9 @@ def segmented_colwise(target: PlanTarget) -> nn.Module:
 
 
 def grouped_norm(target: PlanTarget) -> nn.Module:
-    """Split a norm over groups of `unit` channels between two split layers.
+    """Split a norm over groups of `unit` channels that lies between two split layers.
 
-    Each rank normalises its own groups, or, if ranks share a group, all channels.
+    Each rank normalises its own groups, or all channels if ranks share a group.
     """
     module, tensor = target.module, target.tensor
     weight = module.get_parameter("weight")
@@ -360,12 +360,12 @@ def _row(target: PlanTarget, *, input_is_parallel: bool, parts: int = 1) -> nn.M
 
 
 def _whole_widths(target: PlanTarget) -> PlanTarget:
-    """Return the target without its attention: values around this layer are whole, so shares need not be heads."""
+    """Return the target without its attention: values around this layer are whole, so shards need not be heads."""
     return replace(target, attention=None)
 
 
 def _is_transposed(target: PlanTarget) -> bool:
-    """Return whether the linear layer at `target` stores its weight as [in, out]. Raises UserError if it is none."""
+    """Return whether the linear layer at `target` stores its weight as [in, out]. UserError for other modules."""
     if isinstance(target.module, Conv1D):
         return True
     if isinstance(target.module, nn.Linear) and _computes_as_linear(type(target.module)):
@@ -386,7 +386,7 @@ def _computes_as_linear(kind: type[nn.Linear]) -> bool:
 
 
 def _plain_embedding(target: PlanTarget) -> nn.Embedding:
-    """Return the embedding at `target`. Raises UserError if it is none, or does more than look up rows."""
+    """Return the embedding at `target`. Raises UserError unless it is an nn.Embedding that only looks up rows."""
     module = target.module
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
         raise style_error(target, "a plain nn.Embedding")

@@ -27,9 +27,9 @@ class PlanTarget:
         name: its full name.
         module: the module, or, if the rule names a parameter, its owner.
         owner: the module that owns it.
-        attention: the attention that it belongs to, if any.
+        attention: the attention that it belongs to, or None.
         tensor: this rank's place in the tensor-parallel group.
-        local_output: keep only this rank's part of an output that the style would gather.
+        local_output: keep only this rank's shard of an output that the style would gather.
         neighbours: the data-parallel ranks that hold other experts.
     """
 
@@ -45,23 +45,22 @@ class PlanTarget:
 
     @property
     def unit(self) -> int:
-        """The number of consecutive outputs that must stay together, by the rule."""
+        """The rule's number of consecutive outputs that must stay together."""
         return 1 if self.rule.unit is None else int(getattr(self.owner, self.rule.unit))
 
     @property
     def heads(self) -> Heads | None:
-        """The heads that the ranks share: all of the attention, or those of each block. Raises UserError for unequal
-        blocks."""
+        """The heads to split: all of the attention, or those of each block. Raises UserError for unequal blocks."""
         if self.attention is None:
             return None
         return blocks_of(self.attention.heads, self.rule.blocks, self.name)
 
     def deal(self, width: int, *, unit: int | None = None) -> list[Stretch]:
-        """Return each rank's stretch of `width` entries. Raises UserError if a rank would have none."""
+        """Return each rank's range of `width` entries. Raises UserError if a rank would have none."""
         heads, key_values = self.heads, set()
         if heads is not None and self.attention is not None and self.attention.inside:
             key_values = {heads.key_value * dim for dim in self.attention.head_dims}
-            # a query projection may happen to have the width of the key/value heads: its name decides
+            # A query projection may happen to be as wide as the key/value heads: its name decides.
             if not KEYS_OR_VALUES.search(self.name.rpartition(".")[2]):
                 key_values -= {heads.query * dim for dim in (1, *self.attention.head_dims)}
         name = self.name if self.rule.blocks == 1 else f"each block of {self.name}"
@@ -80,7 +79,7 @@ class PlanTarget:
         return share_of(shape, dim, self.tensor.rank, stretches=stretches, parts=parts, multiple=multiple)
 
     def widths(self, width: int) -> list[int]:
-        """Return how many of `width` values each rank has. Raises UserError if ranks would share some."""
+        """Return each rank's number of `width` values. Raises UserError if ranks would share some."""
         stretches = self.deal(width)
         if len(set(stretches)) < len(stretches):
             raise UserError(

@@ -6,7 +6,7 @@ Shoeybi et al. 2019, arXiv 1909.08053, section 3). For rows of logits z with lab
     loss = log(sum_v exp(z_v)) - z_y        d loss / d z_v = exp(z_v) / sum_u exp(z_u) - [v = y]
 
 Exponentials are computed for some rows at a time, and again in the backward. The gradient overwrites the logits if
-nothing else needs them. So a large vocabulary's logits are in memory once, without a float32 copy.
+nothing else needs them. So a large vocabulary's logits exist once, without a float32 copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from harness.device import kernels
 from harness.parallel.comm import Context, group_rank, group_size, max_over_group, sum_over_group
 
 ELEMENTS_AT_ONCE, IN_CACHE = 1 << 23, 1 << 18
-"""Number of logits that become float32 exponentials at a time: 32 MiB; on a CPU 1 MiB, which fits a core's cache."""
+"""Logits converted to float32 exponentials at a time: 32 MiB; on a CPU 1 MiB, which fits a core's cache."""
 _VIEWS = {f"{name}Backward0" for name in ("UnsafeView", "View", "ReshapeAlias", "Alias", "AsStrided", "Slice")}
 """Graph nodes whose output may share the memory of their input."""
 
@@ -38,11 +38,11 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return the loss of every token: float32, shaped as `labels` [...], 0 where the label is `ignore_index`.
 
-    Sums are computed in float32 whatever the dtype of the logits. The gradient has the dtype of the logits, and the
-    backward may overwrite the logits with it: copy them before if you need them afterwards.
+    Sums are computed in float32 for any dtype of the logits. The gradient has the dtype of the logits, and the backward
+    may overwrite the logits with it: copy them first if you need them afterwards.
 
     Args:
-        logits: [..., n], this rank's stretch of the vocabulary, by `shard.share_of`.
+        logits: [..., n], this rank's shard of the vocabulary, as from `shard.share_of`.
         labels: [...], indices into the whole vocabulary.
 
     Raises ValueError for another width than this rank's, and RuntimeError for a label outside the vocabulary.
@@ -57,8 +57,8 @@ def vocab_parallel_cross_entropy(
 def is_needed(logits: Tensor) -> bool:
     """Return whether the caller, or the backward of the operation that made the logits [..., n], needs them later.
 
-    Walk the graph upwards as long as nodes share the memory of the logits, and look whether any has saved it. In the
-    forward, also return True if a checkpointed part made the logits, or contains the loss; in the second case the
+    Walk the graph upwards while nodes share the memory of the logits, and check whether any has saved it. In the
+    forward, also return True if a checkpointed part made the logits or contains the loss; in the second case the
     recomputation asks again.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001  # no public name
@@ -82,7 +82,7 @@ def is_needed(logits: Tensor) -> bool:
         if not isinstance(node, BackwardCFunction) and type(node).__name__ not in _VIEWS:
             return False  # an ordinary operation: its inputs have other memory
         node = node.next_functions[0][0]
-    # No operation has made this memory: it is a leaf, or was computed without a graph. The caller may still need it.
+    # No operation made this memory: it is a leaf, or was computed without a graph. The caller may still need it.
     return True
 
 
@@ -108,6 +108,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         keeps: bool,
     ) -> Tensor:
+        # Asserted on the device: reading the labels here would make the host wait in every micro-batch.
         ignored = labels == ignore_index
         inside = (labels >= 0) & (labels < vocab_size)
         torch._assert_async((inside | ignored).all(), "a label is outside the vocabulary")  # noqa: SLF001  # no public name
@@ -130,14 +131,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 largest = max_over_group(largest, group)
             exp_sum = torch.empty_like(largest)
             for rows, top, total in _in_chunks(logits, largest, exp_sum):
-                # the maximum over all ranks is subtracted first, so that no exponential overflows
+                # Subtract the maximum over all ranks first, so that no exponential overflows.
                 total.copy_((rows.float() - top.unsqueeze(-1)).exp_().sum(-1))
         label_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float() - largest
         label_logit = label_logit.masked_fill(~here, 0.0)
         if group is not None:
             exp_sum, label_logit = sum_over_group(torch.stack([exp_sum, label_logit]), group)
 
-        # `keeps` is saved as a tensor too: recomputation replaces all saved tensors, and may find another answer
+        # `keeps` is saved as a tensor, because a recomputation, which may find another answer, replaces saved tensors.
         ctx.save_for_backward(logits, largest + exp_sum.log(), column, here, ignored, torch.tensor(keeps, device="cpu"))
         losses: Tensor = (exp_sum.log() - label_logit).masked_fill(ignored, 0.0)
         return losses
@@ -146,7 +147,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_sum, column, here, ignored, keeps = ctx.saved_tensors
         scale = grad.float().masked_fill(ignored, 0.0)
-        # `detach` shares memory and version counter, so if anything else needs the logits after all, torch raises
+        # `detach` shares memory and version counter, so torch raises if anything else needs the logits after all.
         written = torch.empty_like(logits) if keeps else logits.detach()
         if kernels.usable(logits.device):
             kernels.probabilities_less_label(logits, written, log_sum, column, scale, scale * here)

@@ -4,9 +4,8 @@ After Shoeybi et al. 2019 (arXiv 1909.08053), section 3. Shapes: x [..., in], y 
 number of ranks in the group. A column-parallel layer holds rows of the weight, so it computes a part of y. A
 row-parallel layer holds columns of it, so it takes a part of x. One after the other they need a single sum.
 
-Each can be used by itself in any model. If it is created like the layer that it replaces, on ranks with the same random
-state, it holds exactly that layer's values. Without a group it is that layer. All can be made from modules on the meta
-device.
+Each can be used by itself in any model. Created like the layer it replaces, on ranks with the same RNG state, it holds
+exactly that layer's values. Without a group it is that layer. All can be made from modules on the meta device.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from harness.parallel.weight_gradients import linear
 
 
 class FactoryOptions(TypedDict, total=False):
-    """Keyword arguments of a new layer: the group that shares it, and device and dtype of this rank's part."""
+    """Keyword arguments of a new layer: its tensor-parallel group, and device and dtype of this rank's shard."""
 
     group: dist.ProcessGroup | None
     device: torch.device | str | None
@@ -39,14 +38,14 @@ class FactoryOptions(TypedDict, total=False):
 
 
 class Cut(TypedDict, total=False):
-    """Which part of a whole layer a rank holds: `shard` of its weight, or by default an equal share."""
+    """The shard of a whole layer's weight that a rank holds; by default an equal share."""
 
     shard: Shard | None
     weight_transposed: bool
 
 
 class _CutLinear(nn.Linear):
-    """A linear layer that holds a part of its weight; `dim` is the dimension of a weight [out, in] that is split."""
+    """A linear layer with a sharded weight; `dim` is the split dimension of a weight [out, in]."""
 
     dim: ClassVar[int]
     group: dist.ProcessGroup | None
@@ -84,7 +83,7 @@ class _CutLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Return this rank's and the full sizes, for `print(model)`."""
-        shard = shard_of(self.weight)  # the weight itself may be empty: ZeRO-3 gathers it only where it is used
+        shard = shard_of(self.weight)  # the weight itself may be empty, as ZeRO-3 gathers it on use
         cut, full = ("out", self.out_features) if self.dim == 0 else ("in", self.in_features)
         local = full if shard is None else shard.length
         sizes = {"in": self.in_features, "out": self.out_features, cut: f"{local} of {full}"}
@@ -135,10 +134,10 @@ class ColumnParallelLinear(_CutLinear):
 
 
 class SharedColumnLinear(nn.Linear):
-    """Computes some of the outputs of y = x A^T + b, with A and b whole on every rank.
+    """Computes some of the outputs of y = x A^T + b, with A and b replicated.
 
-    `pieces` are the (start, stop) ranges of the outputs that this rank computes. The gradient of x is summed over the
-    group. The gradients of A and b are partial; the caller must sum them.
+    `pieces` are the (start, stop) ranges of this rank's outputs. The gradient of x is all-reduced. The gradients of A
+    and b are partial; the caller must sum them.
     """
 
     group: dist.ProcessGroup | None
@@ -214,7 +213,7 @@ class RowParallelLinear(_CutLinear):
         weight = self.weight.t() if self.weight_transposed else self.weight
         if group_size(self.group) == 1:
             return linear(self, x, weight, self.bias)
-        y = linear(self, x, weight)  # without the bias, which each rank would add before the sum
+        y = linear(self, x, weight)  # add the bias after the all-reduce, which would otherwise sum it once per rank
         y = reduce_from_group(y, self.group) if self.sequence is None else self.sequence.scatter(y)
         return y if self.bias is None else y + self.bias
 
@@ -250,13 +249,13 @@ class VocabParallelEmbedding(nn.Embedding):
     ) -> VocabParallelEmbedding:
         """Return this rank's rows of a whole embedding.
 
-        An instance of a subclass becomes a subclass of both. Its forward must treat each row by itself, because other
-        ranks hold the other rows.
+        An instance of a subclass becomes a subclass of both. Its forward must treat each row by itself, because the
+        other rows are on other ranks.
         """
         whole = type(embedding)
         kind: Any = cls if whole is nn.Embedding else type(f"{cls.__name__}{whole.__name__}", (cls, whole), {})
         layer: VocabParallelEmbedding = kind.__new__(kind)
-        # dicts are copied, so that replacing the weight here leaves the original module whole
+        # Copy the dicts, so that replacing the weight here leaves the original module whole.
         layer.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in embedding.__dict__.items()})
         layer._cut(group, shard)
         return layer
@@ -268,7 +267,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.first_row = shard.pieces[0][0]
         if self.padding_idx is not None:
             local = self.padding_idx - self.first_row
-            # torch leaves out the gradient of this row: only the rank that holds it may set an index
+            # torch zeroes the gradient of this row, so only the rank that holds it may set an index.
             self.padding_idx = local if 0 <= local < self.rows else None
         self.weight = cut_parameter(self.weight, shard)
 
@@ -280,17 +279,17 @@ class VocabParallelEmbedding(nn.Embedding):
         torch._assert_async(inside.all(), "an input id is outside the vocabulary")  # noqa: SLF001  # no public name
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
-        # row 0 stands in for ids of other ranks; its vectors are replaced by zeros before the sum
+        # Row 0 stands in for ids of other ranks; its vectors become zeros before the all-reduce.
         vectors = super().forward(local.masked_fill(elsewhere, 0))
         return reduce_from_group(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
     def extra_repr(self) -> str:
-        """Return this rank's and all rows, and the width, for `print(model)`."""
+        """Return this rank's rows, all rows and the width, for `print(model)`."""
         return f"{self.rows} of {self.num_embeddings}, {self.embedding_dim}"
 
 
 def overlap_sums(module: nn.Module) -> None:
-    """Have the column-parallel layers in `module` compute weight gradients while their input's gradient is summed.
+    """Overlap weight gradients of column-parallel layers with the all-reduce of their input's gradient.
 
     Not for ZeRO-3, which releases a weight before that.
     """

@@ -1,8 +1,8 @@
-"""Gather whole matrices for an optimizer to which ZeRO gives only flat parts of them.
+"""Gather whole matrices for an optimizer that ZeRO gives only flat partitions.
 
-ZeRO hands an optimizer flat tensors with this rank's elements of many parameters, one after the other. Tensor
-parallelism has cut the parameters before that. A `MatrixPart` knows where the elements of one matrix lie, gathers the
-whole matrix from all ranks that hold a part of it, and takes this rank's elements out of a whole one.
+ZeRO passes an optimizer flat tensors with this rank's elements of many parameters, one after the other. Tensor
+parallelism has sharded the parameters before that. A `MatrixPart` knows where the elements of one matrix lie, gathers
+the whole matrix from all ranks that hold elements of it, and extracts this rank's elements from a whole matrix.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class MatrixPart:
 
     Attributes:
         shape: shape of the matrix, or of this rank's tensor-parallel shard of it.
-        start: index of the first element that is here, in the flattened matrix or shard.
-        length: number of its elements that are here.
+        start: index of this rank's first element in the flattened matrix or shard.
+        length: number of elements on this rank.
         offset: index of the first of them in the flat tensor.
-        group: data-parallel ranks over which the flat tensor is divided; None if this rank has all of it.
+        group: data-parallel ranks that partition the flat tensor; None if it is not partitioned.
         split: whether the ranks of `group` exchange their elements of the matrix.
         needed: whether this rank needs the whole matrix, because it or a peer updates elements of it.
-        device: where ranks exchange tensors.
-        shards: the shards of all tensor-parallel ranks; empty if each has the whole matrix.
+        device: device for collectives.
+        shards: the shards of all tensor-parallel ranks; empty for a replicated matrix.
         tensor: tensor-parallel group.
     """
 
@@ -53,13 +53,13 @@ class MatrixPart:
 
     @property
     def place(self) -> slice:
-        """The slice of this rank's elements in the flat tensor."""
+        """This rank's elements in the flat tensor."""
         return slice(self.offset, self.offset + self.length)
 
     def whole(self, flat: Tensor) -> Tensor | None:
-        """Return the whole matrix [..., rows, columns], from all ranks' `flat` tensors [n]; None if not needed.
+        """Gather the whole matrix [..., rows, columns] from all ranks' `flat` tensors [n]; None if not needed.
 
-        All ranks that hold a part must call this in the same order.
+        All ranks that hold elements must call this in the same order.
         """
         local = flat[self.place].to(self.device)
         if self.group is not None and self.split:
@@ -67,7 +67,7 @@ class MatrixPart:
             filled[self.start : self.start + self.length] = local
             dist.all_reduce(filled, group=self.group)  # each element comes from one rank, so the sum is exact
             local = filled
-        if not self.needed:  # only now: the other ranks of the group need this rank's part in the all-reduce
+        if not self.needed:  # only after the all-reduce, in which the other ranks need this rank's elements
             return None
         return self._joined(local) if self.shards else local.view(self.shape)
 
@@ -82,7 +82,7 @@ class MatrixPart:
     def _joined(self, local: Tensor) -> Tensor:
         """Return the whole matrix, gathered from the shards of all tensor-parallel ranks."""
         sizes = [prod(shard.local_shape) for shard in self.shards]
-        padded = functional.pad(local, (0, max(sizes) - local.numel()))  # an all-gather wants equal sizes
+        padded = functional.pad(local, (0, max(sizes) - local.numel()))  # an all-gather needs equal sizes
         parts = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(parts, padded, group=self.tensor)
         whole = local.new_zeros(self.shards[0].full_shape)
@@ -121,8 +121,8 @@ def _parts(stepped: SteppedOn, device: torch.device) -> Iterator[tuple[Tensor, M
 def _with_shards(located: list[tuple[Tensor, MatrixPart]], tensor: Group | None) -> list[MatrixPart]:
     """Return the parts with the shards of all tensor-parallel ranks.
 
-    If shards have unequal sizes, the ranks' flat tensors are divided at different places, and a rank may need a matrix
-    that its tensor-parallel peer does not. Then all ranks gather every matrix, so that no rank waits forever.
+    If shards have unequal sizes, ZeRO partitions the ranks' flat tensors at different places, and a rank may need a
+    matrix that its tensor-parallel peer does not. Then all ranks gather every matrix, so that no rank waits forever.
     """
     if tensor is None:
         return [part for _, part in located]

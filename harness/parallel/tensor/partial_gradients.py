@@ -1,9 +1,9 @@
-"""Find and sum partial gradients: each tensor-parallel rank computes only one summand of such a gradient.
+"""Find and sum partial gradients, of which each tensor-parallel rank computes only one summand.
 
-Between a column-parallel and a row-parallel layer, a rank computes with its own heads or columns only. A parameter that
-is used there but not cut (a norm over one head, a parameter of an activation), or that neighbouring ranks hold copies
-of, gets only a summand of its gradient on each rank. A hook on the parameter sums them before they are accumulated. If
-the engine accumulates whole gradients over the micro-batches of a step, they are summed once a step, in one all-reduce.
+Between a column-parallel and a row-parallel layer, a rank computes only its own heads or columns. A parameter that is
+used there but not sharded (a norm over one head, a parameter of an activation), or whose shard neighbouring ranks also
+hold, gets only a partial gradient on each rank. A hook on the parameter sums them before they are accumulated. If the
+engine accumulates whole gradients over the micro-batches of a step, they are summed once a step, in one all-reduce.
 
 Plans name such parameters (`replicated_with_grad_allreduce`), but may miss some. The autograd graph misses none: on the
 way from an output to the inputs, a sum over the group leads into a region of split values, and a copy to the group
@@ -42,8 +42,8 @@ class GradientSum:
     """How the gradient of a parameter is summed over a group.
 
     Attributes:
-        shard: this rank's part of the parameter, if several ranks hold copies of a part. The parts are then put into a
-            whole gradient that is summed over the whole group, so that no group of those ranks has to be created.
+        shard: this rank's shard of the parameter, if several ranks hold copies of a shard. Shards are then put into a
+            whole gradient that is summed over the whole group, so that those ranks need no group of their own.
         once_a_step: whether `sum_once` sums it, instead of a hook.
     """
 
@@ -52,7 +52,7 @@ class GradientSum:
     once_a_step: bool = False
 
     def widen(self, grad: Tensor) -> Tensor:
-        """Return the tensor to be summed: the gradient, padded with zeros to `shard.full_shape` if there is a shard."""
+        """Return the tensor to sum: the gradient, padded with zeros to `shard.full_shape` for a shard."""
         if self.shard is None:
             return grad
         full = grad.new_zeros(self.shard.full_shape)
@@ -60,20 +60,20 @@ class GradientSum:
         return full
 
     def narrow(self, total: Tensor) -> Tensor:
-        """Return this rank's gradient, of its parameter's shape, from the sum."""
+        """Extract this rank's gradient, of its parameter's shape, from the sum."""
         return total if self.shard is None else self.shard.take(total)
 
     def of_hook(self, grad: Tensor | None) -> Tensor | None:
-        """Return the summed gradient (any shape), as a hook must; None if it is deferred (`weight_gradients.py`)."""
+        """Sum a gradient as a parameter's hook; return None if it is deferred (`weight_gradients.py`)."""
         if grad is None or self.once_a_step:
             return grad
         return self.narrow(sum_over_group(self.widen(grad), self.group))
 
 
 def sum_gradients(module: nn.Module, names: list[str], of: GradientSum) -> None:
-    """Have the gradients of `module`'s own parameters `names` summed.
+    """Sum the gradients of `module`'s own parameters `names` from now on.
 
-    The parameters are looked up at each forward, because materialising replaces those on the meta device.
+    The parameters are looked up at each forward, because materialising replaces the ones on the meta device.
     """
 
     def before_forward(owner: nn.Module, _args: object) -> None:
@@ -85,19 +85,18 @@ def sum_gradients(module: nn.Module, names: list[str], of: GradientSum) -> None:
 
 
 def sum_gradient(param: nn.Parameter, of: GradientSum) -> None:
-    """Have the gradient of `param` summed."""
     own = replace(of, once_a_step=getattr(param, "summed_once_a_step", False))
     param.register_hook(own.of_hook)
     param.gradient_sum = (id(param), own)  # type: ignore[attr-defined]  # an attribute may be copied, a hook is not
 
 
 def sums_gradient(param: nn.Parameter) -> bool:
-    """Return whether `sum_gradient` was called for this very object; its attributes may be copies of another one's."""
+    """Return whether `sum_gradient` was called for this very object, whose attributes may be copies."""
     return bool(getattr(param, "gradient_sum", (None, None))[0] == id(param))
 
 
 def sum_gradients_of_copies(module: nn.Module, names: list[str], group: dist.ProcessGroup | None) -> None:
-    """Have the gradients of `module`'s own parameters `names` summed over the ranks that hold the same shards."""
+    """Sum the gradients of `module`'s own parameters `names` over the ranks that hold the same shards."""
     for name in names:
         shard = shard_of(param) if (param := getattr(module, name)) is not None else None
         if shard is not None:
@@ -105,13 +104,13 @@ def sum_gradients_of_copies(module: nn.Module, names: list[str], group: dist.Pro
 
 
 def defer_sums(parameters: Iterable[nn.Parameter]) -> None:
-    """Leave the sums of these parameters' gradients to `sum_once`; must be called before their first forward."""
+    """Leave summing these parameters' gradients to `sum_once`; must be called before their first forward."""
     for param in parameters:
         param.summed_once_a_step = True  # type: ignore[attr-defined]  # a parameter takes any attribute
 
 
 def sum_once(parameters: Iterable[nn.Parameter], gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
-    """Sum the deferred gradients (any shape) in place, those of one dtype in one all-reduce."""
+    """All-reduce the deferred gradients in place, one all-reduce for each dtype."""
     partial: list[tuple[Tensor, GradientSum]] = []
     for param in parameters:
         if sums_gradient(param) and (grad := gradient_of(param)) is not None:
@@ -122,7 +121,7 @@ def sum_once(parameters: Iterable[nn.Parameter], gradient_of: Callable[[nn.Param
     with torch.no_grad():
         for _, same in groupby(partial, key=lambda pair: pair[0].dtype):
             pairs = list(same)
-            # shards become whole gradients first: ranks hold different parts, but an all-reduce adds equal shapes
+            # Shards become whole gradients first: ranks hold different shards, but an all-reduce adds equal shapes.
             wide = [of.widen(grad) for grad, of in pairs]
             total = torch.cat([grad.reshape(-1) for grad in wide])
             if (group := pairs[0][1].group) is not None:
@@ -136,7 +135,7 @@ SHARE_REMEDY = "remove tensor_parallel.sequence_parallel, which this layer may n
 
 
 class Values(Enum):
-    """Which values a rank has at a point of the graph: all of them, only its heads or columns, or only its tokens."""
+    """The values that a rank has at a point of the graph: all, only its heads or columns, or only its tokens."""
 
     WHOLE = auto()
     SPLIT = auto()
@@ -148,10 +147,10 @@ class ReachedParameters:
     """The result of a walk through the graph.
 
     Attributes:
-        whole: uncut parameters that are used on whole values.
-        partial: uncut parameters that are used on split values or on a share of the tokens.
-        bare: cut parameters that are used outside a region of split values: not through the layer that sums.
-        input_is_partial: whether the input is used on values of another kind than it has, or a partial gradient is
+        whole: unsharded parameters used on whole values.
+        partial: unsharded parameters used on split values or on a shard of the tokens.
+        bare: sharded parameters used outside a region of split values, not through the layer that sums.
+        input_is_partial: whether the input is used on values of another kind than its own, or a partial gradient is
             taken for a whole one.
     """
 
@@ -163,12 +162,12 @@ class ReachedParameters:
 
 @dataclass(frozen=True)
 class GivenTensors:
-    """The tensors that a module is given.
+    """The input tensors of a module.
 
     Attributes:
-        direct: its arguments, which are whole, or a share of the tokens if the layer works on one.
-        left: tensors that an earlier layer has left for this one, in a mapping or behind the hidden state. They may be
-            keys and values of this rank's heads, so they may be of any kind.
+        direct: its arguments, which are whole, or a shard of the tokens if the layer runs on one.
+        left: tensors that an earlier layer left for this one, in a mapping or behind the hidden state. They may be keys
+            and values of this rank's heads, so they may be of any kind.
     """
 
     direct: Sequence[Tensor] = ()
@@ -176,7 +175,7 @@ class GivenTensors:
 
     @classmethod
     def of(cls, args: Positional, kwargs: Keyword) -> GivenTensors:
-        """Return the tensors of a call; to be called before it, as a layer may add to a mapping."""
+        """Return the tensors of a call; collect them before the call, as a layer may add to a mapping."""
         direct: list[Tensor] = []
         left: list[Tensor] = []
         for value in (*args, *kwargs.values()):
@@ -198,8 +197,7 @@ def walk(
     left = {x.grad_fn for x in inputs.left if x.grad_fn is not None} - stops
     of_any_kind = {id(x) for x in inputs.left}
     reached, seen = ReachedParameters(), set()
-    # A node may be reached with values of several kinds, and each way has to be followed; so the kind is part of
-    # `seen`.
+    # A node may be reached with values of several kinds, and each must be followed, so the kind is part of `seen`.
     ahead = [(x.grad_fn, x.output_nr, kind) for x in outputs]
     while ahead:
         node, place, here = ahead.pop()
@@ -210,7 +208,7 @@ def walk(
         if node in left or id(leaf) in of_any_kind:
             continue
         if node in stops or (leaf is not None and not isinstance(leaf, nn.Parameter)):
-            # an input reached from split values gets only a summand of its gradient, which nothing outside would sum
+            # An input reached from split values gets a partial gradient, which nothing outside would sum.
             reached.input_is_partial |= here is Values.SPLIT or (kind is Values.SHARE and here is not kind)
             continue
         if leaf is not None and shard_of(leaf) is None:
@@ -218,7 +216,7 @@ def walk(
         elif leaf is not None and here is not Values.SPLIT:
             reached.bare.add(leaf)
         if node.name() == GATHERS_SHARES:
-            # its output 1 is for column-parallel layers, and sums partial gradients; output 0 takes whole ones
+            # Output 1 is for column-parallel layers and sums partial gradients; output 0 takes whole gradients.
             reached.input_is_partial |= (here is Values.SPLIT) != (place == 1)
         here = _before(node.name(), here)
         ahead += [(parent, number, here) for parent, number in node.next_functions]
@@ -226,7 +224,7 @@ def walk(
 
 
 def _before(name: str, kind: Values) -> Values:
-    """Return the kind of the inputs of a node whose outputs are of `kind`."""
+    """Return the kind of a node's inputs, given the kind of its outputs."""
     if name == GATHERS_SHARES:
         return Values.SHARE
     if name in INTO_SPLIT:
@@ -244,17 +242,17 @@ def sum_partial_gradients(
     output_kind: Values = Values.WHOLE,
     takes_payload: bool = False,
 ) -> None:
-    """Have the first forward of `module` with gradients find the partial ones, and have them summed from then on.
+    """Find partial gradients in the first forward of `module` with gradients, and sum them from then on.
 
     That forward raises UserError, naming `name`, if no sum can make a gradient right: if a parameter is used on both
-    whole and split values, if an input goes to split values without a copy to the group, or if a cut parameter is used
-    without the layer that sums its output (by a fused kernel, say).
+    whole and split values, if an input goes to split values without a copy to the group, or if a sharded parameter is
+    used without the layer that sums its output (for example by a fused kernel).
 
     A reentrant activation checkpoint inside `module` hides what it recomputes from the graph; one around it does not.
 
     Args:
         output_kind: kind of the first output, unless `module.works_on_share` is set.
-        takes_payload: whether the positional arguments after the first are tensors that earlier layers have left.
+        takes_payload: whether the positional arguments after the first are tensors left by earlier layers.
     """
 
     given = [NOTHING_GIVEN]
@@ -291,7 +289,7 @@ def sum_partial_gradients(
 
 
 def _first(output: object) -> object:
-    """Return the hidden state or the logits; other outputs of a module (attention weights) may be split or not."""
+    """Return the hidden state or the logits; other outputs (attention weights) may be split or whole."""
     if isinstance(output, Mapping):
         output = tuple(output.values())
     return output[0] if isinstance(output, (tuple, list)) and output else output

@@ -1,10 +1,10 @@
-"""Sequence parallelism: outside its blocks, a layer computes a share of the tokens on each tensor-parallel rank.
+"""Sequence parallelism: outside its blocks, a layer computes a shard of the tokens on each tensor-parallel rank.
 
 After Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2. A hidden state [batch, sequence, width] is a *share* if
-a rank holds only its stretch of the sequence. Shares are gathered before a block, and the sum after it is scattered.
+a rank holds only its part of the sequence. Shares are all-gathered before a block and reduce-scattered after it.
 Together that sends as much as one all-reduce, and the layers between the blocks (norms, dropout, residuals) are
-computed and stored once, not on every rank. The first ranks hold one token more if the size of the group does not
-divide the sequence. A hidden state may also have the shape [batch * sequence, width].
+computed and stored once, not on every rank. The first ranks hold one more token if the group size does not divide the
+sequence. A hidden state may also have the shape [batch * sequence, width].
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from harness.parallel.weight_gradients import accumulate
 
 @dataclass
 class SequenceShare:
-    """How tensor-parallel ranks share the hidden state that a layer works on now.
+    """How tensor-parallel ranks split the hidden state of the running layer.
 
     Attributes:
         group: the tensor-parallel ranks.
         batch, length, width: the shape of the whole hidden state.
-        gathered: the last share that was gathered, and the result, so that several layers gather it once.
+        gathered: the last gathered share and its result, so that several layers gather it once.
     """
 
     group: dist.ProcessGroup
@@ -67,20 +67,20 @@ class SequenceShare:
         return self._is_hidden(x, self.length)
 
     def gather(self, share: Tensor) -> Tensor:
-        """Return the hidden state of all tokens [batch, sequence, width]; each share is gathered once.
+        """All-gather the hidden state [batch, sequence, width]; each share is gathered once.
 
-        Column-parallel layers that take it directly give partial gradients, which are reduce-scattered. Any other
-        gradient must be whole; each rank keeps its share of it.
+        Column-parallel layers that take it directly produce partial gradients, which are reduce-scattered. Any other
+        gradient must be whole; each rank keeps its share.
         """
         return _gather_once(self, share)
 
     def scatter(self, partial: Tensor) -> Tensor:
-        """Sum a partial hidden state [batch, sequence, width] over the group; return this rank's share of the sum."""
+        """Reduce-scatter a partial hidden state [batch, sequence, width] to this rank's share."""
         share = apply(_ScatterSequence, self.with_batch(partial), self.group, self.widths)
         return share.flatten(0, 1) if partial.dim() == 2 else share
 
     def split(self, whole: Tensor) -> Tensor:
-        """Return this rank's share of a hidden state [batch, sequence, width] that all ranks have."""
+        """Return this rank's share of a hidden state [batch, sequence, width] replicated on all ranks."""
         share = split_sequence(self.with_batch(whole), self.group)
         return share.flatten(0, 1) if whole.dim() == 2 else share
 
@@ -94,19 +94,21 @@ class SequenceShare:
 
 
 def widths_of(length: int, group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the number of `length` tokens that each rank of the group has."""
+    """Return each rank's number of tokens of a sequence of `length` tokens."""
     size = group_size(group)
     return tuple(stop - start for start, stop in (stretch(length, rank, size) for rank in range(size)))
 
 
 def split_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's share of [batch, sequence, ...]. Backward: join the gradients of the shares."""
+    """Return this rank's share of [batch, sequence, ...]. Backward: all-gather the gradient."""
     return apply(_SplitSequence, whole, group, widths_of(whole.shape[1], group))
 
 
 def join_sequence(share: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Join the shares [batch, tokens, ...] of sequences of `length` tokens. Backward: keep this rank's share of the
-    gradient, which must be whole."""
+    """All-gather shares [batch, tokens, ...] of sequences of `length` tokens.
+
+    Backward: keep this rank's share of the gradient, which must be whole.
+    """
     return _gather(share, group, widths_of(length, group), SharedInput())[0]
 
 
@@ -133,15 +135,17 @@ def _gather(
 
 
 def join_shares(share: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Tensor:
-    """Return the shares [batch, tokens, ...] of all ranks, of `widths` tokens, joined; without an autograd graph."""
+    """All-gather shares [batch, tokens, ...] of `widths` tokens, without an autograd graph."""
     padded = _padded(share, max(widths))
     shares = [part[:, :width] for part, width in zip(all_gather(padded, group), widths, strict=True)]
     return torch.cat(shares, dim=1)
 
 
 def start_reduce(partial: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -> Callable[[], Tensor]:
-    """Begin to sum `partial` [batch, sequence, ...] over the group; return a function that waits for this rank's share
-    [batch, tokens, ...] of the sum."""
+    """Begin a reduce-scatter of `partial` [batch, sequence, ...]; return a function that waits for this rank's share.
+
+    The share is [batch, tokens, ...].
+    """
     parts = torch.cat([_padded(part, max(widths)) for part in partial.split(list(widths), dim=1)])
     scattered = start_reduce_scatter(parts, group)
 
@@ -158,7 +162,7 @@ def _own_share(whole: Tensor, group: dist.ProcessGroup, widths: Sequence[int]) -
 
 
 def _padded(share: Tensor, tokens: int) -> Tensor:
-    """Pad a share to `tokens` tokens, because collectives want the same size on all ranks."""
+    """Pad a share to `tokens` tokens, because collectives need the same size on all ranks."""
     behind = (0, 0) * (share.dim() - 2)
     return pad(share, (*behind, 0, tokens - share.shape[1])) if share.shape[1] < tokens else share
 

@@ -1,11 +1,11 @@
-"""Which part of a tensor a rank keeps.
+"""Tensor-parallel shards: the part of a tensor that a rank holds.
 
-A cut parameter carries a `Shard` as `param.shard`: the shape of the whole tensor, as HuggingFace stores it, and the
+A sharded parameter carries a `Shard` as `param.shard`: the shape of the whole tensor, as HuggingFace stores it, and the
 index ranges along one dimension that the local tensor holds. Loading, initialising and exporting use this record, never
-a parameter's name. A parameter without one is whole on every rank.
+a parameter's name. A parameter without one is replicated.
 
-The record is an attribute of the Parameter object. Code that replaces a Parameter (one on the meta device by a
-materialised one, say) must hand it on with `mark(new, old.shard)`.
+The record is an attribute of the Parameter object. Code that replaces a Parameter (for example, one on the meta device
+by a materialised one) must pass it on with `mark(new, old.shard)`.
 
 Some weights hold several segments of unequal width side by side: query, key and value of grouped attention; gate,
 inputs, states and time steps of a state-space mixer. A rule gives the width of each as a product, as in
@@ -36,12 +36,12 @@ class Shard:
 
     Attributes:
         full_shape: shape of the whole tensor.
-        dim: dimension along which it is cut.
+        dim: split dimension.
         pieces: (start, stop) ranges along `dim`, in the order of the local tensor.
-        padding: rows of zeros after each piece, which belong to no index of the whole.
-        owner: False if a lower rank holds the same pieces: such a copy is neither exported nor counted in a norm.
-        widths: number of entries of the whole on each rank of the group, in rank order.
-        over_data: whether data-parallel ranks hold the other pieces too (whole experts), not only those of the
+        padding: rows of zeros after each piece, which belong to no index of the whole tensor.
+        owner: False if a lower rank holds the same pieces; such a copy is neither exported nor counted in a norm.
+        widths: each rank's number of entries of the whole tensor, in rank order.
+        over_data: whether other pieces are also on data-parallel ranks (whole experts), not only on ranks of the
             tensor-parallel group.
     """
 
@@ -60,17 +60,16 @@ class Shard:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the local tensor."""
         return (*self.full_shape[: self.dim], self.length, *self.full_shape[self.dim + 1 :])
 
     @property
     def copied(self) -> bool:
-        """Whether some entries of the whole are held by several ranks."""
+        """Whether several ranks hold the same entries."""
         return sum(self.widths) > self.full_shape[self.dim]
 
     @property
     def unequal(self) -> bool:
-        """Whether some ranks hold more than others."""
+        """Whether some ranks hold more entries than others."""
         return len(set(self.widths)) > 1 and not self.over_data
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
@@ -81,8 +80,7 @@ class Shard:
             offset += stop - start + self.padding
 
     def take(self, full: Tensor) -> Tensor:
-        """Cut the shard [local_shape] from `full` [full_shape], as a new tensor. Raises ValueError for another
-        shape."""
+        """Cut the shard [local_shape] from `full` [full_shape]. Raises ValueError for another shape."""
         shape = tuple(full.shape)
         if shape != self.full_shape:
             raise ValueError(f"got a tensor of shape {shape}, expected {self.full_shape}")
@@ -96,7 +94,7 @@ class Shard:
         return torch.cat(parts, dim=self.dim)
 
     def read_into(self, local: Tensor, full: Tensor) -> None:
-        """Fill `local` [local_shape] from `full` [full_shape], as `take` does, but without a second copy in memory."""
+        """Fill `local` [local_shape] from `full` [full_shape] like `take`, but without a second copy in memory."""
         for start, stop, offset in self.spans():
             local.narrow(self.dim, offset, stop - start).copy_(full[self._index(start, stop)])
             local.narrow(self.dim, offset + stop - start, self.padding).zero_()
@@ -120,11 +118,11 @@ def share_of(
     stretches: Sequence[Stretch] | None = None,
     multiple: int = 1,
 ) -> Shard:
-    """Return the shard of one rank: its stretch of each of `parts` equal parts of `dim`.
+    """Return the shard of one rank: its range in each of `parts` equal parts of `dim`.
 
     Args:
-        stretches: stretches of all ranks in one part, some of which may be the same. By default each of `size` ranks
-            has one of its own, and the first ranks one entry more if the size does not divide.
+        stretches: ranges of all ranks in one part; several ranks may have the same. By default each of `size` ranks has
+            its own, and the first ranks one more entry if the size does not divide.
         multiple: pad each piece with zeros to a multiple of this.
 
     Raises ValueError if the parts are not equal, or a rank would have nothing.
@@ -142,13 +140,13 @@ def share_of(
         dim=dim,
         pieces=tuple((index * part + start, index * part + stop) for index in range(parts)),
         padding=-(stop - start) % multiple,
-        owner=(start, stop) not in stretches[:rank],  # the lowest rank with this stretch owns it
+        owner=(start, stop) not in stretches[:rank],  # the lowest rank with this range owns it
         widths=widths,
     )
 
 
 def cut_parameter(param: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """Return a new parameter with this rank's part of `param`, on the same device (also meta), with its shard."""
+    """Return a new parameter with this rank's shard of `param`, on the same device (also meta)."""
     with torch.no_grad():
         local = shard.take(param.detach())
     return mark(nn.Parameter(local, requires_grad=param.requires_grad), shard)
@@ -167,18 +165,18 @@ def mark(param: nn.Parameter, shard: Shard | None) -> nn.Parameter:
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """Return the parameter's shard; None if it is whole on every rank."""
+    """Return the parameter's shard; None if it is replicated."""
     return getattr(param, "shard", None)
 
 
 def without_dim(shard: Shard) -> Shard:
-    """Return the shard of the bias that belongs to a weight: the same pieces of its one dimension."""
+    """Return the shard of a weight's bias: the same pieces of its only dimension."""
     return replace(shard, full_shape=(shard.full_shape[shard.dim],), dim=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """`units` consecutive units of `width` entries each, from entry `start` on."""
+    """`units` consecutive units of `width` entries each, starting at entry `start`."""
 
     start: int
     units: int
@@ -189,7 +187,7 @@ class Segment:
         return self.units % size != 0
 
     def fits(self, size: int) -> bool:
-        """Return whether `size` ranks can each use whole units, or share one, and hold equal shares."""
+        """Return whether each of `size` ranks can use whole units or share one, with equal shards."""
         whole_units = self.units % size == 0 or size % self.units == 0
         return whole_units and self.units * self.width % size == 0
 
@@ -199,7 +197,7 @@ class Segment:
         return self.start + tensor.rank * length, self.start + (tensor.rank + 1) * length
 
     def used(self, tensor: TensorParallel) -> tuple[int, int]:
-        """Return the (start, stop) range that a rank computes with: its share, or the whole unit that it shares."""
+        """Return the (start, stop) range that a rank computes with: its own range, or the whole unit that it shares."""
         if not self.is_shared(tensor.size):
             return self.share(tensor)
         unit = tensor.rank * self.units // tensor.size
@@ -215,7 +213,7 @@ def product_of(words: str, owners: Sequence[nn.Module]) -> list[int]:
 
 
 def sum_of(words: str, owners: Sequence[nn.Module]) -> int:
-    """Return the value of a sum of products, as `product_of` reads each."""
+    """Return the value of a sum of products in the form of `product_of`."""
     return sum(prod(product_of(product, owners)) for product in words.split("+"))
 
 
@@ -251,14 +249,13 @@ def shard_of_segments(segments: Sequence[Segment], shape: tuple[int, ...], dim: 
 
 
 def join_shared(output: Tensor, segments: Sequence[Segment], tensor: TensorParallel) -> Tensor:
-    """Return a linear layer's output [..., this rank's shares] with shares of shared units replaced by whole units,
-    which are gathered from the other ranks."""
+    """Replace the parts of shared units in a linear layer's output by whole units, gathered from the other ranks."""
     parts = output.split([stop - start for start, stop in (segment.share(tensor) for segment in segments)], dim=-1)
     return torch.cat([_used(part, s, tensor) for part, s in zip(parts, segments, strict=True)], dim=-1)
 
 
 def cut_segments(owner: nn.Module, name: str, segments: Sequence[Segment], dim: int, tensor: TensorParallel) -> None:
-    """Have the forward of `owner` read only the part of its parameter `name` that this rank uses.
+    """Make the forward of `owner` read only the part of its parameter `name` that this rank uses.
 
     If ranks share a unit, the parameter itself stays whole, so that each entry counts once in a norm.
     """
@@ -270,7 +267,7 @@ def cut_segments(owner: nn.Module, name: str, segments: Sequence[Segment], dim: 
 
     def used(module: Any) -> Tensor:
         whole: Tensor = module._parameters[name]  # noqa: SLF001  # this property hides the name
-        if not whole.numel():  # ZeRO-3 holds its values elsewhere: no forward asks now, but a module's `repr` may
+        if not whole.numel():  # partitioned by ZeRO-3: not in a forward, but perhaps in a `repr`
             return whole
         return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
 

@@ -1,9 +1,9 @@
 """Share one gradient all-reduce among column-parallel layers with the same input, such as query, key and value.
 
-By itself, each layer would sum its part of the input's gradient over the group. Here the layers take the same copy of
-the input, so that autograd adds up their parts on each rank, and the sum is all-reduced once. A Llama layer then has
-two all-reduces in a forward and two in a backward, as in Megatron-LM, which fuses these layers into one. The layers'
-weight gradients, which do not need the sum, are computed meanwhile.
+By itself, each layer would all-reduce its partial gradient of the input. Here the layers take the same copy of the
+input, so that autograd adds up their partial gradients on each rank, and the sum is all-reduced once. A Llama layer
+then has two all-reduces in a forward and two in a backward, as in Megatron-LM, which fuses these layers into one. The
+layers' weight gradients, which do not need the sum, are computed meanwhile.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from harness.parallel.weight_gradients import Product, accumulate
 
 @dataclass
 class SharedInput:
-    """An input that column-parallel layers take.
+    """A common input of column-parallel layers.
 
     Attributes:
-        tensors: the input, and the copy of it that the layers take. They are cleared when the gradient of the copy
-            arrives, else the graph would outlive the step. The copy's node in the graph keeps only a weak reference: a
-            recomputed copy may never get a gradient, and would form a reference cycle with its node.
+        tensors: the input, and the layers' copy of it. They are cleared when the gradient of the copy arrives, or the
+            graph would outlive the step. The copy's graph node keeps only a weak reference: a recomputed copy may never
+            get a gradient, and would form a reference cycle with its node.
         products: operands of the layers' weight gradients, which are computed while that gradient is summed.
     """
 
@@ -49,7 +49,7 @@ _LATEST = _Latest()
 
 
 def attach(ctx: Context, shared: SharedInput) -> None:
-    """Give the graph node of a copy a weak reference to the shared input."""
+    """Give a copy's graph node a weak reference to the shared input."""
     ctx.shared = weakref.ref(shared)
     ctx.products = shared.products
 
@@ -63,7 +63,7 @@ def forget(ctx: Context) -> None:
 
 @eager
 def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[Product] | None]:
-    """Return `copy_to_group(x)` for `x` [..., in], and a list for operands of weight gradients (None without overlap).
+    """Return `copy_to_group(x)` for `x` [..., in], and a list for operands of weight gradients (None without a group).
 
     Consecutive calls with the same input return the same copy.
     """
@@ -72,14 +72,17 @@ def copy_once(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, list[
     key = (id(x), x._version, group)  # noqa: SLF001  # no public name
     if _LATEST.key != key or not _LATEST.shared.tensors:
         shared = SharedInput()
-        shared.tensors += [x, apply(_CopyOnce, x, group, shared)]  # keeps the input alive: another would get its id
+        shared.tensors += [
+            x,
+            apply(_CopyOnce, x, group, shared),
+        ]  # keeps the input alive, so that no other reuses its id
         _LATEST.key = key
         _LATEST.shared = shared
     return _LATEST.shared.tensors[1], _LATEST.shared.products
 
 
 def keep_copy(shared: SharedInput, group: dist.ProcessGroup) -> None:
-    """Have the next `copy_once` of an input return the copy in `shared`, whose gradient another function sums."""
+    """Make the next `copy_once` of an input return the copy in `shared`, whose gradient another function sums."""
     x = shared.tensors[0]
     _LATEST.key = (id(x), x._version, group)  # noqa: SLF001  # no public name
     _LATEST.shared = shared

@@ -1,9 +1,9 @@
-"""Turn the passes of a schedule into instructions of a pipeline engine, with receives, loads and sends around them.
+"""Turn the passes of a schedule into pipeline instructions, adding receives, loads and sends.
 
-A stage receives a tensor just before the pass that needs it, and sends one just after the pass that makes it. A send
-does not block. Activations and gradients have separate channels for each direction, and arrive in the order in which
-they are sent. So no two stages deadlock, even if a send completes only when its receive begins, as under NCCL. Two
-neighbouring chunks of one stage exchange tensors in the same way, within the stage.
+A stage receives a tensor just before the pass that needs it, and sends one just after the pass that produces it. Sends
+do not block. Activations and gradients have separate channels for each direction, and arrive in the order in which they
+are sent. So no two stages deadlock, even if a send completes only when its receive begins, as under NCCL. Two
+neighbouring chunks of one stage exchange tensors the same way within the stage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness.schedules import DEFAULT, SCHEDULES, Kind, ModelChunks, Pass
 
 
 class Action(StrEnum):
-    """The kinds of instructions, by the names that logs and messages show."""
+    """The kinds of instructions, under the names that logs and messages show."""
 
     RECEIVE_ACTIVATION = "RecvActivation"
     LOAD = "LoadMicroBatch"
@@ -69,16 +69,16 @@ def instructions(passes: Iterable[Pass], chunks: int) -> Iterator[Instruction]:
 
 
 def most_in_flight(passes: Iterable[Pass]) -> int:
-    """Return the largest number of micro-batches that have begun their forward and not ended their backward pass.
+    """Return the peak number of micro-batches between the start of forward and the end of backward.
 
-    A micro-batch counts once for each chunk of the stage. For one chunk it is the number of buffers that it needs.
+    A micro-batch counts once for each chunk of the stage. For one chunk it is the number of buffers needed.
     """
     found = list(passes)
     return most_kept(found, {each.chunk: 1 for each in found})
 
 
 def most_kept(passes: Iterable[Pass], sizes: Mapping[int, int]) -> int:
-    """Return the peak of what forward passes keep for backward passes; `sizes`: what one pass keeps, by chunk."""
+    """Return the peak memory kept for backward passes; `sizes` is the memory kept by one pass, by chunk."""
     most = now = 0
     for each in passes:
         if each.kind is Kind.FORWARD:
@@ -98,7 +98,7 @@ def buffers(passes: Iterable[Pass]) -> int:
 
 
 def make_schedule(module: nn.Module, name: str, chunks: ModelChunks, stage: int, micro_batches: int) -> Schedule:
-    """Return the schedule `name` for a stage whose layers are in `module`; it may have these defer weight gradients.
+    """Return the schedule `name` for the stage of `module`, whose layers may be made to defer weight gradients.
 
     Args:
         micro_batches: number of micro-batches in a training step.
