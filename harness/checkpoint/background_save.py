@@ -1,11 +1,11 @@
 """Save the state of a run in the background while it trains.
 
-The step that saves waits only until each rank has copied its state. A thread of each rank then writes its part and
+The step that saves waits only until each rank has copied its state. A thread on each rank then writes its shards and
 waits for the disk.
 
 The threads never communicate: their collectives could interleave with those of the training step in a different order
 on each rank, and hang. Instead they work in phases. The main threads start the next phase when all ranks have finished
-the last one; the all-reduce after each step tells them so. The phases: create the files, write them, hash them, then
+the last one, as the all-reduce after each step tells them. The phases: create the files, write them, hash them, then
 write the manifest and rename the folder. Checkpoints beyond the limit are then renamed, and deleted while training
 continues.
 
@@ -53,13 +53,13 @@ ALIGNMENT = 64  # bytes, a cache line; a multiple of every dtype's size, so that
 
 
 class KeptBuffer:
-    """One buffer for the copies of all tensors; in pinned memory if they come from an accelerator."""
+    """One buffer for the copies of all tensors, pinned if they come from an accelerator."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: Sequence[Tensor], helper: Executor) -> list[Tensor]:
-        """Return copies of `tensors` (any shape) in the buffer, valid until the next call. The `helper` copies half."""
+        """Copy `tensors` into the buffer; the copies are valid until the next call. The `helper` copies half."""
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         on_device = any(tensor.device.type != "cpu" for tensor in tensors)
         if sum(sizes) > self._memory.numel():
@@ -88,13 +88,13 @@ def _fill(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 T = TypeVar("T")
 
 Phases: TypeAlias = Generator[Callable[[], object], Any, list[Path]]
-"""The calls of this rank's thread, one a phase. The generator gets each result, and returns the folders to delete."""
+"""Yields the calls of this rank's thread, one per phase; receives each result, and returns the folders to delete."""
 _NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where the checkpoints of a run are saved, and which are kept.
+    """Where a run's checkpoints are saved, and which are kept.
 
     Attributes:
         keep: number of checkpoints to keep, including the best one; None keeps all.
@@ -111,14 +111,13 @@ class Target:
 
 
 class Writer:
-    """The writing thread of this rank, and the buffer that it writes from; used for one checkpoint at a time."""
+    """The writing thread of this rank and its buffer; used for one checkpoint at a time."""
 
     def __init__(self) -> None:
         self._buffer = KeptBuffer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def run(self, phase: Callable[[], T]) -> Future[T]:
-        """Queue `phase` in the thread."""
         return self._thread.submit(phase)
 
     def wait(self) -> None:
@@ -126,7 +125,7 @@ class Writer:
         self.run(lambda: None).result()
 
     def copied(self, files: Sequence[tuple[str, list[LocalShard]]]) -> list[tuple[str, list[LocalShard]]]:
-        """Return the shards with their values copied; values that another rank writes are not copied."""
+        """Copy the shards' values, except those that another rank writes."""
         owned = [held for _, tensors in files for held in tensors if held.owned]
         copies = iter(self._buffer.copy([held.values for held in owned], self._thread))
         return [
@@ -136,10 +135,10 @@ class Writer:
 
 
 class BackgroundSave:
-    """A checkpoint that is being written by all ranks.
+    """A checkpoint being written by all ranks.
 
     Attributes:
-        number: how many saves this process began before; equal on all ranks.
+        number: number of earlier saves of this process, equal on all ranks.
         step: the checkpoint's step.
         path: the checkpoint's folder, once it is complete.
     """
@@ -160,7 +159,7 @@ class BackgroundSave:
         self._writer = writer
         self._one_host = state.one_host
         self._plans: list[PlannedFiles] = []
-        self._try(writer.wait)  # the thread may still be deleting older checkpoints
+        self._try(writer.wait)  # the thread may still delete older checkpoints
         files, progress = state.stored(progress)
         if target.model_only:
             files = [(stem, held) for stem, held in files if stem == state.stem]
@@ -181,7 +180,7 @@ class BackgroundSave:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the thread of this rank is still in its phase."""
+        """Whether this rank's thread is still in its phase."""
         return not self._running.done()
 
     def wait(self, seconds: float) -> None:
@@ -195,7 +194,7 @@ class BackgroundSave:
             Whether the checkpoint is complete.
 
         Raises:
-            NotSaved: on all ranks: the files cannot be written. Older checkpoints are unchanged.
+            NotSaved: on all ranks, if the files cannot be written. Older checkpoints stay unchanged.
         """
         result = self._try(self._running.result)
         try:
@@ -224,7 +223,7 @@ class BackgroundSave:
             finish(target.output_dir, progress, files)
             kept = newest(target.output_dir, target.keep, progress.step)
             if kept and target.best is not None and target.best.is_dir() and target.best not in kept:
-                # The best one takes one of the places, but the newest always stays, to resume from.
+                # The best one counts towards the limit, but the newest always stays, to resume from.
                 kept = kept[: max(len(kept) - 1, 1)]
             return prune(target.output_dir, kept, target.best)
 
@@ -239,11 +238,12 @@ class BackgroundSave:
         for plan in self._plans:
             plan.write(opened)
         self._residue()
-        if not self._one_host:  # other hosts hash parts of these files, and see only what is on the server
+        if not self._one_host:  # other hosts hash parts of these files, and see only what the server has
             opened.sync()
 
     def _hash_and_sync(self, opened: OpenFiles) -> Files:
-        """Return the checksums of this rank's share of the files; a second thread syncs to disk meanwhile."""
+        """Return checksums of this rank's share of the files, while a second thread syncs to disk."""
+        # Hashing reads the page cache, so it need not wait for the disk.
         with ThreadPoolExecutor(1) as beside:
             synced = beside.submit(opened.sync)
             share = contents(self._folder, dist.get_rank(), dist.get_world_size())
@@ -253,7 +253,7 @@ class BackgroundSave:
     def _open_folder(self, target: Target) -> None:
         if self._first:
             lock_directory(target.output_dir)
-            remove([self._folder])  # left by a run that was killed during a save; or a file or link of that name
+            remove([self._folder])  # left by a killed run, or a file or link of that name
             self._folder.mkdir(parents=True)
             if target.write_others is not None:
                 target.write_others(self._folder)
@@ -265,7 +265,7 @@ class BackgroundSave:
         except NotSaved as error:
             text = str(error)
             if self._first:
-                with suppress(OSError):  # of a lost mount nobody can say how much room it has
+                with suppress(OSError):  # a lost mount cannot be asked for its free space
                     # Count free inodes before this checkpoint's files are deleted, and free bytes afterwards.
                     full = room(self._folder.parent) if lacks_inodes(self._folder) else ""
                     needed = self._needed_bytes()
@@ -275,7 +275,7 @@ class BackgroundSave:
             raise NotSaved(broadcast_object(text)) from error
 
     def _needed_bytes(self) -> int:
-        """Return the bytes of the planned files, and of the other files as far as they are written."""
+        """Return the bytes of the planned files plus those of other files written so far."""
         planned = {path for plan in self._plans for path in plan.created}
         others = (path for path in self._folder.rglob("*") if path.is_file() and path not in planned)
         return sum(plan.nbytes for plan in self._plans) + sum(path.stat().st_size for path in others)

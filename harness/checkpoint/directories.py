@@ -1,7 +1,7 @@
 """Name, complete, rename and prune the checkpoint folders of a run, `output_dir/checkpoint-STEP`.
 
-A checkpoint is written under another name and renamed at the end, so a process that is killed half-way leaves no folder
-that looks like a checkpoint. `manifest.json`, the list of its files, is written just before the rename. `state.json`
+A checkpoint is written under another name and renamed at the end, so a process killed half-way leaves no folder that
+looks like a checkpoint. `manifest.json`, the list of its files, is written just before the rename. `state.json`
 holds the state of the run (`TrainingProgress`). Imports no torch.
 """
 
@@ -30,7 +30,7 @@ from harness.optimizers import DEFAULT, find
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-CHUNK = 16 << 20  # bytes that are hashed at once
+CHUNK = 16 << 20  # bytes hashed at a time
 
 Files = dict[str, tuple[int, str]]
 """Size in bytes and XXH3 (128 bits, hexadecimal) of each file, by its path in the checkpoint."""
@@ -38,7 +38,7 @@ Files = dict[str, tuple[int, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of `manifest.json`: optimizer steps done, id of the run that saved it, and all files."""
+    """The content of `manifest.json`: optimizer steps done, id of the saving run, and all files."""
 
     step: int
     run_id: str
@@ -48,7 +48,7 @@ class Manifest:
 def contents(folder: Path, share: int = 0, shares: int = 1) -> Files:
     """Return size and checksum of the files in a folder; with `shares`, of every `shares`-th file from `share` on.
 
-    So ranks can share the hashing.
+    This lets ranks share the hashing.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {path.relative_to(folder).as_posix(): (path.stat().st_size, checksum(path)) for path in files[share::shares]}
@@ -62,7 +62,7 @@ def write_manifest(folder: Path, step: int, files: Mapping[str, tuple[int, str]]
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read a checkpoint's `manifest.json`. UserError if it cannot be read, or is from a newer version."""
+    """Read a checkpoint's `manifest.json`. Raises UserError if it cannot be read or is from a newer version."""
     path = checkpoint / MANIFEST
     try:
         stated = read_json(path)
@@ -75,7 +75,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _inside(name: str) -> str:
-    """Return a file's path if it lies inside the checkpoint; ValueError if it leads outside, or is no path."""
+    """Return a file's path. Raises ValueError if it leads outside the checkpoint or is not a path."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or b"\0" in os.fsencode(name):
         raise ValueError(f"{name!r} is not a file inside it")
@@ -112,12 +112,12 @@ RUN = "run.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
-    """The state of a run when it was saved, besides tensors: the content of `state.json`.
+    """The state of a run besides its tensors: the content of `state.json`.
 
     Attributes:
         step: optimizer steps done.
         consumed_samples: samples consumed by all ranks together.
-        layout: layout of the run that saved it, as `Layout` prints it; any layout can resume it.
+        layout: layout of the saving run, as `Layout` prints it; any layout can resume it.
         zero_stage: 0 to 3; any ZeRO stage can resume it.
         precision: fp32, bf16 or fp16; any precision can resume it.
         seed: seed of the order of samples.
@@ -125,17 +125,17 @@ class TrainingProgress:
         adapters: settings of the trained adapters as JSON; "" if the weights themselves are trained.
         base: checksums of the base model's weights by name; empty without adapters.
         model: layers and sizes as text.
-        model_config: the values of a HuggingFace config that change the computation.
+        model_config: HuggingFace config entries that change the computation.
         optimizer: the optimizer's name.
         hyperparameters: learning rate, schedule and other settings that a resumed run may change.
-        run_id: id of the run that saved it.
+        run_id: id of the saving run.
         skipped_steps: steps among `step` without an update (fp16 overflow).
-        skipped_samples: ranges [first, stop) in the order of samples that are left out.
+        skipped_samples: ranges [first, stop) of the sample order that are skipped.
         optimizer_states: names of the optimizer's tensors for each weight (`exp_avg`), one file each; empty before the
             first step.
         counters: scalar counters of the optimizer, such as its number of steps.
-        best: the best evaluation so far, and its metric.
-        model_only: whether optimizer states were left out, so that no run can resume it.
+        best: the best evaluation so far and its metric.
+        model_only: whether optimizer states were omitted, so that no run can resume it.
         loss_scaling: the state of the fp16 loss scaler; empty for other precisions.
         stream: the position in streamed training data; empty for other data.
         evaluation_due: whether a signal or an error ended the run before this step was evaluated.
@@ -167,18 +167,17 @@ class TrainingProgress:
 
     @property
     def trained_samples(self) -> int:
-        """The samples of the steps that are done: those consumed, less those left out on the way."""
+        """The number of samples trained on: samples consumed minus samples skipped."""
         left_out = [stop - first for first, stop in self.skipped_samples if stop <= self.consumed_samples]
         return self.consumed_samples - sum(left_out)
 
 
 def partial_name(step: int) -> str:
-    """Return a checkpoint's folder name while it is being written."""
     return f"writing-checkpoint-{step}"
 
 
 def finished_name(step: int) -> str:
-    """Return a checkpoint's folder name once it is complete."""
+    """Return the folder name of a complete checkpoint."""
     return f"checkpoint-{step}"
 
 
@@ -189,7 +188,7 @@ def numbered(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def read_progress(checkpoint: Path) -> TrainingProgress:
-    """Read a checkpoint's `state.json`; UserError if it cannot be read."""
+    """Read a checkpoint's `state.json`. Raises UserError if it cannot be read."""
     path = checkpoint / STATE
     try:
         stated = read_json(path)
@@ -202,7 +201,7 @@ def read_progress(checkpoint: Path) -> TrainingProgress:
 
 
 def _require_types(progress: TrainingProgress) -> None:
-    """Raise ValueError for a value of a wrong type: somebody has edited the file."""
+    """Raise ValueError for a value of a wrong type, as in an edited file."""
     for name, kind in get_type_hints(TrainingProgress).items():
         value = getattr(progress, name)
         if not _is_of(value, kind):
@@ -210,7 +209,7 @@ def _require_types(progress: TrainingProgress) -> None:
 
 
 def _is_of(value: object, kind: object) -> bool:
-    """Return whether a JSON value has the type of a field. An integer also serves as a float; true is not a number."""
+    """Return whether a JSON value has the type of a field. An integer may be a float, but true is not a number."""
     match get_origin(kind), get_args(kind):
         case builtins.list, (element,):
             return isinstance(value, list) and all(_is_of(each, element) for each in value)
@@ -227,7 +226,7 @@ def optimizer_name(resolved: Resolved) -> str:
 
 
 def require_same_optimizer(checkpoint: Path, ours: str) -> None:
-    """Raise UserError if a checkpoint has the state of another optimizer than the run's, or no optimizer state at all.
+    """Raise UserError if a checkpoint holds the state of another optimizer, or no optimizer state.
 
     Layout, ZeRO stage and precision may differ. `ours` is the name of the run's optimizer.
     """
@@ -256,9 +255,9 @@ def require_same_adapters(checkpoint: Path, adapters: str) -> None:
 
 
 def require_same_base(checkpoint: Path, base: Mapping[str, str]) -> None:
-    """Raise UserError if adapters in a checkpoint were trained on another base model than the run's.
+    """Raise UserError if a checkpoint's adapters were trained on another base model than the run's.
 
-    Only weights of the same name are compared: a model in memory may have others than its files.
+    Only weights of the same name are compared: a model in memory may have other names than its files.
 
     Args:
         base: checksums of this run's base model, as in `TrainingProgress.base`.
@@ -290,9 +289,9 @@ def require_same_model(checkpoint: Path, model: str, model_config: JsonObject) -
 
 
 def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tuple[int, str]]) -> Path:
-    """Complete a checkpoint whose `files` are written: write state and manifest, then rename; one rank calls it.
+    """Complete a checkpoint whose `files` are written: write state and manifest, then rename. One rank calls it.
 
-    The rename comes last, when all else is on the disk: a folder with the final name counts as complete.
+    The rename comes last, when everything else is on disk: a folder with the final name counts as complete.
     """
     partial = output_dir / partial_name(progress.step)
     final = output_dir / finished_name(progress.step)
@@ -301,10 +300,10 @@ def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tup
     write_manifest(partial, progress.step, {**files, STATE: stated}, progress.run_id)
     _sync(partial)
     replaced = output_dir / f"writing-replaced-{progress.step}"
-    remove([replaced])  # left by a run that was killed while it deleted it
+    remove([replaced])  # left by a run killed while deleting it
     if not os.path.lexists(final):  # `exists` would miss a broken link of that name
         partial.rename(final)
-    elif not exchange(partial, final):  # else two renames; between them no folder has the final name
+    elif not exchange(partial, final):  # without an atomic exchange, no folder has the final name for a moment
         try:
             final.rename(replaced)
         except OSError as error:
@@ -320,7 +319,7 @@ def finish(output_dir: Path, progress: TrainingProgress, files: Mapping[str, tup
 def set_aside_newer(output_dir: Path, resumed: Path) -> list[Path]:
     """Rename checkpoints newer than the resumed one to `abandoned-...`; return their new paths.
 
-    The run repeats their steps, so they must not count as its newest. `resumed` may have any name.
+    The run repeats their steps, so they must not count as the newest. `resumed` may have any name.
     """
     step = read_progress(resumed).step
     return [_renamed(path, "abandoned") for number, path in numbered(output_dir) if number > step]
@@ -339,8 +338,8 @@ def _renamed(checkpoint: Path, word: str) -> Path:
 def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = None) -> list[Path]:
     """Rename checkpoints older than all of `kept` (None: keep all), except the best one.
 
-    Returns the folders to delete, including leftovers of unfinished saves and what cannot be renamed (overlayfs).
-    Deleting takes long, so the caller does it in the background.
+    Returns the folders to delete, including leftovers of unfinished saves and folders that cannot be renamed
+    (overlayfs). Deleting takes long, so the caller does it in the background.
     """
     fixed = []
     for step, path in numbered(output_dir) if kept else []:
@@ -355,7 +354,7 @@ def prune(output_dir: Path, kept: Sequence[Path] | None, best: Path | None = Non
 
 
 def remove(folders: Sequence[Path]) -> None:
-    """Delete folders with their contents as far as permitted. For a link to a folder, delete only the link."""
+    """Delete folders as far as permitted. Of a link to a folder, delete only the link."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)  # refuses links
         with suppress(OSError):
@@ -363,7 +362,7 @@ def remove(folders: Sequence[Path]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the files of a folder are on the disk."""
+    """Wait until a folder's files are on disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             sync_file(path)
@@ -371,7 +370,7 @@ def _sync(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename an earlier run's file or folder to a free name such as `metrics.1.jsonl`; return it, None if empty."""
+    """Rename an earlier run's file or folder to a free name like `metrics.1.jsonl`; return it, or None if empty."""
     if not path.is_dir() and not (path.is_file() and path.stat().st_size):
         return None
     return rename_folder(path, free_name(path)) if path.is_dir() else path.rename(free_name(path))

@@ -1,7 +1,7 @@
-"""Verify checkpoints against their manifests, which list all files with sizes and checksums, and choose one to resume.
+"""Verify checkpoints against their manifests, which list all files with sizes and checksums; choose one to resume.
 
-Sizes are compared first, before the model is built. Checksums are compared before anything is loaded: all ranks share
-the files. If a rank found a damaged file only while loading, the others would wait for it in a collective. Imports no
+Sizes are checked before the model is built. Checksums are checked before anything is loaded, with the files split over
+all ranks: if a rank found a damaged file only while loading, the others would wait for it in a collective. Imports no
 torch.
 """
 
@@ -41,7 +41,7 @@ SEEN_S = 90.0  # an NFS client caches a folder's entries for up to 60 s (acdirma
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Check names and sizes of a checkpoint's files; return what is wrong, None if nothing is."""
+    """Check names and sizes of a checkpoint's files. Returns the first problem, or None."""
     try:
         if not checkpoint.is_dir():
             return "no such directory"
@@ -76,11 +76,11 @@ _WRITTEN_BY = {
     "adapter_config.json": "adapters of peft",
     "config.json": "a model",
 }
-"""Name of a file -> what a directory with it is, if no run of ours wrote it; the first that is there counts."""
+"""Name of a file -> the kind of a foreign directory that holds it; the first existing file counts."""
 
 
 def _not_ours(directory: Path) -> str | None:
-    """Return what a directory without a manifest is, and what can be done with it; None for an unknown one."""
+    """Return the kind of a directory without a manifest, and a remedy; None for an unknown kind."""
     if inside := numbered(directory):
         return f"the checkpoints are in it: name one, such as {max(inside)[1].name}"
     names = {path.name for path in directory.iterdir()}
@@ -100,7 +100,7 @@ def _not_ours(directory: Path) -> str | None:
 
 
 def unlisted(checkpoint: Path) -> list[str]:
-    """Return the files in a checkpoint that its manifest does not list, without hidden ones; nothing reads them.
+    """Return the files in a checkpoint that its manifest does not list, except hidden files. They are never read.
 
     Raises:
         UserError: the manifest cannot be read.
@@ -143,9 +143,9 @@ def listed_files(directory: Path) -> Iterator[Path]:
 
 
 def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
-    """Compare the checksums of this rank's share of the files; return the first problem, None if there is none.
+    """Compare the checksums of this rank's share of the files. Returns the first problem, or None.
 
-    Raises no UserError or OSError, as the other ranks wait for the answer in a collective.
+    Never raises UserError or OSError, because the other ranks wait for the answer in a collective.
     """
     try:
         files = sorted(read_manifest(checkpoint).files.items())
@@ -163,7 +163,7 @@ def changed_file(checkpoint: Path, share: int, shares: int) -> str | None:
 
 
 def find_resume(output_dir: Path, wanted: str | None, *, overwrites: bool = False) -> Path | None:
-    """Return the checkpoint that `--resume_from_checkpoint` asks for, None for a fresh start.
+    """Return the checkpoint that `--resume_from_checkpoint` names; None for a fresh start.
 
     Raises:
         UserError: the named checkpoint is damaged; or `output_dir` holds a run that this one would overwrite, and the
@@ -197,7 +197,7 @@ def wait_until_seen(checkpoint: Path, host: str, seconds: float = SEEN_S) -> Non
     it ask the server again.
 
     Raises:
-        UserError: after `seconds` the checkpoint is still incomplete on this host.
+        UserError: the checkpoint is still incomplete on this host after `seconds`.
     """
     until = time.monotonic() + seconds
     while (found := damage(checkpoint)) is not None:
@@ -213,9 +213,9 @@ def wait_until_seen(checkpoint: Path, host: str, seconds: float = SEEN_S) -> Non
 
 
 def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | None:
-    """Return the checkpoints to keep: the newest `count` whole ones up to `last_step`; None to keep all.
+    """Return the checkpoints to keep: the newest `count` complete ones up to `last_step`; None to keep all.
 
-    The run has not reached later steps: their checkpoints are left over from before a resume.
+    The run has not reached later steps, so their checkpoints are left over from before a resume.
     """
     steps = ((step, path) for step, path in reversed(numbered(output_dir)) if step <= last_step)
     whole = (path for _, path in steps if damage(path) is None)
@@ -223,7 +223,7 @@ def newest(output_dir: Path, count: int | None, last_step: int) -> list[Path] | 
 
 
 def newest_whole(output_dir: Path, before: Path | None = None) -> Path | None:
-    """Return the newest whole checkpoint of a run, None if there is none; with `before`, only of older ones."""
+    """Return the newest complete checkpoint of a run, or None; with `before`, only older ones count."""
     name = None if before is None else NAME.fullmatch(before.name)  # by name: the folder may have been deleted
     step = None if name is None else int(name[1])
     others = foreign(output_dir)
@@ -232,7 +232,7 @@ def newest_whole(output_dir: Path, before: Path | None = None) -> Path | None:
 
 
 def damaged(output_dir: Path, chosen: Path | None) -> list[str]:
-    """Return one line for each damaged checkpoint that is newer than the chosen one."""
+    """Return one line for each damaged checkpoint newer than the chosen one."""
     newer = []
     for _, path in reversed(numbered(output_dir)):
         if path == chosen:
@@ -249,7 +249,7 @@ def run_id(checkpoint: Path | None) -> str:
 def foreign(output_dir: Path) -> list[Path]:
     """Return the checkpoints in `output_dir` that another run saved.
 
-    The directory's own run is that of `run.json`, or without that file the run that saved most of the checkpoints.
+    The directory's own run is named in `run.json`; without that file, it is the run that saved most checkpoints.
     """
     ids = {path: _saved_by(path) for _, path in numbered(output_dir)}
     own = _run_of(output_dir)
@@ -286,7 +286,7 @@ def _wrong_size(checkpoint: Path, name: str, saved: int) -> str | None:
 
 
 def _unlisted(files: Collection[str], progress: TrainingProgress) -> str | None:
-    """Return what a manifest should list besides, None if it lists all that a run needs to go on."""
+    """Return a file missing from a manifest that a run needs to continue, or None."""
     if STATE not in files:
         return f"{MANIFEST} does not list {STATE}"
     for stem in (ADAPTERS if progress.adapters else MODEL, *progress.optimizer_states):
@@ -298,7 +298,7 @@ def _unlisted(files: Collection[str], progress: TrainingProgress) -> str | None:
 
 
 def _implausible(progress: TrainingProgress) -> str | None:
-    """Return which count no run can have reached, None if all are possible: the file was edited."""
+    """Return a count that no run can have reached, as in an edited file, or None."""
     for name in ("step", "consumed_samples", "skipped_steps"):
         if getattr(progress, name) < 0:
             return f"{STATE}: {name} is {getattr(progress, name)}"
@@ -310,5 +310,5 @@ def _implausible(progress: TrainingProgress) -> str | None:
 
 
 def _is_special(mode: int) -> bool:
-    """Return whether this is the mode of a pipe, device or socket, which could block a reader for ever."""
+    """Return whether a file mode is a pipe, device or socket, which could block a reader forever."""
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)

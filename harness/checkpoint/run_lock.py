@@ -1,6 +1,6 @@
-"""Allow one run at a time in an output directory: rank 0 holds a file lock, which the system releases when it ends.
+"""Allow one run at a time in an output directory: rank 0 holds a file lock until its process ends.
 
-The locked file contains the process and host of the holder. Imports no torch.
+The locked file contains the holder's process and host. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from harness.config.values.json_file import regular_bytes
 from harness.errors import UserError, reason
 
 LOCK = "run.lock"
-WAIT_S = 5.0  # for a previous run that is just ending
+WAIT_S = 5.0  # for a previous run that is about to exit
 MARK = [uuid4().hex[:8]]
 """A unique name of this process; a list, so that a forked child can change it."""
 HELD: dict[Path, int] = {}
-"""Directory -> file descriptor of the lock, for the directories that this process has locked."""
+"""Directory -> file descriptor of the lock that this process holds on it."""
 
 
 def lock_directory(directory: Path) -> None:
     """Lock a directory, creating it if needed; lock it again if it was deleted and recreated.
 
-    Waits up to 5 seconds; raises UserError if another process still has the lock, or the directory cannot be written.
+    Waits up to 5 seconds. Raises UserError if another process still holds the lock, or the directory cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def lock_directory(directory: Path) -> None:
 
 
 def is_lent_twice(directory: Path) -> bool:
-    """Return whether this process gets a lock that another host holds: then locks do not work between hosts."""
+    """Return whether this process can take a lock that another host holds, so that locks do not work across hosts."""
     try:
         descriptor = open_no_link(directory / LOCK, os.O_RDWR)
     except OSError:
@@ -66,16 +66,16 @@ def unlock_directory(directory: Path) -> None:
 
 
 def _holder(directory: Path) -> str:
-    """Return the process and host that the lock file names."""
+    """Return the process and host named in the lock file."""
     with suppress(OSError, ValueError):
         return regular_bytes(directory / LOCK, 1000).decode().partition("\n")[0]
     return "its lock does not say which"
 
 
 def _is_held(directory: Path) -> bool:
-    """Return whether this process holds the lock on the present lock file.
+    """Return whether this process holds the lock on the current lock file.
 
-    Raises UserError if another process has written its name there since: the file system granted the lock to both.
+    Raises UserError if another process has since written its name there: the file system granted the lock to both.
     """
     with suppress(FileNotFoundError, KeyError):
         if os.path.samestat((directory / LOCK).lstat(), os.fstat(HELD[directory])):
@@ -92,7 +92,7 @@ def _is_held(directory: Path) -> bool:
 
 
 def _content() -> str:
-    """Return the content of this process's lock file; MARK tells containers with equal ids and host names apart."""
+    """Return the content of this process's lock file; MARK distinguishes containers with equal ids and host names."""
     return f"process {os.getpid()} on {socket.gethostname()}\n{MARK[0]}\n"
 
 
@@ -114,7 +114,7 @@ def _try_to_lock(directory: Path) -> bool:
 
 
 def _forget() -> None:
-    """In a forked child, close the inherited lock: otherwise it would stay locked after the run has ended."""
+    """In a forked child, close the inherited lock, which would otherwise outlive the run."""
     MARK[0] = uuid4().hex[:8]
     for directory in list(HELD):
         unlock_directory(directory)

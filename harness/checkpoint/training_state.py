@@ -1,12 +1,12 @@
-"""Take the state of training from an engine, and restore it: weights, optimizer states, counters.
+"""Extract the training state from an engine, and restore it: weights, optimizer states, counters.
 
 A checkpoint does not depend on the layout. `model.safetensors` holds the weights under HuggingFace's names, in float32
 as the optimizer updates them. Each kind of optimizer state, such as `exp_avg`, is one more file with the same names.
 `state.json` holds the rest. Random numbers need no state: they are functions of seed, step and position
 (`harness/parallel/draws.py`).
 
-Only the residue belongs to a rank: the sum that compressed gradients have lost to rounding so far. A run in the same
-layout loads it and continues bit for bit; a run in another layout begins without.
+Only the residue belongs to a rank: the accumulated rounding error of compressed gradients. A run in the same layout
+loads it and continues bit for bit; a run in another layout begins without it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from harness.topology.groups import Groups
 
 @dataclass(frozen=True, kw_only=True)
 class EngineState:
-    """The part of an engine that is saved and loaded.
+    """The saved part of an engine.
 
     Attributes:
         rename: maps a tensor's name in the engine's module to its name in a checkpoint.
         adapters: whether only adapters are trained; the frozen base weights are not saved.
         compression: the compressed reduction of gradients; None without compression.
-        one_host: whether all ranks are on one host: they then see each other's writes before these are on disk.
+        one_host: whether all ranks are on one host, so that they see each other's writes before these are on disk.
     """
 
     engine: DeepSpeedEngine
@@ -74,7 +74,7 @@ class EngineState:
 
     @property
     def stem(self) -> str:
-        """The name of the weights' file without suffix."""
+        """The name of the weight file without suffix."""
         return ADAPTERS if self.adapters else MODEL
 
     def held(self) -> list[LocalShard]:
@@ -84,7 +84,7 @@ class EngineState:
         )
 
     def require_savable(self) -> list[str]:
-        """Check that a checkpoint can be saved; return the names of the optimizer's states. All ranks call it.
+        """Check that a checkpoint can be saved; return the names of the optimizer states. All ranks call it.
 
         Raises:
             UserError: a checkpoint would lack values of the model or the optimizer, or safetensors cannot store them.
@@ -111,7 +111,7 @@ class EngineState:
             counters = dict(zip(found, numbers(list(found.values())), strict=True))
             kinds = _kinds(optimizer, kept.values())
             own = [name for name in kinds if _of_state(optimizer, held, kinds[name])]
-            # A stage with only frozen layers must still take part in every file, as writing has collectives.
+            # A stage with only frozen layers must still take part in every file, because writing is collective.
             of_all = all_gather_object((own, counters))
             names = sorted({name for found, _ in of_all for name in found})
             files = [(self.stem, held), *((name, _of_state(optimizer, held, kinds.get(name))) for name in names)]
@@ -126,10 +126,10 @@ class EngineState:
     def load(self, checkpoint: Path) -> TrainingProgress:
         """Load a checkpoint into the engine; all ranks call it.
 
-        Parameter groups and the learning-rate schedule stay as they were built.
+        Parameter groups and the learning-rate schedule stay as built.
 
         Raises:
-            UserError: on all ranks: the saved model has other tensors, or a rank cannot read a file.
+            UserError: on all ranks, if the saved model has other tensors, or a rank cannot read a file.
         """
         progress = all_or_none(lambda: read_progress(checkpoint))
         listed = all_or_none(lambda: read_manifest(checkpoint).files)
@@ -146,8 +146,8 @@ class EngineState:
         """Restore the engine's weights, optimizer states and counters; all ranks call it.
 
         Args:
-            fill: fills this rank's shards of the tensors in a file, given by its stem; it is called on all ranks in the
-                same order.
+            fill: fills this rank's shards of the tensors in a file, given by its stem; called on all ranks in the same
+                order.
         """
         optimizer = self.engine.optimizer
         with states_in_memory(optimizer, changed=True):
@@ -171,7 +171,7 @@ class EngineState:
 
 
 def _templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[tuple[int, int], StateTemplate]:
-    """Return which states the optimizer keeps, by (parameter group, number of dimensions of the updated tensor)."""
+    """Return the optimizer's states, by (parameter group, number of dimensions of the updated tensor)."""
     found: dict[tuple[int, int], StateTemplate] = {}
     for each, _ in _stepped(held):
         key = each.param_group, each.tensor.dim()
@@ -181,12 +181,12 @@ def _templates(optimizer: EngineOptimizer, held: Sequence[LocalShard]) -> dict[t
 
 
 def _kinds(optimizer: EngineOptimizer, templates: Iterable[StateTemplate]) -> dict[str, str]:
-    """Return name in a checkpoint -> the optimizer's own name, of each state with a value per weight (`exp_avg`)."""
+    """Return checkpoint name -> optimizer's name of each state with one value per weight (`exp_avg`)."""
     return {name: own for found in templates for name, own in stored_names(optimizer, found).items()}
 
 
 def _require_taken(stored: Iterable[str], kinds: Iterable[str]) -> None:
-    """Raise UserError, on all ranks, if no rank's optimizer keeps a stored state, which would silently be lost."""
+    """Raise UserError on all ranks if no optimizer keeps a stored state, which would silently be lost."""
     taken = {name for names in all_gather_object(list(kinds)) for name in names}
     if lost := sorted(set(stored) - taken):
         kept = " and ".join(sorted(taken)) or "none"
@@ -194,24 +194,23 @@ def _require_taken(stored: Iterable[str], kinds: Iterable[str]) -> None:
 
 
 def _of_state(optimizer: EngineOptimizer, held: Sequence[LocalShard], own: str | None) -> list[LocalShard]:
-    """Return this rank's shards of the optimizer's state `own`; none if its optimizer has no such state."""
+    """Return this rank's shards of the optimizer state `own`; empty if the optimizer has no such state."""
     state = torch_optimizer(optimizer).state
     found = ((each, state.get(each.stepped[0].tensor, {}).get(own)) for each in held if each.stepped is not None)
     return [each.of_state(values) for each, values in found if values is not None]
 
 
 def _stepped(held: Sequence[LocalShard]) -> list[tuple[SteppedOn, ElementRun]]:
-    """Return, for each trained tensor, the tensor that the optimizer updates and its range of elements in it."""
+    """Return, for each trained tensor, the tensor that the optimizer updates and the element range in it."""
     return [each.stepped for each in held if each.stepped is not None]
 
 
 def residue_file(checkpoint: Path) -> Path:
-    """Return the path of this rank's residue in a checkpoint."""
     return checkpoint / f"gradient_residue-{dist.get_rank():05d}.safetensors"
 
 
 def write_residue(folder: Path, tensors: dict[str, Tensor], description: str) -> None:
-    """Write a reduction's state, tensors (any shape) by name; a run with the same `description` may continue with it.
+    """Write a reduction's state, tensors by name; a run with the same `description` may continue from it.
 
     Raises UserError if the file cannot be written.
     """
@@ -223,10 +222,10 @@ def write_residue(folder: Path, tensors: dict[str, Tensor], description: str) ->
 
 
 def load_residue(reduction: Compression | None, checkpoint: Path, layout: str, listed: Container[str]) -> bool:
-    """Load the residues of a checkpoint, or reset them if they do not fit this run; all ranks call it.
+    """Load a checkpoint's residues, or reset them if they do not fit this run; all ranks call it.
 
     Args:
-        listed: the files in the checkpoint's manifest; others are not read.
+        listed: the files in the checkpoint's manifest; other files are not read.
 
     Returns:
         Whether the residues of all ranks were loaded, or none are needed.
@@ -248,12 +247,12 @@ def load_residue(reduction: Compression | None, checkpoint: Path, layout: str, l
 
 
 def describe(reduction: Compression, layout: str) -> str:
-    """Return a text that two reductions share if one can continue with the other's residue."""
+    """Return a text that is equal for two reductions if one can continue from the other's residue."""
     return f"{layout}, rank {dist.get_rank()}, {reduction.description}"
 
 
 def _read_residue(path: Path, description: str) -> dict[str, Tensor] | None:
-    """Return the tensors of a file, None if its description differs. UserError if it cannot be read."""
+    """Return a file's tensors; None if its description differs. Raises UserError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("describes") != description:
@@ -265,9 +264,9 @@ def _read_residue(path: Path, description: str) -> dict[str, Tensor] | None:
 
 
 def damage_on_any(checkpoint: Path) -> str | None:
-    """Verify a checkpoint of rank 0's choice by sizes and checksums; return what is wrong, None if nothing is.
+    """Check sizes and checksums of the checkpoint that rank 0 chose. Returns the first problem, or None.
 
-    All ranks call it. A host that does not see it yet, though rank 0 does, waits for it.
+    All ranks call it. A host waits if it does not see the checkpoint yet, although rank 0 does.
     """
     if (found := broadcast_object(damage(checkpoint))) is not None:
         return found
@@ -280,15 +279,15 @@ def damage_on_any(checkpoint: Path) -> str | None:
 
 
 def first_unchanged(checkpoint: Path | None, output_dir: Path, *, auto: bool) -> tuple[Path | None, list[str]]:
-    """Verify the checksums of `checkpoint`; with `auto`, go on to older ones of `output_dir` until one is unchanged.
+    """Verify the checksums of `checkpoint`; with `auto`, try older ones in `output_dir` until one is unchanged.
 
     All ranks call it.
 
     Returns:
-        The unchanged checkpoint, None if there is none, and one line on each damaged one.
+        The unchanged checkpoint (or None), and one line for each damaged one.
 
     Raises:
-        UserError: on all ranks: without `auto`, a file of `checkpoint` has changed.
+        UserError: on all ranks, if a file of `checkpoint` has changed and `auto` is not set.
     """
     left_out: list[str] = []
     while checkpoint is not None:

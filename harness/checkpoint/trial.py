@@ -1,7 +1,7 @@
 """Test before the first step whether checkpoints can be written, by the same calls that write them.
 
-A run that fails at its first save wastes its training. All ranks write into one file, next to each other within the
-same pages: this also detects a file system on which hosts overwrite each other's bytes.
+A run that fails at its first save wastes its training. All ranks write side by side into the same pages of one file, to
+detect also a file system on which hosts overwrite each other's bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VALUES = 1000  # float32 values of each rank: 4,000 bytes, so that neighbours sh
 def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
     """Write a small file where checkpoints will be, read it back, and delete it; all ranks call it.
 
-    Raises UserError, on all ranks, if that fails. Nothing is left in either case.
+    Raises UserError on all ranks if that fails. Leaves nothing behind in either case.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     folder = output_dir / partial_name(0)
@@ -47,7 +47,7 @@ def try_saving(output_dir: Path, *, several_hosts: bool) -> None:
 
 
 def _create(path: Path, header: bytes, region: FileRegion) -> None:
-    remove([path.parent, _other(path.parent)])  # left by a run that was killed during this test
+    remove([path.parent, _other(path.parent)])  # left by a run killed during this test
     path.parent.mkdir(parents=True)
     create(path, header, [region])
 
@@ -59,7 +59,7 @@ def _write(region: FileRegion, rank: int, *, several_hosts: bool) -> None:
 
 
 def _lost(region: FileRegion, ranks: int) -> list[int]:
-    """Return the ranks whose values are not in the file."""
+    """Return the ranks whose values are missing from the file."""
     content = bytearray(region.path.read_bytes()[region.start :])
     if len(content) != region.entry.nbytes:
         return list(range(ranks))
@@ -68,7 +68,7 @@ def _lost(region: FileRegion, ranks: int) -> list[int]:
 
 
 def _rename(folder: Path) -> None:
-    """Rename a folder as `directories.finish` does, and exchange it with another if the file system can."""
+    """Rename a folder like `directories.finish`, and exchange it with another if the file system can."""
     sync_file(folder / "trial.safetensors")
     sync_folder(folder)
     other = folder.rename(_other(folder))

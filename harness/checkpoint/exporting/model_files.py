@@ -1,7 +1,7 @@
 """Replace the weight files of a directory together, so that a crash leaves the old model or the new one.
 
 The files are written under other names (`unfinished_name`). One operation switches from the old model to the new one:
-the rename of `model.safetensors`, or of the index. The rest only gives the files their final names; if that is
+the rename of `model.safetensors` or of the index. The rest only gives the files their final names; if it is
 interrupted, the next export completes it.
 """
 
@@ -23,7 +23,7 @@ OF_A_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def unfinished_name(name: str) -> str:
-    """Return a weight file's name while it is written. It ends with .safetensors, so an index may refer to it."""
+    """Return a weight file's temporary name. It ends with .safetensors, so that an index may refer to it."""
     return UNFINISHED + name
 
 
@@ -31,7 +31,7 @@ def replace_model(directory: Path, files: Sequence[str], index: JsonObject) -> N
     """Replace the model in `directory` by the complete files there, which still have their `unfinished_name`.
 
     Args:
-        files: their final names.
+        files: the final names.
         index: content of HuggingFace's index file, with final names; not written for a single `model.safetensors`.
     """
     for name in files:
@@ -42,7 +42,7 @@ def replace_model(directory: Path, files: Sequence[str], index: JsonObject) -> N
         (directory / INDEX).unlink(missing_ok=True)
     else:
         replace_text(directory / INDEX, _index_text(index, unfinished_name))
-        # The switch is the new index; but if there was a single file, its removal, as readers prefer it to an index.
+        # The switch is the new index, or the removal of an old single file, which readers prefer to an index.
         (directory / SINGLE).unlink(missing_ok=True)
         _finish(directory, files, index)
     for path in directory.glob("model*.safetensors"):
@@ -52,7 +52,7 @@ def replace_model(directory: Path, files: Sequence[str], index: JsonObject) -> N
 
 
 def settle_model(directory: Path) -> None:
-    """Complete a replacement that was interrupted after the switch, and delete the files of unfinished ones."""
+    """Complete a replacement interrupted after the switch, and delete the files of unfinished replacements."""
     path = directory / INDEX
     text = regular_bytes(path, MOST_BYTES).decode("utf-8") if path.is_file() else ""
     if UNFINISHED in text:  # an index of an interrupted replacement
@@ -69,12 +69,12 @@ def settle_model(directory: Path) -> None:
 
 
 def set_aside_adapters(directory: Path) -> None:
-    """Move adapters to a folder such as `adapters.1`: transformers would apply them to a model beside them."""
+    """Move adapters to a folder like `adapters.1`: transformers would apply them to a model beside them."""
     _set_aside([directory / ADAPTERS, *directory.glob("adapter_model.*")], directory / "adapters")
 
 
 def set_aside_model(directory: Path, base: str) -> None:
-    """Move a model to a folder such as `model.1`, unless it is the adapters' `base`: transformers would use it."""
+    """Move a model to a folder like `model.1`, unless it is the adapters' `base`: transformers would use it."""
     if base and Path(base).resolve() == directory.resolve():
         return
     settle_model(directory)
@@ -84,7 +84,7 @@ def set_aside_model(directory: Path, base: str) -> None:
 
 
 def _set_aside(files: Sequence[Path], folder: Path) -> None:
-    """Move the files that are there to a new folder. The first is needed to read the others: without it they stay."""
+    """Move the existing files to a new folder. Without the first, which is needed to read the others, they stay."""
     if files[0].is_file():
         (moved := free_name(folder)).mkdir()
         for path in filter(Path.is_file, files):
@@ -93,7 +93,7 @@ def _set_aside(files: Sequence[Path], folder: Path) -> None:
 
 
 def _finish(directory: Path, files: Sequence[str], index: JsonObject) -> None:
-    """Give the files their final names. The unfinished names stay until the index no longer refers to them."""
+    """Give the files their final names; the unfinished names stay until the index no longer refers to them."""
     for name in files:
         source, target = directory / unfinished_name(name), directory / name
         target.unlink(missing_ok=True)

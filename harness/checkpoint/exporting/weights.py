@@ -1,8 +1,8 @@
 """Write the trained model as a HuggingFace directory, or its adapters as peft stores them.
 
-Every rank writes its shards directly to their offsets in the files. So no rank holds the whole model, and none a whole
-tensor unless it is computed from others. Names and files are those of the checkpoint that was read, in every layout.
-All hosts must share the directory, as for checkpoints.
+Every rank writes its shards directly to their offsets in the files. So no rank holds the whole model, nor a whole
+tensor unless it is computed from others. In every layout, names and files match the checkpoint that was read. All hosts
+must share the directory, as for checkpoints.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MANY = 100_000  # values; with fewer, it is not worth a call to return freed mem
 
 
 def gather_zero3(tensors: Sequence[Tensor]) -> ExitStack:
-    """Return a context in which ZeRO-3's partitioned ones of `tensors` (any shape) are gathered; all ranks enter it."""
+    """Return a context in which the tensors partitioned by ZeRO-3 are gathered; all ranks enter it."""
     stack = ExitStack()
     spread = [tensor for tensor in tensors if is_partitioned(tensor)]
     if spread:
@@ -58,7 +58,7 @@ def gather_tp(local: Tensor, groups: Groups) -> Tensor:
     """Gather a tensor on the first tensor-parallel rank; all ranks of the group call it.
 
     Returns:
-        The whole tensor [full shape] on that rank, the local shard on the others. Experts are whole on every rank.
+        The whole tensor [full shape] on that rank, the local shard on others. Experts are whole on every rank.
     """
     shard, local = shard_of(local), local.detach()
     if shard is not None and shard.over_data:
@@ -81,7 +81,7 @@ def gather_tp(local: Tensor, groups: Groups) -> Tensor:
 
 
 def _gather_experts(local: Tensor, shard: Shard, groups: Groups) -> Tensor:
-    """Return the whole tensor of experts that are distributed over data ranks; all ranks of a stage call it."""
+    """Gather a tensor of experts distributed over data-parallel ranks; all ranks of a stage call it."""
     whole = local.new_zeros(shard.full_shape)
     shard.put(local, whole)
     for group in (groups.ep_group, groups.tp_group):
@@ -98,11 +98,11 @@ def export_weights(
     Args:
         module: this rank's layers.
         rename: maps a tensor's name in `module` to its name in `form`.
-        form: the tensors to write and their files; None: the tensors of all stages under their own names.
+        form: the tensors to write and their files; None for the tensors of all stages under their own names.
 
     Raises:
-        UserError: on all ranks: a tensor combines values of several stages.
-        NotSaved: on all ranks: the disk is full, or a file cannot be written.
+        UserError: on all ranks, if a tensor combines values of several stages.
+        NotSaved: on all ranks, if the disk is full or a file cannot be written.
     """
     local = {rename(name): tensor for name, tensor in saved_tensors(module, each_name=form is not None)}
     if form is None:
@@ -128,7 +128,7 @@ def export_weights(
 
 
 def export_config(source: ModelSource, dtype: torch.dtype, directory: Path) -> None:
-    """Write config.json and generation_config.json; one rank calls it. OSError if that fails."""
+    """Write config.json and generation_config.json; one rank calls it. Raises OSError if that fails."""
     config = copy.deepcopy(source.config)
     config.dtype = dtype
     with replaced_files(directory) as folder:
@@ -138,10 +138,10 @@ def export_config(source: ModelSource, dtype: torch.dtype, directory: Path) -> N
 
 
 def _save(config: PretrainedConfig | GenerationConfig, path: Path) -> None:
-    """Save a config even if transformers refuses to: what it refuses it can read, and weights must not be lost."""
+    """Save a config even if transformers refuses to, since it can read it, and weights must not be lost."""
     try:
         config.save_pretrained(path.parent)
-    except ValueError:  # an option of generation that has no effect, as a temperature without do_sample
+    except ValueError:  # a generation option without effect, like a temperature without do_sample
         config.to_json_file(path)
 
 
@@ -153,7 +153,7 @@ def _held(lazy: LazyTensor) -> set[str]:
 
 
 def _entries(mine: Mapping[str, LazyTensor], local: Mapping[str, Tensor]) -> list[Entry]:
-    """Return the tensors that this rank's stage writes: those made only of values of this stage."""
+    """Return the tensors that this rank's stage writes, which use only values of this stage."""
     entries = []
     for name, lazy in mine.items():
         source = local[min(_held(lazy))]
@@ -182,7 +182,7 @@ class _Export:
         local: this rank's tensors, by their names in the form.
         mine: the tensors that this rank's stage writes, computed from `local`.
         regions: file and offset of each of them.
-        failed: errors of this rank. They are raised at the end, as the other ranks need this one in collectives.
+        failed: errors of this rank, raised at the end because the other ranks need this one in collectives.
     """
 
     local: Mapping[str, Tensor]
@@ -193,12 +193,12 @@ class _Export:
     failed: list[UserError | OSError] = field(default_factory=list)
 
     def require_written(self) -> None:
-        """Raise the first error of this rank, if there was one."""
+        """Raise this rank's first error, if any."""
         if self.failed:
             raise self.failed[0]
 
     def sync(self) -> None:
-        """Wait for the disk. If the file system reserves no blocks, a full disk may be reported only now."""
+        """Wait for the disk; without reserved blocks, a full disk may be reported only now."""
         self._attempt(self.opened.sync)
 
     def _write(self, region: FileRegion, start: Sequence[int], values: Tensor) -> None:
@@ -211,9 +211,9 @@ class _Export:
             self.failed.append(error)
 
     def write_patches(self) -> None:
-        """Write tensors that only rearrange values (split, join, transpose); each rank writes its own shards."""
-        # For each tensor of this rank: the slices of file tensors that are made from it. There are several for a tied
-        # weight, and for one that the file stores in several tensors.
+        """Write the tensors that only rearrange values (split, join, transpose); each rank writes its shards."""
+        # For each tensor of this rank, the slices of file tensors made from it: several for a tied weight, or for a
+        # weight that the file stores in several tensors.
         uses: dict[str, list[tuple[FileRegion, TensorSlice]]] = {name: [] for name in self.local}
         for name, lazy in self.mine.items():
             for patch in lazy.patches:
@@ -228,7 +228,7 @@ class _Export:
                         self._write(region, part.start, part.lazy_view(values[_index(part.box, box)]))
 
     def write_computed(self) -> None:
-        """Write tensors that must be computed from whole tensors; the first tensor-parallel rank gathers and writes."""
+        """Write the tensors computed from whole tensors; the first tensor-parallel rank gathers and writes."""
         for name, lazy in self.mine.items():
             patches = [patch for patch in lazy.patches if isinstance(patch.leaf, Computed)]
             if not patches:
@@ -250,7 +250,6 @@ def _within(patch: TensorSlice, box: Box) -> TensorSlice | None:
 
 
 def _index(part: Box, box: Box) -> tuple[slice, ...]:
-    """Return the index of box `part` inside `box`, which contains it."""
     return tuple(slice(start - at, stop - at) for (start, stop), (at, _) in zip(part, box, strict=True))
 
 
@@ -266,7 +265,7 @@ def export_adapters(module: nn.Module, groups: Groups, directory: Path, *, renam
         rename: maps a parameter's name in `module` to its name in the file.
 
     Raises:
-        NotSaved: on all ranks: the file cannot be written.
+        NotSaved: on all ranks, if the file cannot be written.
     """
     trained = [each for each in module.named_parameters(remove_duplicate=False) if each[1].requires_grad]
     unfinished = UNFINISHED + STEM

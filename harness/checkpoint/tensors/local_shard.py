@@ -1,8 +1,8 @@
-"""Describe the part of each stored tensor that this rank holds, in any layout and ZeRO stage.
+"""Describe this rank's part of each stored tensor, in any layout and ZeRO stage.
 
 Tensor parallelism gives a rank a shard of a tensor; ZeRO gives it a range of consecutive elements of the flattened
 shard. `LocalShard.pieces` converts both into boxes of the whole tensor. So every rank writes its values to their place
-in the whole tensor, and a run in any layout can read its parts from there.
+in the whole tensor, and a run in any layout can read its shards from there.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from harness.topology.groups import Groups
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalShard:
-    """The elements of a tensor that this rank holds.
+    """This rank's elements of a tensor.
 
     Attributes:
         name: the tensor's name in the checkpoint.
-        shape: shape of this rank's tensor-parallel shard, or of the whole tensor without one.
+        shape: shape of this rank's tensor-parallel shard, or of a replicated tensor.
         shard: position of the tensor-parallel shard in the whole tensor; None for a whole tensor.
         start: index of this rank's first element in the flattened shard, which ZeRO divides.
         values: these elements [n], or the complete shard in its shape.
-        owned: whether this rank writes them; of several ranks with the same elements exactly one does.
-        stepped: the tensor that the optimizer updates, and the range in it of these elements; None if frozen.
+        owned: whether this rank writes them; of several ranks with the same elements, exactly one does.
+        stepped: the tensor that the optimizer updates, and the range of these elements in it; None if frozen.
     """
 
     name: str
@@ -45,7 +45,6 @@ class LocalShard:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
         return self.shape if self.shard is None else self.shard.full_shape
 
     def of_state(self, state: Tensor) -> LocalShard:
@@ -92,9 +91,9 @@ def local_shards(
 ) -> list[LocalShard]:
     """Return this rank's shards of the tensors of `module`, renamed by `rename`.
 
-    For trained tensors these are the values that the engine's `optimizer` updates: float32 in every precision. Without
-    `trained_only`, frozen parameters and persistent buffers are returned too. All ranks with the same layers return the
-    same names in the same order.
+    For trained tensors these are the values that the engine's `optimizer` updates, float32 in every precision. Frozen
+    parameters and persistent buffers are included unless `trained_only`. All ranks with the same layers return the same
+    names in the same order.
     """
     places = {id(run.parameter): (each, run) for each in stepped_on(optimizer) for run in runs(each)}
     found = []
@@ -107,7 +106,7 @@ def local_shards(
 
 
 def saved_tensors(module: nn.Module, *, each_name: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of parameters and persistent buffers (any shape), in the same order on all ranks.
+    """Yield (name, tensor) of parameters and persistent buffers, in the same order on all ranks.
 
     A tied parameter comes under its first name, or with `each_name` under every name.
     """
@@ -117,8 +116,7 @@ def saved_tensors(module: nn.Module, *, each_name: bool = False) -> Iterator[tup
 
 
 def local_shard_of(name: str, tensor: Tensor, groups: Groups) -> LocalShard:
-    """Return this rank's shard of a parameter or buffer (any shape) itself, in its dtype, also of one that ZeRO-3 has
-    partitioned."""
+    """Return this rank's shard of a parameter or buffer, which ZeRO-3 may have partitioned, in its own dtype."""
     shard, start, values = shard_of(tensor), 0, tensor.detach()
     shape, owned = tuple(tensor.shape), _is_first_on_data(shard, groups)
     if is_partitioned(tensor):
@@ -153,7 +151,7 @@ def _is_first_on_data(shard: Shard | None, groups: Groups) -> bool:
 
 
 def _elements(tensor: Tensor, run: ElementRun) -> Tensor:
-    """Return the elements of `run` in the optimizer's tensor: flat, or the whole tensor if it is one parameter."""
+    """Return the elements of `run` in the optimizer's tensor: flat, or the whole tensor for a single parameter."""
     if run.group is None and tuple(tensor.shape) == run.shape:  # a ZeRO partition can have this shape by chance
         return tensor
     return tensor.view(-1)[run.offset : run.offset + run.length]

@@ -1,4 +1,4 @@
-"""Whatever fails while files are saved is one kind of error: NotSaved, a line of text, on all ranks."""
+"""Turn any failure to save files into one error on all ranks: NotSaved, one line of text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NotSaved(UserError):
 def all_save(action: Callable[[], T]) -> T:
     """Run `action`, which saves something, on every rank, and return its result; all ranks call this.
 
-    It must not run collectives itself. Whatever it raises on any rank, of any library, becomes NotSaved on all ranks.
+    `action` must not run collectives. Any exception on any rank, from any library, becomes NotSaved on all ranks.
     """
     try:
         return all_or_none(lambda: saving(action))
@@ -31,10 +31,10 @@ def all_save(action: Callable[[], T]) -> T:
 
 
 def saving(action: Callable[[], T]) -> T:
-    """Run `action`; raise UserError or OSError for whatever it raises.
+    """Run `action`; convert any exception to UserError or OSError.
 
-    Libraries report a full disk in their own ways: tokenizers raises a plain Exception, torch's allocator and a thread
-    that cannot be started raise RuntimeError.
+    Libraries report a full disk or memory in their own ways: tokenizers raises a plain Exception, torch's allocator and
+    a thread that cannot be started raise RuntimeError.
     """
     try:
         return action()
@@ -46,6 +46,6 @@ def saving(action: Callable[[], T]) -> T:
         text = (str(error).strip().splitlines() or [""])[0]
         if any(words in str(error) for words in ("can't allocate memory", "out of memory", "can't start new thread")):
             raise UserError(f"rank {dist.get_rank()} {NO_MEMORY}: {text}") from error
-        traceback.print_exc()  # into this rank's log: it may be more than a full disk
+        traceback.print_exc()  # to this rank's log, since it may be more than a full disk
         kind = "" if type(error) is Exception and text else f"{type(error).__name__}: "
         raise UserError(f"rank {dist.get_rank()}: {kind}{text}") from error

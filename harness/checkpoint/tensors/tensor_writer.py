@@ -1,7 +1,7 @@
-"""Write safetensors files by many ranks together, each rank its own part of each tensor.
+"""Write safetensors files from many ranks, each rank its own shard of each tensor.
 
-The layout of a file follows from names, shapes and dtypes alone. One rank creates the files at full size, then every
-rank writes its values at their offsets, a few MB at a time. Files are written with `pwrite`: a memory map writes whole
+A file's layout follows from names, shapes and dtypes alone. One rank creates the files at full size, then every rank
+writes its values at their offsets, a few MB at a time. Files are written with `pwrite`: a memory map writes whole
 pages, so hosts that share a page would overwrite each other's bytes.
 """
 
@@ -27,14 +27,14 @@ from harness.errors import UserError, reason
 from harness.hf.weights.tensor_files import DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BLOCK_BYTES = 32 << 20  # most bytes that are converted and copied at once
+BLOCK_BYTES = 32 << 20  # most bytes converted and copied at a time
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of fallocate that mean a full disk or a quota
-SOON_BYTES = 1 << 20  # a write of at least this many starts at once on the disk, while the next one is copied
+SOON_BYTES = 1 << 20  # a write of at least this size goes to disk at once, while the next one is copied
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor to write; `trained` is whether it is a parameter, not a buffer."""
+    """A tensor to write; `trained` says whether it is a parameter or a buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,13 +43,13 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Its size in the file."""
+        """The tensor's size in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRegion:
-    """The place of a tensor: a file, and the offset of its first byte."""
+    """A tensor's place: a file and the offset of its first byte."""
 
     path: Path
     start: int
@@ -57,7 +57,7 @@ class FileRegion:
 
 
 def split_by_size(entries: Iterable[Entry], most: int) -> list[list[Entry]]:
-    """Split tensors, in order, into files of at most `most` bytes; a larger tensor gets a file of its own."""
+    """Split tensors, in order, into files of at most `most` bytes; a larger tensor gets its own file."""
     files: list[list[Entry]] = []
     size = 0
     for entry in entries:
@@ -70,13 +70,12 @@ def split_by_size(entries: Iterable[Entry], most: int) -> list[list[Entry]]:
 
 
 def require_storable(entries: Iterable[Entry]) -> None:
-    """Raise UserError for a tensor whose dtype safetensors cannot store."""
     if wrong := next((entry for entry in entries if entry.dtype not in NAMES), None):
         raise UserError(f"{wrong.name} is of {wrong.dtype}, which cannot be saved: use another dtype")
 
 
 def file_regions(path: Path, entries: Sequence[Entry]) -> tuple[bytes, list[FileRegion]]:
-    """Return the header of the file `path`, and the place of each tensor.
+    """Return the header of the file `path` and the place of each tensor.
 
     Tensors of wider dtypes come first, which aligns each tensor to its dtype. Raises UserError for a dtype that
     safetensors cannot store.
@@ -102,20 +101,20 @@ def file_size(header: bytes, regions: Sequence[FileRegion]) -> int:
 
 
 def create(path: Path, header: bytes, regions: Sequence[FileRegion]) -> None:
-    """Create the file at full size with its header. UserError if the disk is full or the file cannot be written."""
+    """Create the file at full size with its header. Raises UserError if the disk is full or not writable."""
     size = file_size(header, regions)
     try:
         with open(path, "wb", opener=open_no_link) as file:  # Path.open takes no opener
             file.write(header)
             file.truncate(size)
-            reserve(file.fileno(), size)  # find a full disk here, once, rather than on each rank later
+            reserve(file.fileno(), size)  # find a full disk here, once, not on each rank later
     except OSError as error:
         path.unlink(missing_ok=True)
         raise UserError(f"{path}: {size:,} bytes cannot be written: {reason(error, path.parent)}") from error
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Reserve the blocks of a file if the file system can. OSError if there is not enough room.
+    """Reserve the blocks of a file if the file system can. Raises OSError if there is not enough room.
 
     Not `posix_fallocate`: on a file system that cannot reserve blocks (NFS before 4.2, CephFS, Lustre on ZFS, ramfs,
     many FUSE ones) glibc reads and writes each block instead, which fails on a file opened only for writing. Without a
@@ -135,7 +134,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def _is_on_nfs(path: Path) -> bool:
-    """Return whether a file lies on NFS, by Linux's table of mounts."""
+    """Return whether a file is on NFS, by Linux's mount table."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -149,28 +148,28 @@ def _is_on_nfs(path: Path) -> bool:
 class OpenFiles:
     """The files that a rank writes to, each opened once, only for writing.
 
-    If an NFS client has read a page and writes a part of it, it sends the whole page to the server, with outdated bytes
-    of other hosts. So when several hosts write one file on NFS, it is not opened for reading, and each write is sent to
-    the server at once (O_DSYNC): that transfers only the written bytes.
+    An NFS client that has read a page and writes a part of it sends the whole page to the server, with outdated bytes
+    of other hosts. So when several hosts write one file on NFS, it is not opened for reading, and each write goes to
+    the server at once (O_DSYNC), which transfers only the written bytes.
     """
 
     def __init__(self, *, several_hosts: bool) -> None:
         self._several_hosts = several_hosts
         self._descriptors: dict[Path, int] = {}
-        self._shared: set[int] = set()  # descriptors of files on NFS that several hosts write
+        self._shared: set[int] = set()  # descriptors of NFS files written by several hosts
 
     def __enter__(self) -> OpenFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
         for descriptor in self._descriptors.values():
-            with suppress(OSError):  # what could not be written is told by `sync`
+            with suppress(OSError):  # `sync` reports failed writes
                 os.close(descriptor)
 
     def write(self, region: FileRegion, start: Sequence[int], values: Tensor) -> None:
-        """Write `values`, of the shape of a box, to the box of the tensor at `region` whose first index is `start`.
+        """Write `values` to the box of the same shape, with first index `start`, of the tensor at `region`.
 
-        Raises UserError if that fails, as on a full disk.
+        Raises UserError if that fails, for example on a full disk.
         """
         if values.numel() == 0:
             return
@@ -185,11 +184,11 @@ class OpenFiles:
             raise UserError(f"{region.path}: cannot be written: {error.strerror}") from error
 
     def sync(self) -> None:
-        """Wait until all writes are on the disk. UserError if that fails."""
+        """Wait until all writes are on disk. Raises UserError if that fails."""
         for path, descriptor in self._descriptors.items():
             try:
                 os.fsync(descriptor)
-                if descriptor in self._shared:  # drop cached pages: reads must get all hosts' bytes from the server
+                if descriptor in self._shared:  # drop cached pages, so that reads get all hosts' bytes from the server
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 raise UserError(f"{path}: cannot be written: {error.strerror}") from error

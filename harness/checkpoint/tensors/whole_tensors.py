@@ -1,8 +1,8 @@
-"""Write files of whole tensors by all ranks together, each rank its own boxes, and read them in any layout.
+"""Write files of whole tensors from all ranks, each rank its own boxes, and read them in any layout.
 
 No values are sent between ranks. The first rank of each stage sends rank 0 the list of the stage's tensors. Rank 0
 plans their regions and returns them, and the first rank passes them on within its stage. So only rank 0 knows all
-tensors of the model, and every other rank only those of its stage.
+tensors of the model; every other rank knows only the tensors of its stage.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from harness.topology.placement import host_id
 
 
 def require_each_value_once(tensors: Sequence[LocalShard], groups: Groups) -> None:
-    """Raise UserError, on all ranks, unless the ranks of each stage own each value of its tensors exactly once.
+    """Raise UserError on all ranks unless the ranks of each stage own each value of its tensors exactly once.
 
-    Otherwise a file of the right size would contain wrong values, and nobody would notice until a run has resumed
-    from it. All ranks call it.
+    Otherwise a file of the right size would contain wrong values, unnoticed until a run has resumed from it. All ranks
+    call it.
 
     Args:
         tensors: this rank's shards, with the same names in the same order on all ranks of a stage.
     """
-    # Each rank counts the values that it owns; summed over the stage's ranks these must give the whole tensor.
+    # The counts of owned values, summed over the stage's ranks, must give the whole tensor.
     counts = torch.tensor([_written(held) for held in tensors], dtype=torch.int64)
     counts = counts.to(get_accelerator().current_device_name())
     for group in (groups.tp_group, groups.dp_group):
@@ -74,7 +74,7 @@ PASSED_ALONG: tuple[Axis, ...] = ("pipeline", "tensor", "data")
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The tensors that one stage writes: those made only of values of this stage."""
+    """The tensors that one stage writes, which use only values of this stage."""
 
     host: str
     entries: list[Entry]
@@ -85,7 +85,7 @@ def dealt_regions(
 ) -> dict[str, FileRegion]:
     """Return the place of each of `entries`, the tensors of this rank's stage; all ranks call it.
 
-    `plan` is called on rank 0 with the shares of all stages in order. If it fails, every rank raises UserError.
+    `plan` runs on rank 0 with the shares of all stages in order. If it fails, every rank raises UserError.
     """
     shares = _shares(entries, groups)
     dealt: list[list[FileRegion]] | None = None
@@ -104,9 +104,9 @@ def dealt_regions(
 
 
 def plan_files(shares: list[Share], form: CheckpointFormat) -> dict[str, list[Entry]]:
-    """Return file name -> tensors: on one host the files of `form`, if all fit its size limit; else new files per host.
+    """Return file name -> tensors: on one host the files of `form`, if all fit its size limit, else new files per host.
 
-    So several hosts never write the same file. Raises UserError if a tensor is in no share.
+    This way several hosts never write the same file. Raises UserError if a tensor is in no share.
     """
     found: dict[str, Entry] = {}
     for entry in (entry for share in shares for entry in share.entries):
@@ -136,7 +136,7 @@ def plan_files(shares: list[Share], form: CheckpointFormat) -> dict[str, list[En
 
 
 def _shares(entries: list[Entry], groups: Groups) -> list[Share] | None:
-    """Gather the share of each stage on rank 0, in order of stage; None on all other ranks."""
+    """Gather the share of each stage on rank 0, in stage order; None on other ranks."""
     share = Share(host=host_id(), entries=entries)
     if groups.pp_group is None:
         return [share] if groups.rank == 0 else None
@@ -171,8 +171,8 @@ def takes_part(coordinate: Coordinate, axis: Axis) -> bool:
     return all(coordinate.along(other) == 0 for other in later)
 
 
-FILE_BYTES = 5 * 10**9  # largest file of a checkpoint: many ranks can share the work of verifying it
-AHEAD_BYTES = 64 << 20  # bytes that the disk is asked to read ahead
+FILE_BYTES = 5 * 10**9  # largest file of a checkpoint, so that many ranks can share the verification
+AHEAD_BYTES = 64 << 20  # bytes of read-ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +181,9 @@ class PlannedFiles:
 
     Attributes:
         tensors: this rank's shards of the stored tensors.
-        regions: the place of each of them, by name.
-        created: on rank 0, which creates the files: header and regions of each file; empty elsewhere.
-        index: on rank 0, path and content of the index, if there is one.
+        regions: each tensor's place, by name.
+        created: on rank 0, which creates the files, header and regions of each file; empty elsewhere.
+        index: on rank 0, path and content of the index; None without one.
     """
 
     tensors: Sequence[LocalShard]
@@ -193,18 +193,18 @@ class PlannedFiles:
 
     @property
     def nbytes(self) -> int:
-        """The total size of the files that this rank creates; 0 except on rank 0."""
+        """Total size of the files that this rank creates; 0 except on rank 0."""
         return sum(file_size(header, regions) for header, regions in self.created.values())
 
     def create(self) -> None:
-        """Create the files at full size (on rank 0; nothing elsewhere). UserError if there is no room for one."""
+        """Create the files at full size on rank 0. Raises UserError if the disk has no room."""
         for path, (header, regions) in self.created.items():
             create(path, header, regions)
         if self.index is not None:
             self.index[0].write_text(self.index[1], encoding="utf-8")
 
     def write(self, opened: OpenFiles) -> None:
-        """Write this rank's shards without waiting for the disk. UserError if that fails."""
+        """Write this rank's shards without waiting for the disk. Raises UserError if that fails."""
         for held, copied in brought_to_host((held, held.values) for held in self.tensors if held.owned):
             for box, values in replace(held, values=copied).pieces():
                 opened.write(self.regions[held.name], [start for start, _ in box], values)
@@ -213,10 +213,10 @@ class PlannedFiles:
 def plan_tensors(
     folder: Path, stem: str, tensors: Sequence[LocalShard], groups: Groups, *, one_file: bool = False
 ) -> PlannedFiles:
-    """Plan the files `STEM*` of `folder` for the tensors of all ranks; all ranks call it. Nothing is written.
+    """Plan the files `STEM*` of `folder` for the tensors of all ranks, writing nothing; all ranks call it.
 
     Raises:
-        UserError: on all ranks: the ranks do not own each value exactly once.
+        UserError: on all ranks, if the ranks do not own each value exactly once.
     """
     require_each_value_once(tensors, groups)
     created: dict[Path, tuple[bytes, list[FileRegion]]] = {}
@@ -238,7 +238,7 @@ def plan_tensors(
 def write_tensors(
     folder: Path, stem: str, tensors: Sequence[LocalShard], groups: Groups, *, one_file: bool = False
 ) -> None:
-    """Write the files `STEM*` and wait for the disk; all ranks call it. NotSaved on all of them if that fails."""
+    """Write the files `STEM*` and wait for the disk; all ranks call it. Raises NotSaved on all ranks if that fails."""
     planned = plan_tensors(folder, stem, tensors, groups, one_file=one_file)
     all_save(planned.create)
     opened = OpenFiles(several_hosts=several_hosts())
@@ -258,7 +258,7 @@ def several_hosts() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """The header of a file: its size, and (name, first byte, shape, dtype) of each tensor."""
+    """A file's size, and (name, first byte, shape, dtype) of each tensor in its header."""
 
     name: str
     nbytes: int
@@ -268,11 +268,11 @@ class _File:
 def open_whole_tensors(folder: Path, stem: str, listed: Iterable[str], wanted: Container[str]) -> dict[str, Stored]:
     """Return the `wanted` tensors, by name, from the `listed` files `STEM*`; all ranks call it.
 
-    Only rank 0 reads the headers, and broadcasts them: a thousand ranks that read all headers would overload a file
+    Only rank 0 reads the headers and broadcasts them: a thousand ranks reading all headers would overload a file
     system. Each rank then opens only files with wanted tensors.
 
     Raises:
-        UserError: on all ranks: a file cannot be read.
+        UserError: on all ranks, if a file cannot be read.
     """
     of_stem = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     paths = [folder / name for name in sorted(filter(of_stem.fullmatch, listed))] if dist.get_rank() == 0 else []
@@ -288,7 +288,7 @@ def _header(path: Path) -> _File:
 
 
 def _wanted(folder: Path, file: _File, wanted: Container[str]) -> list[tuple[str, Stored]]:
-    """Return the wanted tensors of a file, opening it only if there are any."""
+    """Return the wanted tensors of a file, opening it only if it has any."""
     found = [tensor for tensor in file.tensors if tensor[0] in wanted]
     if not found:
         return []
@@ -303,13 +303,13 @@ def _wanted(folder: Path, file: _File, wanted: Container[str]) -> list[tuple[str
 
 @torch.no_grad()
 def read_tensors(stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> None:
-    """Fill this rank's shards with the stored values; call `require_stored` before.
+    """Fill this rank's shards with the stored values; call `require_stored` first.
 
-    Values are read in the order of the files, with read-ahead.
+    Values are read in file order, with read-ahead.
     """
     pieces = [(stored[held.name], box, values) for held in tensors for box, values in held.pieces() if values.numel()]
     pieces.sort(key=lambda piece: (piece[0].position, piece[1]))
-    # Request up to AHEAD_BYTES from the disk ahead of the piece that is being read.
+    # Request up to AHEAD_BYTES from the disk ahead of the piece being read.
     coming, asked = iter(pieces), 0
     for source, box, values in pieces:
         while asked < AHEAD_BYTES and (following := next(coming, None)) is not None:
@@ -320,7 +320,7 @@ def read_tensors(stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> No
 
 
 def require_stored(folder: Path, stored: dict[str, Stored], tensors: Sequence[LocalShard]) -> None:
-    """Raise UserError, on all ranks, for the first tensor that is missing or has another shape. All ranks call it."""
+    """Raise UserError on all ranks for the first tensor that is missing or has another shape; all ranks call it."""
     own = next(filter(None, (_problem(stored, held) for held in tensors)), None)
     if problem := next(filter(None, all_gather_object(own)), None):
         raise UserError(f"{folder}: {problem}: resume with the model that was saved")
