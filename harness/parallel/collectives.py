@@ -74,7 +74,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin `all_reduce`; return a function that waits for the sum. Until then `x` (any shape) may not change."""
+    """Begin `all_reduce`; return a function that waits for the sum. Until then `x` must not change."""
     if (memory := _memory(x, group)) is not None:
         return memory.start_all_reduce(x)
     total = _copy(x)
@@ -144,19 +144,13 @@ def all_reduce_in_memory(x: Tensor, group: dist.ProcessGroup | None) -> bool:
 
 
 def all_gather_in_memory(whole: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Fill `whole`, [ranks, ...] or flat, with the tensors `x` [...] of all ranks.
-
-    Return True or False as `all_reduce_in_memory` does.
-    """
+    """All-gather `x` [...] into `whole`, [ranks, ...] or flat; return False as `all_reduce_in_memory` does."""
     memory = None if not whole.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.all_gather(x, out=whole) is whole
 
 
 def reduce_scatter_in_memory(share: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Fill `share` [n / ranks, ...] with this rank's share of the sum of `x` [n, ...].
-
-    Return True or False as `all_reduce_in_memory` does.
-    """
+    """Reduce-scatter `x` [n, ...] into `share` [n / ranks, ...]; return False as `all_reduce_in_memory` does."""
     memory = None if not share.is_contiguous() else _memory(x, group or dist.group.WORLD)
     return memory is not None and memory.reduce_scatter(x, out=share) is share
 
