@@ -43,7 +43,7 @@ def check_before_start(
     args.overwrite_output_dir |= not args.trains  # an evaluation overwrites nothing, so a run there is no error
     if env.rank == 0:
         lock_directory(output_dir)
-    if env.rank == 0 or args.resume_from_checkpoint != "auto":
+    if (env.rank == 0 or not args.rank_0_finds_checkpoint) and not args.may_read_checkpoint_back:
         resume = find_resume(output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
         if resume is not None:
             require_same_optimizer(resume, optimizer_name(config.resolved))

@@ -29,6 +29,16 @@ class TrainingArguments(
     the behaviour the harness always has (`ddp_timeout=1800`). Raises UserError for any other name, with what to write.
     """
 
+    @property
+    def may_read_checkpoint_back(self) -> bool:
+        """Whether the run resumes a named checkpoint that may be nowhere but in the second place for now."""
+        return self.push_checkpoints_to is not None and self.resume_from_checkpoint not in (None, "auto")
+
+    @property
+    def rank_0_finds_checkpoint(self) -> bool:
+        """Whether rank 0 alone finds the checkpoint to resume, once all have met: it searches, or reads it back."""
+        return self.resume_from_checkpoint == "auto" or self.may_read_checkpoint_back
+
     @classmethod
     def own_names(cls, given: Mapping[str, object]) -> Mapping[str, object]:
         """Return keyword arguments under the names of the flags, without those that have no effect.

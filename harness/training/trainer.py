@@ -37,7 +37,7 @@ from harness.errors import UserError, refuse_all
 from harness.preconditions import establish
 from harness.resilience.process import records, signals
 from harness.resilience.process.activity import Phase, inside
-from harness.topology.agreement import all_reduce_max, any_rank, broadcast_object
+from harness.topology.agreement import all_or_none, all_reduce_max, any_rank, broadcast_object
 from harness.topology.env import LaunchEnv, records_folder
 from harness.topology.processes import peak_resident_bytes
 from harness.training.callbacks import (
@@ -201,7 +201,10 @@ class Trainer:
 
     def _second_place(self, inputs: RunInputs) -> PushingCallback:
         push = needed(self.parts.pushing, "--push_checkpoints_to", "harness.extras")
-        return push(inputs.args, inputs.env, inputs.console)
+        callback = push(inputs.args, inputs.env, inputs.console)
+        if inputs.args.resume_from_checkpoint is not None:
+            callback.read_back(inputs.args.resume_from_checkpoint)
+        return callback
 
     def _require_known(self, others: Mapping[str, object]) -> None:
         refuse_all([f"Trainer takes no {name}: leave it out" for name in others])
@@ -232,6 +235,8 @@ class Trainer:
             raise UserError("train() needs a train_dataset")
         if resume_from_checkpoint:
             with inside("resuming"):
+                if self._pushing is not None:
+                    all_or_none(partial(self._pushing.read_back, resume_from_checkpoint))
                 resume_named(self.run, resume_from_checkpoint)
             self.checkpoints.resumed(self.run.spec.checkpoint)
         self.checkpoints.require_own_directory()

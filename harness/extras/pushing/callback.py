@@ -11,10 +11,12 @@ from typing import Unpack
 from harness.arguments import TrainingArguments
 from harness.atomic import replace_text
 from harness.checkpoint.directories import MANIFEST, RUN, read_manifest
-from harness.checkpoint.integrity import newest_whole
+from harness.checkpoint.integrity import damage, newest_whole
 from harness.config.values.json_file import read_json
 from harness.config.values.json_object import JsonObject
 from harness.console import Console
+from harness.errors import UserError
+from harness.extras.pushing.read_back import read_back
 from harness.extras.pushing.store import CANNOT, MARKER, Store, marker, why
 from harness.extras.pushing.uploads import Outcome, Upload, Uploads
 from harness.training.callbacks import MomentValues, TrainerControl, TrainerState
@@ -31,20 +33,35 @@ class PushCallback(PushingCallback):
 
     reads_weights = False
 
-    def __init__(self, store: Store, console: Console) -> None:
+    def __init__(self, store: Store, output_dir: str, console: Console, *, copies: bool) -> None:
         self.store = store
+        self._output_dir = Path(output_dir).absolute()
         self._console = console
+        self._copies = copies  # whether this is rank 0
         self._uploads: Uploads | None = None  # on rank 0, once training begins
         self._complete: list[JsonObject] = []
         self._failed: list[JsonObject] = []
+
+    def read_back(self, wanted: str | Path | bool) -> None:
+        """Read the checkpoint that a run resumes back to `output_dir`, if that has lost it."""
+        if not self._copies:
+            return
+        if wanted in ("auto", True):
+            read_back(self.store, self._output_dir, self._console)
+            return
+        path = Path(str(wanted)).absolute()
+        if path.parent != self._output_dir or damage(path) is None:  # another run's, or nothing is lost
+            return
+        if read_back(self.store, self._output_dir, self._console, path.name) is None:
+            raise UserError(f"--resume_from_checkpoint {wanted}: no whole checkpoint there, nor in {self.store.url}")
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """Find out what the store has; copy the newest checkpoint if an earlier process has not completed that."""
-        if not state.is_world_process_zero:
+        if not self._copies:
             return
-        output_dir = Path(args.output_dir)
+        output_dir = self._output_dir
         for left in output_dir.glob(f"{FOLDER}*"):
             shutil.rmtree(left, ignore_errors=True)
         self._uploads = self._uploads or Uploads(self.store)
@@ -63,13 +80,13 @@ class PushCallback(PushingCallback):
     ) -> None:
         """Begin to copy the checkpoint."""
         self._push(kwargs["checkpoint"])
-        self._report(Path(args.output_dir))
+        self._report()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
         """Report what has been copied."""
-        self._report(Path(args.output_dir))
+        self._report()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
@@ -79,7 +96,7 @@ class PushCallback(PushingCallback):
             if not self._uploads.is_idle:
                 self._console.say(f"copying the last checkpoint to {self.store.url}")
             self._uploads.wait()
-            self._report(Path(args.output_dir))
+            self._report()
 
     def copy_model(self, directory: Path) -> None:
         """Copy an exported model to the store itself, and wait for it. Other ranks than the first do nothing."""
@@ -113,9 +130,9 @@ class PushCallback(PushingCallback):
             return
         self._uploads.add(Upload(name=checkpoint.name, folder=staged, files=files))
 
-    def _report(self, output_dir: Path) -> None:
+    def _report(self) -> None:
         if self._uploads is not None and (outcomes := self._uploads.outcomes()):
-            self._record(outcomes, output_dir)
+            self._record(outcomes, self._output_dir)
 
     def _record(self, outcomes: list[Outcome], output_dir: Path) -> None:
         """Tell the user of copies, and list them in `run.json`."""

@@ -1,4 +1,4 @@
-"""Read a run's newest checkpoint back from its second place, if its own folder has lost it."""
+"""Read a run's checkpoint back from its second place, if its own folder has lost it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from harness.errors import UserError
 from harness.extras.pushing.store import CANNOT, FLAG, Store, why
 
 
-def read_back(store: Store, output_dir: Path, console: Console) -> Path | None:
-    """Copy the newest complete checkpoint of the store to `output_dir`, unless a newer one is there.
+def read_back(store: Store, output_dir: Path, console: Console, name: str | None = None) -> Path | None:
+    """Copy a checkpoint of the store to `output_dir`; one that is damaged in the store is left out, with a warning.
 
-    Only checkpoints of this directory's own run count, if it knows it. One that is damaged there is left out, with a
-    warning.
+    Only checkpoints of this directory's own run count, if it knows it.
+
+    Args:
+        store: where to read from.
+        output_dir: the run's directory.
+        console: takes what is said.
+        name: the checkpoint's; None for the newest, unless a newer one is whole in `output_dir`.
 
     Returns:
         The checkpoint here; None if none was read.
@@ -25,17 +30,19 @@ def read_back(store: Store, output_dir: Path, console: Console) -> Path | None:
     Raises:
         UserError: the store cannot be read.
     """
-    kept = newest_whole(output_dir)
+    kept = newest_whole(output_dir) if name is None else None
     here = -1 if kept is None else read_manifest(kept).step
     try:
-        for step, name in store.checkpoints():
+        for step, found in store.checkpoints():
             if step <= here:
                 return None
-            console.say(f"reading {name} back from {store.url}")
-            problem = _read(store, name, step, output_dir)
+            if name not in (None, found):
+                continue
+            console.say(f"reading {found} back from {store.url}")
+            problem = _read(store, found, step, output_dir)
             if problem is None:
                 return output_dir / finished_name(step)
-            console.warn(f"{store.url}/{name} cannot be resumed ({problem}): ignored")
+            console.warn(f"{store.url}/{found} cannot be resumed ({problem}): ignored")
     except CANNOT as error:
         if isinstance(error, UserError):
             raise

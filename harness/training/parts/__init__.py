@@ -86,6 +86,16 @@ class PredictRun(Protocol):
 class PushingCallback(TrainerCallback):
     """Copies complete checkpoints and the exported model to a second place."""
 
+    def read_back(self, wanted: str | Path | bool) -> None:
+        """Read the checkpoint that a run resumes back to `output_dir`, if that has lost it; all ranks may call it.
+
+        Args:
+            wanted: the checkpoint's path; "auto" or True for the newest one.
+
+        Raises:
+            UserError: on rank 0, if the second place cannot be read or lacks the named checkpoint.
+        """
+
     def copy_model(self, directory: Path) -> None:
         """Copy the model exported to `directory` and wait. All ranks call it; errors become warnings."""
 

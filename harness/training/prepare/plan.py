@@ -198,7 +198,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
         checkpoint=None,
         user_optimizer=chosen,
     )
-    if not inputs.may_hold_a_run and args.resume_from_checkpoint != "auto":
+    if not inputs.may_hold_a_run and not args.rank_0_finds_checkpoint:
         return replace(spec, checkpoint=checkpoint_to_resume(spec))
     return spec
 
@@ -286,7 +286,8 @@ def _user_optimizer(
 def checkpoint_to_resume(spec: RunSpec) -> Path | None:
     """Return the checkpoint that `--resume_from_checkpoint` names; None for a run that begins at step 0.
 
-    For `auto`, only rank 0 calls it, after the ranks have met, and sends its result or error to the others.
+    If `args.rank_0_finds_checkpoint`, only rank 0 calls it, after the ranks have met, and sends its result or error to
+    the others.
 
     Raises UserError for a checkpoint that this run cannot continue.
     """

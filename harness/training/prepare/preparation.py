@@ -213,8 +213,8 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, torch.device, frozenset[dist.
                 "optimizer that was given": "" if spec.user_optimizer is None else spec.user_optimizer.description,
             },
         )
-        searches = args.resume_from_checkpoint == "auto"
-        checkpoint = chosen_by_rank_0(lambda: checkpoint_to_resume(spec) if searches else spec.checkpoint)
+        finds = args.rank_0_finds_checkpoint
+        checkpoint = chosen_by_rank_0(lambda: checkpoint_to_resume(spec) if finds else spec.checkpoint)
         all_or_none(lambda: lock_directory(spec.output_dir) if env.rank == 0 else None)
         # `release` closes the groups of this run, but not those that were open before it.
         foreign_groups = open_groups()

@@ -150,6 +150,27 @@ def test_the_callback_survives_the_runs_own_limit_and_lists_copies_in_run_json(t
     assert sorted(path.name for path in output_dir.iterdir()) == ["config.json", "model.safetensors", "run.json"]
 
 
+def test_a_named_checkpoint_is_read_back_if_the_run_has_lost_it(tmp_path: Path) -> None:
+    output_dir, bucket = tmp_path / "run", tmp_path / "bucket"
+    for step in (2, 4):
+        checkpoint(output_dir, step)
+    shutil.copytree(output_dir, bucket)
+    shutil.copytree(output_dir, tmp_path / "other")
+    args = TrainingArguments(output_dir=str(output_dir), push_checkpoints_to=f"file://{bucket}")
+    ours = output_dir / "checkpoint-2"
+    shutil.rmtree(ours)
+    shutil.rmtree(tmp_path / "other/checkpoint-2")
+    pushing(args, LaunchEnv(rank=1, world_size=2), CONSOLE).read_back(ours)  # rank 0 does it for all
+    assert not ours.exists()
+    callback = pushing(args, LaunchEnv(), CONSOLE)
+    callback.read_back(tmp_path / "other/checkpoint-2")  # the store is not that run's
+    callback.read_back(str(ours))
+    assert damage(ours) is None
+    assert not (tmp_path / "other/checkpoint-2").exists()
+    with pytest.raises(UserError, match=r"checkpoint-6: no whole checkpoint there, nor in file://"):
+        callback.read_back(output_dir / "checkpoint-6")
+
+
 def test_a_checkpoint_that_a_killed_process_has_not_copied_is_copied_by_the_next(tmp_path: Path) -> None:
     output_dir, bucket = tmp_path / "run", tmp_path / "bucket"
     checkpoint(output_dir, 2)
