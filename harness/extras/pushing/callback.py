@@ -19,12 +19,15 @@ from harness.errors import UserError
 from harness.extras.pushing.read_back import read_back
 from harness.extras.pushing.store import CANNOT, MARKER, Store, marker, why
 from harness.extras.pushing.uploads import Outcome, Upload, Uploads
+from harness.resilience.process.activity import beat
+from harness.topology.agreement import any_rank
 from harness.training.callbacks import MomentValues, TrainerControl, TrainerState
 from harness.training.parts import PushingCallback
 
 FOLDER = "pushing-"
 """How the names of folders begin that hold links to the files of a checkpoint while it is copied."""
 OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken")
+TURN_S = 5.0
 NAME_OF_MODEL = "the model"
 
 
@@ -91,17 +94,19 @@ class PushCallback(PushingCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Unpack[MomentValues]
     ) -> None:
-        """Wait for the last copy."""
-        if self._uploads is not None:
-            if not self._uploads.is_idle:
-                self._console.say(f"copying the last checkpoint to {self.store.url}")
-            self._uploads.wait()
-            self._report()
+        """Wait for the last copy, also after a signal: the end of its grace period leaves an incomplete copy behind."""
+        if self._uploads is not None and not self._uploads.is_idle:
+            self._console.say(f"copying the last checkpoint to {self.store.url}")
+        self._wait()
 
     def copy_model(self, directory: Path) -> None:
-        """Copy an exported model to the store itself, and wait for it. Other ranks than the first do nothing."""
-        if self._uploads is None:
-            return
+        """Copy an exported model to the store itself, and wait for it; all ranks call it."""
+        self._wait()  # else a checkpoint that waits would be left out for the model
+        if self._uploads is not None:
+            self._push_model(self._uploads, directory)
+        self._wait()
+
+    def _push_model(self, uploads: Uploads, directory: Path) -> None:
         sizes = {
             path.relative_to(directory).as_posix(): path.stat().st_size
             for folder in (directory, directory / "base_model")
@@ -112,11 +117,11 @@ class PushCallback(PushingCallback):
         try:
             _link(directory, staged, list(sizes))
             (staged / MARKER).write_text(marker(sizes), encoding="utf-8")
-            outcome = self._uploads.copied(Upload(name="", folder=staged, files=[*sizes, MARKER]))
         except OSError as error:
-            outcome = Outcome(name="", problem=why(error))
-        shutil.rmtree(staged, ignore_errors=True)
-        self._record([outcome], directory)
+            shutil.rmtree(staged, ignore_errors=True)
+            self._record([Outcome(name="", problem=why(error))], directory)
+            return
+        uploads.add(Upload(name="", folder=staged, files=[*sizes, MARKER]))
 
     def _push(self, checkpoint: Path) -> None:
         if self._uploads is None:
@@ -129,6 +134,16 @@ class PushCallback(PushingCallback):
             self._record([Outcome(name=checkpoint.name, problem=why(error))], checkpoint.parent)
             return
         self._uploads.add(Upload(name=checkpoint.name, folder=staged, files=files))
+
+    def _wait(self) -> None:
+        """Wait until nothing is being copied; all ranks call it.
+
+        They wait in turns of a few seconds: rank 0 may take longer than a collective lets the others wait, and longer
+        than the watch lets a rank go without progress.
+        """
+        while any_rank(self._uploads is not None and not self._uploads.wait(TURN_S)):
+            beat("waiting for the last copy")
+        self._report()
 
     def _report(self) -> None:
         if self._uploads is not None and (outcomes := self._uploads.outcomes()):

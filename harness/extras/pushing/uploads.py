@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
@@ -62,11 +63,13 @@ class Uploads:
             self._waiting = upload
             self._changed.notify_all()
 
-    def wait(self) -> None:
-        """Wait until everything is copied, or given up."""
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Wait until everything is copied or given up, or the time has passed; return whether everything is."""
+        until = time.monotonic() + seconds
         with self._changed:
-            while self._waiting is not None or self._is_busy:
+            while (is_busy := self._waiting is not None or self._is_busy) and time.monotonic() < until:
                 self._changed.wait(0.2)  # in pieces, so that a signal is handled
+        return not is_busy
 
     @property
     def is_idle(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 from harness.arguments import TrainingArguments
@@ -40,6 +41,13 @@ def checkpoint(output_dir: Path, step: int, run_id: str = "ours") -> Path:
 def store() -> Iterator[Store]:
     yield Store.at(f"memory://{uuid4().hex}/run")
     MemoryFileSystem.store.clear()
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Ranks agree on how long they wait for copies; `no_run_is_left` ends the group."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 
 
 def upload(folder: Path, staged: Path) -> Upload:
@@ -128,6 +136,7 @@ def test_a_slow_place_delays_no_step_and_gets_the_newest(tmp_path: Path) -> None
     assert [each.problem for each in done] == [None, None]
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_the_callback_survives_the_runs_own_limit_and_lists_copies_in_run_json(tmp_path: Path) -> None:
     output_dir, bucket = tmp_path / "run", tmp_path / "bucket"
     args = TrainingArguments(output_dir=str(output_dir), push_checkpoints_to=f"file://{bucket}")
@@ -171,6 +180,7 @@ def test_a_named_checkpoint_is_read_back_if_the_run_has_lost_it(tmp_path: Path) 
         callback.read_back(output_dir / "checkpoint-6")
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_checkpoint_that_a_killed_process_has_not_copied_is_copied_by_the_next(tmp_path: Path) -> None:
     output_dir, bucket = tmp_path / "run", tmp_path / "bucket"
     checkpoint(output_dir, 2)
