@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import deepspeed
 import torch
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.runtime import compiler
 from deepspeed.runtime.pipe import module, topology
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import groups
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def silence_prints() -> None:
@@ -29,6 +37,30 @@ def avoid_compiling() -> None:
     compilers for about a second. A run asks for no other entry.
     """
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+
+
+def import_muon_without_compiler() -> None:
+    """Import DeepSpeed's Muon, as every ZeRO engine does, but without torch's compiler until Muon is used.
+
+    A decorator in that module imports the compiler at once, which takes more than a second of each start.
+    """
+    compile_at_once, compiler.compile = compiler.compile, lambda: _compiled_when_called
+    try:
+        from deepspeed.runtime.zero.muon import original_muon  # noqa: F401
+    finally:
+        compiler.compile = compile_at_once
+
+
+def _compiled_when_called(function: Callable[P, R]) -> Callable[P, R]:
+    @functools.cache
+    def compiled() -> Callable[P, R]:
+        return torch.compile(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **named: P.kwargs) -> R:
+        return compiled()(*args, **named)
+
+    return call
 
 
 def mask_norms_on_the_device() -> None:

@@ -16,10 +16,10 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from harness.config import ConfigError, Resolved
 from harness.config.text.devices import unsupported_on_cpu
 from harness.config.values.json_object import JsonObject
-from harness.deepspeed.orthogonal import import_muon_without_compiler
 from harness.deepspeed.process_wide import (
     ask_torch_for_free_memory,
     avoid_compiling,
+    import_muon_without_compiler,
     mask_norms_on_the_device,
     take_the_only_device,
 )

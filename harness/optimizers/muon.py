@@ -15,7 +15,7 @@ MUON = OptimizerType(
             *("betas", "eps", "adam_lr", "per_head_muon"),
         ),
     ),
-    made_by="harness.training.engine.muon:muon",
+    made_by="harness.extras.muon.momentum:muon",
     engine_options=ENGINE_OPTIONS,
     ranges={"muon_lr": "not_negative", "adam_lr": "not_negative"},
     states=1,

@@ -20,13 +20,13 @@ from harness.data import generate
 from harness.device.moments import moment, seconds_between
 from harness.device.process_group import mixed_devices
 from harness.extras.compression.reduction import ALIGNED, EXACT, PACKED, CompressedReduction, measure
+from harness.extras.muon.matrices import MatrixPart
 from harness.hf.weights.initialization import Change, Drawn, Scratch
 from harness.hf.weights.tensor_files import open_safetensors
 from harness.parallel import collectives
 from harness.parallel.comm import TensorParallel
 from harness.parallel.draws import DrawKey, KeyedDraws
 from harness.parallel.host import brought_to_host, numbers, to_device
-from harness.parallel.tensor.matrices import MatrixPart
 from tests.models import model_of
 from tests.simulated_device import device
 from tests.simulated_device.device import NAME

@@ -23,6 +23,7 @@ from harness.config.values.gradient_sums import bucket_size
 from harness.config.values.idle_keys import without_idle
 from harness.config.values.json_object import JsonObject
 from harness.config.values.secrets import Secrets
+from harness.deepspeed.engine import stepping_optimizer
 from harness.deepspeed.expert_groups import mark_experts, set_expert_groups
 from harness.deepspeed.initialize import initialize
 from harness.deepspeed.instructions import announcer
@@ -51,8 +52,9 @@ from harness.topology.env import run_timeout
 from harness.training.engine.context import EngineContext, LayerTraits, has_flat_sums
 from harness.training.engine.engine import Engine, PipelineStages, WholeModel
 from harness.training.engine.losses import GuardedLoss, Loss
-from harness.training.engine.muon import ParameterGroup, find_matrices
 from harness.training.engine.optimizer import (
+    NeedsEngine,
+    ParameterGroup,
     in_buckets,
     learning_rate_schedule,
     made_here,
@@ -179,7 +181,9 @@ def _staged(
 
 def _prepare(engine: DeepSpeedEngine, module: nn.Module, context: EngineContext, traits: LayerTraits) -> None:
     """Prepare a new engine and its layers for training; all ranks call it."""
-    find_matrices(engine, context.groups)
+    optimizer = stepping_optimizer(engine)
+    if isinstance(optimizer, NeedsEngine):
+        optimizer.attach(engine, context.groups)
     if isinstance(engine, StagedEngine):
         engine.observe(announcer(beat))  # the watchdog finds a hanging rank by its current instruction
         if context.device.type != "cpu":

@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pkgutil import resolve_name
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -29,10 +30,22 @@ from harness.deepspeed.zero3_parameters import unpartitioned_shape
 from harness.errors import UserError
 from harness.optimizers import DEFAULT, OptimizerType, find
 from harness.topology.env import inherited
-from harness.training.engine.muon import NO_TIES, ParameterGroup
+from harness.topology.groups import Groups
 
+ParameterGroup: TypeAlias = dict[str, Any]
+"""A parameter group of torch's optimizers: `params`, and options by name."""
+NO_TIES: Mapping[str, str] = MappingProxyType({})
+"""The `first_names` of a module without tied parameters."""
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Parameters without weight decay, as in transformers' `Trainer.get_decay_parameter_names`."""
+
+
+@runtime_checkable
+class NeedsEngine(Protocol):
+    """An optimizer that has to know which parameters lie in the flat tensors that ZeRO gives it."""
+
+    def attach(self, engine: DeepSpeedEngine, groups: Groups) -> None:
+        """Read them from the engine that has been built around this optimizer; all ranks call it."""
 
 
 def parameter_groups(
@@ -171,9 +184,11 @@ def makes_torchs_class(config: JsonObject, device: torch.device) -> bool:
 def compiled_optimizer(config: JsonObject, device: torch.device) -> str | None:
     """Return the name of the run's optimizer if DeepSpeed compiles it at its first use, else None.
 
-    Raises UserError if a program needed to compile it is not installed.
+    Raises UserError if a program needed to compile it, or a package that makes it, is not installed.
     """
     optimizer = _named(config)
+    if optimizer is not None and optimizer.made_by:
+        _maker(optimizer)
     if optimizer is None or device.type == "cpu" or makes_torchs_class(config, device):
         return None
     if not optimizer.class_of({}, offloaded=_offloads_states(config)).compiled:
@@ -235,10 +250,21 @@ def own_optimizer(
     if optimizer is None or not made_here(config, device):
         return None
     if optimizer.made_by:
-        made: Optimizer = resolve_name(optimizer.made_by)(groups, _options(config), names_of(module, first_names))
+        made: Optimizer = _maker(optimizer)(groups, _options(config), names_of(module, first_names))
     else:
         made = resolve_name(optimizer.device.path)(groups, **_options(config))
     return made
+
+
+def _maker(optimizer: OptimizerType) -> Callable[..., Optimizer]:
+    """Return the function that makes an optimizer. UserError if a package that it needs is not installed."""
+    try:
+        maker: Callable[..., Optimizer] = resolve_name(optimizer.made_by)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"optimizer {optimizer.name} needs {error.name}, which is not installed: use another optimizer"
+        ) from error
+    return maker
 
 
 def made_here(config: JsonObject, device: torch.device) -> bool:

@@ -27,8 +27,7 @@ from harness.errors import UserError, refuse_all
 from harness.hf.adapters import plain_name
 from harness.optimizers import DEFAULT
 from harness.topology.layout import Layout
-from harness.training.engine.muon import ParameterGroup
-from harness.training.engine.optimizer import LateAdagrad, grouped
+from harness.training.engine.optimizer import LateAdagrad, ParameterGroup, grouped
 from harness.training.engine.update_scope import Scope, scope_of
 from harness.wording import counted
 

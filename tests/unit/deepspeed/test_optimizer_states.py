@@ -14,8 +14,7 @@ from torch.optim import SGD, Adadelta, Adafactor, Adam, AdamW, NAdam, Optimizer,
 from harness.deepspeed.flat_tensors import OneParameter, stepped_on
 from harness.deepspeed.optimizer_states import StateTemplate, counted, make_state, stored_names, template
 from harness.errors import UserError
-from harness.training.engine.muon import muon
-from harness.training.engine.optimizer import LateAdagrad, names_of
+from harness.training.engine.optimizer import LateAdagrad
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "Adam": partial(Adam, amsgrad=True),
@@ -80,13 +79,6 @@ def test_asking_what_is_kept_changes_nothing() -> None:
     assert list(found.counters) == ["step"]
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert {id(p): dict(state) for p, state in optimizer.state.items()} == kept
-
-
-def test_muon_keeps_a_momentum_of_matrices_and_the_moments_of_others() -> None:
-    module = nn.ModuleDict({"embed": nn.Embedding(8, 4), "layer": nn.Linear(4, 4)})
-    optimizer = muon([{"params": list(module.parameters())}], {"lr": 0.01}, names_of(module))
-    kept = {each.param_group: sorted(template(optimizer, each).elements) for each in stepped_on(optimizer)}
-    assert sorted(kept.values()) == [["exp_avg", "exp_avg_sq"], ["momentum_buffer"]]
 
 
 def test_state_that_is_not_one_value_for_each_weight_is_refused() -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from math import sqrt
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -20,13 +19,13 @@ from torch.optim import Optimizer
 from torch.optim.adam import adam
 
 from harness.config.values.json_object import JsonObject
-from harness.deepspeed.engine import stepping_optimizer
 from harness.deepspeed.orthogonal import newton_schulz
 from harness.deepspeed.zero3_parameters import unpartitioned_shape
 from harness.errors import UserError
-from harness.parallel.tensor.matrices import MatrixPart, locate_matrices
+from harness.extras.muon.matrices import MatrixPart, locate_matrices
 from harness.parallel.tensor.shard import shard_of
 from harness.topology.groups import Groups
+from harness.training.engine.optimizer import ParameterGroup
 
 MATRIX_VALUES = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
 """Options of the groups of matrices, with DeepSpeed's defaults."""
@@ -35,25 +34,23 @@ OTHER_VALUES = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 
 BY_ADAMW = ("embed", "lm_head")
 """Matrices with these words in their names are left to AdamW, as in DeepSpeed."""
 
-NO_TIES: Mapping[str, str] = MappingProxyType({})
-"""The `first_names` of a module without tied parameters."""
-
-
-ParameterGroup: TypeAlias = dict[str, Any]
-"""A parameter group of torch's optimizers: `params`, and options by name."""
-
 
 class OrthogonalMomentum(Optimizer):
     """Muon with AdamW. Its name must not contain "muon": ZeRO would recognise it and orthogonalise a second time.
 
     Attributes:
-        matrices: tensor that ZeRO updates -> the matrices in it; set by `find_matrices` when the engine exists.
+        matrices: tensor that ZeRO updates -> the matrices in it; set by `attach`.
     """
 
     def __init__(self, groups: list[ParameterGroup], *, decoupled_decay: bool = True) -> None:
         super().__init__(groups, {})
         self.decoupled_decay = decoupled_decay
         self.matrices: Mapping[Tensor, list[MatrixPart]] = {}
+
+    def attach(self, engine: DeepSpeedEngine, groups: Groups) -> None:
+        """Locate the matrices in the tensors that ZeRO updates; all ranks call it."""
+        chosen = [index for index, group in enumerate(self.param_groups) if group["of_matrices"]]
+        self.matrices = locate_matrices(engine.optimizer, chosen, groups.tp_group, engine.device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -164,14 +161,6 @@ def _require_whole(parameter: Tensor, name: str) -> None:
             f"optimizer Muon: {name} is one matrix of all experts, which are on several data-parallel ranks: remove "
             "expert_parallel, or use another optimizer"
         )
-
-
-def find_matrices(engine: DeepSpeedEngine, groups: Groups) -> None:
-    """Locate the matrices in the tensors that ZeRO updates, if `engine` has this optimizer; all ranks call it."""
-    optimizer = stepping_optimizer(engine)
-    if isinstance(optimizer, OrthogonalMomentum):
-        chosen = [index for index, group in enumerate(optimizer.param_groups) if group["of_matrices"]]
-        optimizer.matrices = locate_matrices(engine.optimizer, chosen, groups.tp_group, engine.device)
 
 
 def _is_matrix(parameter: Tensor, name: str) -> bool:
