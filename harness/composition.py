@@ -44,6 +44,7 @@ def _with_data(parts: Parts) -> Parts:
 
 def _with_extras(parts: Parts) -> Parts:
     from harness.extras.compression import of_run as compression
+    from harness.extras.fusing import fusing
     from harness.extras.host_memory import HostMemory
     from harness.extras.lora import adapted
     from harness.extras.merging.whole_model import whole_model
@@ -55,6 +56,7 @@ def _with_extras(parts: Parts) -> Parts:
         parts,
         adapters=adapted,
         compression=compression,
+        fusing=fusing,
         host_memory=HostMemory.open,
         monitors=Monitors,
         pushing=pushing,

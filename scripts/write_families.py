@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from harness.config.model.plans import families_of_matrix
-from harness.hf.fused import fuse
+from harness.extras.fusing.fused import fuse
 from harness.planner import model_config
 
 LARGEST_ERROR, LARGEST_CHANGE = 0.03, 0.01

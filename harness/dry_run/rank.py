@@ -34,6 +34,7 @@ from harness.dry_run.tape import Tape
 from harness.dry_run.timeline import TimelineSpan
 from harness.dry_run.world import fake_tensors, fake_world
 from harness.extras.compression import of_run as compression
+from harness.extras.fusing import fusing
 from harness.hf.adapters import Adapters
 from harness.hf.layers.call import ASKS_FOR_VALUES
 from harness.hf.skeleton import ModelSource
@@ -52,6 +53,7 @@ from harness.topology.layout import Layout
 from harness.training.engine.build import build_engine
 from harness.training.engine.context import DTYPES, EngineContext
 from harness.training.engine.engine import Engine, PipelineStages
+from harness.training.parts import Parts
 from harness.training.prepare.stages import choose_boundaries
 from harness.training.prepare.trainable import TrainableModel, require_compilable, trainable_decoder
 from harness.verify.stretches import context_plan
@@ -148,7 +150,8 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
             max_steps=plan.max_steps,
             compression=compression,
         )
-        trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation, plan_tokens=context_plan)
+        parts = Parts(fusing=fusing, plan_tokens=context_plan)
+        trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation, parts=parts)
         if plan.resolved.compile_backend is not None:
             require_compilable(trainable, plan.resolved.compile_backend, plan.resolved.compile_options)
         boundaries = choose_boundaries(trainable, context, None)

@@ -163,7 +163,7 @@ BY_KERNELS = {"single": NARROW, "fused": AS_ONE, "compiled": COMPILED}
 # A norm in 16 bits, whose Python code computes in fp32, moves per element 6 bytes to widen, 8 to square, 4 to average,
 # 8 to scale, 6 to narrow, and 4 to multiply by its weight.
 NARROW_NORM_BYTES = 36
-# The same for norms and rotations of harness/hf/fused.py on a CPU.
+# The same for norms and rotations of harness/extras/fusing/fused.py on a CPU.
 FEWER = {"norm": 5, "rotation": 5}
 # Rate of attention's backward kernel relative to its forward kernel (Dao 2023, section 4.1: 63% and 73% of the peak).
 BACKWARD_RATE = 63 / 73

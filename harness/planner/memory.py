@@ -283,7 +283,7 @@ def _norm_bytes(workload: Workload, layer: LayerShape) -> float:
     """Return the bytes that a norm keeps for each element: its input, and its output, which the next product needs.
 
     If it is written in single operations, as in transformers' models, a norm also keeps the input in fp32 and the
-    normalised value. The harness's own norms (harness/hf/fused.py) do not: on a GPU, and in float32 on a CPU.
+    normalised value. The harness's own norms (harness/extras/fusing) do not: on a GPU, and in float32 on a CPU.
     """
     width = workload.element_bytes
     fused = workload.habits.fused_elementwise or layer.native_norms

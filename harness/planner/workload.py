@@ -147,12 +147,12 @@ class Workload:
 
     @property
     def fewer_passes(self) -> bool:
-        """Whether norms and rotations take the fewer operations of harness/hf/fused.py on a CPU."""
+        """Whether norms and rotations take the fewer operations of harness/extras/fusing/fused.py on a CPU."""
         return self.on_cpu and self.precision == "fp32"
 
     @property
     def has_kernels(self) -> bool:
-        """Whether norms, rotations and gated activations are one kernel each: harness/hf/fused.py on a GPU."""
+        """Whether norms, rotations and gated activations are one kernel each: harness/extras/fusing on a GPU."""
         return self.kernels == "fused" and not self.on_cpu
 
 

@@ -32,6 +32,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 
 from harness import TrainingArguments  # noqa: E402
 from harness.checkpoint.exporting.weights import export_weights  # noqa: E402
+from harness.composition import installed_parts  # noqa: E402
 from harness.deepspeed.process_wide import avoid_compiling  # noqa: E402
 from harness.hf.skeleton import read_source  # noqa: E402
 from harness.installed import read_run_config  # noqa: E402
@@ -177,7 +178,7 @@ def load_and_write(model: str, out: str, pipeline: int, tensor: int, zero: int) 
     gc.collect()  # touches what is shared with the parent since the fork, so that it does not count as growth
     before = bytes_read()
     with Peak() as loading:
-        subject = trainable_decoder(read_source(model), setting, sequence_length=128)
+        subject = trainable_decoder(read_source(model), setting, sequence_length=128, parts=installed_parts())
         bounds, stage = choose_boundaries(subject, setting, None), groups.coordinate.stage
         built = build_layers(subject.layers, bounds[stage], bounds[stage + 1], seed=0)
         dist.barrier()

@@ -22,6 +22,7 @@ losses = []
 for steps in (2, 4):
     args = TrainingArguments(sys.argv[1], deepspeed_config="zero3", max_steps=steps, eval_steps=2, save_steps=2)
     args.resume_from_checkpoint = "auto" if steps == 4 else None
+    args.fused_kernels = False  # fewer operations round differently
     trainer = Trainer("tiny-llama", args, rows, rows[:4])
     trainer.train()
     losses += [logs.get("loss", logs.get("eval_loss")) for logs in trainer.state.log_history]

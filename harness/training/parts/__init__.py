@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, TypeVar
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from harness.arguments import TrainingArguments
@@ -123,6 +124,16 @@ PlanTokens: TypeAlias = Callable[[PretrainedConfig], ContextPlan]
 """Determines which modules of a config's model can compute a subset of the tokens."""
 
 
+class FuseOperations(Protocol):
+    """Has layers compute norms, rotary embeddings and gated activations in fewer operations."""
+
+    def __call__(self, source: ModelSource, device: torch.device, *, liger: bool) -> Callable[[nn.Module], None]:
+        """Return what changes a layer of a model that has its weights and lies on `device`.
+
+        `liger`: by kernels of the package liger-kernel. Raises UserError if that cannot be.
+        """
+
+
 class FindAdapters(Protocol):
     """Finds the source of a model (None for a list of layers) and the adapters to train.
 
@@ -170,6 +181,7 @@ class Parts:
         watch: ends a run if a rank fails, hangs or is stopped.
         verify_sharding, require_packable, plan_tokens: each tries one property of the model on a tiny copy.
         adapters: finds the adapters to train instead of the model's weights.
+        fusing: fuses operations of layers; without it they run as transformers has written them.
         host_memory: opens shared memory for the collectives of CPU ranks on one host.
         compression: reduces gradients between data-parallel ranks in 8 or 4 bits.
         rebalancer: makes the object that rebalances a run's stages (`--rebalance_steps`).
@@ -189,6 +201,7 @@ class Parts:
     require_packable: RequirePackable | None = None
     plan_tokens: PlanTokens | None = None
     adapters: FindAdapters | None = None
+    fusing: FuseOperations | None = None
     host_memory: OpenMemory | None = None
     compression: GradientCompression | None = None
     rebalancer: Callable[..., RebalancesStages] | None = None

@@ -348,7 +348,7 @@ def _trainable(spec: RunSpec, context: EngineContext, sample: MicroBatch | None)
         report_origin(spec.console, spec.source, spec.args.seed)
         own_loss = logits_loss(spec.inputs.loss_fn, spec.inputs.compute_loss_func, spec.args.label_smoothing_factor)
         trainable = trainable_decoder(
-            spec.source, context, sample_length(sample), spec.adaptation, own_loss, spec.parts.plan_tokens
+            spec.source, context, sample_length(sample), spec.adaptation, own_loss, parts=spec.parts
         )
         if spec.inputs.objective is not None:
             loss = partial(spec.inputs.objective.loss, data_group=context.groups.dp_group)

@@ -6,9 +6,9 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from deepspeed.pipe import LayerSpec
@@ -26,9 +26,7 @@ from harness.errors import UserError
 from harness.hf.adapters import Adapters
 from harness.hf.causal import CausalModel, assemble
 from harness.hf.context.plan import TOGETHER, TokensApart, idle_tiles
-from harness.hf.fused import fuse
 from harness.hf.layers.attention import attention_of, require_available, require_sdpa_backend, with_attention
-from harness.hf.liger import liger_kernels
 from harness.hf.skeleton import ModelSource, read_source
 from harness.parallel.comm import TensorParallel
 from harness.parallel.context.stretches import ALONE, ContextParallel
@@ -40,11 +38,9 @@ from harness.parallel.zero import Zero3Partition
 from harness.training.engine.build import layer_finisher, zero3_partition
 from harness.training.engine.context import EngineContext, LayerTraits, can_keep_fp32, keeps_wanted, obstacle
 from harness.training.engine.losses import CausalLoss, LogitsLoss, Loss, LossFunction, MeanLoss, RouterLoss
-from harness.training.parts import PlanTokens, needed
+from harness.training.parts import FuseOperations, Parts, PlanTokens, needed
 from harness.wording import counted, one_of
 
-if TYPE_CHECKING:
-    pass
 UNSHAPING = frozenset(
     [
         *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "chunk_size_feed_forward"),
@@ -170,14 +166,15 @@ def trainable_decoder(
     sequence_length: int,
     adaptation: Adapters | None = None,
     own_loss: LogitsLoss | None = None,
-    plan_tokens: PlanTokens | None = None,
+    *,
+    parts: Parts,
 ) -> TrainableModel:
     """Prepare the decoder of `source`. Raises UserError if it cannot be cut for the layout.
 
     Args:
         sequence_length: tokens per sample, for the costs of layers.
         own_loss: a user's loss of the whole logits, replacing the cross entropy.
-        plan_tokens: determines how a sequence can be split; None without that part.
+        parts: those that fuse operations, and determine how a sequence can be split.
     """
     args = context.args
     config = with_attention(source.config, args.attn_implementation)
@@ -192,7 +189,7 @@ def trainable_decoder(
         device=context.device,
         dtype=context.dtype,
         seed=context.args.seed,
-        finish=_finisher(source, context, part),
+        finish=_finisher(source, context, part, parts.fusing),
         experts=_neighbours(context),
         adaptation=adaptation,
         router_loss=getattr(source.config, "output_router_logits", False),
@@ -201,7 +198,7 @@ def trainable_decoder(
         keep_fp32=can_keep_fp32(context.resolved),
         noise_alpha=args.neftune_noise_alpha,
         sequence_parallel=context.resolved.sequence_parallel,
-        apart=tokens_apart(source, context, plan_tokens, shared=True),
+        apart=tokens_apart(source, context, parts.plan_tokens, shared=True),
     )
     _require_kept(causal.in_fp32, context)
     _require_gradients(causal, context)
@@ -250,14 +247,19 @@ def tokens_apart(
     )
 
 
-def _finisher(source: ModelSource, context: EngineContext, part: Zero3Partition | None) -> Callable[[nn.Module], None]:
+def _finisher(
+    source: ModelSource, context: EngineContext, part: Zero3Partition | None, fusing: FuseOperations | None
+) -> Callable[[nn.Module], None]:
     """Return a function that fuses operations in a loaded layer and, under ZeRO-3, partitions it."""
-    spread = layer_finisher(context, part)
-    fused: Callable[[nn.Module], None] = partial(fuse, device=context.device)
-    if context.args.use_liger_kernel and source.has_values:
-        fused = liger_kernels(source.config, context.device).put_into
-    elif context.resolved.compile_backend is not None or not context.args.fused_kernels:
+    spread, args = layer_finisher(context, part), context.args
+    liger = args.use_liger_kernel and source.has_values
+    if liger:
+        fusing = needed(fusing, "--use_liger_kernel", "harness.extras")
+    elif context.resolved.compile_backend is not None or not args.fused_kernels:
         return spread  # torch.compile fuses more than the harness
+    if fusing is None:
+        return spread
+    fused = fusing(source, context.device, liger=liger)
 
     def finish(layer: nn.Module) -> None:
         fused(layer)

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from harness.hf.fused import fuse
+from harness.extras.fusing.fused import fuse
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 CACHE_BYTES = 1 << 28

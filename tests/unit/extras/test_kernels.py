@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 
 from harness.device import kernels
-from harness.hf.fused import ACTIVATIONS, ROTATION, fuse, reads_globals
+from harness.extras.fusing.fused import ACTIVATIONS, ROTATION, fuse, reads_globals
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from tests.models import model_of
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from harness.errors import UserError
-from harness.hf.fused import reads_globals, with_globals
+from harness.extras.fusing.fused import reads_globals, with_globals
 from harness.hf.skeleton import build_skeleton
 from harness.topology.env import inherited
 

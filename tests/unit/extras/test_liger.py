@@ -11,8 +11,8 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.llama import modeling_llama
 
 from harness.errors import UserError
+from harness.extras.fusing.liger import LigerKernels, liger_kernels
 from harness.hf.causal import assemble
-from harness.hf.liger import LigerKernels, liger_kernels
 from harness.hf.skeleton import ModelSource
 from harness.parallel.comm import TensorParallel
 from harness.verify.tiny_copy import shrink

@@ -10,7 +10,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from harness.hf.fused import ROTATION, fuse, rms_norm, rotated
+from harness.extras.fusing.fused import ROTATION, fuse, rms_norm, rotated
 from tests.models import model_of
 
 CPU = torch.device("cpu")
