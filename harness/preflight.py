@@ -11,13 +11,13 @@ from harness.arguments.configure import RunConfig
 from harness.arguments.themes.lora import LoraArguments, require_peft
 from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import PYTHON_STDLIB, ScriptArguments
-from harness.batches.streaming.flags import refuse_buffer, require_streamable
 from harness.checkpoint.directories import optimizer_name, require_same_optimizer
 from harness.checkpoint.integrity import find_resume
 from harness.checkpoint.run_lock import lock_directory
 from harness.config.model.families import require_trainable_family
 from harness.data.files.sources import TOKENS, source_groups, validation_group
 from harness.data.inputs.early_checks import read_prompts
+from harness.data.streaming.flags import refuse_buffer, require_streamable
 from harness.data.tokenizer import BYTES, tokenizer_directory, tokenizer_name
 from harness.errors import UserError, reason, refuse_all
 from harness.hf.locate import model_directory

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from harness.batches.collate import MapDataset
 from harness.batches.order import Indices, OwnOrder, SeveralSources, sample_order
-from harness.batches.shares import Shares
 from harness.data.blocks import Blocks
 from harness.data.samples import Samples
+from harness.data.shares import Shares
 from harness.parallel.generators import seed_of
 
 Source = Blocks | Samples

@@ -15,7 +15,6 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.batches.collate import IGNORED, AnyDataset, MapDataset
 from harness.batches.evaluation import EvaluationData
 from harness.batches.given import as_dataset, is_iterable, read_all
-from harness.batches.progress import Speaker
 from harness.config.values.json_object import JsonObject
 from harness.console import Console
 from harness.data.files.documents import hold_out
@@ -24,6 +23,7 @@ from harness.data.inputs.data_files import described_files
 from harness.data.inputs.datasets import NEEDS_TOKENIZER, SampleForm, own_tokenizer
 from harness.data.inputs.stop_at_answers import with_stops
 from harness.data.on_disk.cache import Preparation, once_per_host
+from harness.data.on_disk.progress import Speaker
 from harness.data.preview import marked
 from harness.data.tokenizer import ByteTokenizer, Tokenizer, known, load_tokenizer
 from harness.device.process_group import shared_store, start

@@ -18,11 +18,7 @@ from harness.arguments.themes.script import ScriptArguments
 from harness.batches.collate import AnyDataset, MapDataset
 from harness.batches.evaluation import EvaluationData, by_prefix
 from harness.batches.given import as_dataset, is_iterable, read_all
-from harness.batches.progress import Speaker
 from harness.batches.stream import require_samples
-from harness.batches.streaming.flags import refuse_buffer, require_streamable
-from harness.batches.streaming.rows import IterableRows, Rows
-from harness.batches.streaming.source import Streamed, StreamedSource, samples_of_rows
 from harness.config.model.files import has_tokenizer
 from harness.config.values.arguments import BLOCK_SIZE
 from harness.console import Console
@@ -31,10 +27,14 @@ from harness.data.files.documents import as_documents, hold_out, holds_tokens, r
 from harness.data.files.sources import TOKENS, SourceGroup, find_files, find_tokens, source_groups, validation_group
 from harness.data.mixing import Source, described, joined
 from harness.data.on_disk.cache import Preparation, once_per_host
+from harness.data.on_disk.progress import Speaker
 from harness.data.preview import composition, summary
 from harness.data.samples import make_samples
+from harness.data.streaming.flags import refuse_buffer, require_streamable
+from harness.data.streaming.iterable import IterableRows, Rows
 from harness.data.streaming.makers import sample_maker
 from harness.data.streaming.rows import DocumentRows, FileRows
+from harness.data.streaming.source import Streamed, StreamedSource, samples_of_rows
 from harness.data.tokenizer import Tokenizer, check_vocabulary, identity, known, load_tokenizer
 from harness.device.process_group import shared_store, start
 from harness.errors import UserError

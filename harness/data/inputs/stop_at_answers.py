@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from transformers import GenerationConfig
 
-from harness.batches.streaming.source import StreamedSource
 from harness.console import Console
 from harness.data.samples import Samples
 from harness.data.stops import stop_tokens, with_stop_tokens
 from harness.data.streaming.makers import ConversationSamples
+from harness.data.streaming.source import StreamedSource
 from harness.data.tokenizer import ByteTokenizer, Tokenizer, known
 from harness.hf.skeleton import ModelSource
 from harness.training.parts.data import Datasets

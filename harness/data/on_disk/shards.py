@@ -31,7 +31,7 @@ import numpy.typing as npt
 from xxhash import xxh3_128
 
 from harness.atomic import exchange, rename_folder
-from harness.batches.progress import PreparationProgress
+from harness.data.on_disk.progress import PreparationProgress
 from harness.errors import UserError
 from harness.topology.env import use_one_core_for_tokenizers
 

@@ -1,1 +1,1 @@
-"""Make samples of files and of an IterableDataset of documents while the run trains."""
+"""Make samples of files and of an IterableDataset while the run trains: rows -> samples -> one endless data set."""

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from harness.batches.streaming.rows import Rows
-from harness.batches.streaming.source import PositionedSamples, SampleMaker, StreamPosition, neighbours
 from harness.data.blocks import positions_of
 from harness.data.chat import ConversationEncoder, Encoded
 from harness.data.files.rows import TEXT
 from harness.data.packing import best_fit_decreasing
 from harness.data.piece_encoder import PieceEncoder
 from harness.data.samples import laid_out
+from harness.data.streaming.iterable import Rows
+from harness.data.streaming.source import PositionedSamples, SampleMaker, StreamPosition, neighbours
 from harness.data.tokenizer import Tokenizer, padding_id
 from harness.errors import UserError
 

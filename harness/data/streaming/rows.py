@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness.batches.stream import fingerprint
-from harness.batches.streaming.rows import IterableRows, Mark, Row, Rows
 from harness.data.files.formats import format_of
 from harness.data.files.pieces import in_pieces
 from harness.data.files.rows import COLUMNS, document, kind_of_row, plain_row
+from harness.data.streaming.iterable import IterableRows, Mark, Row, Rows
 from harness.errors import UserError
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096  # number and bytes of the stretches of a file that are hashed to recognise it

@@ -1,6 +1,7 @@
 """The interface of the part that makes samples from text and conversations, and the core's behaviour without it.
 
-The core trains on samples: map-style or iterable data sets of dicts with input_ids, or of pairs (inputs, labels).
+The core trains on samples: map-style data sets of dicts with input_ids, or of pairs (inputs, labels). The part makes an
+endless one of a stream, whose position checkpoints keep (`harness.batches.order.OwnOrder`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,6 @@ from harness.arguments.configure import RunConfig
 from harness.batches.collate import AnyDataset, MapDataset
 from harness.batches.evaluation import EvaluationData
 from harness.batches.given import as_dataset, is_iterable, read_all
-from harness.batches.progress import Speaker
-from harness.batches.streaming.flags import refuse_buffer, require_streamable
-from harness.batches.streaming.rows import IterableRows
-from harness.batches.streaming.source import samples_of_rows
 from harness.config.values.json_object import JsonObject
 from harness.console import Console
 from harness.errors import UserError
@@ -126,20 +123,17 @@ FOLDER = "harness.data"
 """The folder of the data part."""
 
 
-def given_samples(given: UserData, args: TrainingArguments, source: ModelSource | None, console: Console) -> Datasets:
+def given_samples(given: UserData, args: TrainingArguments, source: ModelSource | None) -> Datasets:
     """Return data sets that already hold samples, the only ones that a run takes without the data part.
 
-    Raises UserError for text and conversations, and for arguments that do not apply to a stream.
+    Raises UserError for text and conversations, and for a stream.
     """
     train = as_dataset(given.train_dataset)
-    if is_iterable(train):
-        require_streamable(args, "an IterableDataset")
-        rows = IterableRows(train, "train_dataset", say=Speaker.of(console))
-        _require_sample(rows.first, "train_dataset", source)
-        train = samples_of_rows(rows, args.shuffle_buffer_size)
-    else:
-        refuse_buffer(args)
-        train = None if train is None else require_samples_of(train, "train_dataset", source)
+    if is_iterable(train) or args.shuffle_buffer_size:
+        what = "--shuffle_buffer_size" if args.shuffle_buffer_size else "an IterableDataset as train_dataset"
+        raise UserError(f"{what} needs {FOLDER}, which is not installed: give a data set with a length")
+    if train is not None:
+        train = require_samples_of(train, "train_dataset", source)
 
     def read(data: AnyDataset) -> MapDataset:
         return require_samples_of(read_all(as_dataset(data), "eval_dataset"), "eval_dataset", source)

@@ -222,7 +222,7 @@ def _samples(inputs: RunInputs, given: UserData, config: RunConfig, source: Mode
     for name in ("packing", "sample_prompts"):
         if getattr(args, name):
             needed(part, f"--{name}", FOLDER)
-    return given_samples(given, args, source, inputs.console)
+    return given_samples(given, args, source)
 
 
 def _source(inputs: RunInputs) -> tuple[ModelSource | None, Adapters | None]:

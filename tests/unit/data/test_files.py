@@ -10,7 +10,6 @@ from datasets import Dataset
 
 from harness.arguments.themes.script import ScriptArguments
 from harness.batches.order import OwnOrder
-from harness.batches.shares import PERIOD, Shares
 from harness.batches.stream import BatchStream, data_digest
 from harness.data.blocks import make_blocks
 from harness.data.files.documents import as_documents, hold_out, read_documents
@@ -18,6 +17,7 @@ from harness.data.files.sources import find_files, preflight, source_groups, val
 from harness.data.mixing import Joined, Mixture, described
 from harness.data.on_disk.cache import Preparation
 from harness.data.samples import make_samples
+from harness.data.shares import PERIOD, Shares
 from harness.data.tokenizer import ByteTokenizer
 from harness.errors import UserError
 from tests.unit.data.streams import ranks_of

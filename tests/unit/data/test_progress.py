@@ -6,11 +6,10 @@ import re
 import pytest
 from datasets import Dataset
 
-from harness.batches import progress
-from harness.batches.progress import PreparationProgress, Speaker
 from harness.data.blocks import make_blocks
-from harness.data.on_disk import shards
+from harness.data.on_disk import progress, shards
 from harness.data.on_disk.cache import Preparation
+from harness.data.on_disk.progress import PreparationProgress, Speaker
 from harness.data.tokenizer import ByteTokenizer
 
 

@@ -15,24 +15,24 @@ from torch.utils.data import IterableDataset
 from harness import preflight
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.script import ScriptArguments
-from harness.batches import progress
 from harness.batches.given import read_all
 from harness.batches.stream import data_digest
-from harness.batches.streaming import source as source_module
-from harness.batches.streaming.rows import IterableRows
-from harness.batches.streaming.source import RowsAsTheyAre, Streamed, StreamedSource
 from harness.data.blocks import make_blocks
 from harness.data.files import jsonl_format, pieces, txt_format
 from harness.data.files.documents import read_documents
 from harness.data.files.formats import format_of
 from harness.data.files.pieces import PIECE_CHARACTERS
 from harness.data.files.sources import find_files
+from harness.data.on_disk import progress
 from harness.data.on_disk.cache import Preparation
 from harness.data.piece_encoder import PieceEncoder
 from harness.data.samples import make_samples
 from harness.data.streaming import makers
+from harness.data.streaming import source as source_module
+from harness.data.streaming.iterable import IterableRows
 from harness.data.streaming.makers import sample_maker
 from harness.data.streaming.rows import DocumentRows, FileRows
+from harness.data.streaming.source import RowsAsTheyAre, Streamed, StreamedSource
 from harness.data.tokenizer import ByteTokenizer, load_tokenizer
 from harness.errors import UserError
 from tests.unit.data.streams import ranks_of

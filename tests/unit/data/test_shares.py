@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.batches.shares import PERIOD, Shares
+from harness.data.shares import PERIOD, Shares
 
 weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 

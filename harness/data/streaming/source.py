@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 
 from harness.batches.order import Indices, OwnOrder, SeveralSources, sample_order
-from harness.batches.progress import PreparationProgress
-from harness.batches.shares import Shares
 from harness.batches.stream import fingerprint
-from harness.batches.streaming.rows import Mark, Row, Rows
 from harness.config.values.json_object import JsonObject
+from harness.data.on_disk.progress import PreparationProgress
+from harness.data.shares import Shares
+from harness.data.streaming.iterable import Mark, Row, Rows
 from harness.parallel.generators import seed_of
 from harness.resilience.process.activity import beat
 

@@ -1,1 +1,0 @@
-"""Read samples from a stream while the run trains: rows -> samples -> one endless data set."""
