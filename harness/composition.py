@@ -44,10 +44,10 @@ def _with_data(parts: Parts) -> Parts:
 
 def _with_extras(parts: Parts) -> Parts:
     from harness.extras.compression import of_run as compression
+    from harness.extras.exporting.exporter import Exporter
     from harness.extras.fusing import fusing
     from harness.extras.host_memory import HostMemory
     from harness.extras.lora import adapted
-    from harness.extras.merging.whole_model import whole_model
     from harness.extras.monitors import Monitors
     from harness.extras.pushing import pushing
     from harness.extras.rebalancing.rebalancer import Rebalancer
@@ -56,11 +56,11 @@ def _with_extras(parts: Parts) -> Parts:
         parts,
         adapters=adapted,
         compression=compression,
+        exporting=Exporter,
         fusing=fusing,
         host_memory=HostMemory.open,
         monitors=Monitors,
         pushing=pushing,
-        whole_model=whole_model,
         rebalancer=Rebalancer,
     )
 

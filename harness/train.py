@@ -107,6 +107,8 @@ def run(
     console: Console,
 ) -> None:
     """Read the data, train, evaluate, export."""
+    if args.trains:
+        require_installed("harness.extras", "the export of the trained model")
     from harness.composition import Trainer, preferences
     from harness.data.inputs.datasets import script_datasets
     from harness.data.preview import shown

@@ -60,7 +60,7 @@ from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction, first_tensor
 from harness.training.engine.outputs import Preprocess
 from harness.training.evaluate import evaluation_data, evaluation_metrics, predict
-from harness.training.parts import Parts, PushingCallback, needed
+from harness.training.parts import ModelExport, Parts, PushingCallback, needed
 from harness.training.parts.data import AnyTokenizer, UserData
 from harness.training.parts.objective import Objective
 from harness.training.prepare.plan import RunInputs, plan_run
@@ -70,7 +70,6 @@ from harness.training.prepare.trainable import Model
 from harness.training.recording.recorder import Recorder
 from harness.training.saving.best_model import load_best, note_evaluation
 from harness.training.saving.checkpoints import Checkpoints
-from harness.training.saving.model import gather_model, write_model
 from harness.training.saving.nonfinite import NonFinite
 from harness.training.saving.resume import Rollback, begin_or_resume, resume_named
 
@@ -574,12 +573,13 @@ class Trainer:
 
         All ranks call it. Raises UserError if it cannot be written, or if weights are not finite.
         """
+        export = self._export()
         directory = Path(output_dir or self.args.output_dir)
         if output_dir is None:
             self.checkpoints.require_own_directory()
         self.checkpoints.finish()
         self.nonfinite.judge_weights(self.engine, str(directory))
-        write_model(self.run, directory)
+        export.write(directory)
         if self._pushing is not None and output_dir is None:
             self._pushing.copy_model(directory)
         return directory
@@ -590,7 +590,12 @@ class Trainer:
 
         A model that was given in memory is filled and returned. Raises UserError for adapters or a list of layers.
         """
-        return gather_model(self.run)
+        return self._export().gather()
+
+    def _export(self) -> ModelExport:
+        if self.parts.exporting is None:
+            raise UserError("the model cannot be exported without harness.extras, which is not installed")
+        return self.parts.exporting(self.run)
 
     @property
     def args(self) -> TrainingArguments:

@@ -31,13 +31,14 @@ from harness.hf.skeleton import ModelSource, read_source
 from harness.hf.weights.conversion import Checkpoint, open_checkpoint, untie
 from harness.hf.weights.lazy_tensor import LazyTensor
 from harness.hf.weights.tensor_files import StoredTensors, open_tensors
-from harness.training.saving.model import BASE
 
 BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 """Endings of the files that belong to a model besides its weights."""
 NOT_OF_A_MODEL = (RUN, STATE, MANIFEST, ADAPTERS, "trainer_state.json")
 TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template", "spiece")
 """How the names of a tokenizer's files begin."""
+BASE = "base_model"
+"""The folder beside adapters in which a run writes a base model that it has initialised itself."""
 
 
 def merge(adapters: Sequence[Path], out: Path, base: str | None = None) -> Path:
@@ -93,7 +94,7 @@ def _base_directory(adapters: Path, base: str | None) -> Path:
     if base is not None:
         return model_directory(base, "--base")
     named = _adapter_config(adapters).get("base_model_name_or_path")
-    beside = adapters.parent / BASE  # where a run writes a base model that it has initialised itself
+    beside = adapters.parent / BASE
     if not named and beside.is_dir():
         named = str(beside)
     if not named:

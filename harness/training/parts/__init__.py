@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from harness.arguments import TrainingArguments
 from harness.config import ConfigCheck, Resolved
@@ -101,13 +101,19 @@ class PushingCallback(TrainerCallback):
         """Copy the model exported to `directory` and wait. All ranks call it; errors become warnings."""
 
 
-class WholeModelFiles(Protocol):
-    """The files of a vision-language model whose text decoder is trained."""
+class ModelExport(Protocol):
+    """The trained model of a run as a HuggingFace directory, or its adapters as peft's."""
 
-    def write(self, text: Path, directory: Path) -> None:
-        """Write the whole model to `directory`, with the text decoder that was exported to `text`; one rank calls it.
+    def write_configs(self, folder: Path) -> None:
+        """Write the files that HuggingFace needs besides the weights of a checkpoint; one rank calls it."""
 
-        Raises UserError or OSError if a file cannot be written.
+    def write(self, directory: Path) -> None:
+        """Write the model into `directory`; all ranks call it. Raises NotSaved, on all ranks, if that fails."""
+
+    def gather(self) -> PreTrainedModel | None:
+        """Return the whole model on the CPU of rank 0, None on others; all ranks call it.
+
+        Raises UserError for a list of layers, and for a model with adapters.
         """
 
 
@@ -175,7 +181,7 @@ class Parts:
         forecast: predicts memory and speed, reported before the model is built.
         profiling: makes the callback that profiles N steps (`--profile N`).
         pushing: makes the callback of `--push_checkpoints_to`, which also restores a lost checkpoint to resume.
-        whole_model: finds the vision-language model of a text decoder, to export it whole.
+        exporting: makes the object that exports a run's model.
         certificate: finds the certificate for `run.json`.
         data: makes samples from text and conversations.
         watch: ends a run if a rank fails, hangs or is stopped.
@@ -193,7 +199,7 @@ class Parts:
     forecast: PredictRun | None = None
     profiling: Callable[[int], TrainerCallback] | None = None
     pushing: Callable[[TrainingArguments, LaunchEnv, Console], PushingCallback] | None = None
-    whole_model: Callable[[ModelSource], WholeModelFiles | None] = lambda _: None
+    exporting: Callable[..., ModelExport] | None = None
     certificate: FindCertificate | None = None
     data: DataPart | None = None
     watch: Watch = field(default_factory=Watch)

@@ -28,7 +28,6 @@ from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, any_rank
 from harness.training.prepare.run import Run
 from harness.training.saving.best_model import best_as_saved, forget_unsaved, note_checkpoint
-from harness.training.saving.model import write_configs
 from harness.training.saving.nonfinite import NonFinite
 from harness.training.saving.resume import hyperparameters
 
@@ -234,12 +233,13 @@ def begin_checkpoint(run: Run, writer: Writer, *, copy: bool) -> BackgroundSave:
     With `copy`, the checkpoint is written from a copy in memory, so that training may continue. `from_pretrained` of
     HuggingFace can read its weights, and that of peft its adapters. Raises NotSaved if it fails.
     """
+    export = run.spec.parts.exporting
     target = Target(
         output_dir=run.spec.output_dir,
         keep=run.spec.args.save_total_limit,
         best=_best(run),
         model_only=run.spec.args.save_only_model,
-        write_others=lambda folder: write_configs(run, folder),
+        write_others=lambda folder: export(run).write_configs(folder) if export is not None else None,
     )
     return BackgroundSave(run.engine_state, target, progress_of(run), writer, copy=copy)
 

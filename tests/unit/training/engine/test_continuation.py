@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from harness import Trainer, TrainingArguments
+from harness.extras.exporting.exporter import Exporter
 from harness.training.engine.outputs import continued
 
 PROMPTS = [[72, 101, 108], [5], [9, 9, 9, 9, 9, 9, 9]]
@@ -27,7 +28,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 
 def generated(trainer: Trainer, prompt: list[int], most: int) -> list[int]:
     """What transformers' greedy search gives, without an end."""
-    model = trainer.trained_model()
+    model = Exporter(trainer.run).gather()
     assert model is not None
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from harness.checkpoint.tensors.local_shard import saved_tensors
 from harness.checkpoint.tensors.not_saved import NotSaved, all_save
 from harness.config.values.secrets import hide_secrets
 from harness.errors import UserError
+from harness.extras.merging.merge import BASE
+from harness.extras.merging.whole_model import whole_model
 from harness.hf.adapters import plain_name, saved_name
 from harness.hf.causal import CausalModel
 from harness.hf.weights.conversion import untie
@@ -36,23 +39,68 @@ from harness.topology.groups import Groups
 from harness.training.parts.data import AnyTokenizer
 from harness.training.prepare.run import Run
 
-BASE = "base_model"
 TEXT = "unfinished-text"  # holds the text decoder until the larger model around it is written
 
 
-def write_configs(run: Run, folder: Path) -> None:
-    """Write the files that HuggingFace needs besides the weights of a checkpoint; one rank calls it."""
-    causal, adaptation = run.trainable.causal, run.spec.adaptation
-    if causal is None:
-        return
-    if adaptation is not None:
-        base = causal.source.weights
-        adaptation.write_config(str(base) if isinstance(base, Path) else "", folder)
-    else:
-        export_config(causal.source, next(run.module.parameters()).dtype, folder)
-    if run.spec.data.tokenizer is not None:
-        run.spec.data.tokenizer.save_pretrained(folder)
-        hide_secrets(folder)
+@dataclass(frozen=True)
+class Exporter:
+    """Exports the model of a run."""
+
+    run: Run
+
+    def write_configs(self, folder: Path) -> None:
+        """Write the files that HuggingFace needs besides the weights of a checkpoint; one rank calls it."""
+        run = self.run
+        causal, adaptation = run.trainable.causal, run.spec.adaptation
+        if causal is None:
+            return
+        if adaptation is not None:
+            base = causal.source.weights
+            adaptation.write_config(str(base) if isinstance(base, Path) else "", folder)
+        else:
+            export_config(causal.source, next(run.module.parameters()).dtype, folder)
+        if run.spec.data.tokenizer is not None:
+            run.spec.data.tokenizer.save_pretrained(folder)
+            hide_secrets(folder)
+
+    def write(self, directory: Path) -> None:
+        """Write the trained model, or its adapters, into `directory`; all ranks call it.
+
+        Raises NotSaved, on all ranks, if a file cannot be written.
+        """
+        try:
+            _write_model(self.run, directory)
+        except NotSaved as error:
+            text = str(error)  # it may name a path itself
+            where = "" if text.startswith("/") or str(directory) in text else f" to {directory}"
+            raise NotSaved(f"the model cannot be written{where}: {text}") from error
+
+    @torch.no_grad()
+    def gather(self) -> PreTrainedModel | None:
+        """Gather the whole model on the CPU of rank 0; return None on other ranks. All ranks call it.
+
+        Raises UserError for a list of layers, and for a model with adapters.
+        """
+        run = self.run
+        causal, engine, groups = run.trainable.causal, run.engine, run.context.groups
+        if causal is None:
+            raise UserError(
+                "trained_model() supports HuggingFace models only: save_model() writes the tensors of a list of layers"
+            )
+        if run.spec.adaptation is not None:
+            raise UserError(
+                "trained_model() does not support adapters: call save_model(), then PeftModel.from_pretrained"
+            )
+        module = run.module
+        model = _target(causal, next(module.parameters()).dtype) if groups.rank == 0 else None
+        own = {} if model is None else model.state_dict(keep_vars=True)
+        # Go stage by stage, so that rank 0 receives from one rank at a time. Gathering is collective within a stage.
+        for stage in range(groups.layout.pp_size):
+            leader = groups.layout.rank(stage=stage, dp_rank=0, tp_rank=0)
+            mine = _whole_tensors(module, groups) if groups.coordinate.stage == stage else iter(())
+            for name, tensor in _to_first_rank(mine, leader, groups, engine.device):
+                own[run.trainable.saved_name(name)].data.copy_(tensor)
+        return model
 
 
 def save_tokenizer(tokenizer: AnyTokenizer, directory: Path) -> None:
@@ -67,23 +115,10 @@ def save_tokenizer(tokenizer: AnyTokenizer, directory: Path) -> None:
             set_aside(directory / "chat_template.jinja")
 
 
-def write_model(run: Run, directory: Path) -> None:
-    """Write the trained model, or its adapters, into `directory`; all ranks call it.
-
-    Raises NotSaved, on all ranks, if a file cannot be written.
-    """
-    try:
-        _write_model(run, directory)
-    except NotSaved as error:
-        text = str(error)  # it may name a path itself
-        where = "" if text.startswith("/") or str(directory) in text else f" to {directory}"
-        raise NotSaved(f"the model cannot be written{where}: {text}") from error
-
-
 def _write_model(run: Run, directory: Path) -> None:
     all_save(partial(directory.mkdir, parents=True, exist_ok=True))
     causal = run.trainable.causal
-    whole = None if causal is None or run.spec.adaptation is not None else run.spec.parts.whole_model(causal.source)
+    whole = None if causal is None or run.spec.adaptation is not None else whole_model(causal.source)
     if whole is not None:
         text = directory / TEXT
         all_save(partial(text.mkdir, exist_ok=True))
@@ -119,31 +154,6 @@ def _write_weights(run: Run, directory: Path) -> None:
 def _on_first_rank(run: Run, write: Callable[[], object]) -> None:
     """Call `write` on rank 0; all ranks call this, and all raise NotSaved if it fails."""
     all_save(lambda: write() if run.context.groups.rank == 0 else None)
-
-
-@torch.no_grad()
-def gather_model(run: Run) -> PreTrainedModel | None:
-    """Gather the whole model on the CPU of rank 0; return None on other ranks. All ranks call it.
-
-    Raises UserError for a list of layers, and for a model with adapters.
-    """
-    causal, engine, groups = run.trainable.causal, run.engine, run.context.groups
-    if causal is None:
-        raise UserError(
-            "trained_model() supports HuggingFace models only: save_model() writes the tensors of a list of layers"
-        )
-    if run.spec.adaptation is not None:
-        raise UserError("trained_model() does not support adapters: call save_model(), then PeftModel.from_pretrained")
-    module = run.module
-    model = _target(causal, next(module.parameters()).dtype) if groups.rank == 0 else None
-    own = {} if model is None else model.state_dict(keep_vars=True)
-    # Go stage by stage, so that rank 0 receives from one rank at a time. Gathering is collective within a stage.
-    for stage in range(groups.layout.pp_size):
-        leader = groups.layout.rank(stage=stage, dp_rank=0, tp_rank=0)
-        mine = _whole_tensors(module, groups) if groups.coordinate.stage == stage else iter(())
-        for name, tensor in _to_first_rank(mine, leader, groups, engine.device):
-            own[run.trainable.saved_name(name)].data.copy_(tensor)
-    return model
 
 
 def _target(causal: CausalModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,0 +1,1 @@
+"""The trained model as files of HuggingFace or peft, or gathered in memory."""
