@@ -49,6 +49,7 @@ def _with_extras(parts: Parts) -> Parts:
     from harness.extras.host_memory import HostMemory
     from harness.extras.lora import adapted
     from harness.extras.monitors import Monitors
+    from harness.extras.progress import ProgressCallback
     from harness.extras.pushing import pushing
     from harness.extras.rebalancing.rebalancer import Rebalancer
 
@@ -60,6 +61,7 @@ def _with_extras(parts: Parts) -> Parts:
         fusing=fusing,
         host_memory=HostMemory.open,
         monitors=Monitors,
+        progress=ProgressCallback,
         pushing=pushing,
         rebalancer=Rebalancer,
     )

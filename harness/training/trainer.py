@@ -55,7 +55,6 @@ from harness.training.callbacks import (
     take_out,
 )
 from harness.training.callbacks.early_stopping import EarlyStoppingCallback, own_early_stopping
-from harness.training.callbacks.progress import ProgressCallback
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import AUX_LOSS, LossFunction, first_tensor
 from harness.training.engine.outputs import Preprocess
@@ -167,7 +166,7 @@ class Trainer:
             processing_class=processing_class,
         )
         with self.parts.watch.telling_of_a_failure(env), inside("preparing"):
-            own_callbacks = instances(callbacks or ())
+            own_callbacks, profiler = instances(callbacks or ()), None
             if args.profile:
                 profiler = needed(self.parts.profiling, "--profile", "harness.report")(args.profile)
             self._pushing = self._second_place(inputs) if args.push_checkpoints_to else None
@@ -181,14 +180,7 @@ class Trainer:
             self._weights_are_read = True  # whether a callback of any rank may look at weights after a step
             self._next_event = 0  # the next step after which something may be due; 0: after the next one
             self._asked: object = None  # the values of ASKED for which it holds; a callback may change them
-            self.callbacks: list[TrainerCallback] = [ProgressCallback(run.console, run.trainable.speed_unit)]
-            self.callbacks += map(own_early_stopping, own_callbacks)
-            if args.early_stopping_patience:
-                self.callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
-            if args.profile:
-                self.callbacks.append(profiler)
-            if self._pushing is not None:
-                self.callbacks.append(self._pushing)
+            self.callbacks = self._all_callbacks(own_callbacks, profiler)
             self.nonfinite = NonFinite(args.nonfinite, run.console)
             overridden = None if type(self).save_checkpoint is Trainer.save_checkpoint else self.save_checkpoint
             self.checkpoints = Checkpoints(run, self.nonfinite, partial(self._call, "on_save"), overridden)
@@ -204,6 +196,18 @@ class Trainer:
         if inputs.args.resume_from_checkpoint is not None:
             callback.read_back(inputs.args.resume_from_checkpoint)
         return callback
+
+    def _all_callbacks(self, own: Sequence[TrainerCallback], profiler: TrainerCallback | None) -> list[TrainerCallback]:
+        """Return the callbacks of the run in the order in which they are called."""
+        show, patience = self.parts.progress, self.run.spec.args.early_stopping_patience
+        callbacks = [
+            None if show is None else show(self.run.console, self.run.trainable.speed_unit),
+            *map(own_early_stopping, own),
+            EarlyStoppingCallback(patience) if patience else None,
+            profiler,
+            self._pushing,
+        ]
+        return [callback for callback in callbacks if callback is not None]
 
     def _require_known(self, others: Mapping[str, object]) -> None:
         refuse_all([f"Trainer takes no {name}: leave it out" for name in others])

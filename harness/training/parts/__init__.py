@@ -179,6 +179,7 @@ class Parts:
     Attributes:
         check_config: refuses a wrong config with all findings; without it, such a run fails inside DeepSpeed.
         forecast: predicts memory and speed, reported before the model is built.
+        progress: makes the callback that shows each step; called with the console, and with tokens or samples.
         profiling: makes the callback that profiles N steps (`--profile N`).
         pushing: makes the callback of `--push_checkpoints_to`, which also restores a lost checkpoint to resume.
         exporting: makes the object that exports a run's model.
@@ -197,6 +198,7 @@ class Parts:
 
     check_config: ConfigCheck | None = None
     forecast: PredictRun | None = None
+    progress: Callable[[Console, str], TrainerCallback] | None = None
     profiling: Callable[[int], TrainerCallback] | None = None
     pushing: Callable[[TrainingArguments, LaunchEnv, Console], PushingCallback] | None = None
     exporting: Callable[..., ModelExport] | None = None

@@ -21,8 +21,8 @@ from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.command_line import parse
 from harness.data.tokenizer import ByteTokenizer
+from harness.extras.progress import _figures
 from harness.resilience.process import signals
-from harness.training.callbacks.progress import _figures
 from harness.training.evaluate import computed_metrics
 from harness.training.recording.recorder import MetricsFile, Recorder, _shown
 from tests.unit.training.full_disk import full_disk

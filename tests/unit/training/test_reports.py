@@ -18,9 +18,9 @@ from harness import TrainingArguments, UserError
 from harness.arguments.themes.reporting import monitor_sections, require_packages
 from harness.console import Console, plain_console
 from harness.extras.monitors import Monitors
+from harness.extras.progress import ProgressCallback, clock, smoothed
 from harness.installed import read_run_config
 from harness.training.callbacks import StepRecord, TrainerControl, TrainerState
-from harness.training.callbacks.progress import ProgressCallback, clock, smoothed
 from harness.training.recording.files import git_state
 from tests.unit.training.full_disk import full_disk
 
@@ -157,7 +157,7 @@ def test_a_narrow_bar_shows_the_time_left_and_the_loss_and_lines_above_it_are_lo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collected: list[str] = []
-    logger = logging.getLogger("harness.training.callbacks.progress")
+    logger = logging.getLogger("harness.extras.progress")
     monkeypatch.setattr(logger, "log", lambda _level, _form, text: collected.append(text))
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
