@@ -11,15 +11,15 @@ from typing import Any
 _HOMES = {
     "ByteTokenizer": "harness.data.tokenizer",
     "ColumnParallelLinear": "harness.parallel.tensor.layers",
-    "ConfigError": "harness.config",
-    "Diagnostic": "harness.config",
+    "ConfigError": "harness.config.text.diagnostic",
+    "Diagnostic": "harness.config.text.diagnostic",
     "EarlyStoppingCallback": "harness.training.callbacks.early_stopping",
     "LoraArguments": "harness.arguments.themes.lora",
     "PreferenceArguments": "harness.arguments.themes.preferences",
     "Preferences": "harness.preferences.objective",
     "RowParallelLinear": "harness.parallel.tensor.layers",
     "RunConfig": "harness.arguments.configure",
-    "Severity": "harness.config",
+    "Severity": "harness.config.text.diagnostic",
     "StepRecord": "harness.training.callbacks",
     "Trainer": "harness.composition",
     "TrainerCallback": "harness.training.callbacks",
@@ -30,7 +30,7 @@ _HOMES = {
     "UserErrors": "harness.errors",
     "VocabParallelEmbedding": "harness.parallel.tensor.layers",
     "check": "harness.checking",
-    "load": "harness.config",
+    "load": "harness.config.text.document",
     "read_run_config": "harness.installed",
 }
 

@@ -3,10 +3,10 @@ from harness.arguments.themes.lora import LoraArguments as LoraArguments
 from harness.arguments.themes.preferences import PreferenceArguments as PreferenceArguments
 from harness.checking import check as check
 from harness.composition import Trainer as Trainer
-from harness.config import ConfigError as ConfigError
-from harness.config import Diagnostic as Diagnostic
-from harness.config import Severity as Severity
-from harness.config import load as load
+from harness.config.text.diagnostic import ConfigError as ConfigError
+from harness.config.text.diagnostic import Diagnostic as Diagnostic
+from harness.config.text.diagnostic import Severity as Severity
+from harness.config.text.document import load as load
 from harness.data.tokenizer import ByteTokenizer as ByteTokenizer
 from harness.errors import UserError as UserError
 from harness.errors import UserErrors as UserErrors

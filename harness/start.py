@@ -19,6 +19,7 @@ from harness.command_line import add_flags, parse
 from harness.command_line.fewer_ranks import KINDS
 from harness.console import print_if_heard
 from harness.errors import UserError
+from harness.installed import config_check
 from harness.preflight import check_inputs
 from harness.resilience.hosts import counts_own_devices, devices_here, find_hosts
 from harness.resilience.launch import start
@@ -70,7 +71,7 @@ def _on_devices_here(options: Options, args: TrainingArguments) -> Options:
     """
     kind, ranks = devices_here()
     if kind == "cpu":
-        ranks = fewest_ranks(args)
+        ranks = fewest_ranks(args, config_check())
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         replace_environment({THREADS: str(threads), **inherited()})
         text = f"no GPU was found: {counted(ranks, 'rank')} on the CPU, {counted(threads, 'thread')} each"

@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from harness.checking import check  # noqa: E402
-from harness.config import Diagnostic, Document, Severity, UserError, load  # noqa: E402
+from harness.config import UserError  # noqa: E402
+from harness.config.text.diagnostic import Diagnostic, Severity  # noqa: E402
+from harness.config.text.document import Document, load  # noqa: E402
 from scripts.svg import COLOURS, GREY, INK, PALE, Drawing  # noqa: E402
 
 WIDTH, TOP, LINE = 720, 20, 20  # pixels

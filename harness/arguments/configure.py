@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.reporting import monitor_sections, require_inside, require_packages
-from harness.config import AutoValues, ConfigCheck, Document, Resolved, load
-from harness.config.resolving.resolve import complete, resolve_before_data
-from harness.config.text.document import from_values
+from harness.config import AutoValues, ConfigCheck, Resolved
+from harness.config.resolving.resolve import complete, read, resolve_before_data
+from harness.config.values.config_file import ConfigFile
 from harness.config.values.view import ConfigView
 from harness.errors import UserError
 
@@ -20,12 +20,12 @@ class RunConfig:
     """The config of a run, read and checked once.
 
     Attributes:
-        document: the JSON as written, with line numbers.
+        document: the JSON as written.
         values: the arguments that replace "auto".
         resolved: the settings, but "auto" is left where it depends on data or model.
     """
 
-    document: Document
+    document: ConfigFile
     values: AutoValues
     resolved: Resolved
 
@@ -71,7 +71,7 @@ def read_run_config(
     Raises:
         ConfigError: the config is wrong, cannot run on so many ranks, or contradicts an argument.
     """
-    document = read_config(args.deepspeed_config)
+    document = read_config(args.deepspeed_config, check)
     values = _auto_values(args, world_size)
     resolved = resolve_before_data(
         document, values, check=check, model=model, allow_ignored_keys=args.allow_ignored_keys
@@ -81,13 +81,13 @@ def read_run_config(
     return RunConfig(document=document, values=values, resolved=resolved)
 
 
-def fewest_ranks(args: TrainingArguments) -> int:
+def fewest_ranks(args: TrainingArguments, check: ConfigCheck | None) -> int:
     """Return the smallest number of ranks that the layout takes: with one copy of the model, if its sizes allow that.
 
-    Raises ConfigError if the config cannot be read.
+    Raises UserError if the config cannot be read; `check` reads it.
     """
     view = ConfigView(
-        data=read_config(args.deepspeed_config).data,
+        data=read_config(args.deepspeed_config, check).data,
         pp_override=args.pipeline_parallel_size,
         tp_override=args.tensor_parallel_size,
         ep_override=args.expert_parallel_size,
@@ -106,12 +106,10 @@ def _before_data(values: AutoValues) -> AutoValues:
     return replace(values, max_steps=1, warmup_steps=0, given=frozenset())
 
 
-def read_config(config: str | Mapping[str, object] | None) -> Document:
+def read_config(config: str | Mapping[str, object] | None, check: ConfigCheck | None) -> ConfigFile:
     """Return the DeepSpeed JSON from a file, a preset's name or a dict; without one all settings are "auto"."""
-    if isinstance(config, str):
-        return load(config)
     everything = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
-    return from_values(everything, path="") if config is None else from_values(config)
+    return read(everything, check, path="") if config is None else read(config, check)
 
 
 def max_steps(

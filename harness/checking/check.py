@@ -9,7 +9,8 @@ from harness.checking.rules.rule import Finding, Rule
 from harness.checking.rules.view import RunView, Target
 from harness.config.model.shape import ModelShape, read_shape, require_every_layer
 from harness.config.text.diagnostic import Diagnostic, Severity
-from harness.config.text.document import FROM_PROGRAM, Document
+from harness.config.text.document import Document
+from harness.config.values.config_file import FROM_PROGRAM
 
 
 def check(

@@ -13,8 +13,9 @@ from harness.config.resolving import resolve as resolving
 from harness.config.resolving.config_check import ConfigCheck
 from harness.config.resolving.resolved import Filled, Resolved
 from harness.config.text.diagnostic import ConfigError
-from harness.config.text.document import Document
+from harness.config.text.document import Document, from_values, load
 from harness.config.values.arguments import AutoValues
+from harness.config.values.config_file import FROM_PROGRAM, ConfigFile
 from harness.config.values.json_object import JsonObject
 from harness.config.values.pointers import put
 
@@ -22,13 +23,17 @@ from harness.config.values.pointers import put
 class ConfigRules(ConfigCheck):
     """All rules, which see the file and the arguments together, and what follows from them."""
 
+    def read(self, config: str | Mapping[str, object], path: str = FROM_PROGRAM) -> Document:
+        """Read a config with the line and column of everything in it."""
+        return load(config) if isinstance(config, str) else from_values(config, path)
+
     def as_read(self, config: Mapping[str, object]) -> JsonObject:
         """Return a copy with the values that DeepSpeed reads."""
         return as_read(config)
 
     def require_valid(
         self,
-        document: Document,
+        document: ConfigFile,
         filled: Sequence[Filled],
         values: AutoValues,
         *,
@@ -40,6 +45,8 @@ class ConfigRules(ConfigCheck):
         written = copy.deepcopy(dict(document.data))
         for item in filled:
             put(written, item.pointer, item.value)
+        if not isinstance(document, Document):
+            document = from_values(document.data, document.path)
         view = RunView.of(
             document, data=written, model=known_shape(model, "harness"), arguments=values, **values.layout
         )
@@ -53,7 +60,7 @@ class ConfigRules(ConfigCheck):
 
 
 def resolve(
-    config: Mapping[str, object] | Document,
+    config: Mapping[str, object] | ConfigFile,
     values: AutoValues,
     *,
     model: str | None = None,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from harness.arguments.configure import read_config, read_run_config
+from harness.arguments.configure import read_run_config
 from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
@@ -16,6 +16,7 @@ from harness.arguments.words import without
 from harness.atomic import replace_text
 from harness.command_line.parsing import parse
 from harness.config import ConfigCheck
+from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.hf.locate import model_directory
 from harness.topology.layout import Layout, divisors
@@ -39,12 +40,13 @@ def on_fewer_ranks(
     try:
         script, args, *_ = parse(KINDS, words[1:], prog="", description="", epilog="")
         model = str(model_directory(script.model))
-        resolved = read_run_config(args, world_size=wanted, check=check, model=model).resolved
+        config = read_run_config(args, world_size=wanted, check=check, model=model)
     except UserError:
         return None
+    resolved = config.resolved
     sizes = {name: getattr(resolved, name) for name in ("pp_size", "tp_size", "ep_size", "cp_size")}
     whole = Layout.from_world(wanted, **sizes)
-    plain = _with_open_accumulation(words, args)
+    plain = _with_open_accumulation(words, args, config.document.data)
     for layout in _smaller(whole, ranks):
         flags = _flags(layout, whole, resolved.train_batch)
         changed = (*without(plain, set(flags)), *(word for pair in flags.items() for word in pair))
@@ -53,13 +55,12 @@ def on_fewer_ranks(
     return None
 
 
-def _with_open_accumulation(given: Sequence[str], args: TrainingArguments) -> list[str]:
+def _with_open_accumulation(given: Sequence[str], args: TrainingArguments, config: JsonObject) -> list[str]:
     """Return the words without gradient accumulation steps, which then follow from the global batch.
 
     A config that states them is copied into the output directory, with "auto" in their place.
     """
     words = without(given, {"--gradient_accumulation_steps"})
-    config = read_config(args.deepspeed_config).data
     if config.get(ACCUMULATION, "auto") == "auto":
         return words
     copy = Path(args.output_dir).absolute() / CONFIG

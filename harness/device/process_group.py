@@ -13,8 +13,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
-from harness.config import ConfigError, Resolved
-from harness.config.text.devices import unsupported_on_cpu
+from harness.config import Resolved
+from harness.config.values.idle_keys import ON_A_CPU, accelerated
 from harness.config.values.json_object import JsonObject
 from harness.deepspeed.process_wide import (
     ask_torch_for_free_memory,
@@ -23,7 +23,7 @@ from harness.deepspeed.process_wide import (
     mask_norms_on_the_device,
     take_the_only_device,
 )
-from harness.errors import UserError
+from harness.errors import UserError, refuse_all
 from harness.topology.agreement import all_gather_object, host_group, spell_ranks
 from harness.topology.env import LaunchEnv, run_timeout
 from harness.topology.rendezvous import open_store, require_one_kind
@@ -153,9 +153,8 @@ def require_supported(resolved: Resolved) -> None:
 
 def require_device(config: JsonObject, device: torch.device) -> None:
     """Raise UserError for what this device cannot run: kernels for accelerators on a CPU, NVMe without libaio."""
-    unsupported = unsupported_on_cpu(config) if device.type == "cpu" else []
-    if unsupported:
-        raise ConfigError(unsupported)
+    if device.type == "cpu":
+        refuse_all([f"DS109 {message}; {ON_A_CPU}" for message in accelerated(config).values()])
     zero = config.get("zero_optimization", {})
     nvme = zero.get("stage") == 3 and (zero.get("offload_optimizer") or {}).get("device") == "nvme"
     if nvme and not AsyncIOBuilder().is_compatible(verbose=False):

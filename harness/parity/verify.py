@@ -26,7 +26,7 @@ from harness.config.values.layout_keys import CONTEXT, DEEPSPEED_CONTEXT, EXPERT
 from harness.config.values.pointers import lookup, whole
 from harness.errors import UserError
 from harness.hf.skeleton import ModelSource, read_source
-from harness.installed import read_run_config
+from harness.installed import config_check, read_run_config
 from harness.optimizers import DEFAULT as DEFAULT_OPTIMIZER
 from harness.optimizers import find
 from harness.parity.composition import Composition, Execution, Training
@@ -104,7 +104,7 @@ def certify(
 
     `report` is called with each verdict. Raises UserError for a file that cannot be read.
     """
-    source, document = read_source(model), read_config(arguments.deepspeed_config)
+    source, document = read_source(model), read_config(arguments.deepspeed_config, config_check())
     shape = shaping(source.config)
     found: JsonObject = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -138,7 +138,7 @@ def run_config(model: str, arguments: TrainingArguments, world_size: int | None)
     batch sizes allow that."""
     if world_size is not None:
         return read_run_config(arguments, world_size=world_size, model=model)
-    data = read_config(arguments.deepspeed_config).data
+    data = read_config(arguments.deepspeed_config, config_check()).data
     pp = arguments.pipeline_parallel_size or whole(lookup(data, "/pipeline/stages")) or 1
     tp = arguments.tensor_parallel_size or whole(lookup(data, TENSOR)) or 1
     cp = arguments.context_parallel_size or whole(lookup(data, CONTEXT)) or whole(lookup(data, DEEPSPEED_CONTEXT)) or 1

@@ -76,7 +76,7 @@ def test_every_module_and_every_file_that_it_reads_travels(wheel):
 
 
 def test_a_preset_is_found_by_its_name(run):
-    done = run("-c", "from harness.config import load; print(load('zero3').data['zero_optimization']['stage'])")
+    done = run("-c", "from harness import load; print(load('zero3').data['zero_optimization']['stage'])")
     assert done.stdout.strip() == "3", done.stderr
 
 

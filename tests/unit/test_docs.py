@@ -27,8 +27,8 @@ from harness.checking.registry import by_code
 from harness.checking.rules.rule import Finding, Rule, rule
 from harness.checking.rules.view import RunView
 from harness.cli import VERBS
-from harness.config import Severity, load
-from harness.config.text.document import from_text
+from harness.config.text.diagnostic import Severity
+from harness.config.text.document import from_text, load
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -408,7 +408,7 @@ def test_every_model_preset_is_a_decoder():
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
 def test_every_preset_is_found_by_its_name_and_passes_check(path):
     from harness.checking import check
-    from harness.config import load
+    from harness.config.text.document import load
 
     assert [str(finding) for finding in check(load(path.stem))] == []
 

@@ -13,7 +13,7 @@ import pytest
 
 from harness.checking import check
 from harness.cli import main as ds_harness
-from harness.config import load
+from harness.config.text.document import load
 from scripts import draw_check, draw_export, draw_plan
 from scripts.svg import PALE
 

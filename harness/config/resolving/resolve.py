@@ -15,8 +15,8 @@ from harness.config.resolving import filling
 from harness.config.resolving.config_check import ConfigCheck
 from harness.config.resolving.filling import Resolution
 from harness.config.resolving.resolved import Resolved
-from harness.config.text.document import Document, from_values
 from harness.config.values.arguments import AutoValues
+from harness.config.values.config_file import FROM_PROGRAM, ConfigFile, read_plain
 from harness.config.values.json_object import JsonObject
 from harness.config.values.layout_keys import (
     ATTENTION_TILE,
@@ -33,7 +33,7 @@ from harness.schedules import DEFAULT
 
 
 def resolve(
-    config: Mapping[str, object] | Document,
+    config: Mapping[str, object] | ConfigFile,
     values: AutoValues,
     *,
     check: ConfigCheck | None,
@@ -43,7 +43,7 @@ def resolve(
     """Check a config together with the arguments of its run, and fill in every "auto".
 
     Args:
-        config: a document, or values from a program.
+        config: a config that was read, or values from a program.
         values: the arguments of the run.
         check: refuses what is wrong; None: nothing is checked.
         model, allow_ignored_keys: as for `ConfigCheck.require_valid`.
@@ -56,7 +56,7 @@ def resolve(
 
 
 def resolve_before_data(
-    config: Mapping[str, object] | Document,
+    config: Mapping[str, object] | ConfigFile,
     values: AutoValues,
     *,
     check: ConfigCheck | None,
@@ -67,7 +67,7 @@ def resolve_before_data(
 
     `complete` fills in the rest when they are read. Raises ConfigError as `resolve` does.
     """
-    document = config if isinstance(config, Document) else from_values(config)
+    document = read(config, check) if isinstance(config, Mapping) else config
     run = Resolution(copy.deepcopy(document.data) if check is None else check.as_read(document.data), values)
     # The config may still be wrong: a value that cannot be written is left out here, and the check refuses it.
     filling.fill_batch(run, ConfigView(data=run.config, **values.layout).readers or 1)
@@ -78,6 +78,11 @@ def resolve_before_data(
     if check is not None:
         check.require_valid(document, run.filled, values, model=model, allow_ignored_keys=allow_ignored_keys)
     return _resolved(run, ConfigView(data=copy.deepcopy(run.config), **values.layout))
+
+
+def read(config: str | Mapping[str, object], check: ConfigCheck | None, path: str = FROM_PROGRAM) -> ConfigFile:
+    """Read a config by its check, if there is one; see `ConfigCheck.read`."""
+    return read_plain(config, path) if check is None else check.read(config, path)
 
 
 def complete(resolved: Resolved, values: AutoValues) -> Resolved:

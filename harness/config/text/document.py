@@ -17,14 +17,12 @@ from pathlib import Path
 
 from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.parser import Node, NonJsonSyntax, Parsed, TextError, parse
+from harness.config.values.config_file import FROM_PROGRAM, PRESETS, preset_file
 from harness.config.values.json_file import regular_bytes
 from harness.config.values.json_object import JsonObject
 
-PRESETS = Path(__file__).resolve().parents[2] / "ds_configs"
 # a section by its indentation
 _YAML = re.compile(r"\A\s*---|^[\w-]+\s*:[ \t]*(#.*)?\n[ \t]+([\w-]+\s*:|- )", re.MULTILINE)
-FROM_PROGRAM = "<config>"
-"""The path of a config that a program has handed over, and that is in no file."""
 MAX_BYTES = 2 * 2**20  # the longest config seen in the wild has 20 kB
 
 
@@ -139,15 +137,13 @@ def unreadable(path: str, message: str, hint: str, line: int = 1, column: int = 
 
 def _find(source: str) -> Path:
     """Return the file that `source` names: a path, else a packaged preset."""
-    path = Path(source)
+    if (preset := preset_file(source)) is not None:
+        return preset
     if not os.path.lexists(source) and os.sep not in source:
-        preset = PRESETS / f"{source.removesuffix('.json')}.json"
-        if source and preset.is_file():
-            return preset
         names = ", ".join(sorted(p.stem for p in PRESETS.glob("*.json"))) or "none"
         message = "no such file or preset"
         raise ConfigError([unreadable(source, message, f"name a JSON file or one of the presets: {names}")])
-    return path
+    return Path(source)
 
 
 def _read(path: Path) -> bytes:

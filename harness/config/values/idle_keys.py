@@ -21,6 +21,8 @@ IDLE: dict[str, str] = _TABLE["idle"]
 """Keys without effect in the harness, each with the reason."""
 _ACCELERATED: list[str] = _TABLE["accelerated"]
 """Switches that need kernels that DeepSpeed has only for accelerators."""
+ON_A_CPU = "run on an accelerator, or remove it"
+"""The remedy for what is `accelerated`."""
 _DROPPED: list[str] = _TABLE["dropped"]
 """Keys and sections that the harness does not pass on to DeepSpeed."""
 

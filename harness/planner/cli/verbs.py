@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from harness.arguments.themes.preferences import NEED_REFERENCE, PREFERENCES, SEQUENCES
 from harness.checking import resolve
-from harness.config import load
 from harness.config.model.families import require_trainable_family
 from harness.config.model.shape import read_model_config
+from harness.config.text.document import load
 from harness.config.values.arguments import BLOCK_SIZE
 from harness.errors import UserError
 from harness.planner.calibrate import calibrate

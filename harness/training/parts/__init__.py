@@ -177,7 +177,8 @@ class Parts:
     """The parts of a run; None for an absent part.
 
     Attributes:
-        check_config: refuses a wrong config with all findings; without it, such a run fails inside DeepSpeed.
+        check_config: reads the config and refuses a wrong one with all findings; without it, such a run fails inside
+            DeepSpeed.
         forecast: predicts memory and speed, reported before the model is built.
         progress: makes the callback that shows each step; called with the console, and with tokens or samples.
         profiling: makes the callback that profiles N steps (`--profile N`).

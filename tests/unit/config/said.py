@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from harness.checking import check, resolve
-from harness.config import AutoValues, ConfigError
+from harness.config import AutoValues
+from harness.config.text.diagnostic import ConfigError
 from harness.config.text.document import from_text
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from harness.checking import check, resolve
 from harness.checking.registry import RULES
-from harness.config import AutoValues, ConfigError, Severity
-from harness.config.text.diagnostic import Diagnostic
+from harness.config import AutoValues
+from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.document import from_text, from_values
 from harness.config.values.pointers import put
 from tests.unit.config.advice import alternatives

@@ -17,7 +17,8 @@ from harness.checking.cli.pages import LENIENT, STRICTER
 from harness.checking.registry import by_code
 from harness.checking.schema import every_key
 from harness.checking.schema.normalize import as_read
-from harness.config import AutoValues, ConfigError, Severity
+from harness.config import AutoValues
+from harness.config.text.diagnostic import ConfigError, Severity
 from harness.config.text.document import from_text
 from harness.config.values.layout_keys import LEAST
 from harness.config.values.pointers import lookup, put

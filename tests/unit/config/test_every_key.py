@@ -15,7 +15,8 @@ import pytest
 
 from harness.checking import check, resolve
 from harness.checking.schema import Key, every_key
-from harness.config import AutoValues, Severity
+from harness.config import AutoValues
+from harness.config.text.diagnostic import Severity
 from harness.config.text.document import from_text
 from harness.config.values.idle_keys import IDLE, without_idle
 from harness.config.values.pointers import put

@@ -6,13 +6,16 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checking import resolve
-from harness.config import AutoValues, ConfigError, Resolved
-from harness.config.text.devices import unsupported_on_cpu
+from harness.config import AutoValues, Resolved
+from harness.config.text.diagnostic import ConfigError
 from harness.config.values.pointers import lookup
+from harness.device.process_group import require_device
+from harness.errors import UserError
 
 
 def run(config: dict[str, Any], **values: Any) -> Resolved:
@@ -131,12 +134,14 @@ def test_a_misspelt_key_is_refused_unless_it_is_allowed() -> None:
 
 
 def test_on_a_cpu_what_was_advice_is_an_error() -> None:
-    (found,) = unsupported_on_cpu({"train_batch_size": 8, "optimizer": {"type": "Lamb"}})
-    assert str(found) == (
+    cpu = torch.device("cpu")
+    with pytest.raises(UserError) as refused:
+        require_device({"train_batch_size": 8, "optimizer": {"type": "Lamb"}}, cpu)
+    assert str(refused.value) == (
         "DS109 optimizer.type Lamb: DeepSpeed supports it on accelerators only, not on a CPU; "
         "run on an accelerator, or remove it"
     )
-    assert unsupported_on_cpu({"train_batch_size": 8}) == []
+    require_device({"train_batch_size": 8}, cpu)
 
 
 CONFIGS = st.fixed_dictionaries(

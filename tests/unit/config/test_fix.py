@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from harness.checking import check, resolve
 from harness.checking.cli.fix import diff, fix
 from harness.checking.registry import RULES
-from harness.config import AutoValues, ConfigError, Severity
+from harness.config import AutoValues
+from harness.config.text.diagnostic import ConfigError, Severity
 from harness.config.text.document import from_text
 
 MENDED = [rule for rule in RULES if rule.claim != "elsewhere" and rule.code not in ("DS001", "DS004", "DS951")]

@@ -20,7 +20,8 @@ from harness.checking.cli.render import FORMATS, render
 from harness.checking.registry import RULES
 from harness.checking.rules.view import TARGETS
 from harness.checking.schema import every_key
-from harness.config import AutoValues, ConfigError
+from harness.config import AutoValues
+from harness.config.text.diagnostic import ConfigError
 from harness.config.text.document import from_bytes
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from harness.checking import check, resolve
-from harness.config import AutoValues, ConfigError, load
+from harness.config import AutoValues
 from harness.config import resolve as resolve_unchecked
-from harness.config.text.document import PRESETS, from_values
+from harness.config.text.diagnostic import ConfigError
+from harness.config.text.document import from_values, load
+from harness.config.values.config_file import PRESETS
 
 AUTOS = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
 

@@ -11,7 +11,8 @@ from harness.checking import check, resolve
 from harness.checking.cli.pages import pages
 from harness.checking.registry import RULES, by_code
 from harness.checking.rules.rule import Rule
-from harness.config import AutoValues, ConfigError, Diagnostic, Severity
+from harness.config import AutoValues
+from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
 from harness.config.text.document import from_text
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config import ConfigError, load
-from harness.config.text.document import MAX_BYTES, from_text
+from harness.config.text.diagnostic import ConfigError
+from harness.config.text.document import MAX_BYTES, from_text, load
 from harness.config.text.parser import MAX_DEPTH, TextError, parse
 
 TEXTS = [

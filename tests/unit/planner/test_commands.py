@@ -8,7 +8,7 @@ import pytest
 
 from harness.checking import check
 from harness.cli import main
-from harness.config import load
+from harness.config.text.document import load
 from harness.planner import model_config
 from harness.planner.hardware import FOLDER
 

@@ -15,6 +15,7 @@ from harness.cli import main
 from harness.command_line.fewer_ranks import KINDS
 from harness.command_line.parsing import known_flags
 from harness.errors import UserError
+from harness.installed import config_check
 from harness.resilience import starter
 from harness.resilience.hosts import HostDevices
 from harness.resilience.options import USAGE, read_options, training_options
@@ -211,4 +212,4 @@ def test_what_a_run_would_refuse_is_refused_before_a_rank_starts(
     ],
 )
 def test_a_cpu_gets_the_fewest_ranks_that_the_layout_takes(flags: dict[str, Any], ranks: int) -> None:
-    assert fewest_ranks(TrainingArguments(**flags)) == ranks
+    assert fewest_ranks(TrainingArguments(**flags), config_check()) == ranks

@@ -19,7 +19,7 @@ from harness.arguments.themes.lora import LoraArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.command_line import parse
 from harness.command_line.other_programs import notes
-from harness.config import ConfigError
+from harness.config.text.diagnostic import ConfigError
 from harness.config.values.arguments import SCHEDULE_OPTIONS
 from harness.installed import read_run_config
 

@@ -10,8 +10,8 @@ from types import TracebackType
 import pytest
 
 from harness import uncaught
-from harness.config import ConfigError, load
-from harness.config.text.diagnostic import Diagnostic, Severity
+from harness.config.text.diagnostic import ConfigError, Diagnostic, Severity
+from harness.config.text.document import load
 from harness.errors import NotMet, UserError, UserErrors, printable
 from harness.topology.env import LaunchEnv
 from harness.topology.failure import tell

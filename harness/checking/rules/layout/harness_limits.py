@@ -11,10 +11,9 @@ from harness.checking.rules.deepspeed.precision import FLOAT16
 from harness.checking.rules.rule import Finding, rule
 from harness.checking.rules.view import RunView
 from harness.checking.schema import find
-from harness.config.text.devices import ON_A_CPU, REMEDY
 from harness.config.text.diagnostic import Severity
 from harness.config.values.coercion import as_float
-from harness.config.values.idle_keys import IDLE, accelerated
+from harness.config.values.idle_keys import IDLE, ON_A_CPU, accelerated
 from harness.config.values.layout_keys import EXPERT_PARTS, EXPERT_ROUTING, EXPERTS, FEED_FORWARD_TILE
 from harness.config.values.pointers import AUTO, name_of
 from harness.optimizers import DEFAULT
@@ -258,7 +257,7 @@ def needs_an_accelerator(view: RunView) -> Iterator[Finding]:
         yield Finding(
             pointer=pointer,
             message=message,
-            hint=REMEDY,
-            deepspeed=ON_A_CPU,
+            hint=ON_A_CPU,
+            deepspeed="fails on a CPU when the kernel is loaded",
             on_value=True,
         )
