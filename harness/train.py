@@ -115,6 +115,7 @@ def run(
     from harness.device.process_group import require_supported
     from harness.hf.skeleton import read_source
     from harness.preflight import limit_trial
+    from harness.training.parts.data import DataRequest
     from harness.training.recording.files import note_wall_clock
 
     files = script.train_file if args.trains else script.validation_file or script.train_file
@@ -126,7 +127,7 @@ def run(
         source = read_source(script.model)
         objective = preferences(preference)
         prepare = script_datasets if objective is None else objective.data.script_datasets
-        data = prepare(script, args, config, source, env, console)
+        data = prepare(script, DataRequest(args=args, config=config, source=source, env=env, console=console))
     if script.preview_samples:
         _preview(shown if objective is None else objective.data.shown, script.preview_samples, data, console)
         return

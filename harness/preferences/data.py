@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from harness.arguments import TrainingArguments
-from harness.arguments.configure import RunConfig
 from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.batches.collate import IGNORED, AnyDataset, MapDataset
@@ -34,8 +33,7 @@ from harness.hf.skeleton import ModelSource
 from harness.preferences.documents import items_of, read_items, tokenised
 from harness.preferences.items import require_exchange
 from harness.preferences.samples import PreferenceSamples
-from harness.topology.env import LaunchEnv
-from harness.training.parts.data import AnyTokenizer, Datasets, SamplePrompts, UserData
+from harness.training.parts.data import AnyTokenizer, DataRequest, Datasets, SamplePrompts, UserData
 from harness.wording import counted
 
 if TYPE_CHECKING:
@@ -52,19 +50,11 @@ class PreferenceData:
         """Return the tokenizer in a model's directory; None if there is none, or `model` is not a name."""
         return own_tokenizer(model)
 
-    def script_datasets(
-        self,
-        script: ScriptArguments,
-        args: TrainingArguments,
-        config: RunConfig,
-        source: ModelSource,
-        env: LaunchEnv,
-        console: Console,
-    ) -> Datasets:
+    def script_datasets(self, script: ScriptArguments, request: DataRequest) -> Datasets:
         """Prepare the data of scripts/train.py's files; all ranks call it. UserError for files that cannot be used."""
         tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
-        say = Speaker.of(console)
-        prepare = self._preparing(tokenizer, source, args, config, say)
+        args, say = request.args, Speaker.of(request.console)
+        prepare = self._preparing(tokenizer, request)
 
         def build() -> tuple[PreferenceSamples | None, PreferenceSamples | None]:
             held_out: Dataset | None = None
@@ -79,21 +69,12 @@ class PreferenceData:
                 None if held_out is None else prepare(held_out),
             )
 
-        start(env)
-        train, evaluation = once_per_host(build, env=env, store=shared_store())
-        return self._described(Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer), console)
+        start(request.env)
+        train, evaluation = once_per_host(build, env=request.env, store=shared_store())
+        return self._described(Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer), request.console)
 
-    def user_datasets(
-        self,
-        given: UserData,
-        args: TrainingArguments,
-        config: RunConfig,
-        source: ModelSource | None,
-        env: LaunchEnv,
-        console: Console,
-    ) -> Datasets:
+    def user_datasets(self, given: UserData, request: DataRequest) -> Datasets:
         """Prepare the data sets given to the Trainer; all ranks call it. UserError if they cannot be used."""
-        assert source is not None  # `plan_run` refuses an objective for a list of layers
         train, evaluation = given.train_dataset, given.eval_dataset
         parts = list(evaluation.values()) if isinstance(evaluation, Mapping) else [evaluation]
         if all(each is None or isinstance(each, PreferenceSamples) for each in (train, *parts)):
@@ -104,7 +85,7 @@ class PreferenceData:
         if given.processing_class is None:
             raise UserError(NEEDS_TOKENIZER)
         tokenizer = known(given.processing_class)
-        prepare = self._preparing(tokenizer, source, args, config, Speaker.of(console))
+        prepare = self._preparing(tokenizer, request)
 
         def prepared(data: AnyDataset, name: str) -> PreferenceSamples:
             if isinstance(data, PreferenceSamples):
@@ -119,19 +100,12 @@ class PreferenceData:
                 return made, {name: prepared(each, f"eval_dataset[{name!r}]") for name, each in evaluation.items()}
             return made, None if evaluation is None else prepared(evaluation, "eval_dataset")
 
-        start(env)
-        made, held_out = once_per_host(build, env=env, store=shared_store())
-        return self._described(Datasets(train=made, evaluation=held_out, tokenizer=tokenizer), console)
+        start(request.env)
+        made, held_out = once_per_host(build, env=request.env, store=shared_store())
+        return self._described(Datasets(train=made, evaluation=held_out, tokenizer=tokenizer), request.console)
 
     def later_dataset(
-        self,
-        data: MapDataset,
-        name: str,
-        tokenizer: AnyTokenizer | None,
-        source: ModelSource | None,
-        args: TrainingArguments,
-        env: LaunchEnv,
-        console: Console,
+        self, data: MapDataset, name: str, tokenizer: AnyTokenizer | None, request: DataRequest
     ) -> MapDataset:
         """Prepare a data set that is given to `evaluate` or `predict`; all ranks call it.
 
@@ -144,12 +118,12 @@ class PreferenceData:
                 f"{name}: --preference {self.of.preference} compares with the model before training, so give all data "
                 "that is evaluated to the Trainer as eval_dataset"
             )
-        if tokenizer is None or source is None:
+        if tokenizer is None or request.source is None:
             raise UserError(NEEDS_TOKENIZER)
-        form, how = SampleForm.of(known(tokenizer), source, args), Preparation(say=Speaker.of(console))
+        form, how = SampleForm.of(known(tokenizer), request.source, request.args), _preparation(request)
         return once_per_host(
             lambda: self._samples(items_of(data, name, self.of), known(tokenizer), form, 1, how),
-            env=env,
+            env=request.env,
             store=shared_store(),
         )
 
@@ -198,19 +172,14 @@ class PreferenceData:
         tokens, learnt = data.sequences.tokens(), data.sequences.learnt()
         return {"sources": [{"name": "", "share": None, "samples": len(data), "tokens": tokens, "learnt": learnt}]}
 
-    def _preparing(
-        self,
-        tokenizer: Tokenizer,
-        source: ModelSource,
-        args: TrainingArguments,
-        config: RunConfig,
-        say: Callable[[str], None],
-    ) -> Callable[[Dataset], PreferenceSamples]:
+    def _preparing(self, tokenizer: Tokenizer, request: DataRequest) -> Callable[[Dataset], PreferenceSamples]:
         """Return the function that turns items into samples. UserError if the run's settings do not fit."""
-        require_cut(source, config.resolved.tp_size, config.resolved.ep_size)
-        form, micro_batch = SampleForm.of(tokenizer, source, args), config.resolved.micro_batch
+        source, resolved = request.source, request.config.resolved
+        assert source is not None  # `plan_run` refuses an objective for a list of layers
+        require_cut(source, resolved.tp_size, resolved.ep_size)
+        form, micro_batch = SampleForm.of(tokenizer, source, request.args), resolved.micro_batch
         require_exchange(self.of, micro_batch)
-        how = Preparation(say=say)
+        how = _preparation(request)
         return lambda found: self._samples(found, tokenizer, form, micro_batch, how)
 
     def _samples(
@@ -242,3 +211,7 @@ class PreferenceData:
                     f"completions{shortened}"
                 )
         return data
+
+
+def _preparation(request: DataRequest) -> Preparation:
+    return Preparation(say=Speaker.of(request.console))

@@ -133,14 +133,13 @@ def computed_metrics(
 
 def tokens_of_new(run: Run, dataset: AnyDataset, name: str) -> MapDataset:
     """Check and tokenise a new data set. Raises UserError if it cannot be used."""
-    source = run.spec.source if run.spec.inputs.makes_samples else None
+    spec = run.spec
+    request = spec.inputs.data_request(spec.config, spec.source)
     require_dataset(name, dataset)
     data = read_all(as_dataset(dataset), name)
-    if run.spec.parts.data is None:
-        return require_samples_of(data, name, source)
-    return run.spec.parts.data.later_dataset(
-        data, name, run.spec.data.tokenizer, source, run.spec.args, run.spec.inputs.env, run.console
-    )
+    if spec.parts.data is None:
+        return require_samples_of(data, name, request.source)
+    return spec.parts.data.later_dataset(data, name, spec.data.tokenizer, request)
 
 
 def _evaluated(run: Run, dataset: MapDataset, prefix: str, kept: KeptOutputs | None) -> JsonObject:

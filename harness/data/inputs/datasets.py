@@ -44,7 +44,7 @@ from harness.hf.locate import model_directory
 from harness.hf.skeleton import ModelSource, build_skeleton, position_limit, vocabulary_size
 from harness.topology.env import LaunchEnv
 from harness.training.parts import needed
-from harness.training.parts.data import AnyTokenizer, Datasets, UserData
+from harness.training.parts.data import AnyTokenizer, DataRequest, Datasets, UserData
 from harness.wording import counted
 
 if TYPE_CHECKING:
@@ -100,22 +100,17 @@ def _require_documents_apart(config: PretrainedConfig) -> None:
     require_documents_apart(config)
 
 
-def script_datasets(
-    script: ScriptArguments,
-    args: TrainingArguments,
-    config: RunConfig,
-    source: ModelSource,
-    env: LaunchEnv,
-    console: Console,
-) -> Datasets:
+def script_datasets(script: ScriptArguments, request: DataRequest) -> Datasets:
     """Prepare the data of scripts/train.py's files; all ranks call it.
 
     Training files are read only if the run trains, or holds out a part of them for evaluation. Raises UserError for
     files that cannot be used.
     """
+    args, config, source = request.args, request.config, request.source
+    assert source is not None  # a script's model is a HuggingFace model
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
     require_cut(source, config.resolved.tp_size, config.resolved.ep_size)
-    say = Speaker.of(console)
+    say = Speaker.of(request.console)
     form = SampleForm.of(tokenizer, source, args)
     lay_out = _layer_out(tokenizer, form, say)
 
@@ -144,7 +139,7 @@ def script_datasets(
         _require_enough(documents, form, config)
         return joined([lay_out(each) for each in documents], weights, names), evaluation
 
-    return _on_each_host(build, tokenizer, env, console)
+    return _on_each_host(build, tokenizer, request.env, request.console)
 
 
 def _require_enough(documents: Sequence[Documents], form: SampleForm, config: RunConfig) -> None:
@@ -167,26 +162,16 @@ def _read(group: SourceGroup, say: Callable[[str], None]) -> Documents:
     return read_documents(group.paths, say=say)
 
 
-def user_datasets(
-    given: UserData,
-    args: TrainingArguments,
-    config: RunConfig,
-    source: ModelSource | None,
-    env: LaunchEnv,
-    console: Console,
-) -> Datasets:
+def user_datasets(given: UserData, request: DataRequest) -> Datasets:
     """Prepare the data sets given to the Trainer: text and conversations are tokenised. All ranks call it.
 
-    Args:
-        source: the model; None if samples go to the user's own layers or data_collator and stay unchanged.
-
-    Raises:
-        UserError: text without a tokenizer; --packing or --block_size where they would have no effect.
+    Raises UserError for text without a tokenizer, and for --packing or --block_size where they would have no effect.
     """
+    args, source = request.args, request.source
     given_train = as_dataset(given.train_dataset)
     tokenizer = None if given.processing_class is None else known(given.processing_class)
     evaluation = _each(given.eval_dataset, lambda data: read_all(as_dataset(data), "eval_dataset"))
-    say = Speaker.of(console)
+    say = Speaker.of(request.console)
     train = stream_of_dataset(given_train, tokenizer, source, args, say) if is_iterable(given_train) else given_train
     if not isinstance(train, Streamed):
         refuse_buffer(args)
@@ -198,7 +183,7 @@ def user_datasets(
         return Datasets(train=train, evaluation=evaluation, tokenizer=tokenizer)
     if tokenizer is None:
         raise UserError(NEEDS_TOKENIZER)
-    require_cut(source, config.resolved.tp_size, config.resolved.ep_size)
+    require_cut(source, request.config.resolved.tp_size, request.config.resolved.ep_size)
     form = SampleForm.of(tokenizer, source, args)
     lay_out = _layer_out(tokenizer, form, say)
 
@@ -207,14 +192,14 @@ def user_datasets(
             return data
         documents = as_documents(data, name, say)
         if data is train:
-            _require_enough([documents], form, config)
+            _require_enough([documents], form, request.config)
         return lay_out(documents)
 
     def build() -> Pair:
         trained = None if train is None else prepared(train, "train_dataset")
         return trained, _each(evaluation, lambda data: prepared(data, "eval_dataset"))
 
-    return _on_each_host(build, tokenizer, env, console)
+    return _on_each_host(build, tokenizer, request.env, request.console)
 
 
 def stream_of_dataset(
@@ -252,26 +237,19 @@ def _each(data: _Data | Mapping[str, _Data] | None, change: Callable[[_Data], Ma
     return None if data is None else change(data)
 
 
-def later_dataset(
-    data: MapDataset,
-    name: str,
-    tokenizer: AnyTokenizer | None,
-    source: ModelSource | None,
-    args: TrainingArguments,
-    env: LaunchEnv,
-    console: Console,
-) -> MapDataset:
+def later_dataset(data: MapDataset, name: str, tokenizer: AnyTokenizer | None, request: DataRequest) -> MapDataset:
     """Tokenise a data set that is given to `evaluate` or `predict`, if it needs that; all ranks call it.
 
     Raises UserError for text without a tokenizer.
     """
+    source = request.source
     if source is None or holds_tokens(data):
         return data
     if tokenizer is None:
         raise UserError(NEEDS_TOKENIZER)
-    say = Speaker.of(console)
-    lay_out = _layer_out(known(tokenizer), SampleForm.of(known(tokenizer), source, args), say)
-    return once_per_host(lambda: lay_out(as_documents(data, name, say)), env=env, store=shared_store())
+    say = Speaker.of(request.console)
+    lay_out = _layer_out(known(tokenizer), SampleForm.of(known(tokenizer), source, request.args), say)
+    return once_per_host(lambda: lay_out(as_documents(data, name, say)), env=request.env, store=shared_store())
 
 
 def own_tokenizer(model: object) -> Tokenizer | None:

@@ -72,32 +72,32 @@ class SamplePrompts:
     decode: Callable[[list[int]], str]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataRequest:
+    """The run that samples are made for.
+
+    Attributes:
+        source: the model; None if samples stay as they are given, for the user's own layers or data_collator.
+    """
+
+    args: TrainingArguments
+    config: RunConfig
+    source: ModelSource | None
+    env: LaunchEnv
+    console: Console
+
+
 class DataPart(Protocol):
-    """Makes samples from the Trainer's data sets; with a `source` of None, rows stay unchanged."""
+    """Makes samples from the Trainer's data sets."""
 
     def own_tokenizer(self, model: object) -> AnyTokenizer | None:
         """Return the tokenizer in a model's directory; None without one, or if `model` is not a name."""
 
-    def user_datasets(
-        self,
-        given: UserData,
-        args: TrainingArguments,
-        config: RunConfig,
-        source: ModelSource | None,
-        env: LaunchEnv,
-        console: Console,
-    ) -> Datasets:
+    def user_datasets(self, given: UserData, request: DataRequest) -> Datasets:
         """Return the data sets as samples; all ranks call it. Raises UserError if they cannot be used."""
 
     def later_dataset(
-        self,
-        data: MapDataset,
-        name: str,
-        tokenizer: AnyTokenizer | None,
-        source: ModelSource | None,
-        args: TrainingArguments,
-        env: LaunchEnv,
-        console: Console,
+        self, data: MapDataset, name: str, tokenizer: AnyTokenizer | None, request: DataRequest
     ) -> MapDataset:
         """Return a data set for `evaluate` or `predict` as samples; all ranks call it."""
 
@@ -123,12 +123,12 @@ FOLDER = "harness.data"
 """The folder of the data part."""
 
 
-def given_samples(given: UserData, args: TrainingArguments, source: ModelSource | None) -> Datasets:
+def given_samples(given: UserData, request: DataRequest) -> Datasets:
     """Return data sets that already hold samples, the only ones that a run takes without the data part.
 
     Raises UserError for text and conversations, and for a stream.
     """
-    train = as_dataset(given.train_dataset)
+    train, args, source = as_dataset(given.train_dataset), request.args, request.source
     if is_iterable(train) or args.shuffle_buffer_size:
         what = "--shuffle_buffer_size" if args.shuffle_buffer_size else "an IterableDataset as train_dataset"
         raise UserError(f"{what} needs {FOLDER}, which is not installed: give a data set with a length")

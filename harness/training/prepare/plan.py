@@ -55,7 +55,7 @@ from harness.training.engine.losses import LossFunction
 from harness.training.engine.outputs import Preprocess
 from harness.training.engine.user_optimizer import UserOptimizer, user_optimizer
 from harness.training.parts import Parts, needed
-from harness.training.parts.data import FOLDER, Datasets, UserData, given_samples
+from harness.training.parts.data import FOLDER, DataRequest, Datasets, UserData, given_samples
 from harness.training.parts.objective import Objective
 from harness.training.prepare.one_model import tensors_in_memory
 from harness.training.prepare.trainable import Model, model_source
@@ -94,6 +94,16 @@ class RunInputs:
     def makes_samples(self) -> bool:
         """Whether rows are turned into samples; a user's collator receives them unchanged."""
         return self.data_collator is collate or self.objective is not None
+
+    def data_request(self, config: RunConfig, source: ModelSource | None) -> DataRequest:
+        """Return what the samples of a run are made for."""
+        return DataRequest(
+            args=self.args,
+            config=config,
+            source=source if self.makes_samples else None,
+            env=self.env,
+            console=self.console,
+        )
 
     @property
     def may_hold_a_run(self) -> bool:
@@ -172,7 +182,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
         require_supported(config.resolved)
     # The watchdog starts when the ranks have met, and tokenising may take hours: until then detect stopped processes.
     with inputs.parts.watch.for_stopped_ranks(args.hang_seconds, inputs.console):
-        data = _samples(inputs, given, config, source if inputs.makes_samples else None)
+        data = _samples(inputs.parts, given, inputs.data_request(config, source))
     samples = None if data.train is None else dataset_length(data.train)
     resolved, max_steps, layout = resolve_for(source, args, config, samples)
     if samples is not None:
@@ -214,15 +224,14 @@ def _require_parts(inputs: RunInputs, resolved: Resolved) -> None:
         needed(parts.monitors, "--report_to", "harness.extras")
 
 
-def _samples(inputs: RunInputs, given: UserData, config: RunConfig, source: ModelSource | None) -> Datasets:
-    """Return the data sets as samples; with a `source` of None, rows stay unchanged."""
-    args, part = inputs.args, inputs.parts.data
-    if part is not None:
-        return part.user_datasets(given, args, config, source, inputs.env, inputs.console)
+def _samples(parts: Parts, given: UserData, request: DataRequest) -> Datasets:
+    """Return the data sets as samples."""
+    if parts.data is not None:
+        return parts.data.user_datasets(given, request)
     for name in ("packing", "sample_prompts"):
-        if getattr(args, name):
-            needed(part, f"--{name}", FOLDER)
-    return given_samples(given, args, source)
+        if getattr(request.args, name):
+            needed(parts.data, f"--{name}", FOLDER)
+    return given_samples(given, request)
 
 
 def _source(inputs: RunInputs) -> tuple[ModelSource | None, Adapters | None]:

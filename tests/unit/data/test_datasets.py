@@ -12,6 +12,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from harness import TrainingArguments, UserError
+from harness.arguments.configure import RunConfig
 from harness.arguments.themes.script import ScriptArguments
 from harness.console import plain_console
 from harness.data.inputs.datasets import SampleForm, script_datasets, user_datasets
@@ -21,7 +22,7 @@ from harness.hf.skeleton import ModelSource, read_source
 from harness.installed import read_run_config
 from harness.preflight import check_inputs
 from harness.topology.env import LaunchEnv
-from harness.training.parts.data import Datasets, UserData
+from harness.training.parts.data import DataRequest, Datasets, UserData
 from harness.training.prepare.trainable import trainable_layers
 
 LAYOUT = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
@@ -34,8 +35,11 @@ def prepare(train: Any, tokenizer: Any = None, model: str | None = "tiny-llama",
     source = read_source(model) if model else None
     args = TrainingArguments(**arguments)
     config = read_run_config(args, world_size=1)
-    given = UserData(train_dataset=train, processing_class=tokenizer)
-    return user_datasets(given, args, config, source, LaunchEnv(), plain_console(0))
+    return user_datasets(UserData(train_dataset=train, processing_class=tokenizer), request_of(args, config, source))
+
+
+def request_of(args: TrainingArguments, config: RunConfig, source: ModelSource | None) -> DataRequest:
+    return DataRequest(args=args, config=config, source=source, env=LaunchEnv(), console=plain_console(0))
 
 
 def test_tokens_and_pairs_are_left_alone() -> None:
@@ -72,7 +76,7 @@ def test_an_evaluation_alone_needs_no_training_data(tmp_path: Path) -> None:
     for name, script in {"missing": missing, "held_out": held_out, "both": held_out}.items():
         args = TrainingArguments(str(tmp_path / "run"), block_size=4, do_eval=True, do_train=name == "both" or None)
         config = check_inputs(script, args, LaunchEnv(), None)
-        found[name] = script_datasets(script, args, config, read_source("tiny-llama"), LaunchEnv(), plain_console(0))
+        found[name] = script_datasets(script, request_of(args, config, read_source("tiny-llama")))
     assert [data.train is None for data in found.values()] == [True, True, False]
     assert all(data.evaluation is not None and len(data.evaluation) for data in found.values())  # type: ignore[arg-type]
     assert len(found["held_out"].evaluation) == len(found["both"].evaluation)  # type: ignore[arg-type]
