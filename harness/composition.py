@@ -46,6 +46,7 @@ def _with_extras(parts: Parts) -> Parts:
     from harness.extras.compression import of_run as compression
     from harness.extras.exporting.exporter import Exporter
     from harness.extras.fusing import fusing
+    from harness.extras.given_optimizer.user_optimizer import of_run as user_optimizer
     from harness.extras.host_memory import HostMemory
     from harness.extras.lora import adapted
     from harness.extras.monitors import Monitors
@@ -64,6 +65,7 @@ def _with_extras(parts: Parts) -> Parts:
         progress=ProgressCallback,
         pushing=pushing,
         rebalancer=Rebalancer,
+        user_optimizer=user_optimizer,
     )
 
 

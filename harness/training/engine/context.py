@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -17,9 +17,7 @@ from harness.parallel.pipeline.staged_module import StagedModule
 from harness.parallel.tiles import LossTiles
 from harness.parallel.values import Value
 from harness.topology.groups import Groups
-
-if TYPE_CHECKING:
-    from harness.training.engine.user_optimizer import UserOptimizer
+from harness.training.engine.optimizer import GivenOptimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,7 +47,7 @@ class EngineContext:
     device: torch.device
     max_steps: int
     compression: GradientCompression | None = None
-    user_optimizer: UserOptimizer | None = None
+    user_optimizer: GivenOptimizer | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -42,8 +42,7 @@ from harness.training.engine.losses import (
     losses_by_source,
     targets,
 )
-from harness.training.engine.optimizer import SchedulePosition
-from harness.training.engine.user_optimizer import UserSchedule
+from harness.training.engine.optimizer import GivenSchedule, SchedulePosition
 
 Batch: TypeAlias = tuple[Value, Targets]
 
@@ -163,8 +162,8 @@ class Engine(ABC):
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
         scheduler = self.deepspeed.lr_scheduler
-        if isinstance(scheduler, UserSchedule):  # this rank may hold nothing of the user's first group
-            return scheduler.get_last_lr()[0]
+        if isinstance(scheduler, GivenSchedule):  # this rank may hold nothing of the user's first group
+            return scheduler.first_learning_rate
         return float(self.deepspeed.get_lr()[0])
 
     def train_step(

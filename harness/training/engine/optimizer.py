@@ -48,6 +48,48 @@ class NeedsEngine(Protocol):
         """Read them from the engine that has been built around this optimizer; all ranks call it."""
 
 
+class GivenOptimizer(Protocol):
+    """The optimizer and the scheduler of `Trainer(optimizers=...)`, for the parameters that a rank trains."""
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """The user's scheduler; None for the arguments' schedule."""
+
+    @property
+    def name(self) -> str:
+        """The name of the optimizer's class."""
+
+    @property
+    def summary(self) -> str:
+        """The optimizer and scheduler in words, for messages."""
+
+    @property
+    def hyperparameters(self) -> JsonObject:
+        """Options of the groups and of the scheduler that JSON can represent."""
+
+    @property
+    def description(self) -> str:
+        """Class, options and groups as text, which must be equal on all ranks."""
+
+    def groups(self, module: nn.Module, first_names: Mapping[str, str]) -> list[ParameterGroup]:
+        """Return the trained parameters of `module` in the user's groups; `first_names` as in `parameter_groups`."""
+
+    def made_for(self, groups: list[ParameterGroup]) -> Optimizer:
+        """Return an optimizer of the same class and settings for these groups."""
+
+    def schedule(self, own: Callable[[Optimizer], LRScheduler]) -> Callable[[Optimizer], object]:
+        """Return a function that makes the schedule of the run's optimizer; `own` makes the arguments' schedule."""
+
+
+@runtime_checkable
+class GivenSchedule(Protocol):
+    """The schedule of a `GivenOptimizer`."""
+
+    @property
+    def first_learning_rate(self) -> float:
+        """The learning rate of the user's first group."""
+
+
 def parameter_groups(
     module: nn.Module, weight_decay: float, first_names: Mapping[str, str] = NO_TIES
 ) -> list[ParameterGroup]:

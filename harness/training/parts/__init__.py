@@ -30,6 +30,7 @@ from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.training.callbacks import StepRecord, TrainerCallback
 from harness.training.engine.context import EngineContext, GradientCompression
+from harness.training.engine.optimizer import GivenOptimizer
 from harness.training.parts.data import DataPart
 
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ class Parts:
         host_memory: opens shared memory for the collectives of CPU ranks on one host.
         compression: reduces gradients between data-parallel ranks in 8 or 4 bits.
         rebalancer: makes the object that rebalances a run's stages (`--rebalance_steps`).
+        user_optimizer: checks the Trainer's `optimizers`, given the run's inputs, model, adapters, config and layout.
         monitors: opens monitors, given their sections of the DeepSpeed JSON, the run's id and the first step.
         argument_notes: returns notes on HuggingFace arguments that have no effect.
     """
@@ -214,6 +216,7 @@ class Parts:
     host_memory: OpenMemory | None = None
     compression: GradientCompression | None = None
     rebalancer: Callable[..., RebalancesStages] | None = None
+    user_optimizer: Callable[..., GivenOptimizer] | None = None
     monitors: Callable[[Mapping[str, JsonObject], str, int], RunMonitors] | None = None
     argument_notes: Callable[[Mapping[str, object]], Sequence[str]] = lambda _: ()
 

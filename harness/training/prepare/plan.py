@@ -5,13 +5,12 @@ There are no collectives here, with one exception: one rank of each host tokenis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -52,12 +51,11 @@ from harness.topology.env import LaunchEnv
 from harness.topology.layout import Layout
 from harness.training.callbacks.early_stopping import require_metric_of_one
 from harness.training.engine.losses import LossFunction
+from harness.training.engine.optimizer import GivenOptimizer
 from harness.training.engine.outputs import Preprocess
-from harness.training.engine.user_optimizer import UserOptimizer, user_optimizer
 from harness.training.parts import Parts, needed
 from harness.training.parts.data import FOLDER, DataRequest, Datasets, UserData, given_samples
 from harness.training.parts.objective import Objective
-from harness.training.prepare.one_model import tensors_in_memory
 from harness.training.prepare.trainable import Model, model_source
 
 if TYPE_CHECKING:
@@ -136,7 +134,7 @@ class RunSpec:
     layout: Layout
     max_steps: int
     checkpoint: Path | None
-    user_optimizer: UserOptimizer | None
+    user_optimizer: GivenOptimizer | None
 
     @property
     def args(self) -> TrainingArguments:
@@ -190,9 +188,6 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     _require_parts(inputs, resolved)
     if source is None:
         _require_config_for_layers(resolved)
-    chosen = _user_optimizer(inputs, source, adaptation, resolved)
-    if chosen is not None:
-        chosen.require_whole(resolved, layout)
     base_seed = args.seed if source is not None and source.weights is None else None
     spec = RunSpec(
         inputs=inputs,
@@ -206,7 +201,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
         layout=layout,
         max_steps=max_steps,
         checkpoint=None,
-        user_optimizer=chosen,
+        user_optimizer=_user_optimizer(inputs, source, adaptation, resolved, layout),
     )
     if not inputs.may_hold_a_run and not args.rank_0_finds_checkpoint:
         return replace(spec, checkpoint=checkpoint_to_resume(spec))
@@ -259,37 +254,13 @@ def _require_objective(inputs: RunInputs, objective: Objective, source: ModelSou
 
 
 def _user_optimizer(
-    inputs: RunInputs, source: ModelSource | None, adaptation: Adapters | None, resolved: Resolved
-) -> UserOptimizer | None:
+    inputs: RunInputs, source: ModelSource | None, adaptation: Adapters | None, resolved: Resolved, layout: Layout
+) -> GivenOptimizer | None:
     """Return the Trainer's `optimizers`, or None. Raises UserError if this run cannot train with them."""
     if inputs.optimizers in (None, (None, None)):
         return None
-    if inputs.peft_config is not None:
-        raise UserError(
-            "optimizers and peft_config exclude each other, as no optimizer can hold adapters that do not exist yet: "
-            "give model=get_peft_model(model, peft_config), and make the optimizer for its parameters"
-        )
-    tensors = tensors_in_memory(inputs.model, source, adaptation)
-    if not tensors:
-        raise UserError(
-            "optimizers needs the model in memory that the optimizer was made for, as "
-            "AutoModelForCausalLM.from_pretrained returns it: give that as model"
-        )
-    if isinstance(inputs.model, Sequence) and any(isinstance(layer, LayerSpec) for layer in inputs.model):
-        raise UserError("optimizers needs the parameters of all layers, but a LayerSpec has none yet: give modules")
-    trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-    if adaptation is not None and not trained:
-        trained = dict(adaptation.tensors)
-    found = user_optimizer(inputs.optimizers, tensors, trained)
-    sections = ["optimizer"] if found.scheduler is None else ["optimizer", "scheduler"]
-    refuse_all(
-        [
-            f"optimizers and the section {section} of the DeepSpeed JSON exclude each other: remove one"
-            for section in sections
-            if section in resolved.config
-        ]
-    )
-    return found
+    find = needed(inputs.parts.user_optimizer, "optimizers", "harness.extras")
+    return find(inputs, source, adaptation, resolved, layout)
 
 
 def checkpoint_to_resume(spec: RunSpec) -> Path | None:

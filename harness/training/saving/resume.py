@@ -32,7 +32,7 @@ from harness.config.values.json_object import JsonObject
 from harness.errors import UserError
 from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, broadcast_object
-from harness.training.engine.user_optimizer import UserOptimizer
+from harness.training.engine.optimizer import GivenOptimizer
 from harness.training.prepare.one_model import require_one_model
 from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint, resolve_for
 from harness.training.prepare.run import Run
@@ -147,7 +147,7 @@ SECTIONS = ("optimizer", "scheduler", "fp16", "gradient_clipping", "train_batch_
 
 
 def hyperparameters(
-    args: TrainingArguments, resolved: Resolved, max_steps: int, user_optimizer: UserOptimizer | None = None
+    args: TrainingArguments, resolved: Resolved, max_steps: int, user_optimizer: GivenOptimizer | None = None
 ) -> JsonObject:
     """Return the settings that affect the remaining steps, under their names as flags or in the JSON."""
     config, values = resolved.config, JsonObject()

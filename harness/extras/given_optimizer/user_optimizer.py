@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,11 +25,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from harness.config import Resolved
 from harness.config.values.json_object import JsonObject
 from harness.errors import UserError, refuse_all
-from harness.hf.adapters import plain_name
+from harness.extras.given_optimizer.update_scope import Scope, scope_of
+from harness.hf.adapters import Adapters, plain_name
+from harness.hf.skeleton import ModelSource
 from harness.optimizers import DEFAULT
 from harness.topology.layout import Layout
 from harness.training.engine.optimizer import LateAdagrad, ParameterGroup, grouped
-from harness.training.engine.update_scope import Scope, scope_of
+from harness.training.prepare.one_model import tensors_in_memory
+from harness.training.prepare.plan import RunInputs
 from harness.wording import counted
 
 INDEX = "group_of_user"
@@ -150,6 +154,11 @@ class UserSchedule:
             raise UserError(f"optimizers: {type(self.scheduler).__name__}.step(): {error}") from error
         self._copy()
 
+    @property
+    def first_learning_rate(self) -> float:
+        """The learning rate of the user's first group."""
+        return self.get_last_lr()[0]
+
     def get_last_lr(self) -> list[float]:
         """Return the learning rate of each of the user's groups."""
         return [float(group["lr"]) for group in self._of_user.param_groups]
@@ -188,6 +197,39 @@ def remade(optimizer: Optimizer, groups: list[ParameterGroup]) -> Optimizer:
     for group in groups:
         made.add_param_group(group)
     return made
+
+
+def of_run(
+    inputs: RunInputs, source: ModelSource | None, adaptation: Adapters | None, resolved: Resolved, layout: Layout
+) -> UserOptimizer:
+    """Return what was given to a run as `optimizers`. UserError if the run cannot train with it."""
+    if inputs.peft_config is not None:
+        raise UserError(
+            "optimizers and peft_config exclude each other, as no optimizer can hold adapters that do not exist yet: "
+            "give model=get_peft_model(model, peft_config), and make the optimizer for its parameters"
+        )
+    tensors = tensors_in_memory(inputs.model, source, adaptation)
+    if not tensors:
+        raise UserError(
+            "optimizers needs the model in memory that the optimizer was made for, as "
+            "AutoModelForCausalLM.from_pretrained returns it: give that as model"
+        )
+    if isinstance(inputs.model, Sequence) and any(isinstance(layer, LayerSpec) for layer in inputs.model):
+        raise UserError("optimizers needs the parameters of all layers, but a LayerSpec has none yet: give modules")
+    trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    if adaptation is not None and not trained:
+        trained = dict(adaptation.tensors)
+    found = user_optimizer(inputs.optimizers, tensors, trained)
+    sections = ["optimizer"] if found.scheduler is None else ["optimizer", "scheduler"]
+    refuse_all(
+        [
+            f"optimizers and the section {section} of the DeepSpeed JSON exclude each other: remove one"
+            for section in sections
+            if section in resolved.config
+        ]
+    )
+    found.require_whole(resolved, layout)
+    return found
 
 
 def user_optimizer(optimizers: object, tensors: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> UserOptimizer:

@@ -17,10 +17,10 @@ from torch.optim import lr_scheduler as schedules
 from transformers import AutoConfig
 
 from harness import Trainer, TrainingArguments, UserError
+from harness.extras.given_optimizer.update_scope import Scope
+from harness.extras.given_optimizer.user_optimizer import UserOptimizer, remade, user_optimizer
 from harness.hf.locate import model_directory
 from harness.installed import is_installed
-from harness.training.engine.update_scope import Scope
-from harness.training.engine.user_optimizer import UserOptimizer, remade, user_optimizer
 from tests.distributed.training import rows
 
 
