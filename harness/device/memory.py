@@ -17,21 +17,18 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 @dataclass
-class _Highest:
-    """Peaks in bytes, up to the last `reset_peak`."""
+class EarlierPeaks:
+    """The highest peaks of a run in bytes, up to the last `reset_peak`."""
 
     device: int = 0
     host: int = 0
 
 
-HIGHEST = _Highest()
-
-
-def reset_peak(device: torch.device) -> None:
-    """Restart the peak that `peak_bytes` returns; HIGHEST keeps the one before."""
-    HIGHEST.host = max(HIGHEST.host, peak_resident_bytes())
+def reset_peak(device: torch.device, earlier: EarlierPeaks) -> None:
+    """Restart the peak that `peak_bytes` returns, and keep the one before in `earlier`."""
+    earlier.host = max(earlier.host, peak_resident_bytes())
     if device.type != "cpu":
-        HIGHEST.device = max(HIGHEST.device, peak_bytes(device))
+        earlier.device = max(earlier.device, peak_bytes(device))
         torch.accelerator.reset_peak_memory_stats(device)
     with suppress(OSError):  # no Linux, or not allowed: the peak stays that of the run
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

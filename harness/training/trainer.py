@@ -32,7 +32,7 @@ from harness.batches.evaluation import EvaluationData, by_prefix
 from harness.batches.stream import BatchStream
 from harness.config.values.json_object import JsonObject
 from harness.console import Console, plain_console
-from harness.device.memory import GIB, HIGHEST, peak_bytes
+from harness.device.memory import GIB, peak_bytes
 from harness.errors import UserError, refuse_all
 from harness.preconditions import establish
 from harness.resilience.process import records, signals
@@ -345,8 +345,8 @@ class Trainer:
             units += run.trainable.loss.units(inputs)
         on_device = run.context.device.type != "cpu"
         peaks = [
-            max(HIGHEST.device, peak_bytes(run.context.device)) if on_device else 0,
-            max(HIGHEST.host, peak_resident_bytes()),
+            max(run.earlier_peaks.device, peak_bytes(run.context.device)) if on_device else 0,
+            max(run.earlier_peaks.host, peak_resident_bytes()),
         ]
         device_bytes, host_bytes = self._reduce_max(peaks)  # the peak of the rank that needs most
         # A callback may read weights on one rank only. Settling is collective, so all ranks settle here.

@@ -25,7 +25,7 @@ from harness.deepspeed.instructions import Observer, Operands
 from harness.deepspeed.pipeline import GivenStages
 from harness.deepspeed.schedule import ScheduledEngine
 from harness.deepspeed.zero3_parameters import held_tensor
-from harness.device.memory import host_bytes, peak_bytes, reset_peak
+from harness.device.memory import EarlierPeaks, host_bytes, peak_bytes, reset_peak
 from harness.device.moments import Moment, moment, seconds_between
 from harness.device.process_group import shared_store
 from harness.parallel.memory import malloc_trim
@@ -328,6 +328,7 @@ class StepMemory:
 
     engine: DeepSpeedEngine
     device: torch.device
+    earlier_peaks: EarlierPeaks
     _before: int = 0
     _held: dict[str, int] = field(default_factory=dict)
     _gradients: int = 0
@@ -336,7 +337,7 @@ class StepMemory:
         """Begin a step; free pages go back to the system first, so that the resident set holds only what is in use."""
         malloc_trim()
         self._held = held_bytes(self.engine, self.device)
-        reset_peak(self.device)
+        reset_peak(self.device, self.earlier_peaks)
         self._before = host_bytes() if self.device.type == "cpu" else torch.accelerator.memory_allocated(self.device)
 
     def note_gradients(self) -> None:

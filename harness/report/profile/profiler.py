@@ -148,7 +148,7 @@ class _Measurement:
 
     def __init__(self, run: Run, is_timed: bool, takes_memory: bool) -> None:
         engine, clock, self.is_timed = run.engine.deepspeed, Clock(run.engine.device), is_timed
-        self.memory = StepMemory(engine, run.engine.device) if takes_memory else None
+        self.memory = StepMemory(engine, run.engine.device, run.earlier_peaks) if takes_memory else None
         self._layers = SpanLog(clock)
         self._stack = ExitStack()
         self._instructions = SpanLog(clock, self._layers)

@@ -16,6 +16,7 @@ from harness.batches.evaluation import EvaluationData
 from harness.batches.stream import BatchStream, dataset_length
 from harness.checkpoint.training_state import EngineState
 from harness.console import Console
+from harness.device.memory import EarlierPeaks
 from harness.hf.adapters import saved_name
 from harness.training.callbacks import TrainerState
 from harness.training.engine.context import EngineContext
@@ -60,6 +61,7 @@ class Run:
         prompts: texts that the model continues at each evaluation, or None.
         prediction: predicted memory and speed; None without the planner, or if it cannot read the model.
         run_id: identifies the run; a resumed run keeps the id of its checkpoint.
+        earlier_peaks: peaks of memory before the profiler restarted the counters.
         state: counters, best evaluation and log history, as passed to callbacks.
         stream: this rank's training samples; None without training data.
         evaluation_is_new: whether the evaluation data was set after the run began and is not yet checked.
@@ -79,6 +81,7 @@ class Run:
     run_id: str
     prompts: SamplePrompts | None = None
     prediction: RunPrediction | None = None
+    earlier_peaks: EarlierPeaks = field(init=False, default_factory=EarlierPeaks)
     state: TrainerState = field(init=False)
     stream: BatchStream | None = field(init=False, default=None)
     evaluation_is_new: bool = field(init=False, default=False)
