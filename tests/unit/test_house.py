@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -70,6 +70,20 @@ SEEDERS = {
     "harness/parallel/pipeline/staged_module.py": "initial weights of a user's own layers, before training",
     "harness/training/engine/build.py": "the generators that training starts with",
 }
+
+# What a process keeps in a module and changes, and why no object that is passed can hold it.
+CHANGED_BY_A_PROCESS = {
+    "harness.checkpoint.run_lock.HELD": "a forked child must find the locks to let go of",
+    "harness.checkpoint.run_lock.MARK": "a forked child is another process, and needs another name",
+    "harness.hf.counts._COUNTED": "a cache by a config, which cannot be hashed",
+    "harness.parallel.collectives._OPEN": "DeepSpeed calls collectives with groups of its own of the same ranks",
+    "harness.parallel.compiling._EAGER": "the functions that a decorator has marked",
+    "harness.parallel.tensor.shared_input._LATEST": "layers of transformers do not know of each other, nor of a run",
+    "harness.resilience.process.activity.ACTIVITY": "the watchdog reads it while any code runs or hangs",
+    "harness.resilience.process.records.THIS_RANK": "an error anywhere says what this rank was doing",
+    "harness.resilience.process.signals._OF_THREAD": "hooks of a fork are given no arguments",
+}
+CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 
 # Imports for types alone that would close a circle, and why.
 FOR_TYPES_ALONE = {
@@ -296,6 +310,49 @@ def test_nothing_mutable_is_shared():
                 names = [target.id for target in targets if isinstance(target, ast.Name)]
                 shared += [f"{where(path, node)} {n}" for n in names if not n.isupper() and not n.startswith("__")]
     assert shared == []
+
+
+def changed_names(path: Path) -> Iterator[str]:
+    """Names of a module, its own or imported ones, whose values its functions change."""
+    own = {name.id for node in tree(path).body if not is_block(node) for name in ast.walk(node) if is_stored(name)}
+    homes = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in nodes(path)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("harness")
+        for alias in node.names
+        if alias.name.isupper()
+    }
+    homes |= {name: f"{module_name(path)}.{name}" for name in own}
+    if homes.keys().isdisjoint(changed_in(nodes(path))):  # as in almost all modules
+        return
+    for function in functions(path):
+        inside = list(ast.walk(function))
+        local = {node.id for node in inside if is_stored(node)} | {n.arg for n in inside if isinstance(n, ast.arg)}
+        yield from (homes[name] for name in changed_in(inside) if name in homes and name not in local)
+
+
+def changed_in(found: Iterable[ast.AST]) -> Iterator[str]:
+    """Names whose values are changed: by an assignment to an item or an attribute, or by a method."""
+    for node in found:
+        match node:
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+                yield name
+            case ast.Attribute(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+                yield name
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if method in CHANGES:
+                yield name
+
+
+def is_stored(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def is_block(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+
+def test_what_a_module_keeps_and_changes_is_listed():
+    assert {name for path in PRODUCT for name in changed_names(path)} == set(CHANGED_BY_A_PROCESS)
 
 
 def families() -> set[str]:
