@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.errors import UserError
+from harness.resilience.hostfile import MOST_SLOTS, read_hostfile
 from harness.resilience.options import HOSTFILE, Options
 from harness.topology.env import SECRET, inherited
 from harness.topology.interfaces import address_towards, listen_at
-from harness.topology.placement import MOST_SLOTS, read_hostfile
 from harness.topology.processes import own_python
 from harness.topology.slurm import Allocation, address_of
 from harness.verb_parser import integer

@@ -12,10 +12,10 @@ from harness.command_line.other_programs import other_programs
 from harness.config.values.json_object import JsonObject
 from harness.config.values.paths import usable_file
 from harness.errors import UserError
+from harness.resilience.hostfile import MOST_SLOTS
 from harness.topology.env import inherited
 from harness.topology.interfaces import is_host
 from harness.topology.launchers import HostAssignment
-from harness.topology.placement import MOST_SLOTS
 from harness.verb_parser import LARGEST, Boolean, VerbParser, integer
 
 T = TypeVar("T")
