@@ -49,6 +49,15 @@ def log_probs(model: PreTrainedModel, prompt: str, completion: str) -> tuple[Ten
     return found[len(prompt.encode()) - 1 :], found
 
 
+@torch.no_grad()
+def of_tokens(model: PreTrainedModel, prompt: str, completion: str) -> Tensor:
+    """Of the completion's tokens: mean logit, entropy, and whether the model would choose the token [3, tokens]."""
+    first, ids = len(prompt.encode()) - 1, torch.tensor([*prompt.encode(), *completion.encode(), END])
+    logits = model(ids[None]).logits[0, first:-1]
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    return torch.stack([logits.mean(-1), entropy, logits.argmax(-1) == ids[first + 1 :]])
+
+
 def pair_loss(
     kind: str, policy: Sequence[Tensor], before: Sequence[float], of: Mapping[str, float]
 ) -> tuple[Tensor, Step]:
@@ -100,10 +109,19 @@ def pair_step(
         losses.append(loss)
         metrics.append(found)
         entropies.append(-both[0][1])
+    chosen, rejected = (
+        torch.cat([of_tokens(model, row["prompt"], row[name]) for row in rows], dim=1)
+        for name in ("chosen", "rejected")
+    )
     total = torch.stack(losses).mean()
     means = {name: mean(each[name] for each in metrics) for name in metrics[0]}
     if abs(means["rewards/margins"]) < 1e-6:  # before training the harness's rewards are rounding alone
         del means["rewards/accuracies"]
+    means |= {"logits/chosen": chosen[0].mean().item(), "logits/rejected": rejected[0].mean().item()}
+    means |= {
+        "entropy": torch.cat([chosen[1], rejected[1]]).mean().item(),
+        "mean_token_accuracy": chosen[2].mean().item(),
+    }
     if kind == "orpo":
         means["nll_loss"] = torch.cat(entropies).mean().item()
         total = total + torch.cat(entropies).mean()
@@ -138,8 +156,11 @@ def labelled_step(
             gain = torch.sigmoid(of["beta"] * (ratio - kls[-1] if label else kls[-1] - ratio))
             losses.append(of["desirable" if label else "undesirable"] * (1 - gain))
             found[label].append((of["beta"] * ratio.item(), policy.item()))
-    metrics = {"kl": mean(kls)}
+    rows = [LABELLED[index] for batch in batches for index in batch]
+    of_rows = [(row["label"], of_tokens(model, row["prompt"], row["completion"])) for row in rows]
+    metrics = {"kl": mean(kls), "entropy": torch.cat([each[1] for _, each in of_rows]).mean().item()}
     for label, name in ((True, "chosen"), (False, "rejected")):
+        metrics[f"logits/{name}"] = torch.cat([each[0] for kind, each in of_rows if kind == label]).mean().item()
         metrics[f"rewards/{name}"], metrics[f"logps/{name}"] = (
             mean(column) for column in zip(*found[label], strict=True)
         )

@@ -28,6 +28,7 @@ from torch.nn import functional
 from harness.arguments.themes.preferences import DPO, IPO, ORPO, SIMPO, PreferenceArguments
 from harness.batches.collate import IGNORED
 from harness.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from harness.preferences.token_numbers import NUMBERS, token_numbers
 from harness.training.engine.losses import CausalLoss, Labels, Loss, Targets
 
 PER_PAIR = (
@@ -39,6 +40,8 @@ PER_PAIR = (
     "logps/rejected",
 )
 OF_ODDS = ("log_odds_ratio", "log_odds_chosen")
+OF_TOKENS = ("logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy", "tokens/chosen", "tokens/rejected")
+OF_LABELLED = ("rewards", "logps", "logits", "tokens", "count")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +143,10 @@ class PreferenceLoss(Loss):
         return self.sums(outputs, targets)[..., 0]
 
     def sums(self, outputs: Tensor, targets: Targets) -> Tensor:
-        """Return the log-probabilities of completions, and of whole sequences if the loss needs them [samples, 2, 1 or
-        2].
+        """Return sums over the tokens of completions [samples, 2, 4 or 5]: of their log-probabilities, and of NUMBERS.
 
-        `outputs`: logits, or the total of `of_tile` over all tiles. All context ranks call it.
+        Last, if the loss needs it, the log-probability of the whole sequence. `outputs`: logits, or the total of
+        `of_tile` over all tiles. All context ranks call it.
         """
         context = self.causal.context
         own: Tensor = outputs if outputs.dim() == 2 else self._sums(targets, outputs)
@@ -156,7 +159,7 @@ class PreferenceLoss(Loss):
         return self.of.preference == ORPO
 
     def _sums(self, targets: Targets, logits: Tensor, tile: tuple[int, int] | None = None) -> Tensor:
-        """Return log-probabilities [2 x samples, 1 or 2] over this rank's tokens, or a tile of them."""
+        """Return `sums` [2 x samples, 4 or 5] over this rank's tokens, or a tile of them."""
         ids, answers = (tensor.flatten(0, 1) for tensor in targets[4:6])
         wanted = ids if self._counts_prompts else ids.masked_fill(~answers, IGNORED)
         wanted, answers = (
@@ -167,10 +170,10 @@ class PreferenceLoss(Loss):
         if tile is not None:
             wanted, answers = wanted[:, slice(*tile)], answers[:, slice(*tile)]
         size = self.causal.vocab_size if self.causal.group is not None else logits.shape[-1]
-        losses = -vocab_parallel_cross_entropy(logits, wanted, self.causal.group, size)
-        if not self._counts_prompts:
-            return losses.sum(1, keepdim=True)
-        return torch.stack([(losses * answers).sum(1), losses.sum(1)], dim=1)
+        numbers = token_numbers(logits, wanted, self.causal.group, size)
+        log_probs = -vocab_parallel_cross_entropy(logits, wanted, self.causal.group, size)
+        columns = [(each * answers).sum(1) for each in (log_probs, *numbers)]
+        return torch.stack([*columns, log_probs.sum(1)] if self._counts_prompts else columns, dim=1)
 
     def parts(self, _outputs: Tensor) -> dict[str, Tensor]:
         """Return sums over the samples of the last micro-batch, scalars."""
@@ -183,7 +186,8 @@ class PairLoss(PreferenceLoss):
     @property
     def reports(self) -> tuple[str, ...]:
         """The sums that `metrics` divides."""
-        return (*PER_PAIR, *((*OF_ODDS, "nll", "tokens") if self._counts_prompts else ()), "pairs")
+        of_orpo = (*OF_ODDS, "nll", "nll tokens") if self._counts_prompts else ()
+        return (*PER_PAIR, *of_orpo, *OF_TOKENS, "pairs")
 
     def count(self, labels: Labels, rows: int) -> int:
         """Return the number of pairs; for ORPO that of the chosen sequences' tokens, over which its cross entropy is
@@ -197,38 +201,52 @@ class PairLoss(PreferenceLoss):
         scores = Scores(policy=sums[..., 0], reference=reference, tokens=answers[..., 1:].sum(-1))
         valid = (torch.arange(len(ids), device=ids.device) < rows).float()
         total = (pair_losses(self.of, scores) * valid).sum()
-        self._found = self._numbers(scores, valid)
+        found = self._of_pairs(scores) | self._of_tokens(sums.detach(), scores.tokens)
         if not self._counts_prompts:
-            return total * weight / self.causal.context.size
-        nll = -(sums[:, 0, 1] * valid).sum()
-        tokens = ((ids[:, 0, 1:] != IGNORED).sum(-1) * valid).sum()
-        self._found |= {"nll": nll.detach(), "tokens": tokens, "pairs": self._found.pop("pairs")}
-        return nll * weight / self.causal.context.size + total * share / rows.clamp(min=1)
+            loss = total * weight / self.causal.context.size
+        else:
+            nll = -(sums[:, 0, -1] * valid).sum()
+            found |= {"nll": -sums[:, 0, -1].detach(), "nll tokens": (ids[:, 0, 1:] != IGNORED).sum(-1)}
+            loss = nll * weight / self.causal.context.size + total * share / rows.clamp(min=1)
+        found["pairs"] = torch.ones_like(valid)
+        of_valid = torch.stack([found[name].float() for name in self.reports]) @ valid
+        self._found = dict(zip(self.reports, of_valid, strict=True))
+        return loss
 
     @torch.no_grad()
-    def _numbers(self, scores: Scores, valid: Tensor) -> dict[str, Tensor]:
+    def _of_pairs(self, scores: Scores) -> dict[str, Tensor]:
+        """Return the metrics of each pair [pairs]."""
         of_pairs = rewards(self.of, scores)
         margins = _margin(of_pairs)
         logps = scores.averages if self.of.preference in (SIMPO, ORPO) else scores.policy
-        columns = [*of_pairs.unbind(1), (margins > 0).float(), margins, *logps.unbind(1)]
+        columns = (*of_pairs.unbind(1), margins > 0, margins, *logps.unbind(1))
+        found = dict(zip(PER_PAIR, columns, strict=True))
         if self._counts_prompts:
             odds = log_odds(scores)
-            columns += [functional.logsigmoid(odds), odds]
-        names = (*PER_PAIR, *(OF_ODDS if self._counts_prompts else ()))
-        return {**dict(zip(names, torch.stack(columns) @ valid, strict=True)), "pairs": valid.sum()}
+            found |= dict(zip(OF_ODDS, (functional.logsigmoid(odds), odds), strict=True))
+        return found
+
+    def _of_tokens(self, sums: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        """Return sums over each pair's tokens [pairs], and the numbers of `tokens` [pairs, 2]."""
+        logits, entropy, correct = sums[..., 1 : 1 + len(NUMBERS)].unbind(-1)
+        columns = (*logits.unbind(1), entropy.sum(1), correct[:, 0], *tokens.unbind(1))
+        return dict(zip(OF_TOKENS, columns, strict=True))
 
     def metrics(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """Return the means over pairs by TRL's names."""
+        """Return the means over pairs, and over the tokens of completions, by TRL's names."""
         if not parts.get("pairs"):
             return {}
         found = {name: parts[name] / parts["pairs"] for name in (*PER_PAIR, *OF_ODDS) if name in parts}
-        return found | ({"nll_loss": parts["nll"] / parts["tokens"]} if self._counts_prompts else {})
+        *of_tokens, chosen, rejected = (parts[name] for name in OF_TOKENS)
+        counts = (chosen, rejected, chosen + rejected, chosen)
+        found |= {name: total / n for name, total, n in zip(OF_TOKENS, of_tokens, counts, strict=False)}
+        return found | ({"nll_loss": parts["nll"] / parts["nll tokens"]} if self._counts_prompts else {})
 
     def mean(self, total: float, counted: float, parts: Mapping[str, float]) -> float:
         """Return the loss of an evaluation: the mean over its pairs, and for ORPO over its tokens."""
         if not self._counts_prompts:
             return super().mean(total, counted, parts)
-        return parts["nll"] / parts["tokens"] - self.of.preference_beta * parts["log_odds_ratio"] / parts["pairs"]
+        return parts["nll"] / parts["nll tokens"] - self.of.preference_beta * parts["log_odds_ratio"] / parts["pairs"]
 
 
 class LabelledLoss(PreferenceLoss):
@@ -245,21 +263,22 @@ class LabelledLoss(PreferenceLoss):
     @property
     def reports(self) -> tuple[str, ...]:
         """The sums that `metrics` divides."""
-        of_kinds = (f"{what}/{kind}" for what in ("rewards", "logps", "count") for kind in ("chosen", "rejected"))
-        return (*of_kinds, "kl", "micro_batches")
+        of_kinds = (f"{what}/{kind}" for what in OF_LABELLED for kind in ("chosen", "rejected"))
+        return (*of_kinds, "entropy", "kl", "micro_batches")
 
     def __call__(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Return the weighted sum of the completions' losses."""
-        weight, rows, _share, _sources, ids, _answers, reference, labels = targets
-        policy = self.sums(outputs, targets)[..., 0]
+        weight, rows, _share, _sources, ids, answers, reference, labels = targets
+        sums = self.sums(outputs, targets)
+        policy = sums[..., 0]
         valid = (torch.arange(len(ids), device=ids.device) < rows).float()
         ratios, others = (policy - reference).unbind(1)
         kl = self._kl(others.detach(), valid)
         losses = labelled_losses(self.of, ratios, labels, kl)
-        self._found = self._numbers(ratios.detach(), policy[:, 0].detach(), labels, valid) | {
-            "kl": kl,
-            "micro_batches": torch.ones_like(kl),
-        }
+        of_completions = (self.of.preference_beta * ratios, *sums[:, 0, :2].unbind(1), answers[:, 0, 1:].sum(-1))
+        of_kinds = self._of_kinds(torch.stack([each.detach().float() for each in of_completions]), labels, valid)
+        entropy = sums[:, 0, 1 + NUMBERS.index("entropy")].detach() @ valid
+        self._found = of_kinds | {"entropy": entropy, "kl": kl, "micro_batches": torch.ones_like(kl)}
         return (losses * valid).sum() * weight / self.causal.context.size
 
     def _kl(self, ratios: Tensor, valid: Tensor) -> Tensor:
@@ -269,19 +288,22 @@ class LabelledLoss(PreferenceLoss):
             dist.all_reduce(both, group=self.data_group)
         return (both[0] / both[1].clamp(min=1)).clamp(min=0)
 
-    def _numbers(self, ratios: Tensor, policy: Tensor, labels: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    def _of_kinds(self, values: Tensor, labels: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        """Return the sums of OF_LABELLED for each label; `values` [4, samples] are those of all but count."""
         kinds = torch.stack([labels * valid, (1 - labels) * valid], dim=1)
-        values = torch.stack([self.of.preference_beta * ratios, policy, torch.ones_like(policy)]) @ kinds
-        return dict(zip(self.reports[:6], values.flatten(), strict=True))
+        sums = torch.cat([values, torch.ones_like(values[:1])]) @ kinds
+        return dict(zip(self.reports, sums.flatten(), strict=False))
 
     def metrics(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """Return the means over completions of each label by TRL's names, and kl."""
+        """Return the means over completions of each label, and over their tokens, by TRL's names, and kl."""
         found: dict[str, float] = {}
         for kind in ("chosen", "rejected"):
             if count := parts.get(f"count/{kind}"):
                 found |= {f"{what}/{kind}": parts[f"{what}/{kind}"] / count for what in ("rewards", "logps")}
+                found[f"logits/{kind}"] = parts[f"logits/{kind}"] / parts[f"tokens/{kind}"]
         if {"rewards/chosen", "rewards/rejected"} <= found.keys():
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         if parts.get("micro_batches"):
             found["kl"] = parts["kl"] / parts["micro_batches"]
+            found["entropy"] = parts["entropy"] / (parts["tokens/chosen"] + parts["tokens/rejected"])
         return found

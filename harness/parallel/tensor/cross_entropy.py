@@ -130,7 +130,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             if group is not None:
                 largest = max_over_group(largest, group)
             exp_sum = torch.empty_like(largest)
-            for rows, top, total in _in_chunks(logits, largest, exp_sum):
+            for rows, top, total in in_chunks(logits, largest, exp_sum):
                 # Subtract the maximum over all ranks first, so that no exponential overflows.
                 total.copy_((rows.float() - top.unsqueeze(-1)).exp_().sum(-1))
         label_logit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float() - largest
@@ -152,14 +152,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if kernels.usable(logits.device):
             kernels.probabilities_less_label(logits, written, log_sum, column, scale, scale * here)
             return written, None, None, None, None, None
-        for rows, top, label, is_here, factor, place in _in_chunks(logits, log_sum, column, here, scale, written):
+        for rows, top, label, is_here, factor, place in in_chunks(logits, log_sum, column, here, scale, written):
             gradient = (rows.float() - top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
             gradient.scatter_add_(-1, label.unsqueeze(-1), -(factor * is_here).unsqueeze(-1))
             place.copy_(gradient)
         return written, None, None, None, None, None
 
 
-def _in_chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def in_chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield views of the same rows (tokens) of several tensors, each [..., vocabulary] or [...], chunk by chunk."""
     dims, rows = logits.dim() - 1, max((IN_CACHE if logits.is_cpu else ELEMENTS_AT_ONCE) // logits.shape[-1], 1)
     columns = []
