@@ -11,7 +11,7 @@ from harness.arguments.configure import RunConfig
 from harness.arguments.themes.lora import LoraArguments, require_peft
 from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import PYTHON_STDLIB, ScriptArguments
-from harness.checkpoint.directories import optimizer_name, require_same_optimizer
+from harness.checkpoint.directories import optimizer_name, require_same_objective, require_same_optimizer
 from harness.checkpoint.integrity import find_resume
 from harness.checkpoint.run_lock import lock_directory
 from harness.config.model.families import require_trainable_family
@@ -19,7 +19,7 @@ from harness.data.files.sources import TOKENS, source_groups, validation_group
 from harness.data.inputs.early_checks import read_prompts
 from harness.data.streaming.flags import refuse_buffer, require_streamable
 from harness.data.tokenizer import BYTES, tokenizer_directory, tokenizer_name
-from harness.errors import UserError, reason, refuse_all
+from harness.errors import UserError, reason
 from harness.hf.locate import model_directory
 from harness.installed import read_run_config, require_installed
 from harness.topology.env import LaunchEnv
@@ -47,6 +47,7 @@ def check_before_start(
         resume = find_resume(output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
         if resume is not None:
             require_same_optimizer(resume, optimizer_name(config.resolved))
+            require_same_objective(resume, "" if preference is None else preference.settings)
     require_writable(output_dir)
     return config
 
@@ -87,17 +88,26 @@ def _require_data(script: ScriptArguments, args: TrainingArguments) -> None:
     if script.validation_file is not None and not args.trains:
         validation_group(script.validation_file)
         return
-    tokens = [group.paths[0] for group in source_groups(script.train_file) if group.kind == TOKENS]
+    tokens = next((group.paths[0] for group in source_groups(script.train_file) if group.kind == TOKENS), None)
     if script.validation_file is not None:
         validation_group(script.validation_file)
-    elif script.holds_out(evaluates=args.evaluates or args.do_eval) and (tokens or script.streaming):
-        kind = "a stream" if script.streaming else tokens[0]
+    _require_streamed(script, args, tokens)
+
+
+def _require_streamed(script: ScriptArguments, args: TrainingArguments, tokens: str | None) -> None:
+    """Raise UserError for flags that a stream cannot follow, or that need one; `tokens` is a path of token files."""
+    if (
+        script.validation_file is None
+        and script.holds_out(evaluates=args.evaluates or args.do_eval)
+        and (tokens or script.streaming)
+    ):
+        kind = "a stream" if script.streaming else tokens
         raise UserError(f"no part of {kind} can be held out for evaluation: give a --validation_file")
     if not script.streaming:
         refuse_buffer(args)
         return
     if tokens:
-        raise UserError(f"--streaming: {tokens[0]} is mapped as it is, never read ahead: leave out --streaming")
+        raise UserError(f"--streaming: {tokens} is mapped as it is, never read ahead: leave out --streaming")
     require_streamable(args, "--streaming")
 
 
@@ -106,15 +116,11 @@ def _require_preferences(
 ) -> None:
     """Raise UserError for preferences that cannot be read as the flags ask, by their first rows."""
     require_installed("harness.preferences", f"--preference {preference.preference}")
-    from harness.preferences.items import obstacles, require_exchange, require_first_rows
+    from harness.preferences.items import require_data
 
-    streams = [f"--streaming does not work with --preference {preference.preference}: remove it"]
-    refuse_all([*(streams if script.streaming else []), *obstacles(preference, args)])
-    require_exchange(preference, micro_batch)
+    require_data(script, args, preference, micro_batch)
     if args.trains or script.validation_file is None:
-        require_first_rows(script.train_file, preference)
-    if script.validation_file is not None:
-        require_first_rows(script.validation_file, preference)
+        _require_streamed(script, args, None)
 
 
 def limit_trial(script: ScriptArguments, args: TrainingArguments) -> str | None:

@@ -123,6 +123,7 @@ class TrainingProgress:
         seed: seed of the order of samples.
         data: digest of the training data.
         adapters: settings of the trained adapters as JSON; "" if the weights themselves are trained.
+        objective: settings of the objective, such as preferences; "" for the next token, or a user's own loss.
         base: checksums of the base model's weights by name; empty without adapters.
         model: layers and sizes as text.
         model_config: HuggingFace config entries that change the computation.
@@ -149,6 +150,7 @@ class TrainingProgress:
     seed: int
     data: str
     adapters: str = ""
+    objective: str = ""
     base: dict[str, str] = field(default_factory=dict)
     model: str = ""
     model_config: JsonObject = field(default_factory=dict)
@@ -252,6 +254,14 @@ def require_same_adapters(checkpoint: Path, adapters: str) -> None:
         raise UserError(
             f"{checkpoint} contains {theirs}{other}, but this run trains {ours}: resume with the saved settings"
         )
+
+
+def require_same_objective(checkpoint: Path, objective: str) -> None:
+    """Raise UserError if checkpoint and run have different objectives, or one of other settings."""
+    saved = read_progress(checkpoint).objective
+    if saved != objective:
+        theirs, ours = (text or "the next token" for text in (saved, objective))
+        raise UserError(f"{checkpoint} was trained on {theirs}, but this run on {ours}: resume with the saved settings")
 
 
 def require_same_base(checkpoint: Path, base: Mapping[str, str]) -> None:

@@ -7,8 +7,10 @@ within a sample or two. Each source has its own shuffled order, and begins a new
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +18,13 @@ from torch import Tensor
 
 from harness.batches.collate import MapDataset
 from harness.batches.order import Indices, OwnOrder, SeveralSources, sample_order
+from harness.batches.padding import PaddedSamples
 from harness.data.blocks import Blocks
 from harness.data.samples import Samples
 from harness.data.shares import Shares
 from harness.parallel.generators import seed_of
 
-Source = Blocks | Samples
+Source = PaddedSamples
 
 
 class Joined(SeveralSources):
@@ -43,13 +46,13 @@ class Joined(SeveralSources):
         index %= len(self)
         number = bisect_right(self._ends, index)
         source = self.sources[number]
-        sample = source[index - self._ends[number] + len(source)]
+        sample = cast("Mapping[str, Tensor]", source[index - self._ends[number] + len(source)])
         return {"labels": sample["input_ids"], **sample}
 
     def lengths(self, rows: npt.ArrayLike | None = None) -> npt.NDArray[np.integer]:
-        """Return the number of tokens of these samples, by default of all, without padding."""
+        """Return the number of tokens of these samples, by default of all, without padding: as the sources do."""
         asked = np.arange(len(self)) if rows is None else np.asarray(rows)
-        found = np.empty(len(asked), dtype=np.int64)
+        found = np.empty((len(asked), *self.sources[0].lengths([0]).shape[1:]), dtype=np.int64)
         numbers = np.searchsorted(self._ends, asked, side="right")
         for number in np.unique(numbers):
             here, source = numbers == number, self.sources[number]
@@ -66,10 +69,16 @@ class Joined(SeveralSources):
             return {}
         return {name: Joined([source]) for name, source in zip(self.short_names, self.sources, strict=True)}
 
-    def padded_to(self, length: int) -> Joined:
+    def padded_to(self, length: int) -> Self:
         """Return the same samples padded to `length` tokens; a longer sample must not be read from the result."""
-        joined = Joined([source.padded_to(length) for source in self.sources], self.names)
+        joined = self.with_sources([source.padded_to(length) for source in self.sources])
         joined.block_size = length
+        return joined
+
+    def with_sources(self, sources: Sequence[Source]) -> Self:
+        """Return a copy with other sources of the same sizes."""
+        joined = copy.copy(self)
+        joined.sources = list(sources)
         return joined
 
 

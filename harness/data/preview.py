@@ -38,7 +38,9 @@ def composition(data: AnyDataset | None) -> JsonObject:
     """
     if not isinstance(data, Joined | Blocks | Samples):
         return {}
-    sources = data.sources if isinstance(data, Joined) else [data]
+    sources = [
+        each for each in (data.sources if isinstance(data, Joined) else [data]) if isinstance(each, Blocks | Samples)
+    ]
     names: Sequence[str] = data.names if isinstance(data, Mixture) else [""] * len(sources)
     shares: Sequence[float | None] = data.shares if isinstance(data, Mixture) else [None] * len(sources)
     rows = [

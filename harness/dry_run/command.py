@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
 from harness.arguments.themes.lora import LoraArguments
-from harness.arguments.themes.preferences import SEQUENCES, PreferenceArguments
+from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import ScriptArguments
 from harness.atomic import replace_text
 from harness.command_line import parse
@@ -65,9 +65,7 @@ def dry_run(argv: Sequence[str]) -> int:
         from harness.dry_run.rank import dry_run_rank
         from harness.dry_run.report import as_json, as_text
 
-        plan = dry_run_plan(script, args, config, lora, own.device)
-        if preference.preference is not None:
-            plan = replace(plan, sequences=SEQUENCES)
+        plan = dry_run_plan(script, args, config, lora, preference, own.device)
         layout = plan.layout
         ranks = [layout.stage_ranks(stage)[0] for stage in range(layout.pp_size)] if rank is None else [rank]
         timelines: dict[int, Sequence[TimelineSpan]] = {}
@@ -124,11 +122,17 @@ def _rank(text: str) -> int | None:
 
 
 def dry_run_plan(
-    script: ScriptArguments, args: TrainingArguments, config: RunConfig, lora: LoraArguments, device: str = "gpu"
+    script: ScriptArguments,
+    args: TrainingArguments,
+    config: RunConfig,
+    lora: LoraArguments,
+    preference: PreferenceArguments | None = None,
+    device: str = "gpu",
 ) -> DryRun:
     """Return the settings of the dry run. Raises UserError for whatever a run would refuse before its ranks meet."""
     import torch
 
+    from harness.composition import preferences
     from harness.data.inputs.datasets import SampleForm
     from harness.data.tokenizer import load_tokenizer
     from harness.device.process_group import require_device, require_precision
@@ -141,6 +145,9 @@ def dry_run_plan(
     source, adaptation = adapted(read_source(script.model), lora.peft_config())
     if source is None:
         raise UserError("a dry run needs a HuggingFace decoder")
+    objective = None if preference is None else preferences(preference)
+    if objective is not None:
+        source = replace(source, prepare=objective.prepare_model)
     tokenizer = load_tokenizer(script.tokenizer_name, model_directory(script.model))
     resolved, max_steps, layout = resolve_for(source, args, config, None)
     if device == "cpu":
@@ -154,4 +161,5 @@ def dry_run_plan(
         layout=layout,
         block_size=SampleForm.of(tokenizer, source, args).block_size,
         max_steps=max_steps,
+        objective=objective,
     )

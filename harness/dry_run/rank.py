@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.arguments import TrainingArguments
+from harness.batches.collate import MicroBatch
 from harness.config import Resolved
 from harness.config.model.shares import Stretch
 from harness.deepspeed import gradient_norm
@@ -53,7 +54,9 @@ from harness.topology.layout import Layout
 from harness.training.engine.build import build_engine
 from harness.training.engine.context import DTYPES, EngineContext
 from harness.training.engine.engine import Engine, PipelineStages
+from harness.training.engine.losses import with_objective
 from harness.training.parts import Parts
+from harness.training.parts.objective import Objective
 from harness.training.prepare.stages import choose_boundaries
 from harness.training.prepare.trainable import TrainableModel, require_compilable, trainable_decoder
 from harness.verify.stretches import context_plan
@@ -95,8 +98,8 @@ class DryRun:
 
     Attributes:
         block_size: tokens of a sequence.
-        sequences: sequences of a sample.
         max_steps: steps of the run, for its learning-rate schedule.
+        objective: what is trained on instead of the next token.
     """
 
     args: TrainingArguments
@@ -106,12 +109,20 @@ class DryRun:
     layout: Layout
     block_size: int
     max_steps: int
-    sequences: int = 1
+    objective: Objective | None = None
 
     @property
     def rows(self) -> int:
         """The sequences of a micro-batch."""
-        return self.resolved.micro_batch * self.sequences
+        return self.resolved.micro_batch * (1 if self.objective is None else self.objective.sequences)
+
+    @property
+    def example(self) -> MicroBatch:
+        """A micro-batch: token ids [rows, block_size], and the labels."""
+        if self.objective is not None:
+            return self.objective.example(self.resolved.micro_batch, self.block_size)
+        ids = torch.zeros((self.rows, self.block_size), dtype=torch.long)
+        return ids, ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +163,9 @@ def simulated_rank(plan: DryRun, env: LaunchEnv) -> Iterator[SimulatedRank]:
         )
         parts = Parts(fusing=fusing, plan_tokens=context_plan)
         trainable = trainable_decoder(plan.source, context, plan.block_size, plan.adaptation, parts=parts)
+        if plan.objective is not None:
+            loss = partial(plan.objective.loss, data_group=groups.dp_group)
+            trainable = replace(trainable, loss=with_objective(trainable.loss, loss))
         if plan.resolved.compile_backend is not None:
             require_compilable(trainable, plan.resolved.compile_backend, plan.resolved.compile_options)
         boundaries = choose_boundaries(trainable, context, None)
@@ -195,8 +209,8 @@ def dry_run_rank(plan: DryRun, env: LaunchEnv, hardware: Hardware | None = None)
             memory, messages = _two_steps(rank)
             if hardware is not None:
                 rank.engine.deepspeed.overlaps = overlaps
-                ids = torch.zeros((plan.rows, plan.block_size), dtype=torch.long)
-                timeline = predicted_step(rank.engine, plan.resolved, Tape(hardware, plan.layout, env.rank), ids)
+                tape = Tape(hardware, plan.layout, env.rank)
+                timeline = predicted_step(rank.engine, plan.resolved, tape, plan.example)
         except ASKS_FOR_VALUES as error:
             untried = f"a step, as it looks at values ({type(error).__name__}: {str(error).splitlines()[0]})"
         chunks = {
@@ -278,7 +292,7 @@ def expect_peers(rank: SimulatedRank) -> None:
     if isinstance(engine, PipelineStages):
         cut_step(engine.deepspeed, 1)
         own = plan.resolved.chunks.of_stage(rank.context.groups.coordinate.stage)
-        ids = _token_ids(plan)
+        ids, _ = plan.example
         earlier = {
             chunk: _before(rank.trainable, rank.boundaries, rank.context.dtype, chunk, ids) for chunk in own if chunk
         }
@@ -287,14 +301,9 @@ def expect_peers(rank: SimulatedRank) -> None:
 
 def make_step(rank: SimulatedRank, micro_batches: int) -> None:
     """Make one optimizer step with fewer micro-batches than a run's."""
-    engine, ids = rank.engine, _token_ids(rank.plan)
+    engine = rank.engine
     cut_step(engine.deepspeed, micro_batches)
-    engine.train_step([(ids, ids)] * micro_batches if engine.reads_data else [], 0, rank.plan.block_size)
-
-
-def _token_ids(plan: DryRun) -> Tensor:
-    """Return the token ids of a micro-batch [samples, tokens]."""
-    return torch.zeros((plan.rows, plan.block_size), dtype=torch.long)
+    engine.train_step([rank.plan.example] * micro_batches if engine.reads_data else [], 0, rank.plan.block_size)
 
 
 def _on_device(memory: Memory, engine: Engine, plan: DryRun) -> Memory:
@@ -340,7 +349,7 @@ def _in_flight(engine: Engine, plan: DryRun, kept: Mapping[int, int]) -> float:
 
 
 def _before(
-    trainable: TrainableModel, boundaries: Sequence[int], dtype: torch.dtype, stage: int, ids: Tensor
+    trainable: TrainableModel, boundaries: Sequence[int], dtype: torch.dtype, stage: int, ids: Value
 ) -> Received:
     """Return what the previous stage sends for these ids: all earlier layers are built, run and freed one by one.
 

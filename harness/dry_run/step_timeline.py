@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from torch import Tensor
-
+from harness.batches.collate import MicroBatch
 from harness.config import Resolved
 from harness.deepspeed.instructions import Observer
 from harness.deepspeed.no_peers import announce_halves, cut_step
@@ -21,17 +20,18 @@ from harness.dry_run.timeline import StepClock, TimelineSpan, between
 from harness.parallel.pipeline.schedules.instructions import Action, instructions, make_schedule
 from harness.schedules import SCHEDULES
 from harness.training.engine.engine import Engine, PipelineStages
+from harness.training.engine.losses import first_tensor
 
 WEIGHTS = "weights"
 """The stream of weights that travel: they have a process group of their own."""
 
 
-def predicted_step(engine: Engine, resolved: Resolved, tape: Tape, ids: Tensor) -> list[TimelineSpan]:
+def predicted_step(engine: Engine, resolved: Resolved, tape: Tape, micro_batch: MicroBatch) -> list[TimelineSpan]:
     """Let an engine without peers make a step on the tape, and return the timeline of a whole step.
 
     Args:
         resolved: the run's config, whose schedule the engine follows from now on.
-        ids: token ids of a micro-batch, [samples, tokens].
+        micro_batch: token ids [sequences, tokens], and labels.
     """
     deepspeed, accumulation = engine.deepspeed, resolved.accumulation
     is_pipeline = isinstance(engine, PipelineStages)
@@ -43,13 +43,13 @@ def predicted_step(engine: Engine, resolved: Resolved, tape: Tape, ids: Tensor) 
     else:
         # a step after another micro-batch than the last updates nothing, and the next forward pass follows
         announce_halves(deepspeed, lambda name: tape.begin("ForwardPass" if name == "OptimizerStep" else name))
-    batches = [(ids, ids)] * min(2, accumulation)
+    batches, tokens = [micro_batch] * min(2, accumulation), first_tensor(micro_batch[0]).shape[1]
     weights_travel = is_pipeline and deepspeed.weights is not None and deepspeed.overlaps
     update_before: list[Event] = []
     with tape:
         for repeats in (True, False) if weights_travel else (False,):
             cut_step(deepspeed, len(batches))
-            engine.train_step(batches if engine.reads_data else [], 0, ids.shape[1], settles=not weights_travel)
+            engine.train_step(batches if engine.reads_data else [], 0, tokens, settles=not weights_travel)
             if repeats:
                 update_before = tape.segments[-1].events
                 tape.segments = [TapeSegment("step")]

@@ -69,11 +69,13 @@ class Adaptation:
         config: peft's LoraConfig.
         tensors: values of adapters by name in the model; others are initialised by peft's rule (A random, B zero).
         trained: whether a parameter is trained, by name in the model; by peft's rule for those that are not named.
+        replaced: names of weights in `modules_to_save` whose copy has other values than the base model.
     """
 
     config: LoraConfig
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     trained: Mapping[str, bool] = field(default_factory=dict)
+    replaced: frozenset[str] = frozenset()
 
     @property
     def rank(self) -> int:
@@ -206,15 +208,19 @@ def adapted_model(model: Any) -> tuple[ModelSource, Adaptation] | None:
         elif ".modules_to_save." not in key:
             weights[plain_name(key).replace(".original_module.", ".")] = tensor
             trained[key.replace(".original_module.", ".")] = tensor.requires_grad
+    replaced = set()
     for key, tensor in cast(dict[str, Tensor], source.weights).items():
         if f".modules_to_save.{name}." in key:
             own = key.replace(f".modules_to_save.{name}.", ".")
+            if not torch.equal(weights[own], tensor):
+                replaced.add(own)
             weights[own], trained[own] = tensor, tensor.requires_grad
     if not any(tensor.requires_grad for tensor in model.parameters()):
         trained = {}
     elif frozen := sorted(key for key, tensor in adapters.items() if not tensor.requires_grad):
         raise UserError(f"{frozen[0]} is frozen, but an adapter is trained as a whole: set its requires_grad")
-    adaptation = Adaptation(config=lora_config(model.peft_config[name]), tensors=adapters, trained=trained)
+    config = lora_config(model.peft_config[name])
+    adaptation = Adaptation(config=config, tensors=adapters, trained=trained, replaced=frozenset(replaced))
     plain = _without_adapters(base, name)
     _require_as_configured(base, name, plain, adaptation)
     return replace(source, weights=weights, model=plain), adaptation

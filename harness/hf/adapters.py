@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +29,10 @@ class Adapters(Protocol):
     @property
     def rank(self) -> int:
         """The rank of the adapters' matrices."""
+
+    @property
+    def replaced(self) -> Collection[str]:
+        """Names of weights of the base model for which the adapters hold other values."""
 
     def inject(self, model: PreTrainedModel, *, keep_ties: bool) -> None:
         """Put the adapters' layers into `model`, on meta, and freeze the rest.

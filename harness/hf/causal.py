@@ -338,6 +338,8 @@ def _examine(
     source: ModelSource, model: PreTrainedModel, device: torch.device, router_loss: bool
 ) -> tuple[OuterForward, RouterCapture | None]:
     """Run the model's forward without its layers; return it, and a capture of its routers' logits if `router_loss`."""
+    if source.prepare is not None:
+        source.prepare(model)
     # find the head first: `OuterForward` replaces it by a placeholder
     head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
     with on_any_device(model):  # the forward is examined in fp32 and on meta, where flash-attention cannot run

@@ -11,7 +11,7 @@ are refused by name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,6 +144,7 @@ class ModelSource:
         generation: the generation config, saved with the model.
         model: the model in memory whose own modules are trained; None if they are made from the config.
         has_values: whether the layers' tensors get values; False in a dry run.
+        prepare: called with the model on the meta device, with its adapters, before it is cut.
     """
 
     name: str
@@ -152,6 +153,7 @@ class ModelSource:
     generation: GenerationConfig | None = None
     model: PreTrainedModel | None = None
     has_values: bool = True
+    prepare: Callable[[nn.Module], None] | None = None
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> ModelSource:

@@ -21,9 +21,12 @@ from harness.data.files.sources import find_files
 from harness.data.inputs.data_files import described_files
 from harness.data.inputs.datasets import NEEDS_TOKENIZER, SampleForm, own_tokenizer
 from harness.data.inputs.stop_at_answers import with_stops
+from harness.data.mixing import Joined, Mixture, Source, joined
 from harness.data.on_disk.cache import Preparation, once_per_host
 from harness.data.on_disk.progress import Speaker
 from harness.data.preview import marked
+from harness.data.streaming.flags import refuse_buffer, require_streamable
+from harness.data.streaming.source import Streamed
 from harness.data.tokenizer import ByteTokenizer, Tokenizer, known, load_tokenizer
 from harness.device.process_group import shared_store, start
 from harness.errors import UserError
@@ -31,8 +34,9 @@ from harness.hf.causal import require_cut
 from harness.hf.locate import model_directory
 from harness.hf.skeleton import ModelSource
 from harness.preferences.documents import items_of, read_items, tokenised
-from harness.preferences.items import require_exchange
+from harness.preferences.items import groups_of, held_out_group, require_exchange, require_whole_data
 from harness.preferences.samples import PreferenceSamples
+from harness.preferences.streaming import IterablePairs, PairRows, stream
 from harness.training.parts.data import AnyTokenizer, DataRequest, Datasets, SamplePrompts, UserData
 from harness.wording import counted
 
@@ -56,18 +60,26 @@ class PreferenceData:
         args, say = request.args, Speaker.of(request.console)
         prepare = self._preparing(tokenizer, request)
 
-        def build() -> tuple[PreferenceSamples | None, PreferenceSamples | None]:
-            held_out: Dataset | None = None
+        def build() -> tuple[MapDataset | None, MapDataset | None]:
             holds_out = script.validation_file is None and script.holds_out(evaluates=args.evaluates or args.do_eval)
-            found = read_items(script.train_file, self.of, say) if args.trains or holds_out else None
+            groups = groups_of(script.train_file) if args.trains or holds_out else []
+            weights, names = [g.weight for g in groups if g.weight is not None], [g.paths[0] for g in groups]
+            found = [] if script.streaming else [read_items(group.paths, self.of, say) for group in groups]
+            held_out: list[Dataset] = []
             if script.validation_file is not None:
-                held_out = read_items(script.validation_file, self.of, say)
-            elif holds_out and found is not None:
-                found, held_out = hold_out(found, script.held_out)
-            return (
-                prepare(found) if found is not None and args.trains else None,
-                None if held_out is None else prepare(held_out),
-            )
+                held_out = [read_items(held_out_group(script.validation_file).paths, self.of, say)]
+            elif holds_out:
+                found, held_out = map(list, zip(*(hold_out(each, script.held_out) for each in found), strict=True))
+            of_held = names if holds_out else []
+            evaluation = joined(list(map(prepare, held_out)), names=of_held) if held_out else None
+            if not args.trains:
+                return None, evaluation
+            if script.streaming:
+                form = _form(tokenizer, request)
+                files = [[file for path in group.paths for file in find_files(path)] for group in groups]
+                streams = [stream(PairRows(each, say), tokenizer, form) for each in files]
+                return Streamed(streams, weights, args.shuffle_buffer_size, names), evaluation
+            return joined(list(map(prepare, found)), weights, names), evaluation
 
         start(request.env)
         train, evaluation = once_per_host(build, env=request.env, store=shared_store())
@@ -84,17 +96,25 @@ class PreferenceData:
             )
         if given.processing_class is None:
             raise UserError(NEEDS_TOKENIZER)
+        if is_iterable(train):
+            require_whole_data("an IterableDataset", self.of)
+            require_streamable(request.args, "an IterableDataset")
+        else:
+            refuse_buffer(request.args)
         tokenizer = known(given.processing_class)
         prepare = self._preparing(tokenizer, request)
 
-        def prepared(data: AnyDataset, name: str) -> PreferenceSamples:
+        def prepared(data: AnyDataset, name: str) -> MapDataset:
             if isinstance(data, PreferenceSamples):
                 return data
             if is_iterable(data) and name == "train_dataset":
-                raise UserError("preferences cannot be streamed: give train_dataset as a map-style data set")
+                streamed = stream(
+                    IterablePairs(data, name, Speaker.of(request.console)), tokenizer, _form(tokenizer, request)
+                )
+                return Streamed([streamed], buffer=request.args.shuffle_buffer_size)
             return prepare(items_of(read_all(as_dataset(data), name), name, self.of))
 
-        def build() -> tuple[PreferenceSamples | None, PreferenceSamples | Mapping[str, PreferenceSamples] | None]:
+        def build() -> tuple[MapDataset | None, EvaluationData]:
             made = None if train is None else prepared(train, "train_dataset")
             if isinstance(evaluation, Mapping):
                 return made, {name: prepared(each, f"eval_dataset[{name!r}]") for name, each in evaluation.items()}
@@ -135,8 +155,9 @@ class PreferenceData:
 
     def sample_lines(self, data: Datasets) -> Iterator[str]:
         """Yield lines for the user that show the first sample, with the tokens in the loss marked."""
-        if isinstance(data.train, PreferenceSamples) and data.tokenizer is not None:
-            yield from self.shown(data.train, data.tokenizer, 1)
+        if data.tokenizer is not None:
+            for samples in samples_in(data.train)[:1]:
+                yield from self.shown(samples, data.tokenizer, 1)
 
     def shown(self, samples: PreferenceSamples, tokenizer: AnyTokenizer, count: int) -> Iterator[str]:
         """Yield the two sequences of the first samples as text, with the tokens in the loss marked."""
@@ -163,16 +184,23 @@ class PreferenceData:
 
     def data_files(self, flags: Mapping[str, object]) -> JsonObject:
         """Return for `run.json` the files that the script's flags name."""
-        return described_files(flags, lambda words: [file for word in words for file in find_files(word)])
+        return described_files(
+            flags,
+            lambda words: [file for group in groups_of(words) for path in group.paths for file in find_files(path)],
+        )
 
     def composition(self, data: AnyDataset | None) -> JsonObject:
-        """Return for `run.json` the samples and tokens of a data set."""
-        if not isinstance(data, PreferenceSamples):
-            return {}
-        tokens, learnt = data.sequences.tokens(), data.sequences.learnt()
-        return {"sources": [{"name": "", "share": None, "samples": len(data), "tokens": tokens, "learnt": learnt}]}
+        """Return for `run.json` the samples and tokens of each source of a data set; {} for a stream."""
+        sources = samples_in(data)
+        names, shares = (data.names, data.shares) if isinstance(data, Mixture) else ([""], [None])
+        sizes = [
+            {"samples": len(each), "tokens": each.sequences.tokens(), "learnt": each.sequences.learnt()}
+            for each in sources
+        ]
+        rows = zip(names, shares, sizes, strict=False)
+        return {"sources": [{"name": name, "share": share, **size} for name, share, size in rows]} if sources else {}
 
-    def _preparing(self, tokenizer: Tokenizer, request: DataRequest) -> Callable[[Dataset], PreferenceSamples]:
+    def _preparing(self, tokenizer: Tokenizer, request: DataRequest) -> Callable[[Dataset], Source]:
         """Return the function that turns items into samples. UserError if the run's settings do not fit."""
         source, resolved = request.source, request.config.resolved
         assert source is not None  # `plan_run` refuses an objective for a list of layers
@@ -180,7 +208,7 @@ class PreferenceData:
         form, micro_batch = SampleForm.of(tokenizer, source, request.args), resolved.micro_batch
         require_exchange(self.of, micro_batch)
         how = _preparation(request)
-        return lambda found: self._samples(found, tokenizer, form, micro_batch, how)
+        return lambda found: cast("Source", self._samples(found, tokenizer, form, micro_batch, how))
 
     def _samples(
         self, found: Dataset, tokenizer: Tokenizer, form: SampleForm, micro_batch: int, how: Preparation
@@ -200,18 +228,32 @@ class PreferenceData:
         parts = {"training": data.train}
         evaluation = data.evaluation if isinstance(data.evaluation, Mapping) else {"": data.evaluation}
         parts |= {f"evaluation {name}".strip(): each for name, each in evaluation.items()}
+        kind = "pair" if self.of.paired else "labelled completion"
         for name, each in parts.items():
-            if isinstance(each, PreferenceSamples):
-                kind = "pair" if self.of.paired else "labelled completion"
-                cut, lost = each.sequences.lost()
+            for number, samples in enumerate(samples_in(each)):
+                share = ""
+                if isinstance(each, Mixture):
+                    share = f"{each.names[number]} gives {each.shares[number]:.1%} of the samples and has "
+                cut, lost = samples.sequences.lost()
                 shortened = f"; {counted(cut, 'longer sequence')} lost {counted(lost, 'token')}" if cut else ""
-                tokens = counted(each.sequences.tokens(), "token")
+                tokens = counted(samples.sequences.tokens(), "token")
                 console.say(
-                    f"{name}: {counted(len(each), kind)} of {tokens}, {each.sequences.learnt():,} of them in "
-                    f"completions{shortened}"
+                    f"{name}: {share}{counted(len(samples), kind)} of {tokens}, {samples.sequences.learnt():,} of them "
+                    f"in completions{shortened}"
                 )
         return data
 
 
+def _form(tokenizer: Tokenizer, request: DataRequest) -> SampleForm:
+    assert request.source is not None  # `plan_run` refuses an objective for a list of layers
+    return SampleForm.of(tokenizer, request.source, request.args)
+
+
 def _preparation(request: DataRequest) -> Preparation:
     return Preparation(say=Speaker.of(request.console))
+
+
+def samples_in(data: object) -> list[PreferenceSamples]:
+    """Return the prepared samples of each source of a data set; [] for a stream, and for other data."""
+    sources = data.sources if isinstance(data, Joined) else [data]
+    return [each for each in sources if isinstance(each, PreferenceSamples)]

@@ -26,7 +26,7 @@ from harness.data.samples import make_samples
 from harness.data.tokenizer import Tokenizer, padding_id
 from harness.errors import UserError
 from harness.preferences.items import items, rows_of
-from harness.preferences.samples import PreferenceSamples
+from harness.preferences.samples import PreferenceSamples, compared
 from harness.wording import counted
 
 if TYPE_CHECKING:
@@ -191,8 +191,7 @@ def _require_unequal(samples: PreferenceSamples, found: Dataset, block_size: int
     """Raise UserError for a pair that differs only behind `block_size` tokens, or not at all."""
     lengths = samples.lengths()
     for index in np.flatnonzero(lengths[:, 0] == lengths[:, 1]).tolist():
-        first, second = samples.sequences[2 * index], samples.sequences[2 * index + 1]
-        if np.array_equal(first.ids, second.ids):
+        if not compared(samples.sequences[2 * index], samples.sequences[2 * index + 1]):
             place = found[index]["place"].removesuffix(", `chosen`").removesuffix(", `chosen_response`")
             raise UserError(
                 f"{place}: both completions are equal within the first {counted(block_size, 'token')}: raise "

@@ -8,12 +8,16 @@ from pathlib import Path
 
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.preferences import PreferenceArguments
+from harness.arguments.themes.script import ScriptArguments
 from harness.data.files.format import Extent, Row, RowFormat
 from harness.data.files.formats import format_of
 from harness.data.files.rows import plain_row
-from harness.data.files.sources import find_files
-from harness.errors import UserError
+from harness.data.files.sources import SourceGroup, find_files, source_groups, validation_group
+from harness.errors import UserError, refuse_all
 from harness.preferences.rows import Answer, is_paired, labelled, pair
+
+KIND = "preferences"
+"""The kind of a source's rows, as `harness.data` has others."""
 
 
 def obstacles(of: PreferenceArguments, args: TrainingArguments) -> list[str]:
@@ -21,7 +25,6 @@ def obstacles(of: PreferenceArguments, args: TrainingArguments) -> list[str]:
     given = {
         "--packing": (args.packing, "pairs are compared, so each sequence is a row of its own"),
         "--sample_prompts": (args.sample_prompts, "its evaluations are of preferences"),
-        "--shuffle_buffer_size": (args.shuffle_buffer_size, "preferences are not streamed"),
         "--label_smoothing_factor": (args.label_smoothing_factor, "give --preference_label_smoothing"),
     }
     found = [(flag, why) for flag, (is_given, why) in given.items() if is_given]
@@ -35,6 +38,37 @@ def require_exchange(of: PreferenceArguments, micro_batch: int) -> None:
             "--preference kto compares each completion with that of another sample of its micro-batch: set "
             "per_device_train_batch_size to 2 or more"
         )
+
+
+def require_whole_data(stream: str, of: PreferenceArguments) -> None:
+    """Raise UserError for a stream if the loss needs a pass over all data before training; `stream` names it."""
+    if of.needs_reference:
+        raise UserError(
+            f"{stream} does not work with --preference {of.preference}, which computes the log-probabilities of all "
+            "data before training: give the data whole, or use simpo or orpo"
+        )
+
+
+def groups_of(words: Sequence[str]) -> list[SourceGroup]:
+    """Parse the words of --train_file. UserError for a weight that cannot be used."""
+    return source_groups(words, kind_of=lambda _path: KIND)
+
+
+def held_out_group(words: Sequence[str]) -> SourceGroup:
+    """Parse the words of --validation_file. UserError for weights."""
+    return validation_group(words, kind_of=lambda _path: KIND)
+
+
+def require_data(script: ScriptArguments, args: TrainingArguments, of: PreferenceArguments, micro_batch: int) -> None:
+    """Raise UserError for flags that do not work with preferences, and for files by their first rows."""
+    refuse_all(obstacles(of, args))
+    if script.streaming:
+        require_whole_data("--streaming", of)
+    require_exchange(of, micro_batch)
+    if args.trains or script.validation_file is None:
+        require_first_rows([path for group in groups_of(script.train_file) for path in group.paths], of)
+    if script.validation_file is not None:
+        require_first_rows(held_out_group(script.validation_file).paths, of)
 
 
 def require_first_rows(sources: Sequence[str], of: PreferenceArguments) -> None:

@@ -8,21 +8,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
+import numpy as np
 import torch.distributed as dist
+from torch import nn
 
 from harness.arguments import TrainingArguments
 from harness.arguments.themes.preferences import SEQUENCES, PreferenceArguments
 from harness.batches.collate import Collator, MapDataset, MicroBatch
 from harness.console import Console
+from harness.data.chat import Encoded
+from harness.data.mixing import Joined, Source
 from harness.errors import UserError
 from harness.hf.adapters import Adapters
 from harness.hf.skeleton import ModelSource
 from harness.preferences.data import PreferenceData
+from harness.preferences.dropout import disable_dropout, dropout_rates
 from harness.preferences.items import obstacles
 from harness.preferences.losses import LabelledLoss, PairLoss
 from harness.preferences.reference import with_reference
-from harness.preferences.samples import PreferenceSamples, collate
+from harness.preferences.samples import PreferenceSamples, as_sample, collate
 from harness.training.engine.engine import Engine
 from harness.training.engine.losses import CausalLoss, Loss
 from harness.training.parts.data import Datasets
@@ -51,6 +57,11 @@ class Preferences:
         return f"--preference {self.of.preference}"
 
     @property
+    def settings(self) -> str:
+        """The loss and its settings as flags."""
+        return self.of.settings
+
+    @property
     def sequences(self) -> int:
         """Two: of a pair, or a labelled completion and that of another prompt."""
         return SEQUENCES
@@ -64,9 +75,18 @@ class Preferences:
         """Return what is wrong with the arguments of a run with this objective, one line each."""
         return obstacles(self.of, args)
 
+    def prepare_model(self, model: nn.Module) -> None:
+        """Switch dropout off, as TRL does."""
+        disable_dropout(model)
+
     def collate(self, samples: Sequence[object]) -> MicroBatch:
         """Return the micro-batch of these samples."""
         return collate(samples)
+
+    def example(self, micro_batch: int, tokens: int) -> MicroBatch:
+        """Return a micro-batch of as many samples whose sequences are completions of `tokens` tokens each."""
+        encoded = Encoded(ids=np.zeros(tokens, dtype=np.int64), answers=np.ones(tokens, dtype=np.bool_))
+        return collate([as_sample(encoded, encoded, tokens, 0)] * micro_batch)
 
     def loss(self, causal: CausalLoss, data_group: dist.ProcessGroup | None) -> Loss:
         """Return the loss; `causal` is the cross entropy of the same logits, `data_group` the stage's data ranks."""
@@ -82,11 +102,16 @@ class Preferences:
         console: Console,
     ) -> Datasets:
         """Return the data with the log-probabilities of the model before training; all ranks call it."""
+        if rates := dropout_rates(source.config):
+            listed = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+            console.say(f"dropout is off, as in TRL: {listed} of the model's config")
         if not self.of.needs_reference:
             return data
 
-        def compared(samples: MapDataset) -> PreferenceSamples:
-            assert isinstance(samples, PreferenceSamples)
+        def compared(samples: MapDataset) -> MapDataset:
+            if isinstance(samples, Joined):
+                return samples.with_sources([cast("Source", compared(each)) for each in samples.sources])
+            assert isinstance(samples, PreferenceSamples)  # a stream has been refused
             return with_reference(samples, engine, collator, source, adapters, console)
 
         evaluation = data.evaluation

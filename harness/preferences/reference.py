@@ -23,6 +23,7 @@ from harness.batches.stream import fingerprint
 from harness.console import Console
 from harness.data.on_disk.cache import cache_error, prepared_folder
 from harness.data.on_disk.shards import is_whole, write_whole
+from harness.errors import UserError
 from harness.hf.adapters import Adapters
 from harness.hf.layers.wrappers import is_wrapper
 from harness.hf.skeleton import ModelSource
@@ -51,8 +52,14 @@ def with_reference(
 ) -> PreferenceSamples:
     """Return the samples with the log-probabilities of the model before training; all ranks call it.
 
-    The engine must hold the initial weights.
+    The engine must hold the initial weights. Raises UserError for adapters whose `modules_to_save` were trained before.
     """
+    if adapters is not None and adapters.replaced:
+        raise UserError(
+            f"modules_to_save: {min(adapters.replaced)} was trained before, but its base model's values, which "
+            "preferences are compared with, are not loaded: merge the adapters into the base model "
+            "(merge_and_unload), and train new ones"
+        )
     folder = all_or_none(lambda: _folder(samples, engine, source) if dist.get_rank() == 0 else None)
     values = broadcast_object(None if folder is None or not is_whole(folder) else np.load(folder / _FILE))
     number = counted(2 * len(samples), "sequence")

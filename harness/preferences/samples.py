@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.batches.collate import IGNORED, MicroBatch
+from harness.data.chat import Encoded
 from harness.data.samples import EncodedConversations
 from harness.errors import UserError
 
@@ -58,22 +59,10 @@ class PreferenceSamples:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         index %= len(self)
-        ids = np.full((2, self.block_size), self.pad, dtype=np.int64)
-        labels = np.full((2, self.block_size), IGNORED, dtype=np.int64)
-        answers = np.zeros((2, self.block_size), dtype=np.bool_)
-        for row in range(2):
-            encoded = self.sequences[2 * index + row]
-            size = len(encoded.ids)
-            ids[row, :size] = labels[row, :size] = encoded.ids
-            answers[row, :size] = encoded.answers
-        reference = np.zeros(2, dtype=np.float32) if self.reference is None else self.reference[index]
-        return {
-            "input_ids": torch.from_numpy(ids),
-            "labels": torch.from_numpy(labels),
-            "answers": torch.from_numpy(answers),
-            "reference": torch.from_numpy(reference),
-            "label": torch.tensor(self.labels[index]),
-        }
+        sample = as_sample(self.sequences[2 * index], self.sequences[2 * index + 1], self.block_size, self.pad)
+        if self.reference is not None:
+            sample["reference"] = torch.from_numpy(self.reference[index])
+        return {**sample, "label": torch.tensor(self.labels[index])}
 
     def digest(self) -> str:
         """Return a hash of all tokens, of those in the completions, and so of data, tokenizer and chat template."""
@@ -84,6 +73,29 @@ class PreferenceSamples:
             total.update(encoded.ids.tobytes())
             total.update(encoded.answers.tobytes())
         return total.hexdigest()
+
+
+def as_sample(first: Encoded, second: Encoded, block_size: int, pad: int) -> dict[str, Tensor]:
+    """Return two sequences as a sample, padded on the right, with label 1 and a reference of 0."""
+    ids = np.full((2, block_size), pad, dtype=np.int64)
+    labels = np.full((2, block_size), IGNORED, dtype=np.int64)
+    answers = np.zeros((2, block_size), dtype=np.bool_)
+    for row, encoded in enumerate((first, second)):
+        size = len(encoded.ids)
+        ids[row, :size] = labels[row, :size] = encoded.ids
+        answers[row, :size] = encoded.answers
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+        "answers": torch.from_numpy(answers),
+        "reference": torch.zeros(2),
+        "label": torch.ones(()),
+    }
+
+
+def compared(first: Encoded, second: Encoded) -> bool:
+    """Return whether two sequences differ."""
+    return not np.array_equal(first.ids, second.ids)
 
 
 def collate(samples: Sequence[object]) -> MicroBatch:

@@ -8,11 +8,14 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch.nn import functional
 
 from harness.cli import main
+from harness.preferences.losses import PairLoss
+from tests.preferences import PAIRS
 
 PRESETS = Path(__file__).resolve().parents[2] / "models/presets"
 
@@ -156,6 +159,17 @@ def test_what_a_run_would_refuse_is_refused_in_its_words(capfd: pytest.CaptureFi
     assert code == 1 and "--block_size 999999: the model has" in error
     code, _, error = dry_run(capfd, "--rank", "0", "--world_size", "2", "--train_file", "nowhere.txt")
     assert code == 1 and "nowhere.txt" in error
+
+
+def test_the_loss_of_preferences_is_built(capfd: pytest.CaptureFixture[str], model: str, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, PAIRS)))
+    words = ("--model", model, "--train_file", str(file), "--per_device_train_batch_size", "2", "--preference", "dpo")
+    with patch.object(PairLoss, "__call__", autospec=True, side_effect=PairLoss.__call__) as called:
+        (report,) = of_all_stages(capfd, "--world_size", "1", *words)
+    outputs, targets = called.call_args.args[1:]
+    assert outputs.shape[:2] == (4, 16) and targets[4].shape == (2, 2, 16)
+    assert report["memory_bytes"]["peak"] > 0
 
 
 @pytest.mark.parametrize("words", [("--rank", "8", "--world_size", "8"), ("--rank", "0"), ("--world_size", "2")])

@@ -59,6 +59,14 @@ class PreferenceArguments(Flags):
             raise UserError(f"--preference_label_smoothing {self.preference_label_smoothing}: must be below 0.5")
 
     @property
+    def settings(self) -> str:
+        """The flags that act with this loss, with their values; "" without one."""
+        if self.preference is None:
+            return ""
+        acting = (item.name for item in fields(self) if self.preference in _OF_SOME.get(item.name, PREFERENCES))
+        return " ".join(f"--{name} {getattr(self, name)}" for name in acting)
+
+    @property
     def paired(self) -> bool:
         """Whether the loss is over pairs; otherwise over completions with a label."""
         return self.preference != KTO

@@ -52,8 +52,13 @@ class SourceGroup:
     weight: float | None
 
 
-def source_groups(words: Sequence[str], flag: str = "--train_file") -> list[SourceGroup]:
-    """Parse the words of a flag into groups of sources. UserError for a source or weight that cannot be used."""
+def source_groups(
+    words: Sequence[str], flag: str = "--train_file", kind_of: Callable[[str], str] | None = None
+) -> list[SourceGroup]:
+    """Parse the words of a flag into groups of sources. UserError for a source or weight that cannot be used.
+
+    `kind_of` returns the kind of a path's rows; by default it is read from the files.
+    """
     split = [_split(word) for word in words]
     weighted = [path for path, weight in split if weight is not None]
     if not split:
@@ -61,7 +66,7 @@ def source_groups(words: Sequence[str], flag: str = "--train_file") -> list[Sour
     if weighted and len(weighted) < len(split):
         plain = next(path for path, weight in split if weight is None)
         raise UserError(f"{flag}: {weighted[0]} has a weight, {plain} has none: give each a weight, or none")
-    kinds = [_kind(path) for path, _ in split]
+    kinds = [(kind_of or _kind)(path) for path, _ in split]
     if weighted:
         return [SourceGroup((path,), kind, weight) for (path, weight), kind in zip(split, kinds, strict=True)]
     for (path, _), kind in zip(split, kinds, strict=True):
@@ -71,9 +76,9 @@ def source_groups(words: Sequence[str], flag: str = "--train_file") -> list[Sour
     return [SourceGroup(tuple(path for path, _ in split), kinds[0], None)]
 
 
-def validation_group(words: Sequence[str]) -> SourceGroup:
+def validation_group(words: Sequence[str], kind_of: Callable[[str], str] | None = None) -> SourceGroup:
     """Parse `--validation_file`. UserError for weights: every evaluation sample counts once."""
-    groups = source_groups(words, "--validation_file")
+    groups = source_groups(words, "--validation_file", kind_of)
     if groups[0].weight is not None:
         raise UserError(f"--validation_file {words[0]}: weights are for --train_file: every sample here counts once")
     return groups[0]

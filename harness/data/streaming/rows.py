@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness.batches.stream import fingerprint
+from harness.data.files.format import Extent
 from harness.data.files.formats import format_of
 from harness.data.files.pieces import in_pieces
 from harness.data.files.rows import COLUMNS, document, kind_of_row, plain_row
@@ -42,12 +43,16 @@ class FileRows(Rows):
             try:
                 for extent in form.in_order(path, mark.get("start", 0), mark.get("before", 0)):
                     self._note(number, {"row": row, "start": extent.start, "before": extent.before})
-                    for found in form.documents(extent, self.kind):
+                    for found in self._rows_of(extent):
                         yield number, row, found
                         row += 1
             except OSError as error:
                 raise UserError(f"cannot read {path}: {error.strerror or error}") from error
             mark = {}
+
+    def _rows_of(self, extent: Extent) -> Iterator[Row]:
+        """Yield the documents of an extent of a file."""
+        return format_of(Path(extent.file)).documents(extent, self.kind)
 
 
 class DocumentRows(IterableRows):

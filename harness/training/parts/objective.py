@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch.distributed as dist
+from torch import nn
 
 from harness.arguments import TrainingArguments
 from harness.batches.collate import Collator, MicroBatch
@@ -30,6 +31,10 @@ class Objective(Protocol):
         """The objective's name in messages, such as `--preference dpo`."""
 
     @property
+    def settings(self) -> str:
+        """The objective with all that decides its numbers, as flags: a checkpoint is resumed with the same."""
+
+    @property
     def sequences(self) -> int:
         """The number of sequences per sample."""
 
@@ -40,8 +45,14 @@ class Objective(Protocol):
     def obstacles(self, args: TrainingArguments) -> list[str]:
         """Return the problems of a run's arguments with this objective, one line each."""
 
+    def prepare_model(self, model: nn.Module, /) -> None:
+        """Change the model, on the meta device, before it is cut; its config stays as it is."""
+
     def collate(self, samples: Sequence[object]) -> MicroBatch:
         """Collate samples into a micro-batch."""
+
+    def example(self, micro_batch: int, tokens: int) -> MicroBatch:
+        """Return a micro-batch of as many samples, each sequence of `tokens` tokens, for a dry run."""
 
     def loss(self, causal: CausalLoss, data_group: dist.ProcessGroup | None) -> Loss:
         """Return the loss; `causal` is the cross entropy of the same logits, `data_group` the data-parallel group."""

@@ -26,6 +26,7 @@ from harness.checkpoint.directories import (
     TrainingProgress,
     optimizer_name,
     require_same_adapters,
+    require_same_objective,
     require_same_optimizer,
     set_aside_foreign,
     set_aside_newer,
@@ -104,6 +105,11 @@ class RunInputs:
         )
 
     @property
+    def objective_settings(self) -> str:
+        """The settings of the objective; "" for the next token, or a user's own loss."""
+        return "" if self.objective is None else self.objective.settings
+
+    @property
     def may_hold_a_run(self) -> bool:
         """Whether `output_dir` may already hold a run, which `train(resume_from_checkpoint=...)` may continue later."""
         return self.args.resume_from_checkpoint is None
@@ -169,7 +175,7 @@ def plan_run(inputs: RunInputs, given: UserData, config: RunConfig | None = None
     _require_evaluation(args, given)
     source, adaptation = _source(inputs)
     if inputs.objective is not None:
-        _require_objective(inputs, inputs.objective, source)
+        source = _for_objective(inputs, inputs.objective, source)
     if source is None:
         _require_for_layers(inputs)
     elif isinstance(source.weights, Path):
@@ -239,8 +245,8 @@ def _source(inputs: RunInputs) -> tuple[ModelSource | None, Adapters | None]:
     return find(inputs.model, inputs.peft_config)
 
 
-def _require_objective(inputs: RunInputs, objective: Objective, source: ModelSource | None) -> None:
-    """Raise UserError for arguments that have no effect with an objective."""
+def _for_objective(inputs: RunInputs, objective: Objective, source: ModelSource | None) -> ModelSource:
+    """Return the model as the objective trains it. UserError for arguments that have no effect with it."""
     if source is None:
         raise UserError(f"{objective.name} needs a HuggingFace model, not a list of layers")
     given = {
@@ -251,6 +257,7 @@ def _require_objective(inputs: RunInputs, objective: Objective, source: ModelSou
         f"{name} has no effect with {objective.name}, a loss of its own: remove it" for name in given if given[name]
     ]
     refuse_all([*problems, *objective.obstacles(inputs.args)])
+    return replace(source, prepare=objective.prepare_model)
 
 
 def _user_optimizer(
@@ -274,9 +281,15 @@ def checkpoint_to_resume(spec: RunSpec) -> Path | None:
     args = spec.args
     checkpoint = find_resume(spec.output_dir, args.resume_from_checkpoint, overwrites=args.overwrite_output_dir)
     if checkpoint is not None:
-        require_same_optimizer(checkpoint, spec.optimizer_name)
-        require_same_adapters(checkpoint, spec.adapter_fingerprint)
+        require_same_training(checkpoint, spec)
     return checkpoint
+
+
+def require_same_training(checkpoint: Path, spec: RunSpec) -> None:
+    """Raise UserError if a checkpoint has other optimizer states, adapters, or another objective than the run."""
+    require_same_optimizer(checkpoint, spec.optimizer_name)
+    require_same_adapters(checkpoint, spec.adapter_fingerprint)
+    require_same_objective(checkpoint, spec.inputs.objective_settings)
 
 
 def chosen_by_rank_0(find: Callable[[], Path | None]) -> Path | None:
@@ -380,8 +393,7 @@ def intact_checkpoint(spec: RunSpec, args: TrainingArguments) -> Path | None:
     incomplete = all_or_none(lambda: damaged(output_dir, spec.checkpoint) if auto and is_first else [])
     chosen, changed = training_state.first_unchanged(spec.checkpoint, output_dir, auto=auto)
     if chosen is not None and chosen != spec.checkpoint:
-        require_same_optimizer(chosen, spec.optimizer_name)
-        require_same_adapters(chosen, spec.adapter_fingerprint)
+        require_same_training(chosen, spec)
     tidied = all_or_none(lambda: _tidied(spec, chosen, auto=auto) if is_first else [])
     left_out = [*incomplete, *changed]
     for line in [*tidied, *(f"{line}: ignored" for line in left_out)]:

@@ -210,6 +210,7 @@ def _meet(spec: RunSpec) -> tuple[RunSpec, Groups, torch.device, frozenset[dist.
                 "training data": spec.data_digest,
                 "evaluation data": evaluation_digest(spec.data.evaluation),
                 "set of adapters": spec.adapter_fingerprint,
+                "objective": spec.inputs.objective_settings,
                 "optimizer that was given": "" if spec.user_optimizer is None else spec.user_optimizer.description,
             },
         )

@@ -264,6 +264,7 @@ def progress_of(run: Run) -> TrainingProgress:
         seed=run.spec.args.order_seed,
         data=run.spec.data_digest,
         adapters=run.spec.adapter_fingerprint,
+        objective=run.spec.inputs.objective_settings,
         base=run.base_checksums,
         model=run.trainable.summary,
         model_config=run.trainable.shaping_config,

@@ -20,10 +20,8 @@ from harness.checkpoint.directories import (
     TrainingProgress,
     read_manifest,
     read_progress,
-    require_same_adapters,
     require_same_base,
     require_same_model,
-    require_same_optimizer,
 )
 from harness.checkpoint.integrity import damage, find_resume, newest_whole, run_id
 from harness.checkpoint.training_state import load_residue
@@ -34,7 +32,7 @@ from harness.resilience.process.activity import inside
 from harness.topology.agreement import all_or_none, broadcast_object
 from harness.training.engine.optimizer import GivenOptimizer
 from harness.training.prepare.one_model import require_one_model
-from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint, resolve_for
+from harness.training.prepare.plan import chosen_by_rank_0, intact_checkpoint, require_same_training, resolve_for
 from harness.training.prepare.run import Run
 from harness.training.recording.recorder import Recorder
 from harness.training.saving.best_model import restore_best
@@ -91,8 +89,7 @@ def resume_named(run: Run, name: str | Path | bool) -> None:
         raise UserError(f"train(resume_from_checkpoint=True): no whole checkpoint in {spec.output_dir}")
     if checkpoint is None:
         return
-    require_same_optimizer(checkpoint, spec.optimizer_name)
-    require_same_adapters(checkpoint, spec.adapter_fingerprint)
+    require_same_training(checkpoint, spec)
     all_or_none(lambda: require_same_base(checkpoint, run.base_checksums))
     require_same_model(checkpoint, run.trainable.summary, run.trainable.shaping_config)
     if spec.data.train is not None:

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from harness import PreferenceArguments, Preferences, UserError
+from harness.data.inputs.datasets import SampleForm
 from harness.data.on_disk.cache import Preparation
 from harness.data.tokenizer import ByteTokenizer
 from harness.preferences.documents import items_of, read_items, tokenised
 from harness.preferences.items import require_first_rows
 from harness.preferences.samples import PreferenceSamples, collate
+from harness.preferences.streaming import IterablePairs, PairRows, stream
 from harness.train import main
 from tests.preferences import LABELLED, PAIRS
 
@@ -181,3 +183,47 @@ def test_of_a_chat_the_answers_of_the_completion_alone_are_compared() -> None:
     before = "<user>a<end><assistant>b<end><user>c<end><assistant>"
     assert text(samples[0], 0) == (before, "good<end>")
     assert text(samples[0], 1) == (before, "bad<end>")
+
+
+def test_a_stream_gives_the_pairs_of_the_data_and_resumes_at_any(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, [*PAIRS[:2], {**LONG, "prompt": "x" * 70}, *PAIRS[2:]])))
+    form, whole = SampleForm(block_size=64, packing=False, vocabulary=320), samples_of(PAIRS)
+    for rows in (PairRows([file], print), IterablePairs(PAIRS, "train_dataset", print)):
+        streamed = stream(rows, ByteTokenizer(), form)
+        for index in range(20):  # the third row has no completion within 64 tokens; behind the last the first follows
+            given, wanted = streamed[index], whole[index % 8]
+            assert given.keys() == wanted.keys()
+            assert all(np.array_equal(given[name], wanted[name]) for name in wanted)
+        again = stream(rows, ByteTokenizer(), form)
+        again.seek(streamed.position(19))
+        assert np.array_equal(again[19]["input_ids"], whole[3]["input_ids"])
+    with pytest.raises(UserError, match="train_dataset, row 1: `chosen` and `rejected` are equal"):
+        IterablePairs([{**PAIRS[0], "rejected": PAIRS[0]["chosen"]}], "train_dataset", print)
+
+
+def test_files_of_pairs_are_mixed_by_weight_each_with_its_own_reference(tmp_path: Path) -> None:
+    words = []
+    for name, rows, weight in (("a", PAIRS[:3], 0.75), ("b", PAIRS[3:], 0.25)):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        words.append(f"{file}:{weight}")
+    flags = [
+        "--train_file",
+        *words,
+        "--preference",
+        "dpo",
+        "--block_size",
+        "64",
+        "--max_steps",
+        "1",
+        "--verify_plan",
+        "off",
+    ]
+    run = tmp_path / "run"
+    assert main([*flags, "--per_device_train_batch_size", "8", "--save_steps", "0", "--output_dir", str(run)]) == 0
+    (step,) = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    # a reference of other pairs would be far from the model that has not moved yet
+    assert [step["rewards/chosen"], step["rewards/rejected"]] == pytest.approx([0, 0], abs=1e-5)
+    sources = json.loads((run / "run.json").read_text())["data"]["sources"]
+    assert [(each["share"], each["samples"]) for each in sources] == [(0.75, 3), (0.25, 5)]

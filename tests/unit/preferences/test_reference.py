@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from harness import PreferenceArguments, Preferences, Trainer, TrainingArguments, UserError
@@ -72,3 +72,26 @@ def test_they_are_read_again_until_weights_or_data_change(model: Path, capsys: p
     save(model, factor=1.5)  # the same files of the same size, one row of one weight changed
     assert said() == ["computed", "read"]
     assert said() == ["read", "read"]
+
+
+def test_the_model_before_training_has_the_base_models_own_head_and_embeddings(model: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    base = AutoModelForCausalLM.from_pretrained(model)
+    adapted = get_peft_model(base, config)
+    arguments = TrainingArguments(str(model.parent / "run"), per_device_train_batch_size=4, max_steps=1, save_steps=0)
+
+    def trained() -> Any:
+        objective = Preferences(PreferenceArguments(preference="dpo"))
+        trainer = Trainer(adapted, arguments, PAIRS, processing_class=ByteTokenizer(), objective=objective)
+        trainer.training_step()
+        return trainer.train_dataset
+
+    with torch.no_grad(), adapted.disable_adapter():
+        before = [
+            [log_probs(base, row["prompt"], row[name])[0].sum() for name in ("chosen", "rejected")] for row in PAIRS
+        ]
+    np.testing.assert_allclose(trained().reference, np.array(before), rtol=1e-5)
+    with torch.no_grad():
+        base.lm_head.weight[5] *= 2  # the copy that is trained, as peft lets it stand in the base's place
+    with pytest.raises(UserError, match=r"modules_to_save: lm_head.weight was trained before, .* merge the adapters"):
+        trained()

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
-from harness import PreferenceArguments, Preferences, Trainer, TrainingArguments
+from harness import PreferenceArguments, Preferences, Trainer, TrainingArguments, UserError
 from harness.data.tokenizer import ByteTokenizer
 from tests.models import model_of
 from tests.preferences import FLAGS, LABELLED, PAIRS, trained
@@ -79,3 +80,28 @@ def test_training_is_that_of_the_formulas(
     for row, expected in zip(found, wanted, strict=True):
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=2e-4, abs=2e-5)
         assert row["loss"] == pytest.approx(expected["loss"], rel=2e-6)
+
+
+def test_dropout_of_the_model_and_of_adapters_is_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapters = LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(model_of("llama", attention_dropout=0.5), adapters)
+    trainer = trainer_of("simpo", tmp_path / "run", model=model)
+    found = steps_of(trainer)
+    wanted = trained(model.eval(), "simpo", steps=3, batch=4)
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in wanted], rel=2e-6)
+    assert "dropout is off, as in TRL: attention_dropout 0.5 of the model's config" in capsys.readouterr().out
+    assert trainer.run.trainable.causal.source.config.attention_dropout == 0.5  # as it is exported
+
+
+def test_a_checkpoint_is_resumed_with_the_objective_that_it_was_trained_on(tmp_path: Path) -> None:
+    model, then = model_of("llama", num_hidden_layers=1), {"resume_from_checkpoint": "auto", "max_steps": 2}
+    steps_of(trainer_of("dpo", tmp_path / "run", model=model, max_steps=1, save_steps=1))
+    of_dpo = "--preference dpo --preference_beta 0.1 --preference_label_smoothing 0.0"
+    for kind, more, ours in (
+        ("dpo", {"beta": 0.3}, of_dpo.replace("0.1", "0.3")),
+        ("ipo", {}, "--preference ipo --preference_beta 0.1"),
+    ):
+        with pytest.raises(UserError) as caught:
+            trainer_of(kind, tmp_path / "run", model=model, **then, **more).train()
+        assert f"checkpoint-1 was trained on {of_dpo}, but this run on {ours}: resume with" in str(caught.value)
+    assert len(steps_of(trainer_of("dpo", tmp_path / "run", model=model, beta=0.1, **then))) == 2
