@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.arguments import TrainingArguments
 from harness.arguments.configure import RunConfig
-from harness.arguments.themes.lora import LoraArguments, require_peft
+from harness.arguments.themes.lora import LoraArguments, require_bitsandbytes, require_peft
 from harness.arguments.themes.preferences import PreferenceArguments
 from harness.arguments.themes.script import PYTHON_STDLIB, ScriptArguments
 from harness.checkpoint.directories import optimizer_name, require_same_objective, require_same_optimizer
@@ -62,6 +62,8 @@ def check_inputs(
     """Check config, model and data; return the config. UserError if one of them cannot be used."""
     if lora is not None and lora.use_peft:
         require_peft()
+        if lora.load_in_4bit:
+            require_bitsandbytes()
     if script.preview_samples and not args.trains:
         raise UserError("--preview_samples shows what is trained: remove --do_eval, or give --do_train")
     if not (args.trains or args.do_eval):

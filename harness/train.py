@@ -138,6 +138,7 @@ def run(
         data.evaluation,
         processing_class=data.tokenizer,
         peft_config=lora.peft_config(),
+        quantization_config=lora.quantization_config(),
         objective=objective,
         console=console,
         config=config,

@@ -142,7 +142,7 @@ def dry_run_plan(
     from harness.hf.skeleton import read_source
     from harness.training.prepare.plan import resolve_for
 
-    source, adaptation = adapted(read_source(script.model), lora.peft_config())
+    source, adaptation = adapted(read_source(script.model), lora.peft_config(), lora.quantization_config())
     if source is None:
         raise UserError("a dry run needs a HuggingFace decoder")
     objective = None if preference is None else preferences(preference)

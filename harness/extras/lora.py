@@ -32,11 +32,12 @@ from harness.config.values.secrets import hide_secrets
 from harness.console import warn
 from harness.errors import UserError
 from harness.extras.lora_cut import cut_with_adapters, lifted
+from harness.extras.quantized.base import Quantization, QuantizedWeights
 from harness.hf.adapters import NAME, PREFIX, plain_name, saved_name
 from harness.hf.layers.call import CANNOT_RUN
 from harness.hf.layers.wrappers import Wrapper, is_wrapper, without_adapters
 from harness.hf.skeleton import ModelSource, forget_broken_ties, require_plain, skeleton_of
-from harness.hf.weights.layer_weights import WeightSource, fill_local
+from harness.hf.weights.layer_weights import NoValues, WeightSource, fill_local
 from harness.hf.weights.lazy_tensor import LazyTensor
 from harness.hf.weights.tensor_files import Stored, open_tensors
 from harness.parallel.comm import TensorParallel
@@ -47,6 +48,7 @@ from harness.training.prepare.trainable import Model, model_source
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
 
 INSTALL = "peft is not installed: pip install 'ds-harness[peft]'"
 # fields of peft's LoraConfig that may differ from their default; others would need the base weights or other layers
@@ -70,12 +72,14 @@ class Adaptation:
         tensors: values of adapters by name in the model; others are initialised by peft's rule (A random, B zero).
         trained: whether a parameter is trained, by name in the model; by peft's rule for those that are not named.
         replaced: names of weights in `modules_to_save` whose copy has other values than the base model.
+        quantization: of the frozen weights; None if they stay as they are.
     """
 
     config: LoraConfig
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     trained: Mapping[str, bool] = field(default_factory=dict)
     replaced: frozenset[str] = frozenset()
+    quantization: Quantization | None = None
 
     @property
     def rank(self) -> int:
@@ -84,11 +88,16 @@ class Adaptation:
 
     def inject(self, model: PreTrainedModel, *, keep_ties: bool) -> None:
         """See `inject`."""
+        if self.quantization is not None:
+            self.quantization.mark(model)
         inject(model, self, keep_ties=keep_ties)
 
     def weights(self, base: WeightSource, seed: int) -> WeightSource:
         """Return the weights of layers with adapters: the layers' own from `base`."""
-        return AdaptedWeights(base=base, adaptation=self, seed=seed)
+        has_values = not isinstance(base, NoValues)
+        if self.quantization is not None:
+            base = QuantizedWeights(base=base, settings=self.quantization)
+        return AdaptedWeights(base=base, adaptation=self, seed=seed if has_values else None)
 
     def cut(
         self,
@@ -112,7 +121,8 @@ class Adaptation:
         other = {"base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"}
         stated = sorted_config(self.config).to_dict()
         shaping = {key: stated[key] for key in sorted(stated) if key not in other}
-        return json.dumps({**shaping, "base_seed": base_seed}, default=str)
+        quantized = {} if self.quantization is None else {"quantization": self.quantization.as_json()}
+        return json.dumps({**shaping, **quantized, "base_seed": base_seed}, default=str)
 
     def base_checksums(self, source: ModelSource) -> dict[str, str]:
         """See `base_checksums`; modules that are trained whole are left out."""
@@ -129,12 +139,31 @@ class Adaptation:
             hide_secrets(folder)
 
 
-def adapted(model: object, peft_config: LoraConfig | None) -> tuple[ModelSource | None, Adaptation | None]:
+def adapted(
+    model: object, peft_config: LoraConfig | None, quantization_config: BitsAndBytesConfig | None = None
+) -> tuple[ModelSource | None, Adaptation | None]:
     """Return the source of a decoder (None for a list of layers) and its adapters.
 
-    Adapters are those of a model in memory, or new ones by `peft_config`. Raises UserError if both are given, or for
-    adapters on a list of layers.
+    Adapters are those of a model in memory, or new ones by `peft_config`. Raises UserError if both are given, for
+    adapters on a list of layers, and for a base that cannot be quantised.
     """
+    source, adaptation = _adapted(model, peft_config)
+    if quantization_config is None:
+        return source, adaptation
+    if adaptation is None:
+        raise UserError(
+            "weights in 4 bits cannot be trained, only adapters on them: add --use_peft (peft_config=LoraConfig(...)), "
+            "or remove --load_in_4bit (quantization_config)"
+        )
+    if source is None or not isinstance(source.weights, Path):
+        raise UserError(
+            "--load_in_4bit needs the directory of a model with weights, which the adapters name as their base: save "
+            "the model first"
+        )
+    return source, replace(adaptation, quantization=Quantization.of(quantization_config))
+
+
+def _adapted(model: object, peft_config: LoraConfig | None) -> tuple[ModelSource | None, Adaptation | None]:
     found = adapted_model(model)
     if found is not None:
         if peft_config is not None:
@@ -416,17 +445,22 @@ def sorted_config(config: LoraConfig) -> LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedWeights:
-    """The weights of layers with adapters: the layers' own from `base`, the adapters' from `adaptation` or the seed."""
+    """The weights of layers with adapters: the layers' own from `base`, the adapters' from `adaptation` or the seed.
+
+    Without a seed, as in a dry run, adapters get no values.
+    """
 
     base: WeightSource
     adaptation: Adaptation
-    seed: int
+    seed: int | None
 
     @torch.no_grad()
     def fill(self, layer: nn.Module, whole: nn.Module) -> None:
         """Fill the layer as if it had no adapters, then fill the adapters."""
         with lifted(layer), lifted(whole):
             self.base.fill(layer, whole)
+        if self.seed is None:
+            return
         initial = self._initial(layer, whole)
         for name, parameter in layer.named_parameters():
             value = self.adaptation.tensors.get(name, initial.get(name))

@@ -286,7 +286,7 @@ def assemble(
     vocab_size = next(end.get_parameter("weight").shape[0] for end in (head, embedding) if end is not None)
     if adaptation is not None:
         adaptation.inject(model, keep_ties=isinstance(source.weights, Path))
-        weights = adaptation.weights(weights, seed)
+        weights = adaptation.weights(weights if source.has_values else NoValues(), seed)
     in_fp32, buffers = dtypes_in_16_bits(model, dtype)  # before `_examine` takes out the layers and their buffers
     noise = embedding_noise(model, noise_alpha)
     outer, router = _examine(source, model, device, router_loss)
@@ -299,7 +299,7 @@ def assemble(
     blueprint = Blueprint(
         outer=outer,
         cut=cut_layer,
-        source=weights if source.has_values else NoValues(),
+        source=weights if source.has_values or adaptation is not None else NoValues(),
         device=device,
         dtype=dtype,
         finish=finish,

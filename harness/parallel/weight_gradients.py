@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,8 @@ from harness.parallel.compiling import eager
 
 Product = tuple[Tensor, Tensor, Tensor]
 """A weight, the input of its layer, and the gradient of the output."""
+LayerProduct: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor | None], Tensor]
+"""Returns the output [..., out] of a linear layer, its input [..., in], weight and bias, with all gradients at once."""
 
 
 class DeferredGradients:
@@ -85,6 +87,14 @@ def attach(module: nn.Module, gradients: DeferredGradients) -> None:
             layer.forward = MethodType(replacement, layer)
 
 
+def replace_product(layer: nn.Module, product: LayerProduct) -> None:
+    """Have a linear layer of the harness, of torch or of transformers compute its output by `product`."""
+    own = vars(layer)
+    own["product"] = product
+    if (replacement := FORWARDS.get(type(layer).forward)) is not None:
+        own["forward"] = MethodType(replacement, layer)
+
+
 def linear(
     layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None, products: list[Product] | None = None
 ) -> Tensor:
@@ -98,6 +108,9 @@ def linear(
     Returns:
         [..., out].
     """
+    product: LayerProduct | None = getattr(layer, "product", None)
+    if product is not None:
+        return product(layer, x, weight, bias)
     gradients: DeferredGradients | None = getattr(layer, "weight_gradients", None)
     if gradients is None and products is None:
         return F.linear(x, weight, bias)

@@ -74,6 +74,7 @@ from harness.training.saving.resume import Rollback, begin_or_resume, resume_nam
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
     from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput
 
 ASKED = attrgetter(
@@ -101,6 +102,7 @@ class Trainer:
         preprocess_logits_for_metrics: maps logits and labels of a micro-batch to the values to keep.
         console: where to print; by default standard output on rank 0.
         peft_config: peft's LoraConfig, to train adapters instead of the model's weights.
+        quantization_config: transformers' BitsAndBytesConfig, to hold the weights under adapters in 4 bits.
         optimizers: (optimizer, scheduler) over the parameters of a model in memory; a scheduler of None selects the
             arguments' schedule. The run builds an optimizer of the same class and groups over its own parameters.
         objective: what to train on instead of the next token, such as preferences (`harness.Preferences`).
@@ -130,6 +132,7 @@ class Trainer:
         callbacks: Sequence[AnyCallback] | None = None,
         console: Console | None = None,
         peft_config: LoraConfig | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
         compute_loss_func: LossFunction | None = None,
         compute_metrics: Callable[[EvalPrediction], Mapping[str, object]] | None = None,
         preprocess_logits_for_metrics: Preprocess | None = None,
@@ -153,6 +156,7 @@ class Trainer:
             loss_fn=loss_fn,
             compute_loss_func=compute_loss_func,
             peft_config=peft_config,
+            quantization_config=quantization_config,
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             flags=flags or {},

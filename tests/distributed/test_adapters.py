@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from harness import Trainer
 from harness.extras.lora import Adaptation, lora_config
@@ -30,15 +30,18 @@ LOSS, NORM = 2e-6, 3e-5
 MOE_LOSS, MOE_NORM = 5e-6, 2e-4  # fp32 sums in another order also move what routers compare
 RATE, SEED = 1e-2, 42
 MIXED = ("mixtral", "deepseek_v3")
+NF4 = {"bnb_4bit_quant_type": "nf4"}
+DOUBLE = {**NF4, "bnb_4bit_use_double_quant": True}
 ALL = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"}
 
 
 @dataclass(frozen=True)
 class LoraJob(Job):
-    """A job that trains adapters; `resumed`: it is stopped after two steps and goes on from its checkpoint; `loss`,
-    `norm`: relative differences that are allowed."""
+    """A job that trains adapters; `resumed`: it is stopped after two steps and goes on from its checkpoint; `bits`:
+    transformers' settings of a base in 4 bits; `loss`, `norm`: relative differences that are allowed."""
 
     peft: dict[str, Any] = field(default_factory=lambda: ALL)
+    bits: dict[str, Any] | None = None
     resumed: bool = False
     loss: float = LOSS
     norm: float = NORM
@@ -86,7 +89,20 @@ def _train(job: LoraJob, output_dir: str) -> Outcome:
 
 def _trainer(job: LoraJob, output_dir: str, **more: Any) -> Trainer:
     config = arguments_of(job, output_dir, **{"learning_rate": RATE, "seed": SEED, **job.arguments, **more})
-    return Trainer(job.model, config, train_dataset=rows(), peft_config=LoraConfig(**job.peft))
+    peft, bits = LoraConfig(**job.peft), quantization(job)
+    return Trainer(job.model, config, train_dataset=rows(), peft_config=peft, quantization_config=bits)
+
+
+def quantization(job: LoraJob) -> BitsAndBytesConfig | None:
+    """transformers' config of the base in 4 bits; None for a whole one."""
+    return None if job.bits is None else BitsAndBytesConfig(load_in_4bit=True, **job.bits)
+
+
+def base_model(job: LoraJob) -> Any:
+    """The base as transformers loads it, in 4 bits if the job has it so."""
+    return AutoModelForCausalLM.from_pretrained(
+        job.model, dtype=torch.float32, quantization_config=quantization(job), device_map="cpu" if job.bits else None
+    )
 
 
 def _state_elements(optimizer: Any) -> int:
@@ -109,7 +125,7 @@ def _ranks_agree(module: torch.nn.Module, group: Any) -> bool:
 
 def reference(job: LoraJob) -> Curve:
     """The same training by plain torch on peft's model, from the harness's initial adapters."""
-    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(job.model).float(), LoraConfig(**job.peft)).train()
+    model: Any = get_peft_model(base_model(job), LoraConfig(**job.peft)).train()
     initial = initial_adapters(job)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -154,10 +170,10 @@ def check(jobs: list[LoraJob], ranks: int, folder: Path) -> None:
 @torch.no_grad()
 def exported_loss(job: LoraJob, directory: str) -> float:
     """The loss of the exported adapters as peft reads them; as transformers reads them, they are the same model."""
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(job.model), directory).eval()
+    loaded = PeftModel.from_pretrained(base_model(job), directory).eval()
     ids = torch.tensor([row["input_ids"] for row in rows()])
     logits = loaded(ids).logits
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(directory)(ids).logits, logits)
+    assert job.bits is not None or torch.equal(AutoModelForCausalLM.from_pretrained(directory)(ids).logits, logits)
     return cross_entropy(logits, ids).item()
 
 
@@ -197,4 +213,7 @@ def test_adapters_train_alike_on_two_ranks(models: dict[str, str], tmp_path: Pat
     jobs += [LoraJob(qwen3, layout, peft=some) for layout in ("pp2z1", "dp2z3")]
     tied = {"r": 4, "target_modules": "all-linear", "modules_to_save": ["lm_head"], "ensure_weight_tying": True}
     jobs += [LoraJob(llama, layout, peft=tied) for layout in ("pp2z1", "tp2z1")]
+    nowhere_whole = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    jobs += [LoraJob(llama, "dp2z3", nowhere_whole, bits=DOUBLE, resumed=True), LoraJob(llama, "pp2z1", bits=NF4)]
+    jobs += [LoraJob(models[family], "tp2z1", bits=DOUBLE) for family in ("llama", "gpt2")]
     check(jobs, 2, tmp_path)

@@ -35,6 +35,7 @@ from harness.training.parts.data import DataPart
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
 
 Part = TypeVar("Part")
 
@@ -144,10 +145,13 @@ class FuseOperations(Protocol):
 class FindAdapters(Protocol):
     """Finds the source of a model (None for a list of layers) and the adapters to train.
 
-    Adapters come from a model in memory or from peft's config. Raises UserError if they cannot be trained.
+    Adapters come from a model in memory or from peft's config; transformers' config quantises the weights under them.
+    Raises UserError if they cannot be trained.
     """
 
-    def __call__(self, model: object, peft_config: LoraConfig | None) -> tuple[ModelSource | None, Adapters | None]: ...
+    def __call__(
+        self, model: object, peft_config: LoraConfig | None, quantization_config: BitsAndBytesConfig | None
+    ) -> tuple[ModelSource | None, Adapters | None]: ...
 
 
 class RunMonitors(Protocol):

@@ -61,6 +61,7 @@ from harness.training.prepare.trainable import Model, model_source
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
     from transformers.trainer_utils import EvalPrediction
 
 
@@ -84,6 +85,7 @@ class RunInputs:
     compute_loss_func: LossFunction | None = None
     data_collator: Collator = collate
     peft_config: LoraConfig | None = None
+    quantization_config: BitsAndBytesConfig | None = None
     flags: Mapping[str, object] = field(default_factory=dict)
     optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None)
     compute_metrics: Callable[[EvalPrediction], Mapping[str, object]] | None = None
@@ -239,10 +241,10 @@ def _source(inputs: RunInputs) -> tuple[ModelSource | None, Adapters | None]:
     """Return the source of a decoder (None for a list of layers) and its adapters, if any."""
     find = inputs.parts.adapters
     if find is None:
-        if inputs.peft_config is not None or getattr(inputs.model, "peft_config", None):
+        if inputs.peft_config or inputs.quantization_config or getattr(inputs.model, "peft_config", None):
             needed(find, "LoRA", "harness.extras")
         return model_source(inputs.model), None
-    return find(inputs.model, inputs.peft_config)
+    return find(inputs.model, inputs.peft_config, inputs.quantization_config)
 
 
 def _for_objective(inputs: RunInputs, objective: Objective, source: ModelSource | None) -> ModelSource:
